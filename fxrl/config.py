@@ -1,0 +1,80 @@
+"""``fxrl.Config``: everything a user may decide, and the only place where defaults live.
+
+It reads no environment. Byte sizes are given as ``int`` bytes or as text such as ``"75GiB"``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fxrl.errors import ConfigError
+
+MiB = 2**20
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(value: int | str, *, name: str = "size") -> int:
+    """``75 * 2**30``, ``"75GiB"`` or ``"512 MB"`` as a number of bytes.
+
+    Raises:
+        ConfigError: the text is not a number with a unit, or the size is negative.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size: float = value
+    else:
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(value))
+        if match is None or match[2].upper() not in _UNITS:
+            raise ConfigError(f"{name}={value!r} is not a size; write bytes or a text like '75GiB'")
+        size = float(match[1]) * _UNITS[match[2].upper()]
+    if size < 0:
+        raise ConfigError(f"{name}={value!r} is negative; a size is at least 0 bytes")
+    return int(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How ``fxrl.optimize`` works.
+
+    Attributes:
+        chunk_tokens: rows per tile of a chunked region; ``None`` lets the sizes decide.
+        min_saved_bytes: a rewrite predicted to save less is left out (and reported as missed).
+        gpu_memory: budget for the GPU, bytes or ``"75GiB"``; ``None`` takes what the device has.
+        host_memory: budget for pinned host memory, likewise.
+        precision: dtype of the matrix products, ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp8"``.
+        compile_regions: ``False`` runs region bodies op by op, for exact float64 tests.
+        on_miss: ``"warn"``, ``"error"`` (raise ``MissedRewriteError``) or ``"ignore"``.
+        inductor: extra Inductor options for region bodies, on top of fxrl's own.
+        passes: names of the passes to run, in order; ``None`` runs the default pipeline.
+    """
+
+    chunk_tokens: int | None = None
+    min_saved_bytes: int = 32 * MiB
+    gpu_memory: int | str | None = None
+    host_memory: int | str | None = None
+    precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
+    compile_regions: bool = True
+    on_miss: Literal["warn", "error", "ignore"] = "warn"
+    inductor: Mapping[str, Any] | None = None
+    passes: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens={self.chunk_tokens} is below 1; use None to plan it")
+        if self.min_saved_bytes < 0:
+            raise ConfigError(f"min_saved_bytes={self.min_saved_bytes} is negative; use 0 for all")
+        for name in ("gpu_memory", "host_memory"):
+            if (value := getattr(self, name)) is not None:
+                parse_bytes(value, name=name)
+        _one_of("precision", self.precision, ("bf16", "fp16", "fp32", "fp8"))
+        _one_of("on_miss", self.on_miss, ("warn", "error", "ignore"))
+        if self.passes is not None:
+            object.__setattr__(self, "passes", tuple(self.passes))
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")

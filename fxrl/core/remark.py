@@ -1,0 +1,89 @@
+"""What the passes say: every site gets exactly one remark, applied or missed.
+
+The vocabulary is LLVM's (applied/passed, missed, analysis). A report is immutable; ``str`` is for
+people, ``to_json`` (one object per line) is for tools.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+
+class RemarkKind(StrEnum):
+    """``applied``: rewritten. ``missed``: recognised and left alone. ``analysis``: a fact."""
+
+    APPLIED = "applied"
+    MISSED = "missed"
+    ANALYSIS = "analysis"
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """One pass's word on one site.
+
+    Attributes:
+        kind: ``applied``, ``missed`` or ``analysis`` (compares equal to the plain string).
+        pass_name: such as ``"fuse-linear-logprob"``.
+        site: the graph value that anchors the site, such as ``"mm_14"``.
+        source: the user's ``file:line``, empty when the graph does not know it.
+        reason: what was done, or why nothing was.
+        cure: what the user can do about a miss; empty when nothing or not needed.
+        saved_bytes: predicted bytes that no longer live at the peak.
+    """
+
+    kind: RemarkKind
+    pass_name: str
+    site: str
+    source: str = ""
+    reason: str = ""
+    cure: str = ""
+    saved_bytes: int = 0
+
+    def __str__(self) -> str:
+        saved = f" (saves {format_bytes(self.saved_bytes)})" if self.saved_bytes else ""
+        cure = f"; {self.cure}" if self.cure else ""
+        where = f" [{self.source}]" if self.source else ""
+        return f"{self.kind}: {self.pass_name} @ {self.site}{where}: {self.reason}{cure}{saved}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All remarks of one or more captures, in the order the passes made them."""
+
+    remarks: tuple[Remark, ...] = ()
+
+    def __add__(self, other: Report) -> Report:
+        return Report(self.remarks + other.remarks)
+
+    def of_kind(self, kind: RemarkKind | str) -> tuple[Remark, ...]:
+        """The remarks of one kind."""
+        return tuple(remark for remark in self.remarks if remark.kind == kind)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Predicted bytes saved by everything applied."""
+        return sum(remark.saved_bytes for remark in self.of_kind(RemarkKind.APPLIED))
+
+    def to_json(self) -> str:
+        """JSON lines, one remark each."""
+        return "\n".join(json.dumps(asdict(remark)) for remark in self.remarks)
+
+    @classmethod
+    def of(cls, remarks: Iterable[Remark]) -> Report:
+        """A report over any iterable of remarks."""
+        return cls(tuple(remarks))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.remarks))
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``1536`` -> ``"1.5 KiB"``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"

@@ -1,0 +1,23 @@
+"""One class per user-facing error; each message names the value, the reason and the cure.
+
+Errors that a bad input causes derive from ``ValueError`` as well, so callers who do not know
+fxrl can catch what they know.
+"""
+
+from __future__ import annotations
+
+
+class FxrlError(Exception):
+    """Base of every error that fxrl raises on purpose."""
+
+
+class ConfigError(FxrlError, ValueError):
+    """A configuration value is unknown, of the wrong type, or out of range."""
+
+
+class MissedRewriteError(FxrlError):
+    """``Config(on_miss="error")`` and a rewrite did not happen."""
+
+
+class VerificationError(FxrlError):
+    """The optimized step and the eager step disagree."""
