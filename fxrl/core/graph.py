@@ -1,0 +1,197 @@
+"""Small, total helpers over ``torch.fx`` graphs whose nodes carry ``meta["val"]``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx
+
+Size = int | torch.SymInt
+
+
+def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:
+    """Whether ``node`` is a call of one of ``targets``."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def tensor_val(node: object) -> torch.Tensor | None:
+    """The node's (fake) tensor value, or None when it has none."""
+    val = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return val if isinstance(val, torch.Tensor) else None
+
+
+def is_tensor(node: object) -> TypeGuard[fx.Node]:
+    """Whether ``node`` is a graph value holding one tensor."""
+    return tensor_val(node) is not None
+
+
+def shape_of(node: fx.Node) -> tuple[Size, ...]:
+    """The node's shape; sizes may be symbolic."""
+    val = tensor_val(node)
+    assert val is not None, f"%{node} holds no tensor"
+    return tuple(val.shape)
+
+
+def hint(size: Size) -> int:
+    """A size as a number: itself, or what the tracing run saw for a symbol.
+
+    An unbacked symbol (a data-dependent count such as the rows of ``nonzero``) has no hint;
+    it counts as 1, so byte estimates stay lower bounds.
+    """
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1
+
+
+def numel_hint(node: fx.Node) -> int:
+    """Number of elements, at the sizes seen while tracing."""
+    total = 1
+    for size in shape_of(node):
+        total *= hint(size)
+    return total
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of the node's tensor, at the sizes seen while tracing."""
+    val = tensor_val(node)
+    return 0 if val is None else numel_hint(node) * val.element_size()
+
+
+def needs_grad(node: object) -> bool:
+    """Whether gradients flow through this value (set once by the lowering)."""
+    return isinstance(node, fx.Node) and bool(node.meta.get("requires_grad", False))
+
+
+def propagate_requires_grad(graph: fx.Graph) -> None:
+    """Set ``meta["requires_grad"]`` on every node from the placeholders' own marks.
+
+    A value needs a gradient when it is floating point, a live-in needs one, and the op is not a
+    detach. That is what autograd would find, except for non-differentiable float ops, where the
+    mark is an upper bound (the vjp trace then finds no path and the gradient is absent).
+    """
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta.setdefault("requires_grad", False)
+            continue
+        if node.op != "call_function":
+            node.meta["requires_grad"] = False
+            continue
+        flows = any(needs_grad(arg) for arg in node.all_input_nodes)
+        if flows and node.target is torch.ops.aten.detach.default:
+            flows = False
+        node.meta["requires_grad"] = flows and _has_float(node.meta.get("val"))
+
+
+def _has_float(val: object) -> bool:
+    if isinstance(val, torch.Tensor):
+        return val.is_floating_point() or val.is_complex()
+    if isinstance(val, (tuple, list)):
+        return any(_has_float(item) for item in val)
+    return False
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Every node that one of ``nodes`` depends on, themselves included."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def topological_sort(graph: fx.Graph) -> None:
+    """Reorder the graph so that producers come first, keeping the old order where it is legal.
+
+    Raises:
+        AssertionError: the graph has a cycle.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    pending = {node: len(set(node.all_input_nodes)) for node in graph.nodes}
+    last: fx.Node | None = None
+    for node in _kahn(order, pending):
+        if last is not None and last.next is not node:
+            last.append(node)
+        last = node
+
+
+def _kahn(order: dict[fx.Node, int], pending: dict[fx.Node, int]) -> Iterator[fx.Node]:
+    import heapq
+
+    by_index = {index: node for node, index in order.items()}
+    ready = [order[node] for node, count in pending.items() if count == 0]
+    heapq.heapify(ready)
+    emitted = 0
+    result: list[fx.Node] = []
+    while ready:
+        node = by_index[heapq.heappop(ready)]
+        result.append(node)
+        emitted += 1
+        for user in node.users:
+            pending[user] -= 1
+            if pending[user] == 0:
+                heapq.heappush(ready, order[user])
+    assert emitted == len(order), "the graph has a cycle"
+    return iter(result)
+
+
+class SizeTable:
+    """Finds or builds the graph value of a symbolic size.
+
+    Passes need sizes such as ``B`` or ``T - 1`` as graph arguments. They are looked up among the
+    SymInt values of the graph and the dims of its inputs, else built from sums and products.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._known: dict[Any, tuple[fx.Node, int | None]] = {}
+        for node in graph.nodes:
+            self._learn(node)
+
+    def _learn(self, node: fx.Node) -> None:
+        val = node.meta.get("val")
+        if isinstance(val, torch.SymInt):
+            self._known.setdefault(val.node.expr, (node, None))
+        elif isinstance(val, torch.Tensor):
+            for dim, size in enumerate(val.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    self._known.setdefault(size.node.expr, (node, dim))
+
+    def arg(self, size: Size) -> int | fx.Node | None:
+        """``size`` as an argument of a graph call; None when it cannot be expressed.
+
+        New nodes go to the graph's current insertion point; sort the graph afterwards.
+        """
+        if isinstance(size, int):
+            return size
+        return self._build(size.node.expr, size)
+
+    def _build(self, expr: Any, like: torch.SymInt) -> int | fx.Node | None:
+        if expr.is_Integer:
+            return int(expr)
+        if expr in self._known:
+            node, dim = self._known[expr]
+            return node if dim is None else self._sym_size(expr, node, dim)
+        if not (expr.is_Add or expr.is_Mul):
+            return None
+        function = operator.add if expr.is_Add else operator.mul
+        parts = [self._build(part, like) for part in expr.args]
+        total = parts[0]
+        for part in parts[1:]:
+            if total is None or part is None:
+                return None
+            total = self._graph.call_function(function, (total, part))
+        if isinstance(total, fx.Node):
+            total.meta["val"] = like if like.node.expr == expr else None
+        return total
+
+    def _sym_size(self, expr: Any, node: fx.Node, dim: int) -> fx.Node:
+        size = self._graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+        size.meta["val"] = shape_of(node)[dim]
+        self._known[expr] = (size, None)
+        return size
