@@ -1,0 +1,61 @@
+"""Cuts a request into batches that fit a token budget; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxrl.runtime.engine import PromptError
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """``count`` completions of prompt number ``prompt``, numbered from ``first``."""
+
+    prompt: int
+    first: int
+    count: int
+
+
+def plan_microbatches(
+    lengths: Sequence[int], n: int, max_tokens: int, max_batch_tokens: int
+) -> list[tuple[Group, ...]]:
+    """Groups prompts of like length; every completion appears exactly once.
+
+    A batch of R rows whose longest prompt has L tokens costs R * (L + max_tokens) tokens of KV
+    cache, padding included. Longest first: if memory is short, it shows at once and not after an
+    hour. The completions of one prompt are split over batches only where they do not fit into one.
+
+    Args:
+        lengths: tokens of each prompt.
+        n: completions per prompt.
+        max_tokens: longest completion.
+        max_batch_tokens: the budget.
+
+    Raises:
+        PromptError: not even one row fits.
+    """
+    batches: list[tuple[Group, ...]] = []
+    batch: list[Group] = []
+    free = 0  # rows that still fit; a batch's first prompt is its longest and so sets its width
+    for prompt in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        capacity = max_batch_tokens // (lengths[prompt] + max_tokens)
+        if capacity < 1:
+            raise PromptError(
+                f"prompt {prompt} has {lengths[prompt]} tokens and with max_tokens={max_tokens} "
+                f"does not fit into max_batch_tokens={max_batch_tokens}; raise the latter"
+            )
+        done = 0
+        while done < n:
+            left = n - done
+            if not batch or free == 0 or (free < left and left <= capacity):
+                if batch:
+                    batches.append(tuple(batch))
+                batch, free = [], capacity
+            count = min(left, free)
+            batch.append(Group(prompt, done, count))
+            done += count
+            free -= count
+    if batch:
+        batches.append(tuple(batch))
+    return batches
