@@ -1,0 +1,50 @@
+"""Which frame of a trace is the user's."""
+
+import os
+import sysconfig
+
+import torch
+from torch import fx
+
+from fxrl.core.source import source_of_trace, user_source
+
+SITE = f"{sysconfig.get_paths()['purelib']}/transformers/models/qwen3/modeling_qwen3.py"
+TORCH = f"{os.path.dirname(torch.__file__)}/nn/modules/linear.py"
+STDLIB = f"{sysconfig.get_paths()['stdlib']}/contextlib.py"
+
+
+def trace(*frames):
+    return "".join(f'  File "{file}", line {line}, in f\n    x = y\n' for file, line in frames)
+
+
+def test_innermost_user_frame_wins():
+    frames = ("/home/me/train.py", 3), ("/home/me/loss.py", 7), (SITE, 9), (STDLIB, 1), (TORCH, 4)
+    assert source_of_trace(trace(*frames)) == "/home/me/loss.py:7"
+
+
+def test_only_library_frames():
+    assert source_of_trace(trace((SITE, 9), (TORCH, 4))) == f"{TORCH}:4"
+
+
+def test_checkout_of_a_library_is_not_the_user():
+    checkout = "/home/me/src/transformers/models/qwen3/modeling_qwen3.py"
+    assert source_of_trace(trace(("/home/me/loss.py", 7), (checkout, 1))) == "/home/me/loss.py:7"
+
+
+def test_relative_inside_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert source_of_trace(trace((str(tmp_path / "a" / "loss.py"), 7))) == "a/loss.py:7"
+
+
+def test_generated_code_is_no_place():
+    assert source_of_trace(trace(("/x/loss.py", 7), ("<eval_with_key>.3", 2))) == "/x/loss.py:7"
+    assert source_of_trace(trace(("<string>", 2))) == ""
+
+
+def test_unknown():
+    node = fx.Graph().placeholder("x")
+    assert user_source(node) == ""
+    node.meta["stack_trace"] = None
+    assert user_source(node) == ""
+    node.meta["stack_trace"] = trace(("/x/loss.py", 7))
+    assert user_source(node) == "/x/loss.py:7"
