@@ -140,7 +140,8 @@ def hand_made():
     weight = graph.get_attr("weight")
     literals = (1e-6, True, None, "none", [x, -1], slice(None, x, 2), ..., float("-inf"))
     kinds = {"dtype": torch.float16, "device": torch.device("cpu"), "layout": torch.strided}
-    a = graph.call_function(torch.ops.aten.to.dtype_layout, literals, kinds)
+    a = graph.call_function(max, literals)
+    a = graph.call_function(torch.ops.aten.to.dtype_layout, (a,), kinds)
     b = graph.call_module("region_0", (a,))
     c = graph.call_function(operator.getitem, (b, 0))
     d = graph.call_method("view", (c, (2, 1)))
@@ -157,7 +158,8 @@ def test_literals():
         """\
 %x = input : (f32[2], none, int)
 %weight = @weight : bf16[2] grad
-%to_dtype_layout = aten.to.dtype_layout(1e-06, True, None, 'none', [%x, -1], slice(None, %x, 2), ..., -inf, dtype=f16, device=cpu, layout=strided)
+%max_1 = builtins.max(1e-06, True, None, 'none', [%x, -1], slice(None, %x, 2), ..., -inf)
+%to_dtype_layout = aten.to.dtype_layout(%max_1, dtype=f16, device=cpu, layout=strided)
 %region_0 = @region_0(%to_dtype_layout)
 %getitem = operator.getitem(%region_0, 0)
 %view = %getitem.view((2, 1))
