@@ -1,0 +1,152 @@
+"""Cold start: seconds from the start of a process to the end of its first optimized step.
+
+Each run is a new process. The first has empty Inductor and Triton cache folders (cold), the next
+ones find what it left (warm). Region ids are content hashes, so the second process should find
+every compiled body; the cache counters of Inductor say whether it did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+COLUMNS = (
+    "variant",
+    "device",
+    "shape",
+    "layers",
+    "cache",
+    "process_to_first_step_s",
+    "imports_s",
+    "model_s",
+    "first_step_s",
+    "second_step_s",
+    "cache_hits",
+    "cache_misses",
+    "cache_bypasses",
+    "error",
+)
+
+
+def main() -> None:
+    started = time.time()
+    if "--child" in sys.argv:
+        _child(started)
+        return
+    from bench import common
+
+    args = _arguments()
+    notes = [
+        "cold: empty TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR; warm: the folders as the cold "
+        "process left them; cache_* count Inductor's FX graph cache",
+        f"GRPO step (forward and backward) of {args.rows} x {args.length} tokens, LoRA",
+    ]
+    results = common.Results("Cold start", COLUMNS, args.out, notes)
+    for layers in args.layers:
+        for variant in args.variants:
+            with tempfile.TemporaryDirectory(prefix="fxrl-cold-") as cache:
+                for run in range(1 + args.warm):
+                    row = {"variant": variant, "device": args.device, "shape": args.shape}
+                    row |= {"layers": layers, "cache": "warm" if run else "cold"}
+                    results.add(**row, **_in_process(args, variant, layers, cache))
+    results.finish()
+
+
+def _in_process(args: argparse.Namespace, variant: str, layers: int, cache: str) -> dict[str, Any]:
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+        "TRITON_CACHE_DIR": f"{cache}/triton",
+    }
+    command = [sys.executable, "-m", "bench.cold_start", "--child", "--variants", variant]
+    for name in ("device", "shape", "rows", "length", "attention"):
+        command += [f"--{name}", str(getattr(args, name))]
+    command += ["--layers", str(layers), "--spawned", repr(time.time())]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        if line.startswith("CHILD "):
+            found: dict[str, Any] = json.loads(line[len("CHILD ") :])
+            return found
+    return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:300]}
+
+
+def _child(started: float) -> None:
+    args = _arguments()
+    import torch
+    import transformers  # noqa: F401  (part of the import time that a user waits for)
+    from torch._dynamo.utils import counters
+
+    import fxrl
+    from bench import common, qwen
+    from fxrl import losses
+
+    imported = time.time()
+    model = qwen.make_model(
+        args.shape,
+        args.device,
+        layers=args.layers[0],
+        dtype=torch.bfloat16 if args.device == "cuda" else torch.float32,
+        rank=8,
+    )
+    completion = args.length // 2
+    with qwen.attention(args.attention):
+        batch = qwen.make_batch(
+            model,
+            device=args.device,
+            tokens=args.rows * completion,
+            completion=completion,
+            prompt=args.length - completion,
+        )
+        loss_fn = losses.grpo(beta=0.0)
+        common.synchronize(args.device)
+        built = time.time()
+        if args.variants[0] == "fxrl":
+            step = fxrl.optimize(model, loss_fn)
+        elif args.variants[0] == "compile":
+            compiled = torch.compile(loss_fn)
+            step = lambda given: compiled(model, given)  # noqa: E731
+        else:
+            step = lambda given: loss_fn(model, given)  # noqa: E731
+        run = qwen.backward_fn(step, batch)
+        first_s = common.wall_s(run, args.device)
+        total_s = time.time() - args.spawned
+        second_s = common.wall_s(run, args.device)
+    counted = counters["inductor"]
+    row = {
+        "process_to_first_step_s": total_s,
+        "imports_s": imported - started,
+        "model_s": built - imported,
+        "first_step_s": first_s,
+        "second_step_s": second_s,
+        "cache_hits": counted["fxgraph_cache_hit"],
+        "cache_misses": counted["fxgraph_cache_miss"],
+        "cache_bypasses": counted["fxgraph_cache_bypass"],
+    }
+    print("CHILD " + json.dumps(row))
+
+
+def _arguments() -> argparse.Namespace:
+    from bench import common
+
+    parser = common.parser(__doc__)
+    parser.add_argument("--shape", default="tiny")
+    parser.add_argument(
+        "--layers", default=[2], type=lambda text: [int(number) for number in text.split(",")]
+    )
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--length", type=int, default=64, help="tokens a row; half are completion")
+    parser.add_argument("--warm", type=int, default=2, help="warm processes after the cold one")
+    parser.add_argument("--attention", default="any", choices=("cudnn", "flash", "math", "any"))
+    parser.add_argument("--variants", default="fxrl", type=lambda text: text.split(","))
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--spawned", type=float, default=0.0, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

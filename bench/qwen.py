@@ -1,0 +1,177 @@
+"""The model and batch that the benchmarks share: Qwen3 of any size, random weights, LoRA.
+
+Weights are drawn on the device, so nothing is downloaded. LoRA's B starts at small random values,
+not at zero: with zeros the gradient of every A would be exactly zero and could not be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "tiny": {
+        "vocab_size": 1024,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+}
+WEIGHT_STD = 0.02
+LORA_B_STD = 0.01
+
+
+def make_model(
+    shape: str,
+    device: str,
+    *,
+    layers: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    rank: int = 32,
+    checkpointing: bool = True,
+    seed: int = 0,
+) -> nn.Module:
+    """A PEFT LoRA model (all linear layers but the head) in training mode.
+
+    Args:
+        shape: a key of ``SHAPES``.
+        layers: overrides the shape's number of layers.
+        checkpointing: switches Hugging Face's gradient checkpointing on, as users do.
+    """
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    numbers = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
+    config = Qwen3Config(**numbers, max_position_embeddings=2**20, tie_word_embeddings=False)
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    base = base.to_empty(device=device)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.normal_(0, WEIGHT_STD) if parameter.dim() > 1 else parameter.fill_(1.0)
+    # to_empty left the rotary frequencies unset: they are a buffer, made anew.
+    with torch.device(device):
+        base.model.rotary_emb = Qwen3RotaryEmbedding(config)
+    lora = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(base, lora, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(dtype)
+                if "lora_B" in name:
+                    parameter.normal_(0, LORA_B_STD)
+    if checkpointing:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def make_batch(
+    model: nn.Module,
+    *,
+    device: str,
+    tokens: int,
+    completion: int,
+    prompt: int,
+    mask: str = "none",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """A GRPO batch of ``tokens`` completion tokens in rows of ``completion``, with old log-probs.
+
+    The old log-probs are the model's own, moved by N(0, 0.1): some ratios leave the clip range and
+    most do not, as in a real off-policy step.
+
+    Args:
+        mask: ``"none"`` leaves ``attention_mask`` out, ``"ones"`` gives a mask of ones.
+
+    Returns:
+        ``input_ids [B, prompt + completion]``, ``completion_mask``, ``old_logps [B, completion]``,
+        ``advantages [B]``.
+    """
+    rows, rest = divmod(tokens, completion)
+    if rest or not rows:
+        raise SystemExit(f"--tokens {tokens} is not a multiple of --completion {completion}")
+    draw = torch.Generator(device).manual_seed(seed)
+    vocab = model.get_base_model().config.vocab_size
+    ids = torch.randint(0, vocab, (rows, prompt + completion), device=device, generator=draw)
+    old = torch.cat([token_logps(model, row[None], completion) for row in ids])
+    batch: dict[str, Any] = {
+        "input_ids": ids,
+        "completion_mask": torch.ones(rows, completion, device=device),
+        "old_logps": old + 0.1 * torch.randn(old.shape, device=device, generator=draw),
+        "advantages": torch.randn(rows, device=device, generator=draw),
+    }
+    if mask == "ones":
+        batch["attention_mask"] = torch.ones_like(ids)
+    return batch
+
+
+@torch.no_grad()
+def token_logps(model: nn.Module, ids: torch.Tensor, completion: int) -> torch.Tensor:
+    """Log-probs of the last ``completion`` tokens, fp32 ``[B, completion]``."""
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=completion + 1).logits
+    logps = torch.log_softmax(logits[:, :-1].float(), -1)
+    return logps.gather(-1, ids[:, -completion:, None])[..., 0]
+
+
+@contextlib.contextmanager
+def attention(name: str) -> Iterator[None]:
+    """Restricts scaled dot-product attention: ``cudnn``, ``flash``, ``math`` or ``any``.
+
+    ``cudnn`` lets the other fused kernels stand in where cuDNN refuses a shape or a mask.
+    """
+    order = {
+        "cudnn": [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ],
+        "flash": [SDPBackend.FLASH_ATTENTION],
+        "math": [SDPBackend.MATH],
+    }
+    if name == "any":
+        yield
+        return
+    with sdpa_kernel(order[name], set_priority=True):
+        yield
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that an optimizer gets, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def loss_value(output: Any) -> torch.Tensor:
+    """The loss out of what a loss function returns."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def backward_fn(step: Callable[[Any], Any], batch: dict[str, Any]) -> Callable[[], torch.Tensor]:
+    """One forward and backward as a call without arguments; returns the loss."""
+
+    def run() -> torch.Tensor:
+        loss = loss_value(step(batch))
+        loss.backward()
+        return loss.detach()
+
+    return run

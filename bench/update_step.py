@@ -1,0 +1,245 @@
+"""One GRPO update of a LoRA model: peak memory, time, and how far the gradients are from fp32.
+
+Variants: ``eager`` (Hugging Face gradient checkpointing), ``fxrl`` (``fxrl.optimize`` over the
+same model, checkpointing left on, so it is taken over) and ``compile`` (``torch.compile`` of the
+loss function). Each gets the same weights, batch and a fresh optimizer. An update is forward,
+backward and optimizer step; its peak is over everything that lives on the device.
+
+Then the gradient of every LoRA parameter in bf16, eager and fxrl, is compared with an fp32
+reference that has the same weights: ``norm(g - g32) / norm(g32)``. Two correct bf16
+implementations differ by many percent on a random model, so neither is the other's yardstick.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxrl
+from bench import common, qwen
+
+COLUMNS = (
+    "variant",
+    "layers",
+    "tokens",
+    "first_call_s",
+    "update_ms",
+    "update_ms_min",
+    "update_ms_max",
+    "peak_gib",
+    "peak_over_base_gib",
+    "loss",
+    "grad_error_all",
+    "grad_error_mean",
+    "grad_error_max",
+    "loss_error",
+    "error",
+)
+LossFn = Callable[[nn.Module, Any], Any]
+
+
+def main() -> None:
+    args = _arguments()
+    notes = [
+        f"attention: {args.attention}, attention_mask: {args.mask}",
+        f"{args.shape} shape, LoRA r={args.rank}, all linear layers, bf16, random weights; "
+        f"rows of {args.prompt} prompt and {args.completion} completion tokens",
+        "grad_error columns: relative L2 distance to the fp32 gradient of the same weights; over "
+        "all LoRA parameters at once, and mean and max over single parameters; rows 'gradients': "
+        "one draw of weights and batch each",
+    ]
+    results = common.Results("GRPO update: eager, fxrl, fp32 reference", COLUMNS, args.out, notes)
+    with qwen.attention(args.attention):
+        if args.repeats:
+            measure_updates(args, results)
+        for seed in range(args.ref_seeds):
+            common.free_memory(args.device)
+            measure_gradients(args, results, seed)
+    results.finish()
+
+
+def make_loss() -> LossFn:
+    """GRPO as the library's users get it: clipped ratio, no KL term."""
+    from fxrl import losses
+
+    return losses.grpo(beta=0.0)
+
+
+def make_step(variant: str, model: nn.Module) -> Callable[[Any], Any]:
+    """``batch -> what the loss function returns`` for one variant."""
+    loss_fn = make_loss()
+    if variant == "eager":
+        return lambda batch: loss_fn(model, batch)
+    if variant == "compile":
+        compiled = torch.compile(loss_fn)
+        return lambda batch: compiled(model, batch)
+    return fxrl.optimize(model, loss_fn)
+
+
+def measure_updates(args: argparse.Namespace, results: common.Results) -> None:
+    """One row a variant: time and peak of the whole update."""
+    model = qwen.make_model(args.shape, args.device, layers=args.layers, rank=args.rank)
+    batch = qwen.make_batch(
+        model,
+        device=args.device,
+        tokens=args.tokens,
+        completion=args.completion,
+        prompt=args.prompt,
+        mask=args.mask,
+    )
+    start = {name: p.detach().clone() for name, p in qwen.trainable(model).items()}
+    for variant in args.variants:
+        row: dict[str, Any] = {
+            "variant": variant,
+            "layers": model.get_base_model().config.num_hidden_layers,
+            "tokens": args.tokens,
+        }
+        try:
+            row |= _one_variant(args, variant, model, batch, results)
+        except Exception as error:  # a variant that fails is a result, not the end of the run
+            row["error"] = common.error_text(error)
+        results.add(**row)
+        with torch.no_grad():
+            for name, parameter in qwen.trainable(model).items():
+                parameter.copy_(start[name])
+                parameter.grad = None
+        torch.compiler.reset()
+        common.free_memory(args.device)
+    _note_saving(args, model.get_base_model().config.vocab_size, results)
+
+
+def _note_saving(args: argparse.Namespace, vocab_size: int, results: common.Results) -> None:
+    at = COLUMNS.index("peak_gib")
+    peaks = {row[0]: row[at] for row in results.rows if row[at] is not None}
+    logits = args.tokens * vocab_size * 4 / common.GiB
+    if {"eager", "fxrl"} <= peaks.keys():
+        saved = peaks["eager"] - peaks["fxrl"]
+        results.notes.append(
+            f"peak: fxrl is {saved:.2f} GiB below eager; one set of fp32 logits is {logits:.2f} GiB"
+        )
+
+
+def _one_variant(
+    args: argparse.Namespace,
+    variant: str,
+    model: nn.Module,
+    batch: dict[str, Any],
+    results: common.Results,
+) -> dict[str, Any]:
+    step = make_step(variant, model)
+    optimizer = torch.optim.AdamW(list(qwen.trainable(model).values()), lr=1e-6, fused=True)
+    losses: list[torch.Tensor] = []
+
+    def update() -> None:
+        losses.append(qwen.backward_fn(step, batch)())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    first = common.wall_s(update, args.device)
+    low, middle, high = common.spread_ms(update, args.device, warmup=1, repeats=args.repeats)
+    peak, over_base = common.peak_bytes(update, args.device)
+    if isinstance(step, fxrl.TrainStep):
+        print(step.report, flush=True)
+        results.extra["report"] = [str(remark) for remark in step.report.remarks]
+    return {
+        "first_call_s": first,
+        "update_ms": middle,
+        "update_ms_min": low,
+        "update_ms_max": high,
+        "peak_gib": common.gib(peak),
+        "peak_over_base_gib": common.gib(over_base),
+        "loss": losses[0].item(),
+    }
+
+
+def measure_gradients(args: argparse.Namespace, results: common.Results, seed: int) -> None:
+    """One row a variant: distance of its bf16 gradients to the fp32 ones."""
+    model = qwen.make_model(
+        args.shape, args.device, layers=args.ref_layers, rank=args.rank, seed=seed
+    )
+    batch = qwen.make_batch(
+        model,
+        device=args.device,
+        tokens=args.ref_tokens,
+        completion=min(args.completion, args.ref_tokens),
+        prompt=args.prompt,
+        mask=args.mask,
+        seed=seed,
+    )
+    found: dict[str, tuple[float, dict[str, torch.Tensor]]] = {}
+    failed: dict[str, str] = {}
+    for variant in args.variants:
+        try:
+            found[variant] = _gradients(make_step(variant, model), model, batch)
+        except Exception as error:  # recorded in its row
+            failed[variant] = common.error_text(error)
+        torch.compiler.reset()
+        common.free_memory(args.device)
+    torch.set_float32_matmul_precision("highest")
+    model.float()
+    with qwen.attention("math"):  # the fused kernels take no fp32
+        loss_fn = make_loss()
+        true_loss, truth = _gradients(lambda given: loss_fn(model, given), model, batch)
+    layers = model.get_base_model().config.num_hidden_layers
+    for variant in args.variants:
+        row: dict[str, Any] = {
+            "variant": f"{variant}, gradients, seed {seed}",
+            "layers": layers,
+            "tokens": args.ref_tokens,
+            "error": failed.get(variant),
+        }
+        if variant in found:
+            loss, gradients = found[variant]
+            row |= _errors(gradients, truth)
+            row |= {"loss": loss, "loss_error": abs(loss - true_loss)}
+        results.add(**row)
+
+
+def _gradients(
+    step: Callable[[Any], Any], model: nn.Module, batch: dict[str, Any]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = qwen.backward_fn(step, batch)()
+    gradients = {}
+    for name, parameter in qwen.trainable(model).items():
+        if parameter.grad is None:
+            raise RuntimeError(f"{name} got no gradient")
+        gradients[name] = parameter.grad.float()
+        parameter.grad = None
+    return loss.item(), gradients
+
+
+def _errors(gradients: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
+    off = [(gradients[name] - true).norm().double() for name, true in truth.items()]
+    size = [true.norm().double() for true in truth.values()]
+    single = torch.stack(off) / torch.stack(size)
+    return {
+        "grad_error_all": (torch.stack(off).norm() / torch.stack(size).norm()).item(),
+        "grad_error_mean": single.mean().item(),
+        "grad_error_max": single.max().item(),
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = common.parser(__doc__)
+    parser.add_argument("--shape", default="qwen3-8b", choices=sorted(qwen.SHAPES))
+    parser.add_argument("--layers", type=int, help="by default the shape's own number")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=16384, help="completion tokens in all")
+    parser.add_argument("--completion", type=int, default=2048, help="completion tokens a row")
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens a row")
+    parser.add_argument("--mask", default="none", choices=("none", "ones"))
+    parser.add_argument("--attention", default="cudnn", choices=("cudnn", "flash", "math", "any"))
+    parser.add_argument("--repeats", type=int, default=7, help="0 leaves the timing out")
+    parser.add_argument("--variants", default="eager,fxrl", type=lambda text: text.split(","))
+    parser.add_argument("--ref-layers", type=int, default=12)
+    parser.add_argument("--ref-tokens", type=int, default=4096)
+    parser.add_argument("--ref-seeds", type=int, default=3, help="0 leaves the gradients out")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
