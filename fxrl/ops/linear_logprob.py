@@ -1,0 +1,267 @@
+"""``fxrl::linear_logprob``: log-probabilities of given tokens from hidden states, without logits.
+
+What a graph pass emits (positional in this order; all after ``target`` have defaults):
+
+    torch.ops.fxrl.linear_logprob.default(
+        hidden,        Tensor [N, H]
+        weight,        Tensor [V, H], hidden's dtype
+        target,        Tensor [N] int64, in [0, V) where row_mask is True
+        bias,          Tensor? [V]
+        temperature,   Tensor? [] or [1] or [N], floating
+        row_mask,      Tensor? [N] bool; a False row is not projected: value 0, gradient 0
+        scale,         float = 1.0
+        softcap,       float = 0.0, none
+        outputs,       str = "logprob": comma-separated names, see below
+        grad_outputs,  str? = None: those of them that are differentiated (None: all that can be)
+        chunk_tokens,  int = 0: rows per tile (0: as many as keep a logits tile small)
+    ) -> (logprob, lse, entropy, argmax_hit, sum_p2, mean_logit, max_logit)
+
+with ``z = softcap * tanh(scale * (hidden weight^T + bias) / softcap) / temperature``.
+Always seven tensors: ``[N]`` for a name in ``outputs``, else ``[0]``; float32 (float64 for float64
+inputs), ``argmax_hit`` bool. ``logprob = z_y - lse``; ``argmax_hit``: the target is the first
+maximum. ``argmax_hit``, ``max_logit`` and outputs outside ``grad_outputs`` are detached.
+
+The op is a composite: it runs above autograd, sees who requires a gradient, and calls
+``linear_logprob_forward``, to which device kernels attach
+(``torch.library.register_kernel("fxrl::linear_logprob_forward", "cuda")``).
+
+NOTE [Why the forward makes the gradient]
+Each differentiable output depends on hidden row i alone, so its gradient is one vector u_i times
+the incoming scalar g_i, whatever the loss is. With a frozen head u is made in the forward, while
+the tile's logits exist: 4NHV FLOPs instead of 6NHV, and only u [N, H] is kept. At two
+differentiated outputs (log-prob and entropy) both ways cost 6NHV; from three on, and for a
+trainable head, the backward recomputes the tile and needs one float32 [V, H] for dW.
+
+NOTE [Why a composite over two opaque ops and not one op]
+Inside an op's kernel nobody can tell whether a gradient will be asked for: scoring would pay for
+vectors that nothing reads, or the pass would have to bake the grad mode into the graph. The
+composite is resolved by AOTAutograd (or eager autograd) at the moment that is known. The ``save_*``
+arguments are a choice of cost, never of result: a gradient that was not saved is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxrl.errors import FxrlError
+from fxrl.ops.linear_logprob_opaque import (
+    DIFFERENTIABLE,
+    OUTPUTS,
+    linear_logprob_forward,
+    parse_outputs,
+    reduce_to_temperature,
+)
+
+_MAX_SAVED_VECTORS = 2  # see NOTE [Why the forward makes the gradient]
+
+
+class LinearLogprobError(FxrlError, ValueError):
+    """An argument of ``linear_logprob`` does not fit; the message says which and how to cure it."""
+
+
+class LinearLogprobOutput(NamedTuple):
+    """What was asked for, ``[N]`` each; the rest is empty (``[0]``)."""
+
+    logprob: Tensor
+    lse: Tensor
+    entropy: Tensor
+    argmax_hit: Tensor
+    sum_p2: Tensor
+    mean_logit: Tensor
+    max_logit: Tensor
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    outputs: Sequence[str] = ("logprob",),
+    grad_outputs: Sequence[str] | None = None,
+    chunk_tokens: int = 0,
+) -> LinearLogprobOutput:
+    """The op with names instead of positions; see the module docstring for shapes and dtypes.
+
+    Raises:
+        LinearLogprobError: shapes, dtypes or names do not fit.
+        TargetError: on the CPU, an unmasked target is outside ``[0, V)``.
+    """
+    return LinearLogprobOutput(
+        *torch.ops.fxrl.linear_logprob.default(
+            hidden,
+            weight,
+            target,
+            bias,
+            temperature,
+            row_mask,
+            scale,
+            softcap,
+            ",".join(outputs),
+            None if grad_outputs is None else ",".join(grad_outputs),
+            chunk_tokens,
+        )
+    )
+
+
+torch.library.define(
+    "fxrl::linear_logprob",
+    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, Tensor? temperature=None, "
+    "Tensor? row_mask=None, float scale=1.0, float softcap=0.0, str outputs='logprob', "
+    "str? grad_outputs=None, SymInt chunk_tokens=0) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("fxrl::linear_logprob", "CompositeImplicitAutograd")
+def _linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    temperature: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    outputs: str = "logprob",
+    grad_outputs: str | None = None,
+    chunk_tokens: int = 0,
+) -> tuple[Tensor, ...]:
+    _check(hidden, weight, target, bias, temperature, row_mask, scale)
+    wanted = _checked_names("outputs", outputs, OUTPUTS)
+    if grad_outputs is None:
+        differentiated = [name for name in DIFFERENTIABLE if name in wanted]
+    else:
+        differentiated = _checked_names("grad_outputs", grad_outputs, wanted & {*DIFFERENTIABLE})
+    frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+    save = torch.is_grad_enabled() and frozen and len(differentiated) <= _MAX_SAVED_VECTORS
+    *values, _, _ = torch.ops.fxrl.linear_logprob_forward.default(
+        hidden,
+        weight,
+        target,
+        bias,
+        temperature,
+        row_mask,
+        scale,
+        softcap,
+        ",".join(name for name in OUTPUTS if name in wanted),
+        ",".join(name for name in DIFFERENTIABLE if name in differentiated),
+        chunk_tokens,
+        save and hidden.requires_grad,
+        save and temperature is not None and temperature.requires_grad,
+    )
+    return tuple(values)
+
+
+def _checked_names(argument: str, text: str, allowed: Any) -> set[str]:
+    names = parse_outputs(text)
+    if unknown := [name for name in names if name not in allowed]:
+        raise LinearLogprobError(
+            f"{argument}={text!r}: {unknown[0]!r} is not one of {', '.join(sorted(allowed))}"
+        )
+    return set(names)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    temperature: Tensor | None,
+    row_mask: Tensor | None,
+    scale: float,
+) -> None:
+    """Ranks, dtypes and static sizes; nothing here may read data or guard on a dynamic size."""
+    ranks = (("hidden", hidden, 2), ("weight", weight, 2), ("target", target, 1))
+    optional = (("bias", bias, 1), ("row_mask", row_mask, 1))
+    for name, tensor, rank in (*ranks, *optional):
+        if tensor is not None and tensor.dim() != rank:
+            raise LinearLogprobError(
+                f"{name} has {tensor.dim()} dims, expected {rank}; flatten the token dims first"
+            )
+    if temperature is not None and temperature.dim() > 1:
+        raise LinearLogprobError(
+            f"temperature has {temperature.dim()} dims, expected none or one value per row"
+        )
+    if weight.dtype != hidden.dtype or not hidden.is_floating_point():
+        raise LinearLogprobError(
+            f"weight is {weight.dtype} and hidden {hidden.dtype}; cast both to one float dtype"
+        )
+    if target.dtype != torch.int64:
+        raise LinearLogprobError(f"target is {target.dtype}, expected torch.int64; use .long()")
+    if row_mask is not None and row_mask.dtype != torch.bool:
+        raise LinearLogprobError(f"row_mask is {row_mask.dtype}, expected torch.bool; use .bool()")
+    if scale == 0:
+        raise LinearLogprobError("scale=0 makes every token equally likely; use a non-zero scale")
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, target, bias, temperature, row_mask, *rest = inputs
+    scale, softcap, _, grad_outputs, chunk_tokens, has_hidden, has_temperature = rest
+    *values, hidden_vectors, temperature_factors = output
+    ctx.differentiated = parse_outputs(grad_outputs)
+    ctx.set_materialize_grads(False)
+    detached = [v for n, v in zip(OUTPUTS, values, strict=True) if n not in ctx.differentiated]
+    ctx.mark_non_differentiable(*detached, hidden_vectors, temperature_factors)
+    ctx.needs = (
+        ctx.needs_input_grad[0],
+        ctx.needs_input_grad[1],
+        bias is not None and ctx.needs_input_grad[3],
+        temperature is not None and ctx.needs_input_grad[4],
+    )
+    want_hidden, want_weight, want_bias, want_temperature = ctx.needs
+    ctx.saved_in_forward = (
+        not (want_weight or want_bias)
+        and (has_hidden or not want_hidden)
+        and (has_temperature or not want_temperature)
+    )
+    if ctx.saved_in_forward:
+        ctx.save_for_backward(hidden_vectors, temperature_factors)
+        ctx.hidden_dtype = hidden.dtype
+        ctx.temperature_like = None
+        if temperature is not None:
+            ctx.temperature_like = (tuple(temperature.shape), temperature.dtype)
+    else:
+        ctx.save_for_backward(hidden, weight, target, bias, temperature, row_mask)
+        ctx.constants = (scale, softcap, grad_outputs, chunk_tokens)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    nothing: list[Tensor | None] = [None] * 13
+    incoming = {n: g for n, g in zip(OUTPUTS, grads[: len(OUTPUTS)], strict=True)}
+    given = [incoming[name] for name in ctx.differentiated]
+    present = next((g for g in given if g is not None), None)
+    if present is None:
+        return tuple(nothing)
+    stacked = torch.stack([torch.zeros_like(present) if g is None else g for g in given])
+    if ctx.saved_in_forward:
+        want_hidden, _, _, want_temperature = ctx.needs
+        vectors, factors = ctx.saved_tensors
+        if want_hidden:
+            nothing[0] = torch.ops.fxrl.linear_logprob_scale.default(
+                stacked, vectors, ctx.hidden_dtype
+            )
+        if want_temperature:
+            shape, dtype = ctx.temperature_like
+            per_row = (stacked * factors).sum(0)
+            nothing[4] = reduce_to_temperature(per_row, shape).to(dtype)
+        return tuple(nothing)
+    hidden, weight, target, bias, temperature, row_mask = ctx.saved_tensors
+    made = torch.ops.fxrl.linear_logprob_backward.default(
+        stacked, hidden, weight, target, bias, temperature, row_mask, *ctx.constants, *ctx.needs
+    )
+    for position, wanted, grad in zip((0, 1, 3, 4), ctx.needs, made, strict=True):
+        if wanted:
+            nothing[position] = grad
+    return tuple(nothing)
+
+
+linear_logprob_forward.register_autograd(_backward, setup_context=_setup_context)
