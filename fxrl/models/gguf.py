@@ -50,6 +50,7 @@ def convert_gguf(gguf: Path, folder: Path, *, eos_token: str, pad_token: str) ->
             raise FetchError(f"{name}: {token!r} is not in its vocabulary; name another token")
     tokenizer.eos_token, tokenizer.pad_token = eos_token, pad_token
     tokenizer.padding_side = "left"
+    tokenizer.clean_up_tokenization_spaces = False  # would change decoded text; BPE has no need
 
     model: Any = AutoModelForCausalLM.from_pretrained(
         source,
