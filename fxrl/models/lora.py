@@ -1,0 +1,81 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) through PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxrl.models.errors import ModelError, optional
+
+
+def lora(
+    model: nn.Module,
+    r: int = 16,
+    alpha: float | None = None,
+    target_modules: str | Sequence[str] = "all-linear",
+    *,
+    dropout: float = 0.0,
+    fp32_adapter: bool = True,
+    seed: int | None = None,
+) -> nn.Module:
+    """Freezes ``model`` and puts a trainable x A^T B^T * alpha / r beside its linear layers.
+
+    A is Kaiming-uniform and B zero, so the wrapped model starts with the same numbers.
+
+    Args:
+        model: a Hugging Face model; wrapped in place.
+        r: rank.
+        alpha: scale; ``None`` is ``2 * r``.
+        target_modules: ``"all-linear"`` (every linear layer but the output layer), a list of name
+            endings, or a regular expression over full names.
+        dropout: on x, adapter only.
+        fp32_adapter: keep A and B in fp32 on a bf16 or fp16 base, which is PEFT's default
+            (``autocast_adapter_dtype``): an optimizer step of 1e-5 is below bf16's resolution for
+            most entries. The product of the two is then computed in fp32 unless under autocast.
+        seed: of A; ``None`` takes the global generator.
+
+    Returns:
+        A ``peft.PeftModel``; only ``lora_`` parameters require grad.
+
+    Raises:
+        ModelError: a value is out of range or no layer matches.
+        MissingPackageError: peft is not installed.
+    """
+    if r < 1:
+        raise ModelError(f"lora: r={r} is below 1; 8 to 64 is usual")
+    if not 0 <= dropout < 1:
+        raise ModelError(f"lora: dropout={dropout} is outside [0, 1); 0 is usual for RL")
+    peft = optional("peft", "LoRA")
+    targets: Any = target_modules if isinstance(target_modules, str) else list(target_modules)
+    config = peft.LoraConfig(
+        r=r,
+        lora_alpha=2 * r if alpha is None else alpha,
+        target_modules=targets,
+        lora_dropout=dropout,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with _seeded(seed):
+        try:
+            wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=fp32_adapter)
+        except ValueError as error:
+            raise ModelError(
+                f"lora: target_modules={target_modules!r} does not work here "
+                f"({str(error).splitlines()[0][:200]}); 'all-linear' fits every model"
+            ) from error
+    assert isinstance(wrapped, nn.Module)
+    return wrapped
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
