@@ -1,7 +1,7 @@
 """What the passes say: every site gets exactly one remark, applied or missed.
 
-The vocabulary is LLVM's (applied/passed, missed, analysis). A report is immutable; ``str`` is for
-people, ``to_json`` (one object per line) is for tools.
+The vocabulary is LLVM's (applied/passed, missed, analysis). A report is immutable; ``str`` (a
+table) is for people, ``to_json`` (one object per line) is for tools.
 """
 
 from __future__ import annotations
@@ -10,6 +10,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+from fxrl.core.table import cell, open_table, plain_text
+
+_EMPTY = (
+    "no remarks: nothing is captured yet (call the step on a batch first), or no pass found a site"
+)
+_NARROW = 100  # columns below which a remark's pass, site and source share one column
+_STYLES = {"applied": "green", "missed": "yellow", "analysis": "cyan"}
 
 
 class RemarkKind(StrEnum):
@@ -76,8 +87,60 @@ class Report:
         """A report over any iterable of remarks."""
         return cls(tuple(remarks))
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table, coloured by verdict: ``rich.print(report)``."""
+        if not self.remarks:
+            yield cell(_EMPTY)
+            return
+        yield (_narrow if options.max_width < _NARROW else _wide)(self.remarks)
+        yield cell("")
+        yield cell(f"predicted to save {format_bytes(self.saved_bytes)} at the peak", "bold")
+        counts = (f"{len(self.of_kind(kind))} {kind}" for kind in RemarkKind)
+        yield cell(f"{len(self.remarks)} remarks: {', '.join(counts)}")
+
+    def table(self, width: int | None = None) -> str:
+        """The table as plain text, ``width`` columns wide (``None``: as the terminal)."""
+        return plain_text(self, width)
+
     def __str__(self) -> str:
-        return "\n".join(map(str, self.remarks))
+        return self.table()
+
+
+def _wide(remarks: Iterable[Remark]) -> Table:
+    columns = ("pass", "site", "source", "verdict", "saved", "reason and cure")
+    table = open_table(*columns, right=("saved",), fixed=("pass", "verdict", "saved"))
+    for remark in remarks:
+        table.add_row(
+            cell(remark.pass_name),
+            cell(remark.site),
+            cell(remark.source, "dim"),
+            cell(remark.kind, _STYLES[remark.kind]),
+            cell(_saved(remark)),
+            cell(_reason(remark)),
+        )
+    return table
+
+
+def _narrow(remarks: Iterable[Remark]) -> Table:
+    table = open_table("site", "verdict", "reason and cure", fixed=("verdict",))
+    for remark in remarks:
+        verdict = cell(remark.kind, _STYLES[remark.kind])
+        site = cell("\n".join(filter(None, (remark.pass_name, remark.site, remark.source))))
+        saved = cell(f"\n{_saved(remark)}" if remark.saved_bytes else "")
+        table.add_row(site, verdict + saved, cell(_reason(remark)))
+    return table
+
+
+def _saved(remark: Remark) -> str:
+    """The predicted saving; what a miss would have saved stands in parentheses."""
+    if not remark.saved_bytes:
+        return ""
+    saved = format_bytes(remark.saved_bytes)
+    return saved if remark.kind == RemarkKind.APPLIED else f"({saved})"
+
+
+def _reason(remark: Remark) -> str:
+    return f"{remark.reason}\ncure: {remark.cure}" if remark.cure else remark.reason
 
 
 def format_bytes(num_bytes: float) -> str:
