@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxrl.models.errors import ModelError, optional
+from fxrl.models.errors import ModelError
+from fxrl.models.hf import optional
 
 DTYPES = {
     "bf16": torch.bfloat16,

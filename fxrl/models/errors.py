@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from fxrl.errors import FxrlError
 
 
@@ -22,17 +19,3 @@ class FetchError(FxrlError, RuntimeError):
 
 DEMO_CURE = "pip install 'fxrl[demo]'"
 """Installs transformers, peft, safetensors and gguf."""
-
-
-def optional(package: str, purpose: str) -> Any:
-    """Imports a package of the ``demo`` extra.
-
-    Raises:
-        MissingPackageError: it is not installed, or too old to be imported.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as missing:
-        raise MissingPackageError(
-            f"{purpose} needs {package} ({missing}); {DEMO_CURE}"
-        ) from missing

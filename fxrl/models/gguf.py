@@ -13,10 +13,12 @@ NOTE [Three traps of loading GGUF through transformers 5]
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fxrl.models.errors import FetchError, optional
+from fxrl.models.errors import FetchError
+from fxrl.models.hf import no_progress_bars, optional
 
 
 def convert_gguf(gguf: Path, folder: Path, *, eos_token: str, pad_token: str) -> None:
@@ -35,6 +37,11 @@ def convert_gguf(gguf: Path, folder: Path, *, eos_token: str, pad_token: str) ->
     purpose = f"{gguf.name}: converting GGUF"
     optional("gguf", purpose)  # transformers needs it; say so before the slow part
     hf = optional("transformers", purpose)
+    with no_progress_bars():
+        _convert(hf, gguf, folder, eos_token, pad_token)
+
+
+def _convert(hf: Any, gguf: Path, folder: Path, eos_token: str, pad_token: str) -> None:
     source, name = str(gguf.parent), gguf.name
     tokenizer = hf.AutoTokenizer.from_pretrained(source, gguf_file=name, local_files_only=True)
     vocab = tokenizer.get_vocab()

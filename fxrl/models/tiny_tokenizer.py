@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fxrl.models.errors import optional
+from fxrl.models.hf import optional
 
 PAD, BOS, EOS = "<|pad|>", "<|im_start|>", "<|im_end|>"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2

@@ -1,0 +1,56 @@
+"""The doors to transformers, peft and the Hugging Face hub: imported late, quiet, asked once."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fxrl.models.errors import DEMO_CURE, MissingPackageError
+
+HUB_TIMEOUT_S = 5.0
+
+
+def optional(package: str, purpose: str) -> Any:
+    """Imports a package of the ``demo`` extra.
+
+    Raises:
+        MissingPackageError: it is not installed, or too old to be imported.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as missing:
+        raise MissingPackageError(
+            f"{purpose} needs {package} ({missing}); {DEMO_CURE}"
+        ) from missing
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Transformers draws none inside; they would go through the caller's own display."""
+    logging = optional("transformers", "loading a model").utils.logging
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
+def why_no_hub() -> str | None:
+    """Why the Hugging Face hub cannot be asked, or ``None`` if it answers.
+
+    One request with a short timeout, through the hub client's own session (its endpoint, proxies
+    and offline switch count). Without it a load without network spends 45 s in retries.
+    """
+    hub = optional("huggingface_hub", "the Hugging Face hub")
+    httpx = optional("httpx", "the Hugging Face hub")
+    try:
+        # Any answer will do, an error status too: the load itself explains that one better.
+        hub.get_session().head(hub.constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+    except (OSError, httpx.HTTPError) as error:  # offline mode is a ConnectionError
+        reason = str(error).splitlines() or [type(error).__name__]
+        return f"the hub at {hub.constants.ENDPOINT} cannot be reached ({reason[0][:120]})"
+    return None
