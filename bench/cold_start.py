@@ -39,7 +39,7 @@ def main() -> None:
     if "--child" in sys.argv:
         _child(started)
         return
-    from bench import common
+    from bench.lib import common
 
     args = _arguments()
     notes = [
@@ -82,7 +82,7 @@ def _child(started: float) -> None:
     from torch._dynamo.utils import counters
 
     import fxrl
-    from bench import common, qwen
+    from bench.lib import common, qwen
     from fxrl import losses
 
     imported = time.time()
@@ -131,7 +131,7 @@ def _child(started: float) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    from bench import common
+    from bench.lib import common
 
     parser = common.parser(__doc__)
     parser.add_argument("--shape", default="tiny")

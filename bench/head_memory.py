@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench import common
+from bench.lib import common
 
 COLUMNS = ("variant", "peak_over_base_mib", "step_s", "first_call_s", "loss", "grad_norm", "error")
 

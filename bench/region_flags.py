@@ -17,7 +17,7 @@ from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bench import bodies, common, qwen
+from bench.lib import bodies, common, qwen
 
 COLUMNS = (
     "body",

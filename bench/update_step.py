@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import fxrl
-from bench import common, qwen
+from bench.lib import common, qwen
 
 COLUMNS = (
     "variant",
@@ -231,7 +231,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384, help="completion tokens in all")
     parser.add_argument("--completion", type=int, default=2048, help="completion tokens a row")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens a row")
-    parser.add_argument("--mask", default="none", choices=("none", "ones"))
+    parser.add_argument("--mask", default="none", choices=("none", "ones", "causal"))
     parser.add_argument("--attention", default="cudnn", choices=("cudnn", "flash", "math", "any"))
     parser.add_argument("--repeats", type=int, default=7, help="0 leaves the timing out")
     parser.add_argument("--variants", default="eager,fxrl", type=lambda text: text.split(","))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench import qwen
+from bench.lib import qwen
 
 Function = Callable[..., tuple[Tensor, ...]]
 

@@ -101,7 +101,8 @@ def make_batch(
     most do not, as in a real off-policy step.
 
     Args:
-        mask: ``"none"`` leaves ``attention_mask`` out, ``"ones"`` gives a mask of ones.
+        mask: ``"none"`` leaves ``attention_mask`` out, ``"ones"`` gives a mask of ones, ``"causal"``
+            a mapping that tells transformers to make none: plain causal attention, traced or not.
 
     Returns:
         ``input_ids [B, prompt + completion]``, ``completion_mask``, ``old_logps [B, completion]``,
@@ -120,6 +121,8 @@ def make_batch(
         "old_logps": old + 0.1 * torch.randn(old.shape, device=device, generator=draw),
         "advantages": torch.randn(rows, device=device, generator=draw),
     }
+    if mask == "causal":
+        batch["attention_mask"] = {"full_attention": None}
     if mask == "ones":
         batch["attention_mask"] = torch.ones_like(ids)
     return batch

@@ -1,0 +1,185 @@
+"""Does it learn: ``fxrl train`` for several seeds, held-out accuracy before and after.
+
+Runs the configuration once per seed (``data.seed`` stays, so all are judged on the same held-out
+questions), collects rewards and evaluations from each ``metrics.jsonl``, and draws them beside the
+accuracy of always giving the most frequent answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.lib import common
+
+COLUMNS = (
+    "seed",
+    "steps",
+    "held_out",
+    "majority_baseline",
+    "accuracy_before",
+    "accuracy_after",
+    "rise_points",
+    "reward_first_10",
+    "reward_last_10",
+    "wall_s",
+    "error",
+)
+STOP_GRACE_S = 45
+
+
+def main() -> None:
+    args = _arguments()
+    config = Path(args.config)
+    notes = [
+        f"{config}, overrides: {' '.join(args.overrides) or 'none'}; {args.parallel} runs at once",
+        "accuracy: held-out questions, none of which is trained on",
+    ]
+    results = common.Results("GRPO learning run", COLUMNS, args.out, notes)
+    results.extra["config"] = config.read_text()
+    curves: dict[str, Any] = {}
+    for runs in _batches(args.seeds, args.parallel):
+        started = [(seed, _start(args, seed)) for seed in runs]
+        begun = time.monotonic()
+        deadline = begun + args.time_limit
+        for seed, process in started:
+            error = _wait(process, deadline)
+            row, curve = _collect(_run_dir(args, seed))
+            curves[str(seed)] = curve
+            results.extra["curves"] = curves
+            results.add(seed=seed, wall_s=time.monotonic() - begun, error=error, **row)
+    if args.out:
+        _draw(curves, results, Path(args.out).with_suffix(".png"))
+    results.finish()
+
+
+def _batches(seeds: list[int], size: int) -> list[list[int]]:
+    return [seeds[at : at + size] for at in range(0, len(seeds), size)]
+
+
+def _run_dir(args: argparse.Namespace, seed: int) -> Path:
+    return Path(args.run_dir) / f"{Path(args.config).stem}_seed{seed}"
+
+
+def _start(args: argparse.Namespace, seed: int) -> subprocess.Popen[bytes]:
+    folder = _run_dir(args, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "fxrl", "train", args.config, f"run_dir={folder}"]
+    command += [f"seed={seed}", *args.overrides]
+    cores = max(1, (os.cpu_count() or 1) // args.parallel)
+    with (folder / "log.txt").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": str(cores)},
+        )
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> str | None:
+    """Past the deadline SIGINT: the trainer saves what it has and exits."""
+    try:
+        code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        return "stopped at --time-limit"
+    return f"exit code {code}, see log.txt" if code else None
+
+
+def _collect(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One row and one curve out of what the run wrote."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.is_file() else []
+    rewards = [(line["step"], line["reward"]) for line in lines if line.get("reward") is not None]
+    held_out = evaluations(folder, lines)
+    values = [reward for _, reward in rewards]
+    row: dict[str, Any] = {"steps": len(values)}
+    if values:
+        row["reward_first_10"] = statistics.fmean(values[:10])
+        row["reward_last_10"] = statistics.fmean(values[-10:])
+    if held_out:
+        before, after = held_out[0], held_out[-1]
+        row |= {"accuracy_before": before["accuracy"], "accuracy_after": after["accuracy"]}
+        row["rise_points"] = 100 * (after["accuracy"] - before["accuracy"])
+        row |= {"held_out": after["size"], "majority_baseline": after["majority"]}
+    return row, {"reward": rewards, "held_out": held_out}
+
+
+def evaluations(folder: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``step, accuracy, size, majority`` of every evaluation of a run."""
+    return [
+        {
+            "step": line["step"],
+            "accuracy": line["eval_accuracy"],
+            "size": line.get("eval_size"),
+            "majority": line.get("eval_majority"),
+        }
+        for line in lines
+        if line.get("eval_accuracy") is not None
+    ]
+
+
+def _draw(curves: dict[str, Any], results: common.Results, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    baseline = None
+    for seed, curve in curves.items():
+        if curve["reward"]:
+            steps, rewards = zip(*curve["reward"], strict=True)
+            left.plot(steps, _smooth(rewards), label=f"seed {seed}")
+        points = curve["held_out"]
+        if points:
+            right.plot(
+                [point["step"] for point in points],
+                [point["accuracy"] for point in points],
+                marker="o",
+                label=f"seed {seed}",
+            )
+            baseline = points[-1]["majority"]
+    if baseline is not None:
+        right.axhline(baseline, linestyle="--", color="gray", label="majority answer")
+    left.set(xlabel="step", ylabel="mean reward of the rollouts (10-step mean)")
+    right.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
+    for axes in (left, right):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{results.title} [{common.machine()}]")
+    figure.savefig(path, dpi=110)
+
+
+def _smooth(values: tuple[float, ...], window: int = 10) -> list[float]:
+    return [statistics.fmean(values[max(0, at + 1 - window) : at + 1]) for at in range(len(values))]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = common.parser(__doc__)
+    parser.add_argument("config", help="the TOML file")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument(
+        "--seeds", default=[0, 1, 2], type=lambda text: [int(number) for number in text.split(",")]
+    )
+    parser.add_argument("--run-dir", default="runs/learn")
+    parser.add_argument("--parallel", type=int, default=3, help="runs at the same time")
+    parser.add_argument("--time-limit", type=float, default=540, help="seconds for each group")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
