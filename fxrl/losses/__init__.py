@@ -1,1 +1,54 @@
-"""See the module docstrings."""
+"""RL losses in plain PyTorch: factories of ``loss_fn(model, batch) -> (loss, metrics)``.
+
+``batch`` is described in ``fxrl.losses.batch``, the settings that all policy losses share in
+``fxrl.losses.options``. Names, defaults and metric keys are those of TRL's GRPOConfig.
+"""
+
+from fxrl.losses.advantages import gae, group_advantages, reward_metrics, rloo_advantages, whiten
+from fxrl.losses.batch import Batch, LossFn, Metrics
+from fxrl.losses.clipped import bnpo, dapo, dr_grpo, grpo, gspo, luspo
+from fxrl.losses.corrections import importance_weights, kl_estimate
+from fxrl.losses.errors import BatchError, LossConfigError
+from fxrl.losses.gated import cispo, sapo
+from fxrl.losses.logprobs import TokenStats, completion_logits, token_stats
+from fxrl.losses.options import PolicyOptions
+from fxrl.losses.surrogate import policy_loss
+from fxrl.losses.actor_critic import ppo
+from fxrl.losses.registry import FACTORIES, by_name
+from fxrl.losses.policy_gradient import reinforce, rloo
+from fxrl.losses.supervised import dpo, sft
+
+__all__ = [
+    "FACTORIES",
+    "Batch",
+    "BatchError",
+    "LossConfigError",
+    "LossFn",
+    "Metrics",
+    "PolicyOptions",
+    "TokenStats",
+    "bnpo",
+    "by_name",
+    "cispo",
+    "completion_logits",
+    "dapo",
+    "dpo",
+    "dr_grpo",
+    "gae",
+    "group_advantages",
+    "grpo",
+    "gspo",
+    "importance_weights",
+    "kl_estimate",
+    "luspo",
+    "policy_loss",
+    "ppo",
+    "reinforce",
+    "reward_metrics",
+    "rloo",
+    "rloo_advantages",
+    "sapo",
+    "sft",
+    "token_stats",
+    "whiten",
+]

@@ -1,0 +1,138 @@
+"""Advantages from rewards: what a trainer puts into ``batch["advantages"]``.
+
+Shapes: N completions, group by group, G per prompt; B sequences, C completion tokens.
+A reward of NaN is none (its function did not apply): that completion gets advantage 0 and plays
+no part in its group's mean and spread.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fxrl.losses.errors import BatchError, check_choice
+
+ScaleRewards = Literal["group", "batch", "none"]
+SCALES = ("group", "batch", "none")
+EPSILON = 1e-4  # added to a standard deviation before it divides, as in TRL
+
+
+def group_advantages(
+    rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards = "group"
+) -> Tensor:
+    """GRPO's advantages: the reward relative to its group.
+
+        A_i = (r_i - mean(group)) / (std + 1e-4)
+
+    std (unbiased) is the group's, the batch's, or absent (Dr. GRPO, arXiv:2503.20783).
+
+    Args:
+        rewards: [N] float; rows ``i*G .. i*G + G - 1`` are of one prompt.
+        num_generations: G.
+        scale_rewards: whose standard deviation divides: ``"group"``, ``"batch"``, ``"none"``.
+
+    Returns:
+        [N], the rewards' dtype; 0 where all of a group's rewards are the same.
+
+    Raises:
+        BatchError: N is not a multiple of G.
+    """
+    check_choice("scale_rewards", scale_rewards, SCALES)
+    grouped, valid = _groups(rewards, num_generations)
+    centred = torch.where(valid, grouped - _mean(grouped, valid, dim=1), 0.0)
+    if scale_rewards == "group":
+        centred = centred / (_std(grouped, valid, dim=1) + EPSILON)
+    elif scale_rewards == "batch":
+        flat, flat_valid = grouped.reshape(1, -1), valid.reshape(1, -1)
+        centred = centred / (_std(flat, flat_valid, dim=1) + EPSILON)
+    return centred.reshape(-1)
+
+
+def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
+    """RLOO's advantages: the reward minus the mean of the *other* rewards of its group.
+
+        A_i = r_i - 1/(G - 1) sum_{j != i} r_j
+
+    Source: arXiv:2402.14740. A completion that is alone in its group gets 0.
+
+    Args, returns and raises as ``group_advantages``.
+    """
+    grouped, valid = _groups(rewards, num_generations)
+    clean = torch.where(valid, grouped, 0.0)
+    others = valid.sum(1, keepdim=True) - 1
+    baseline = (clean.sum(1, keepdim=True) - clean) / others.clamp(min=1)
+    return torch.where(valid & (others > 0), clean - baseline, 0.0).reshape(-1)
+
+
+def reward_metrics(rewards: Tensor, num_generations: int) -> dict[str, Tensor]:
+    """TRL's ``reward``, ``reward_std`` (mean of the groups') and ``frac_reward_zero_std``."""
+    grouped, valid = _groups(rewards, num_generations)
+    spread = _std(grouped, valid, dim=1)
+    return {
+        "reward": _mean(grouped.reshape(1, -1), valid.reshape(1, -1), dim=1).squeeze(),
+        "reward_std": spread.mean(),
+        "frac_reward_zero_std": (spread < 1e-8).to(spread.dtype).mean(),
+    }
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation per token, for PPO.
+
+        delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   R_t = A_t + V_t
+
+    over the tokens that count, those between them skipped; V is 0 after the last one.
+    Source: arXiv:1506.02438 eq. 16.
+
+    Args:
+        rewards, values: [B, C]; ``values`` are of the state before each token.
+        mask: [B, C], non-zero where a token counts.
+
+    Returns:
+        Advantages and returns, [B, C], 0 where masked. No gradient.
+    """
+    counts = mask != 0
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    with torch.no_grad():
+        for t in reversed(range(values.shape[1])):
+            delta = rewards[:, t] + gamma * next_value - values[:, t]
+            here = delta + gamma * lam * next_advantage
+            advantages[:, t] = torch.where(counts[:, t], here, 0.0)
+            next_advantage = torch.where(counts[:, t], here, next_advantage)
+            next_value = torch.where(counts[:, t], values[:, t], next_value)
+        returns = torch.where(counts, advantages + values, 0.0)
+    return advantages, returns
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """``values`` with mean 0 and standard deviation 1 over the tokens that count, 0 elsewhere."""
+    counts = (mask != 0).reshape(1, -1)
+    flat = values.reshape(1, -1)
+    centred = (flat - _mean(flat, counts, dim=1)) / (_std(flat, counts, dim=1) + EPSILON)
+    return torch.where(counts, centred, 0.0).reshape(values.shape)
+
+
+def _groups(rewards: Tensor, num_generations: int) -> tuple[Tensor, Tensor]:
+    """Rewards and their validity as [N / G, G]."""
+    if num_generations < 1 or rewards.numel() % num_generations:
+        raise BatchError(
+            f"{rewards.numel()} rewards are not groups of num_generations={num_generations}"
+        )
+    grouped = rewards.reshape(-1, num_generations)
+    return grouped, ~torch.isnan(grouped)
+
+
+def _mean(values: Tensor, valid: Tensor, *, dim: int) -> Tensor:
+    total = torch.where(valid, values, 0.0).sum(dim, keepdim=True)
+    return total / valid.sum(dim, keepdim=True).clamp(min=1)
+
+
+def _std(values: Tensor, valid: Tensor, *, dim: int) -> Tensor:
+    """Unbiased standard deviation of the valid entries; 0 where there are fewer than two."""
+    gaps = torch.where(valid, values - _mean(values, valid, dim=dim), 0.0)
+    freedom = (valid.sum(dim, keepdim=True) - 1).clamp(min=1)
+    return (gaps.square().sum(dim, keepdim=True) / freedom).sqrt()

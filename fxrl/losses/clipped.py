@@ -1,0 +1,244 @@
+"""The losses that clip the ratio: GRPO, BNPO, Dr. GRPO, DAPO, GSPO, LUSPO.
+
+They share the surrogate of PPO and differ in the level of the ratio and in the reduction.
+Shapes: B sequences, C completion tokens, |o_i| tokens of sequence i that count.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Unpack
+
+import torch
+from torch import Tensor
+
+from fxrl.losses.batch import LossFn, Metrics, Tokens
+from fxrl.losses.errors import LossConfigError, check_choice, check_positive
+from fxrl.losses.logprobs import bounded_exp
+from fxrl.losses.options import PolicyKeywords, PolicyOptions
+from fxrl.losses.surrogate import Surrogate, policy_loss
+from fxrl.losses.reduce import (
+    Reduction,
+    fixed_length_mean,
+    row_mean,
+    sequence_mean_token_mean,
+    sequence_mean_token_sum,
+    token_mean,
+    token_mean_of_update,
+)
+
+Level = Literal["token", "sequence", "sequence_token"]
+LEVELS = ("token", "sequence", "sequence_token")
+
+
+def log_ratio(tokens: Tokens, level: Level) -> Tensor:
+    """Log of the importance ratio that is clipped.
+
+        token:           log r_t = log pi(o_t) - log pi_old(o_t)                      [B, C]
+        sequence:        log s = 1/|o| sum_t log r_t                                  [B, 1]
+        sequence_token:  log s_t = sg[log s] + log pi(o_t) - sg[log pi(o_t)]          [B, C]
+
+    Source: GSPO and GSPO-token, arXiv:2507.18071. ``sequence_token`` has the value of
+    ``sequence`` and lets advantages differ from token to token.
+    """
+    per_token = tokens.logps - tokens.old_logps
+    if level == "token":
+        return per_token
+    sequence = row_mean(per_token, tokens.mask).unsqueeze(-1)
+    if level == "sequence":
+        return sequence
+    return sequence.detach() + tokens.logps - tokens.logps.detach()
+
+
+def clip_range(epsilon: float, epsilon_high: float | None) -> tuple[float, float]:
+    """``(1 - epsilon, 1 + epsilon_high)``; ``epsilon_high=None`` is ``epsilon``."""
+    check_positive("epsilon", epsilon, or_zero=True)
+    if epsilon_high is None:
+        return 1.0 - epsilon, 1.0 + epsilon
+    check_positive("epsilon_high", epsilon_high, or_zero=True)
+    return 1.0 - epsilon, 1.0 + epsilon_high
+
+
+def clipped_surrogate(
+    epsilon: float, epsilon_high: float | None, delta: float | None, level: Level
+) -> Surrogate:
+    """PPO's clipped objective, optionally bounded on the other side too.
+
+        L_t = -min( r_t A_t, clip(r_t, 1 - epsilon, 1 + epsilon_high) A_t )
+        with delta: the first r_t becomes min(r_t, delta)
+
+    Sources: PPO arXiv:1707.06347 eq. 7; two-sided clip arXiv:2505.07291, which for delta = c is
+    the dual clip of arXiv:1912.09729: max(., c A_t) where A_t < 0.
+    """
+    low, high = clip_range(epsilon, epsilon_high)
+    if delta is not None and not delta > high:
+        raise LossConfigError(f"delta={delta} must be above 1 + epsilon_high = {high}; or None")
+    check_choice("importance_sampling_level", level, LEVELS)
+
+    def surrogate(tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio = bounded_exp(log_ratio(tokens, level))
+        bounded = ratio if delta is None else ratio.clamp(max=delta)
+        advantages = tokens.advantages
+        losses = -torch.minimum(bounded * advantages, ratio.clamp(low, high) * advantages)
+        with torch.no_grad():
+            metrics = clip_metrics(ratio, tokens, low, high, per_sequence=level != "token")
+        return losses, metrics
+
+    return surrogate
+
+
+def clip_metrics(
+    ratio: Tensor, tokens: Tokens, low: float, high: float, *, per_sequence: bool
+) -> Metrics:
+    """Share of tokens (or of sequences) whose gradient the clip removes.
+
+    ``low_min`` and ``high_max`` are this batch's values; over batches and ranks they are reduced
+    by min and max where ``*_mean`` is reduced by mean.
+    """
+    weights = tokens.mask.to(ratio.dtype)
+    if per_sequence:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)
+    total = weights.sum().clamp(min=1)
+    too_low = ((ratio < low) & (tokens.advantages < 0)).to(ratio.dtype)
+    too_high = ((ratio > high) & (tokens.advantages > 0)).to(ratio.dtype)
+    low_share, high_share = (too_low * weights).sum() / total, (too_high * weights).sum() / total
+    return {
+        "clip_ratio/low_mean": low_share,
+        "clip_ratio/low_min": low_share,
+        "clip_ratio/high_mean": high_share,
+        "clip_ratio/high_max": high_share,
+        "clip_ratio/region_mean": low_share + high_share,
+    }
+
+
+def _clipped_loss(
+    epsilon: float,
+    epsilon_high: float | None,
+    delta: float | None,
+    level: Level,
+    reduction: Reduction,
+    common: PolicyKeywords,
+) -> LossFn:
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, level)
+    return policy_loss(surrogate, reduction, PolicyOptions(**common))
+
+
+def grpo(
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    importance_sampling_level: Level = "token",
+    **common: Unpack[PolicyKeywords],
+) -> LossFn:
+    """Group relative policy optimization: mean over sequences of the mean over tokens.
+
+        L = 1/B sum_i 1/|o_i| sum_t L_it       L_it: ``clipped_surrogate``
+
+    Source: DeepSeekMath, arXiv:2402.03300 eq. 3 (its KL is ``beta``, ``kl_estimator="k3"``).
+
+    Args:
+        epsilon: lower clip, 1 - epsilon; also the upper one where ``epsilon_high`` is None.
+        epsilon_high: upper clip, 1 + epsilon_high.
+        delta: upper bound of the unclipped ratio, for A < 0; None is none.
+        importance_sampling_level: ratio per token, per sequence, or per sequence with the
+            gradient per token; see ``log_ratio``.
+        **common: the fields of ``PolicyOptions``.
+
+    Returns:
+        ``loss_fn(model, batch) -> (loss, metrics)``; keys of the batch: ``losses.batch``.
+
+    Raises:
+        LossConfigError: a value is out of range.
+    """
+    level = importance_sampling_level
+    return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_mean, common)
+
+
+def bnpo(
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    importance_sampling_level: Level = "token",
+    **common: Unpack[PolicyKeywords],
+) -> LossFn:
+    """``grpo`` with the mean over all tokens of this batch.
+
+        L = sum_it L_it / sum_i |o_i|
+
+    Source: TRL's ``loss_type="bnpo"``. It depends on how the update is cut into batches; ``dapo``
+    with ``num_items_in_batch`` does not.
+    """
+    level = importance_sampling_level
+    return _clipped_loss(epsilon, epsilon_high, delta, level, token_mean, common)
+
+
+def dr_grpo(
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    importance_sampling_level: Level = "token",
+    max_completion_length: int = 512,
+    **common: Unpack[PolicyKeywords],
+) -> LossFn:
+    """``grpo`` without its length bias: divided by a constant instead of by the length.
+
+        L = 1/(B max_completion_length) sum_it L_it
+
+    Source: Understanding R1-Zero-like training, arXiv:2503.20783 (with advantages that are not
+    divided by their standard deviation: ``group_advantages(scale_rewards="none")``).
+    """
+    check_positive("max_completion_length", max_completion_length)
+    level, reduction = importance_sampling_level, fixed_length_mean(max_completion_length)
+    return _clipped_loss(epsilon, epsilon_high, delta, level, reduction, common)
+
+
+def dapo(
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    importance_sampling_level: Level = "token",
+    **common: Unpack[PolicyKeywords],
+) -> LossFn:
+    """``grpo`` with the mean over all tokens of the update; the paper has ``epsilon_high=0.28``.
+
+        L = sum_it L_it / N,   N = batch["num_items_in_batch"], else sum_i |o_i|
+
+    Source: DAPO, arXiv:2503.14476 eq. 8.
+    """
+    level = importance_sampling_level
+    return _clipped_loss(epsilon, epsilon_high, delta, level, token_mean_of_update, common)
+
+
+def gspo(
+    epsilon: float = 3e-4,
+    epsilon_high: float | None = 4e-4,
+    delta: float | None = None,
+    importance_sampling_level: Level = "sequence_token",
+    **common: Unpack[PolicyKeywords],
+) -> LossFn:
+    """Group sequence policy optimization: one ratio for the sequence, clipped as one.
+
+        s_i = (pi(o_i) / pi_old(o_i))^(1/|o_i|)
+        L = -1/B sum_i min( s_i A_i, clip(s_i, 1 - epsilon, 1 + epsilon_high) A_i )
+
+    Source: arXiv:2507.18071, clip ranges of its section 5.1. The default level is its GSPO-token:
+    the same value and gradient for advantages [B], and right for [B, C] as well.
+    """
+    level = importance_sampling_level
+    return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_mean, common)
+
+
+def luspo(
+    epsilon: float = 2e-3,
+    epsilon_high: float | None = 2.5e-3,
+    delta: float | None = None,
+    importance_sampling_level: Level = "sequence_token",
+    **common: Unpack[PolicyKeywords],
+) -> LossFn:
+    """Length-unbiased sequence policy optimization: ``gspo`` times the sequence's length.
+
+        L = -1/B sum_i |o_i| min( s_i A_i, clip(s_i, 1 - epsilon, 1 + epsilon_high) A_i )
+
+    Source: arXiv:2602.05261, clip ranges of its section 5.1.
+    """
+    level = importance_sampling_level
+    return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_sum, common)

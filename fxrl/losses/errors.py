@@ -1,0 +1,40 @@
+"""What a loss says when its settings or its batch cannot be used."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from fxrl.errors import ConfigError, FxrlError
+
+
+class LossConfigError(ConfigError):
+    """A loss name, keyword or value is unknown or out of range."""
+
+
+class BatchError(FxrlError, ValueError):
+    """The batch (or the model) lacks what the loss reads, or has it in the wrong shape."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'dapo'?"``, or all known names where none is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise LossConfigError(
+            f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}"
+            + nearest(str(value), allowed)
+        )
+
+
+def check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
+    """Raise unless ``value`` is a number above 0 (or at 0, with ``or_zero``)."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (value >= 0 if or_zero else value > 0):
+        bound = "at least 0" if or_zero else "above 0"
+        raise LossConfigError(f"{name}={value!r} must be a number {bound}")

@@ -1,0 +1,88 @@
+"""The settings that all policy losses share. Names and defaults are those of TRL's GRPOConfig."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+from fxrl.losses.errors import LossConfigError, check_choice, check_positive
+
+KLEstimator = Literal["k1", "k2", "k3"]
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+KL_ESTIMATORS = ("k1", "k2", "k3")
+CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+class PolicyKeywords(TypedDict, total=False):
+    """``PolicyOptions`` as keyword arguments of a loss factory."""
+
+    temperature: float
+    beta: float
+    kl_estimator: KLEstimator
+    use_bias_correction_kl: bool
+    entropy_coef: float
+    log_entropy: bool
+    top_entropy_quantile: float
+    off_policy_mask_threshold: float | None
+    vllm_importance_sampling_correction: bool
+    vllm_importance_sampling_mode: CorrectionMode
+    vllm_importance_sampling_clip_max: float | None
+    vllm_importance_sampling_clip_min: float | None
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Settings of every policy loss.
+
+    Attributes:
+        temperature: the logits are divided by it; the one the completions were sampled at.
+        beta: coefficient of KL(policy || reference) in the loss; not 0 needs ``ref_logps``.
+        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, see ``corrections.kl_estimate``.
+        use_bias_correction_kl: weight the KL by pi / pi_old, which makes it unbiased off-policy
+            (DeepSeek-V3.2, arXiv:2512.02556).
+        entropy_coef: weight of the entropy bonus, subtracted from the loss.
+        log_entropy: report ``entropy`` also when there is no bonus (then without gradient).
+        top_entropy_quantile: only this share of the tokens, those of highest entropy, carries
+            the policy term (arXiv:2506.01939); 1.0 is all.
+        off_policy_mask_threshold: drop a sequence of negative advantage when its mean
+            log(pi_rollout / pi) is above this (DeepSeek-V3.2, arXiv:2512.02556); None is off.
+        vllm_importance_sampling_correction: weight the policy term by pi_old / pi_rollout where
+            the batch has ``rollout_logps`` (whatever engine they came from).
+        vllm_importance_sampling_mode: ratio per token or per sequence; truncate it to the
+            bounds, or mask (drop) what lies outside.
+        vllm_importance_sampling_clip_max: upper bound of that ratio; None is none.
+        vllm_importance_sampling_clip_min: lower bound, likewise.
+    """
+
+    temperature: float = 1.0
+    beta: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    use_bias_correction_kl: bool = True
+    entropy_coef: float = 0.0
+    log_entropy: bool = True
+    top_entropy_quantile: float = 1.0
+    off_policy_mask_threshold: float | None = None
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: CorrectionMode = "sequence_mask"
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("temperature", self.temperature)
+        check_positive("beta", self.beta, or_zero=True)
+        check_positive("top_entropy_quantile", self.top_entropy_quantile)
+        check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        mode = self.vllm_importance_sampling_mode
+        check_choice("vllm_importance_sampling_mode", mode, CORRECTION_MODES)
+        if self.top_entropy_quantile > 1:
+            raise LossConfigError(
+                f"top_entropy_quantile={self.top_entropy_quantile} is a share; 1.0 takes all tokens"
+            )
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        for bound in (low, high):
+            if bound is not None:
+                check_positive("vllm_importance_sampling_clip_min/max", bound, or_zero=True)
+        if low is not None and high is not None and low > high:
+            raise LossConfigError(
+                f"vllm_importance_sampling_clip_min={low} is above _clip_max={high}; swap them"
+            )

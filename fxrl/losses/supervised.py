@@ -1,0 +1,143 @@
+"""The losses without rewards: supervised fine-tuning and direct preference optimization.
+
+Shapes: B sequences (or pairs), T tokens, C completion tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxrl.losses.batch import (
+    Batch,
+    LossFn,
+    Metrics,
+    completion_mask,
+    model_inputs,
+    need,
+    per_token,
+)
+from fxrl.losses.errors import BatchError, LossConfigError, check_choice, check_positive
+from fxrl.losses.logprobs import completion_logits, token_stats
+from fxrl.losses.reduce import masked_mean, masked_sum, row_mean, token_mean_of_update
+
+IGNORE_INDEX = -100
+PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
+PREFERENCE_LOSSES = ("sigmoid", "hinge", "ipo")
+
+
+def sft(*, log_entropy: bool = True, log_accuracy: bool = True) -> LossFn:
+    """Next-token cross-entropy.
+
+        L = -sum_t log pi(x_t | x_<t) / N
+
+    over the tokens whose label counts; N = ``batch["num_items_in_batch"]``, else their number.
+    The batch has ``labels`` [B, T] (-100 is ignored), or ``completion_mask`` [B, C].
+
+    Args:
+        log_entropy: report ``entropy``, the mean entropy of the predictions in nats.
+        log_accuracy: report ``mean_token_accuracy``, the share of tokens that are the argmax.
+    """
+
+    def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        if "labels" in batch:
+            labels = batch["labels"][:, 1:]
+            mask = labels != IGNORE_INDEX
+            logits = model(**model_inputs(batch)).logits[:, :-1]
+            tokens = torch.where(mask, labels, 0)
+        else:
+            why = "says what to learn, as does 'labels'"
+            tokens = batch["input_ids"][:, -need(batch, "completion_mask", why).shape[1] :]
+            mask = completion_mask(batch)
+            logits, _ = completion_logits(model, batch, mask.shape[1])
+        stats = token_stats(logits, tokens, entropy="log" if log_entropy else "none")
+        metrics: Metrics = {}
+        if stats.entropy is not None:
+            metrics["entropy"] = masked_mean(stats.entropy, mask)
+        if log_accuracy:
+            hits = (logits.detach().argmax(-1) == tokens).to(stats.logps.dtype)
+            metrics["mean_token_accuracy"] = masked_mean(hits, mask)
+        return token_mean_of_update(-stats.logps, mask, batch), metrics
+
+    return loss_fn
+
+
+def dpo(
+    beta: float = 0.1,
+    loss_type: PreferenceLoss = "sigmoid",
+    label_smoothing: float = 0.0,
+    reference_free: bool = False,
+) -> LossFn:
+    """Direct preference optimization.
+
+        h = [log pi(y+) - log pi_ref(y+)] - [log pi(y-) - log pi_ref(y-)]
+        sigmoid:  L = mean( -(1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h) )
+        hinge:    L = mean( max(0, 1 - beta h) )
+        ipo:      L = mean( (h - 1 / (2 beta))^2 ), log-probs averaged over tokens
+
+    The batch has 2B sequences: B chosen (y+), then their B rejected (y-), with ``completion_mask``
+    [2B, C] and ``ref_logps`` [2B, C] per token or [2B] per sequence (summed; for ipo averaged).
+
+    Sources: DPO arXiv:2305.18290 eq. 7; label smoothing arXiv:2403.00409; hinge arXiv:2305.10425;
+    IPO arXiv:2310.12036.
+
+    Args:
+        beta: strength of the pull to the reference.
+        label_smoothing: eps, the probability that a preference is the wrong way round.
+        reference_free: take log pi_ref as 0; ``ref_logps`` are then not read.
+
+    Raises:
+        LossConfigError: a value is out of range.
+        BatchError: (on call) an odd number of sequences, or no ``ref_logps``.
+    """
+    check_positive("beta", beta)
+    check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
+    if not 0.0 <= label_smoothing < 0.5:
+        raise LossConfigError(f"label_smoothing={label_smoothing} must be in [0, 0.5)")
+    if label_smoothing and loss_type != "sigmoid":
+        raise LossConfigError(f"label_smoothing goes with loss_type='sigmoid', not {loss_type!r}")
+    reduce_tokens = row_mean if loss_type == "ipo" else masked_sum
+
+    def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        mask = completion_mask(batch)
+        if mask.shape[0] % 2:
+            raise BatchError(f"dpo needs pairs, chosen then rejected, not {mask.shape[0]} rows")
+        logits, _ = completion_logits(model, batch, mask.shape[1])
+        tokens = batch["input_ids"][:, -mask.shape[1] :]
+        logps = reduce_tokens(token_stats(logits, tokens).logps, mask)  # [2B]
+        ref_logps = torch.zeros_like(logps)
+        if not reference_free:
+            given = need(batch, "ref_logps", "dpo compares with; reference_free=True goes without")
+            per_sequence = given.dim() == 1
+            ref_logps = given if per_sequence else reduce_tokens(per_token(given, mask), mask)
+        rewards = logps - ref_logps.detach()
+        chosen, rejected = rewards.chunk(2)
+        losses = _preference_losses(chosen - rejected, beta, loss_type, label_smoothing)
+        return losses.mean(), _preference_metrics(beta * rewards, logps)
+
+    return loss_fn
+
+
+def _preference_losses(margin: Tensor, beta: float, loss_type: str, smoothing: float) -> Tensor:
+    if loss_type == "hinge":
+        return torch.relu(1.0 - beta * margin)
+    if loss_type == "ipo":
+        return (margin - 1.0 / (2.0 * beta)).square()
+    agreed, flipped = F.logsigmoid(beta * margin), F.logsigmoid(-beta * margin)
+    return -(1.0 - smoothing) * agreed - smoothing * flipped
+
+
+def _preference_metrics(rewards: Tensor, logps: Tensor) -> Metrics:
+    chosen, rejected = rewards.detach().chunk(2)
+    chosen_logps, rejected_logps = logps.detach().chunk(2)
+    return {
+        "rewards/chosen": chosen.mean(),
+        "rewards/rejected": rejected.mean(),
+        "rewards/accuracies": (chosen > rejected).to(chosen.dtype).mean(),
+        "rewards/margins": (chosen - rejected).mean(),
+        "logps/chosen": chosen_logps.mean(),
+        "logps/rejected": rejected_logps.mean(),
+    }
