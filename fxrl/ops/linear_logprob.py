@@ -47,20 +47,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxrl.errors import FxrlError
-from fxrl.ops.linear_logprob_opaque import (
+from fxrl.ops.linear_logprob_checks import (
     DIFFERENTIABLE,
     OUTPUTS,
-    linear_logprob_forward,
+    check_arguments,
+    checked_names,
     parse_outputs,
-    reduce_to_temperature,
 )
+from fxrl.ops.linear_logprob_opaque import linear_logprob_forward, reduce_to_temperature
 
 _MAX_SAVED_VECTORS = 2  # see NOTE [Why the forward makes the gradient]
-
-
-class LinearLogprobError(FxrlError, ValueError):
-    """An argument of ``linear_logprob`` does not fit; the message says which and how to cure it."""
 
 
 class LinearLogprobOutput(NamedTuple):
@@ -135,14 +131,13 @@ def _linear_logprob(
     grad_outputs: str | None = None,
     chunk_tokens: int = 0,
 ) -> tuple[Tensor, ...]:
-    _check(hidden, weight, target, bias, temperature, row_mask, scale)
-    wanted = _checked_names("outputs", outputs, OUTPUTS)
-    if grad_outputs is None:
-        differentiated = [name for name in DIFFERENTIABLE if name in wanted]
-    else:
-        differentiated = _checked_names("grad_outputs", grad_outputs, wanted & {*DIFFERENTIABLE})
+    check_arguments(hidden, weight, target, bias, temperature, row_mask, scale, softcap)
+    wanted = checked_names("outputs", outputs, OUTPUTS)
+    differentiated = wanted & {*DIFFERENTIABLE}
+    if grad_outputs is not None:
+        differentiated = checked_names("grad_outputs", grad_outputs, differentiated)
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
-    save = torch.is_grad_enabled() and frozen and len(differentiated) <= _MAX_SAVED_VECTORS
+    save = torch.is_grad_enabled() and frozen and 0 < len(differentiated) <= _MAX_SAVED_VECTORS
     *values, _, _ = torch.ops.fxrl.linear_logprob_forward.default(
         hidden,
         weight,
@@ -159,48 +154,6 @@ def _linear_logprob(
         save and temperature is not None and temperature.requires_grad,
     )
     return tuple(values)
-
-
-def _checked_names(argument: str, text: str, allowed: Any) -> set[str]:
-    names = parse_outputs(text)
-    if unknown := [name for name in names if name not in allowed]:
-        raise LinearLogprobError(
-            f"{argument}={text!r}: {unknown[0]!r} is not one of {', '.join(sorted(allowed))}"
-        )
-    return set(names)
-
-
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    row_mask: Tensor | None,
-    scale: float,
-) -> None:
-    """Ranks, dtypes and static sizes; nothing here may read data or guard on a dynamic size."""
-    ranks = (("hidden", hidden, 2), ("weight", weight, 2), ("target", target, 1))
-    optional = (("bias", bias, 1), ("row_mask", row_mask, 1))
-    for name, tensor, rank in (*ranks, *optional):
-        if tensor is not None and tensor.dim() != rank:
-            raise LinearLogprobError(
-                f"{name} has {tensor.dim()} dims, expected {rank}; flatten the token dims first"
-            )
-    if temperature is not None and temperature.dim() > 1:
-        raise LinearLogprobError(
-            f"temperature has {temperature.dim()} dims, expected none or one value per row"
-        )
-    if weight.dtype != hidden.dtype or not hidden.is_floating_point():
-        raise LinearLogprobError(
-            f"weight is {weight.dtype} and hidden {hidden.dtype}; cast both to one float dtype"
-        )
-    if target.dtype != torch.int64:
-        raise LinearLogprobError(f"target is {target.dtype}, expected torch.int64; use .long()")
-    if row_mask is not None and row_mask.dtype != torch.bool:
-        raise LinearLogprobError(f"row_mask is {row_mask.dtype}, expected torch.bool; use .bool()")
-    if scale == 0:
-        raise LinearLogprobError("scale=0 makes every token equally likely; use a non-zero scale")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

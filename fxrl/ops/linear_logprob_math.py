@@ -71,7 +71,8 @@ class LossHead:
         step = self.tile_rows()
         if row_mask is not None:
             selected = row_mask.nonzero().squeeze(1)
-            yield from (part for part in selected.split(step) if part.numel())
+            for start in range(0, selected.shape[0], step):
+                yield selected[start : start + step]
             return
         num_rows = self.hidden.shape[0]
         for start in range(0, num_rows, step):
@@ -142,17 +143,21 @@ def evaluate(
     lowest = torch.finfo(head.dtype).min
     logits.scatter_(1, target, -torch.inf)
     largest_other = logits.amax(1, keepdim=True).clamp_(min=lowest)
-    torch.sub(logits, largest_other, out=prob).exp_()
-    lse_others = prob.sum(1, keepdim=True).log_().add_(largest_other)
-    # logaddexp(a, 0) is softplus(a) without softplus's cut-off at 20.
-    logprob = -torch.logaddexp(lse_others - z_target, torch.zeros_like(z_target))
-    lse = torch.logaddexp(lse_others, z_target)
+    torch.exp(logits.sub_(largest_other), out=prob)
+    log_sum_others = prob.sum(1, keepdim=True).log_()
+    # logaddexp(a, 0) is softplus(a) without softplus's cut-off at 20. Logits are subtracted from
+    # logits before anything is added: their difference is (nearly) exact, a log-sum-exp is not.
+    logprob = -torch.logaddexp(
+        largest_other - z_target + log_sum_others, torch.zeros_like(z_target)
+    )
+    lse = torch.logaddexp(largest_other + log_sum_others, z_target)
     tile.values |= {"logprob": logprob, "lse": lse}
     tile.values["max_logit"] = torch.maximum(largest_other, z_target)
 
     if with_grad or "entropy" in wanted or "sum_p2" in wanted:
-        prob.mul_(torch.exp(largest_other - lse)).scatter_(1, target, logprob.exp())
-        logits.sub_(lse).scatter_(1, target, logprob)
+        log_sum = torch.logaddexp(log_sum_others, z_target - largest_other)
+        prob.mul_(torch.exp(-log_sum)).scatter_(1, target, logprob.exp())
+        logits.sub_(log_sum).scatter_(1, target, logprob)
         if head.bias is not None:
             logits.clamp_(min=lowest)  # a bias of -inf bans a token: 0 log 0 = 0, not NaN
         work = space.take("grad", target.shape[0])

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fxrl.errors import FxrlError
+from fxrl.ops.linear_logprob_checks import OUTPUTS, check_sizes, check_target, parse_outputs
 from fxrl.ops.linear_logprob_math import (
     LossHead,
     Tile,
@@ -30,24 +30,12 @@ from fxrl.ops.linear_logprob_matmul import (
     backproject,
 )
 
-OUTPUTS = ("logprob", "lse", "entropy", "argmax_hit", "sum_p2", "mean_logit", "max_logit")
-DIFFERENTIABLE = ("logprob", "lse", "entropy", "sum_p2", "mean_logit")
-
 ForwardResult: TypeAlias = tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]
 BackwardResult: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _SCALE_BYTES = 16 * 2**20
-
-
-class TargetError(FxrlError, IndexError):
-    """A target outside the vocabulary in a row that is not masked."""
-
-
-def parse_outputs(text: str) -> tuple[str, ...]:
-    """``"logprob,entropy"`` as names; the empty text names none."""
-    return tuple(name for name in text.split(",") if name)
 
 
 def vector_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -90,7 +78,8 @@ def linear_logprob_forward(
     head = LossHead(
         hidden, weight, target, bias, temperature, row_mask, scale, softcap, chunk_tokens
     )
-    _check_target(head)
+    check_sizes(hidden, weight, target, bias, temperature, row_mask)
+    check_target(target, row_mask, weight.shape[0])
     wanted = parse_outputs(outputs)
     saving = save_hidden_grad or save_temperature_grad
     names = parse_outputs(grad_outputs) if saving else ()
@@ -190,22 +179,6 @@ def linear_logprob_backward(
 def _through_cap_(tile: Tile, grad: Tensor) -> None:
     if tile.cap_slope is not None:
         grad.mul_(tile.cap_slope)
-
-
-def _check_target(head: LossHead) -> None:
-    """On the CPU a bad target is one clear error; on a GPU ``gather`` asserts on the device."""
-    if head.hidden.device.type != "cpu":
-        return
-    vocab = head.weight.shape[0]
-    bad = (head.target < 0) | (head.target >= vocab)
-    if head.row_mask is not None:
-        bad &= head.row_mask
-    if bad.any():
-        row = int(bad.nonzero()[0])
-        raise TargetError(
-            f"target[{row}]={int(head.target[row])} is outside the vocabulary [0, {vocab}); "
-            "mask ignored rows with row_mask"
-        )
 
 
 def _new_forward(
