@@ -101,8 +101,8 @@ def make_batch(
     most do not, as in a real off-policy step.
 
     Args:
-        mask: ``"none"`` leaves ``attention_mask`` out, ``"ones"`` gives a mask of ones, ``"causal"``
-            a mapping that tells transformers to make none: plain causal attention, traced or not.
+        mask: ``"none"`` leaves ``attention_mask`` out, ``"ones"`` gives a mask of ones,
+            ``"causal"`` a mapping that tells transformers to make none: plain causal attention, traced or not.
 
     Returns:
         ``input_ids [B, prompt + completion]``, ``completion_mask``, ``old_logps [B, completion]``,
