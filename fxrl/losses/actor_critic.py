@@ -32,8 +32,8 @@ from fxrl.losses.clipped import clipped_surrogate
 from fxrl.losses.errors import BatchError, check_positive
 from fxrl.losses.logprobs import at_least_float32
 from fxrl.losses.options import PolicyKeywords, PolicyOptions
-from fxrl.losses.surrogate import Extra, policy_loss
 from fxrl.losses.reduce import masked_mean, token_mean
+from fxrl.losses.surrogate import Extra, policy_loss
 
 
 def ppo(

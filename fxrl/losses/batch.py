@@ -66,10 +66,11 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
 def completion_mask(batch: Batch) -> Tensor:
     """Which completion tokens count: bool [B, C]."""
     mask = need(batch, "completion_mask", "says which tokens count") != 0
-    if mask.shape[1] >= batch["input_ids"].shape[1]:
+    length = need(batch, "input_ids", "every loss reads").shape[1]
+    if mask.shape[1] >= length:
         raise BatchError(
-            f"completion_mask has {mask.shape[1]} columns for {batch['input_ids'].shape[1]} "
-            "input_ids; the first completion token needs at least one token before it"
+            f"completion_mask has {mask.shape[1]} columns for {length} input_ids; "
+            "the first completion token needs at least one token before it"
         )
     return mask
 

@@ -15,7 +15,6 @@ from fxrl.losses.batch import LossFn, Metrics, Tokens
 from fxrl.losses.errors import LossConfigError, check_choice, check_positive
 from fxrl.losses.logprobs import bounded_exp
 from fxrl.losses.options import PolicyKeywords, PolicyOptions
-from fxrl.losses.surrogate import Surrogate, policy_loss
 from fxrl.losses.reduce import (
     Reduction,
     fixed_length_mean,
@@ -25,6 +24,7 @@ from fxrl.losses.reduce import (
     token_mean,
     token_mean_of_update,
 )
+from fxrl.losses.surrogate import Surrogate, policy_loss
 
 Level = Literal["token", "sequence", "sequence_token"]
 LEVELS = ("token", "sequence", "sequence_token")

@@ -14,8 +14,8 @@ from fxrl.losses.batch import LossFn, Metrics, Tokens
 from fxrl.losses.errors import check_positive
 from fxrl.losses.logprobs import bounded_exp
 from fxrl.losses.options import PolicyKeywords, PolicyOptions
-from fxrl.losses.surrogate import Surrogate, policy_loss
 from fxrl.losses.reduce import masked_mean, sequence_mean_token_mean, token_mean_of_update
+from fxrl.losses.surrogate import Surrogate, policy_loss
 
 
 def cispo_surrogate(epsilon_high: float) -> Surrogate:

@@ -14,13 +14,13 @@ from fxrl.losses.batch import LossFn, Metrics, Tokens
 from fxrl.losses.clipped import clip_metrics, clip_range
 from fxrl.losses.logprobs import bounded_exp
 from fxrl.losses.options import PolicyKeywords, PolicyOptions
-from fxrl.losses.surrogate import Surrogate, policy_loss
 from fxrl.losses.reduce import (
     masked_sum,
     row_mean,
     sequence_mean_token_mean,
     sequence_mean_token_sum,
 )
+from fxrl.losses.surrogate import Surrogate, policy_loss
 
 
 def _score_function(tokens: Tokens) -> tuple[Tensor, Metrics]:

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fxrl.losses.actor_critic import ppo
 from fxrl.losses.batch import LossFn
 from fxrl.losses.clipped import bnpo, dapo, dr_grpo, grpo, gspo, luspo
 from fxrl.losses.errors import LossConfigError, nearest
 from fxrl.losses.gated import cispo, sapo
 from fxrl.losses.options import PolicyOptions
-from fxrl.losses.actor_critic import ppo
 from fxrl.losses.policy_gradient import reinforce, rloo
 from fxrl.losses.supervised import dpo, sft
 
