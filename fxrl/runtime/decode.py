@@ -48,15 +48,15 @@ class CausalLM:
         while hasattr(inner, "get_base_model"):  # PEFT hides the signature behind **kwargs
             inner = inner.get_base_model()
         self.model = model
-        text_config = inner.config.get_text_config()
-        self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
-        self.num_embeddings: int = inner.get_input_embeddings().weight.shape[0]
         self.takes = frozenset(inspect.signature(inner.forward).parameters)
         if "past_key_values" not in self.takes:
             raise EngineError(
                 f"{type(inner).__name__}.forward takes no past_key_values, so it cannot decode "
                 "with a KV cache; pass a Hugging Face causal LM"
             )
+        text_config = inner.config.get_text_config()
+        self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        self.num_embeddings: int = inner.get_input_embeddings().weight.shape[0]
 
     def __call__(
         self, input_ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any
