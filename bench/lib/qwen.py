@@ -102,7 +102,8 @@ def make_batch(
 
     Args:
         mask: ``"none"`` leaves ``attention_mask`` out, ``"ones"`` gives a mask of ones,
-            ``"causal"`` a mapping that tells transformers to make none: plain causal attention, traced or not.
+            ``"causal"`` a mapping that tells transformers to make no mask: plain causal
+            attention, also where the model is traced.
 
     Returns:
         ``input_ids [B, prompt + completion]``, ``completion_mask``, ``old_logps [B, completion]``,
