@@ -197,19 +197,30 @@ def logit_grad(tile: Tile, weights: Mapping[str, Tensor], space: Workspace) -> T
     zero = total.new_zeros(1, 1)
     on_logprob = weights.get("logprob", zero)
     on_lse = weights.get("lse", zero)
-    total.zero_()
-    if (on_entropy := weights.get("entropy")) is not None:
-        torch.add(tile.log_prob, tile.values["entropy"], out=total).mul_(-on_entropy)
-    if (on_sum_p2 := weights.get("sum_p2")) is not None:
-        twice = 2 * on_sum_p2
-        total.addcmul_(tile.prob, twice).sub_(twice * tile.values["sum_p2"])
+    at_target, elsewhere = on_lse, on_lse - on_logprob
+    if "entropy" in weights or "sum_p2" in weights:
+        _concentration_(tile, weights, total)
+        at_target = total.gather(1, tile.target) + on_lse
+        total.add_(elsewhere).mul_(tile.prob)
+    else:
+        torch.mul(tile.prob, elsewhere, out=total)
     # The target's entry is made apart: (1 - p_y) must not be formed by subtraction.
-    at_target = (total.gather(1, tile.target) + on_lse) * tile.prob.gather(1, tile.target)
+    at_target = at_target * tile.prob.gather(1, tile.target)
     at_target = at_target - on_logprob * torch.expm1(tile.values["logprob"])
-    total.add_(on_lse - on_logprob).mul_(tile.prob).scatter_(1, tile.target, at_target)
+    total.scatter_(1, tile.target, at_target)
     if (on_mean := weights.get("mean_logit")) is not None:
         total.add_(on_mean / total.shape[1])
     return total
+
+
+def _concentration_(tile: Tile, weights: Mapping[str, Tensor], factor: Tensor) -> None:
+    """``factor`` becomes the multiple of p that entropy and sum_p2 add to the gradient."""
+    factor.zero_()
+    if (on_entropy := weights.get("entropy")) is not None:
+        torch.add(tile.log_prob, tile.values["entropy"], out=factor).mul_(-on_entropy)
+    if (on_sum_p2 := weights.get("sum_p2")) is not None:
+        twice = 2 * on_sum_p2
+        factor.addcmul_(tile.prob, twice).sub_(twice * tile.values["sum_p2"])
 
 
 def temperature_grad(

@@ -143,6 +143,14 @@ def test_double_use_and_expanded_and_strided_gradients(trainable_head):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
+def test_a_second_derivative_is_an_error_and_not_a_zero():
+    hidden, weight, target = random_head(6, 9, 4)
+    logprob = linear_logprob(hidden.requires_grad_(), weight.requires_grad_(), target).logprob
+    (grad,) = torch.autograd.grad(logprob.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_logprob_backward"):
+        grad.sum().backward()
+
+
 def test_strided_hidden_and_tied_weight_views():
     base_hidden, base_weight, target = random_head(10, 8, 6)
     hidden = base_hidden.t().contiguous().t()[::2].requires_grad_()
