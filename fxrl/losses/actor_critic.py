@@ -62,8 +62,14 @@ def ppo(
     def model_options(model: nn.Module, batch: Batch) -> dict[str, Any]:
         if vf_coef == 0.0 or "returns" not in batch:
             return {}
-        on_policy_trunk = _attribute(model, "value_model") is None
-        return {"output_hidden_states": True} if on_policy_trunk else {}
+        if _attribute(model, "value_model") is not None:
+            return {}
+        if _attribute(model, "value_head") is None:
+            raise BatchError(
+                f"the batch has 'returns', but {type(model).__name__} has no value_head and no "
+                "value_model; add one, or use ppo(vf_coef=0.0)"
+            )
+        return {"output_hidden_states": True}
 
     def value_term(
         model: nn.Module, output: Any, batch: Batch, mask: Tensor
@@ -83,22 +89,13 @@ def ppo(
 
 
 def predicted_values(model: nn.Module, output: Any, batch: Batch, num_tokens: int) -> Tensor:
-    """V of the states before each of the last ``num_tokens`` = C tokens, [B, C], with gradient.
-
-    Raises:
-        BatchError: the model has neither a ``value_model`` nor a ``value_head``.
-    """
+    """V of the states before each of the last ``num_tokens`` = C tokens, [B, C], with gradient."""
     before = slice(-(num_tokens + 1), -1)
-    network, head = _attribute(model, "value_model"), _attribute(model, "value_head")
+    network = _attribute(model, "value_model")
     if network is not None:
         values: Tensor = network(**model_inputs(batch)).logits[:, before]
-    elif head is not None:
-        values = head(output.hidden_states[-1][:, before])
     else:
-        raise BatchError(
-            f"the batch has 'returns', but {type(model).__name__} has no value_head and no "
-            "value_model; add one, or use ppo(vf_coef=0.0)"
-        )
+        values = _attribute(model, "value_head")(output.hidden_states[-1][:, before])
     return at_least_float32(values.squeeze(-1) if values.dim() == 3 else values)
 
 

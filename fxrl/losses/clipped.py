@@ -212,7 +212,7 @@ def gspo(
     epsilon: float = 3e-4,
     epsilon_high: float | None = 4e-4,
     delta: float | None = None,
-    importance_sampling_level: Level = "sequence_token",
+    importance_sampling_level: Level = "sequence",
     **common: Unpack[PolicyKeywords],
 ) -> LossFn:
     """Group sequence policy optimization: one ratio for the sequence, clipped as one.
@@ -220,8 +220,8 @@ def gspo(
         s_i = (pi(o_i) / pi_old(o_i))^(1/|o_i|)
         L = -1/B sum_i min( s_i A_i, clip(s_i, 1 - epsilon, 1 + epsilon_high) A_i )
 
-    Source: arXiv:2507.18071, clip ranges of its section 5.1. The default level is its GSPO-token:
-    the same value and gradient for advantages [B], and right for [B, C] as well.
+    Source: arXiv:2507.18071, clip ranges of its section 5.1. For advantages or weights
+    that differ from token to token take its GSPO-token, ``"sequence_token"``.
     """
     level = importance_sampling_level
     return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_mean, common)
@@ -231,7 +231,7 @@ def luspo(
     epsilon: float = 2e-3,
     epsilon_high: float | None = 2.5e-3,
     delta: float | None = None,
-    importance_sampling_level: Level = "sequence_token",
+    importance_sampling_level: Level = "sequence",
     **common: Unpack[PolicyKeywords],
 ) -> LossFn:
     """Length-unbiased sequence policy optimization: ``gspo`` times the sequence's length.
