@@ -172,20 +172,10 @@ class TorchEngine:
             generator = torch.Generator().manual_seed(params.seed)
         return torch.rand(num_rows, params.max_tokens, dtype=torch.float64, generator=generator)
 
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        device = next(self.model.parameters()).device.type
-        on: AbstractContextManager[Any] = nullcontext()
-        if self.autocast is not None:
-            on = torch.autocast(device, dtype=self.autocast)
-        # Inside a caller's autocast block, weights cast here, without gradient, would stay in the
-        # cast cache, and the caller's loss would find them there and get no gradient.
-        torch.clear_autocast_cache()
-        try:
-            with on:
-                yield
-        finally:
-            torch.clear_autocast_cache()
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(next(self.model.parameters()).device.type, dtype=self.autocast)
 
     @contextmanager
     def standby(self) -> Iterator[None]:
