@@ -34,9 +34,7 @@ class ToyLM(nn.Module):
         if value_head:
             self.value_head = nn.Linear(hidden, 1)
 
-    def forward(
-        self, input_ids, attention_mask=None, logits_to_keep=0, output_hidden_states=False
-    ):
+    def forward(self, input_ids, attention_mask=None, logits_to_keep=0, output_hidden_states=False):
         x = self.embed(input_ids)
         if attention_mask is not None:
             x = x * attention_mask.unsqueeze(-1)

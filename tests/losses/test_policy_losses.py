@@ -84,7 +84,9 @@ def reference_data(batch):
     columns = range(mask.shape[1])
     data = {
         "tokens": [[t for t in columns if mask[b, t]] for b in range(len(mask))],
-        "adv": [[float(adv[b] if adv.dim() == 1 else adv[b, t]) for t in columns] for b in range(3)],
+        "adv": [
+            [float(adv[b] if adv.dim() == 1 else adv[b, t]) for t in columns] for b in range(3)
+        ],
         "old": off_policy if "old_logps" in batch else on_policy,
         "ref": batch["ref_logps"].tolist(),
         "rollout": batch["rollout_logps"].tolist() if "rollout_logps" in batch else None,

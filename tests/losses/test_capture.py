@@ -1,0 +1,59 @@
+"""torch.compile captures every loss in one graph, whatever its settings, for all shapes."""
+
+import pytest
+import torch
+from loss_models import TokenValues, ToyLM, random_batch
+
+from fxrl import losses
+
+EVERYTHING = {
+    "beta": 0.1,
+    "entropy_coef": 0.01,
+    "temperature": 0.7,
+    "off_policy_mask_threshold": 0.1,
+    "top_entropy_quantile": 0.8,
+}
+CASES = [(name, {}) for name in losses.FACTORIES]
+CASES += [("grpo", EVERYTHING), ("cispo", EVERYTHING), ("ppo", EVERYTHING | {"delta": 3.0})]
+CASES += [("grpo", {"beta": 0.1, "kl_estimator": k}) for k in ("k1", "k2")]
+CASES += [("dapo", {"vllm_importance_sampling_mode": "token_truncate"})]
+CASES += [("gspo", {"importance_sampling_level": "sequence_token"})]
+SHAPES = ((4, 3, 5), (6, 8, 9), (2, 4, 7))  # sequences, prompt, completion
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize(
+    ("name", "kw"), CASES, ids=lambda v: v if isinstance(v, str) else "_".join(v)
+)
+def test_one_graph_without_breaks(name, kw, on_policy):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = ToyLM(value_head=True).double()
+    if name == "ppo" and on_policy:
+        model.value_model = TokenValues().double()
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append(gm.graph)
+        return gm.forward
+
+    loss_fn = losses.by_name(name, **kw)
+    # Settings are constants of the graph, not inputs: specialize_float, as fxrl captures.
+    with torch._dynamo.config.patch(specialize_float=True):
+        step = torch.compile(
+            lambda batch: loss_fn(model, batch), fullgraph=True, dynamic=True, backend=backend
+        )
+        for batch_size, prompt, completion in SHAPES:
+            batch, _ = random_batch(1, batch_size, prompt, completion)
+            if on_policy:
+                del batch["old_logps"], batch["rollout_logps"]
+            batch["num_items_in_batch"] = torch.tensor(11)
+            loss, metrics = step(batch)
+            expected, expected_metrics = loss_fn(model, batch)
+            torch.testing.assert_close(loss, expected)
+            assert metrics.keys() == expected_metrics.keys()
+            torch.testing.assert_close(metrics, expected_metrics)
+            loss.backward()
+    assert len(graphs) == 1
+    targets = {str(node.target) for node in graphs[0].nodes}
+    assert not targets & {"item", "tolist", "nonzero"}

@@ -1,0 +1,119 @@
+"""A loss by its name, and what a wrong name or keyword is told."""
+
+import inspect
+from dataclasses import fields
+
+import pytest
+import torch
+from loss_models import FreeLogits, random_batch
+
+from fxrl import losses
+from fxrl.losses.options import PolicyKeywords, PolicyOptions
+from fxrl.losses.registry import keywords
+
+
+def test_the_thirteen_losses():
+    assert set(losses.FACTORIES) == set(
+        ["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "luspo", "reinforce", "rloo", "ppo", "dpo", "sft"]
+    )
+    for name, factory in losses.FACTORIES.items():
+        assert getattr(losses, name) is factory
+        assert inspect.getdoc(factory)
+
+
+def test_defaults_are_trl():
+    names = {p.name: p.default for p in inspect.signature(losses.grpo).parameters.values()}
+    options = PolicyOptions()
+    assert (names["epsilon"], names["epsilon_high"], names["delta"]) == (0.2, None, None)
+    assert (options.beta, options.temperature, options.entropy_coef) == (0.0, 1.0, 0.0)
+    assert options.vllm_importance_sampling_mode == "sequence_mask"
+    assert options.vllm_importance_sampling_clip_max == 3.0
+
+
+def test_typed_keywords_are_the_options():
+    assert list(PolicyKeywords.__annotations__) == [f.name for f in fields(PolicyOptions)]
+    assert set(PolicyKeywords.__annotations__) < set(keywords(losses.grpo))
+
+
+def test_by_name_is_the_factory():
+    batch, logits = random_batch()
+    values = [
+        loss_fn(FreeLogits(logits), batch)[0]
+        for loss_fn in (losses.by_name("dapo", beta=0.2), losses.dapo(beta=0.2))
+    ]
+    assert torch.equal(*values)
+    assert not torch.equal(values[0], losses.dapo()(FreeLogits(logits), batch)[0])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: losses.by_name("drgrpo"), "'drgrpo'; did you mean 'dr_grpo'"),
+        (lambda: losses.by_name("xyzzy"), "'xyzzy'; known: bnpo, cispo"),
+        (lambda: losses.by_name("grpo", betta=1), "'betta'; did you mean 'beta'"),
+        (lambda: losses.by_name("sft", beta=1), "sft has no keyword 'beta'"),
+        (lambda: losses.grpo(kl_estimator="k4"), "kl_estimator='k4' is not one of"),
+        (lambda: losses.grpo(importance_sampling_level="seq"), "did you mean 'sequence'"),
+        (lambda: losses.grpo(vllm_importance_sampling_mode="mask"), "is not one of"),
+        (lambda: losses.grpo(epsilon=-0.1), "epsilon=-0.1 must be a number at least 0"),
+        (lambda: losses.grpo(epsilon="a"), "epsilon='a' must be a number"),
+        (lambda: losses.grpo(delta=1.1), r"delta=1.1 must be above 1 \+ epsilon_high"),
+        (lambda: losses.grpo(temperature=0), "temperature=0 must be a number above 0"),
+        (lambda: losses.grpo(beta=-1), "beta=-1"),
+        (lambda: losses.grpo(top_entropy_quantile=2), "top_entropy_quantile=2 is a share"),
+        (lambda: losses.grpo(vllm_importance_sampling_clip_min=4.0), "above _clip_max=3.0"),
+        (lambda: losses.dr_grpo(max_completion_length=0), "max_completion_length=0"),
+        (lambda: losses.cispo(epsilon_high=0), "epsilon_high=0"),
+        (lambda: losses.sapo(sapo_temperature_neg=0), "sapo_temperature_neg=0"),
+        (lambda: losses.ppo(cliprange_value=0), "cliprange_value=0"),
+        (lambda: losses.by_name("nowhere.mine:f"), "no module 'nowhere'"),
+        (lambda: losses.by_name("math:sinn"), "math has no function 'sinn'; did you mean 'sin"),
+        (lambda: losses.by_name("nowhere.py:f"), "'nowhere.py' is not a file"),
+    ],
+)
+def test_what_is_wrong_is_told(call, message):
+    with pytest.raises(losses.LossConfigError, match=message):
+        call()
+
+
+MINE = """
+def direct(model, batch):
+    return model, batch
+
+def bound(model, batch, scale=1):
+    return model, batch * scale
+
+def factory(scale=2):
+    return lambda model, batch: (model, batch * scale)
+
+def odd(one):
+    return one
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "my_losses_for_fxrl.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "my_losses_for_fxrl.py"
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_your_own_function(mine, as_file):
+    module = str(mine) if as_file else "my_losses_for_fxrl"
+    assert losses.by_name(f"{module}:direct")("m", 3) == ("m", 3)
+    assert losses.by_name(f"{module}:bound", scale=5)("m", 3) == ("m", 15)
+    assert losses.by_name(f"{module}:factory")("m", 3) == ("m", 6)
+    assert losses.by_name(f"{module}:factory", scale=4)("m", 3) == ("m", 12)
+    with pytest.raises(losses.LossConfigError, match="no keyword 'scal'; did you mean 'scale'"):
+        losses.by_name(f"{module}:factory", scal=4)
+    with pytest.raises(losses.LossConfigError, match="needs 1 arguments"):
+        losses.by_name(f"{module}:odd")
+    with pytest.raises(losses.LossConfigError, match="did you mean 'factory'"):
+        losses.by_name(f"{module}:factori")
+
+
+def test_an_import_error_inside_your_module_is_not_hidden(mine):
+    mine.write_text("import a_package_that_is_not_there")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        losses.by_name("my_losses_for_fxrl:direct")

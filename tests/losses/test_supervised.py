@@ -1,0 +1,121 @@
+"""SFT and DPO against loops over tokens; gradients by finite differences."""
+
+import math
+
+import pytest
+import torch
+from loss_models import VOCAB, FreeLogits, random_batch
+
+from fxrl import losses
+
+
+def log_prob(row, token):
+    return float(row[token]) - math.log(sum(math.exp(float(z)) for z in row))
+
+
+def check_gradient(loss_fn, logits, batch):
+    """Autograd against central differences of the loss itself."""
+    assert torch.autograd.gradcheck(lambda z: _call(loss_fn, z, batch), logits.requires_grad_())
+
+
+def _call(loss_fn, logits, batch):
+    model = FreeLogits(logits.detach())
+    del model.logits
+    model.logits = logits
+    return loss_fn(model, batch)[0]
+
+
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize("total", [None, 21])
+def test_sft(labels, total):
+    batch, logits = random_batch(seed=1)
+    ids, mask = batch["input_ids"], batch["completion_mask"]
+    counted = torch.cat([torch.zeros(3, 3), mask], 1).bool()
+    if labels:
+        batch["labels"] = torch.where(counted, ids, -100)
+        del batch["completion_mask"]
+    if total:
+        batch["num_items_in_batch"] = total
+    terms, hits = [], []
+    for b, t in counted.nonzero().tolist():
+        row = logits[b, t - 1]
+        terms.append(-log_prob(row, ids[b, t]))
+        hits.append(float(row[ids[b, t]] == row.max()))
+    loss, metrics = losses.sft()(FreeLogits(logits), batch)
+    torch.testing.assert_close(loss.item(), sum(terms) / (total or len(terms)))
+    assert metrics["mean_token_accuracy"].item() == pytest.approx(sum(hits) / len(hits))
+    assert 0 < metrics["entropy"] <= math.log(VOCAB)
+    check_gradient(losses.sft(), logits, batch)
+
+
+def test_sft_is_hugging_face_cross_entropy():
+    batch, logits = random_batch(seed=2)
+    batch["labels"] = batch["input_ids"].clone()
+    batch["labels"][0, :4] = -100
+    flat = logits[:, :-1].reshape(-1, VOCAB), batch["labels"][:, 1:].reshape(-1)
+    expected = torch.nn.functional.cross_entropy(*flat, ignore_index=-100)
+    torch.testing.assert_close(losses.sft()(FreeLogits(logits), batch)[0], expected)
+
+
+def preference(h, beta, kind, eps):
+    if kind == "hinge":
+        return max(0.0, 1 - beta * h)
+    if kind == "ipo":
+        return (h - 1 / (2 * beta)) ** 2
+    win = 1 / (1 + math.exp(-beta * h))
+    return -(1 - eps) * math.log(win) - eps * math.log(1 - win)
+
+
+@pytest.mark.parametrize(
+    ("kind", "eps"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]
+)
+@pytest.mark.parametrize("reference", ["tokens", "sequences", "free"])
+def test_dpo(kind, eps, reference):
+    batch, logits = random_batch(seed=4, batch=4, spread=2.0)
+    mask, ids = batch["completion_mask"], batch["input_ids"]
+    scores, refs = [], []
+    for b in range(4):
+        kept = [t for t in range(4) if mask[b, t]]
+        share = 1 / len(kept) if kind == "ipo" else 1.0
+        scores.append(share * sum(log_prob(logits[b, 2 + t], ids[b, 3 + t]) for t in kept))
+        refs.append(share * sum(float(batch["ref_logps"][b, t]) for t in kept))
+    if reference == "sequences":
+        batch["ref_logps"] = torch.tensor(refs, dtype=torch.float64)
+    if reference == "free":
+        del batch["ref_logps"]
+        refs = [0.0] * 4
+    rewards = [s - r for s, r in zip(scores, refs, strict=True)]
+    expected = sum(preference(rewards[i] - rewards[i + 2], 0.3, kind, eps) for i in (0, 1)) / 2
+    loss_fn = losses.dpo(0.3, kind, eps, reference_free=reference == "free")
+    loss, metrics = loss_fn(FreeLogits(logits), batch)
+    torch.testing.assert_close(loss.item(), expected)
+    assert metrics["rewards/chosen"].item() == pytest.approx(0.3 * (rewards[0] + rewards[1]) / 2)
+    margin = 0.3 * (rewards[0] + rewards[1] - rewards[2] - rewards[3]) / 2
+    assert metrics["rewards/margins"].item() == pytest.approx(margin)
+    wins = [rewards[i] > rewards[i + 2] for i in (0, 1)]
+    assert metrics["rewards/accuracies"].item() == sum(wins) / 2
+    check_gradient(loss_fn, logits, batch)
+
+
+def test_dpo_at_the_reference_is_log_two():
+    batch, logits = random_batch(seed=4, batch=2, spread=0.0)
+    loss, _ = losses.dpo()(FreeLogits(logits), batch)
+    assert loss.item() == pytest.approx(math.log(2))
+
+
+def test_dpo_needs_pairs_and_a_reference():
+    batch, logits = random_batch(batch=3)
+    with pytest.raises(losses.BatchError, match="3 rows"):
+        losses.dpo()(FreeLogits(logits), batch)
+    batch, logits = random_batch(batch=2)
+    del batch["ref_logps"]
+    with pytest.raises(losses.BatchError, match="no 'ref_logps'.*reference_free=True"):
+        losses.dpo()(FreeLogits(logits), batch)
+
+
+@pytest.mark.parametrize(
+    "kw", [{"beta": 0}, {"loss_type": "hing"}, {"label_smoothing": 0.5}, {"beta": -1.0}]
+)
+def test_dpo_refuses(kw):
+    with pytest.raises(losses.LossConfigError, match=next(iter(kw))):
+        losses.dpo(**kw)
