@@ -1,0 +1,7 @@
+"""``python -m fxrl`` is the ``fxrl`` command."""
+
+import sys
+
+from fxrl.cli import main
+
+sys.exit(main())

@@ -1,0 +1,57 @@
+"""The ``fxrl`` command: parse, call the library, print. No logic lives here.
+
+Exit codes: 0 fine, 1 the answer is no (``verify`` disagrees, nothing was optimized, the doctor
+found the core broken) or something failed, 2 bad usage or bad configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fxrl.cli.parser import build_parser
+from fxrl.errors import ConfigError, FxrlError
+
+OK, NEGATIVE, USAGE = 0, 1, 2
+INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The parsed command line; ``train`` takes overrides on both sides of its options."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse gives up on positionals that follow an option: fxrl train a.toml --json steps=2
+    late = [word for word in rest if "=" in word and not word.startswith("-")]
+    if len(late) < len(rest) or (rest and not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; ``argv`` defaults to the process's own arguments.
+
+    Returns:
+        The exit code. ``--help`` and a wrong usage return as well (0 and 2).
+    """
+    try:
+        args = parse(argv)
+    except SystemExit as stop:  # argparse has already printed the help or the error
+        return int(stop.code or 0)
+    # Only now: everything under this import may load torch, and --help must not.
+    from fxrl.cli import commands, show
+
+    try:
+        return int(getattr(commands, args.handler)(args))
+    except FxrlError as error:
+        if args.traceback:
+            raise
+        show.error(error, as_json=args.json)
+        return USAGE if isinstance(error, ConfigError) else NEGATIVE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        sys.stderr.close()
+        return NEGATIVE

