@@ -56,7 +56,7 @@ def resolve(model_id: str | Path) -> Source:
     if text.startswith(PREFIX):
         return Source.TINY
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise ModelError(f"model {text!r}: the folder has no config.json; give a checkpoint's")
         return Source.FOLDER
