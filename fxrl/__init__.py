@@ -1,3 +1,36 @@
 """fxrl: any model, any PyTorch RL loss, rewritten into a train step that fits and flies."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fxrl.compile.step import TrainStep, optimize
+    from fxrl.config import Config
+    from fxrl.core.plan import Plan
+    from fxrl.core.remark import Remark, Report
+
+__all__ = ["Config", "Plan", "Remark", "Report", "TrainStep", "optimize"]
+
+#: Public name -> module. Imported on first use, so that ``fxrl --help`` does not wait for torch.
+_HOMES = {
+    "Config": "fxrl.config",
+    "Plan": "fxrl.core.plan",
+    "Remark": "fxrl.core.remark",
+    "Report": "fxrl.core.remark",
+    "TrainStep": "fxrl.compile.step",
+    "optimize": "fxrl.compile.step",
+}
+_MODULES = ("losses", "passes", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return import_module(f"fxrl.{name}")
+    raise AttributeError(f"module 'fxrl' has no attribute {name!r}")

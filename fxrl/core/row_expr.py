@@ -35,15 +35,18 @@ class RowStep:
     """One selection or permutation of rows, on a tensor whose token dims come first.
 
     Attributes:
-        target: the ATen op that performs it.
-        args: its arguments after the tensor; graph values (indices) are ``fx.Node``.
+        kind: ``"slice"`` (dim, start, end, step), ``"select"`` (dim, index), ``"permute"``
+            (order), ``"index"`` (one index tensor or None per token dim).
+        args: its arguments; dims count token dims, graph values (indices) are ``fx.Node``.
         sizes: the token dims it is applied under; a tensor with other token dims and the same
             rows is reshaped to these first.
+        result: the token dims it leaves.
     """
 
-    target: Any
+    kind: str
     args: tuple[Any, ...]
     sizes: tuple[Any, ...]
+    result: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Leaf:
 class RowExpr:
     """A node of the expression DAG: a leaf, or an op over expressions. Compare by identity."""
 
-    __slots__ = ("_fields", "args", "kwargs", "leaf", "target")
+    __slots__ = ("args", "kwargs", "leaf", "target")
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class ExprPool:
 
     def __init__(self) -> None:
         self._interned: dict[Any, RowExpr] = {}
-        self._shifted: dict[tuple[int, RowStep], RowExpr] = {}
+        self._shifted: dict[tuple[int, Any], RowExpr] = {}
 
     def leaf(self, leaf: Leaf) -> RowExpr:
         """The expression that reads ``leaf``."""
@@ -136,7 +139,7 @@ class ExprPool:
 
     def shift(self, expr: RowExpr, step: RowStep) -> RowExpr:
         """``expr`` over the rows that ``step`` selects: the step moves down to the leaves."""
-        key = (id(expr), step)
+        key = (id(expr), _key(step))
         if key not in self._shifted:
             self._shifted[key] = self._shift(expr, step)
         return self._shifted[key]

@@ -1,0 +1,158 @@
+"""Calls that lowering must not open: they carry a backward, a policy or a kernel of their own.
+
+While the graph is traced, each such call is stood in for by one traceable op; afterwards the
+original call is put back in its place, its submodules included.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+_SDPA = torch._C._nn.scaled_dot_product_attention
+
+
+@torch.library.custom_op(
+    "fxrl::stand_in",
+    mutates_args=(),
+    schema="(Tensor[] tensors, SymInt[] sizes, int key) -> Tensor[]",
+)
+def _stand_in(tensors: list[torch.Tensor], sizes: list[int], key: int) -> list[torch.Tensor]:
+    raise AssertionError("a stand-in is replaced before anything runs")
+
+
+_EXAMPLES: dict[int, Any] = {}
+
+
+@_stand_in.register_fake
+def _(tensors: list[torch.Tensor], sizes: list[int], key: int) -> list[torch.Tensor]:
+    return [torch.empty_like(t) for t in _EXAMPLES[key](tensors)]
+
+
+def is_opaque(node: fx.Node, module: torch.nn.Module) -> bool:
+    """Whether a Dynamo node stays one call.
+
+    Attention stays whole because which kernel it becomes depends on whether gradients are needed,
+    which AOTAutograd decides; higher-order ops because their bodies have their own backward.
+    """
+    if node.op != "call_function":
+        return False
+    if node.target is _SDPA:
+        return True
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+class OpaqueCalls:
+    """The opaque calls of one graph: stand-ins while tracing, originals afterwards."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._gm = gm
+        self._calls: dict[int, tuple[fx.Node, Any, list[Any]]] = {}
+
+    def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Trace the stand-in of ``node`` and return values of the original's structure."""
+        key = id(node)
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        sizes = [leaf for leaf in flat if isinstance(leaf, torch.SymInt)]
+        self._calls[key] = (node, spec, flat)
+        outputs, out_spec = pytree.tree_flatten(self._example(node))
+        _EXAMPLES[key] = self._shapes(node, spec, flat)
+        try:
+            results = list(torch.ops.fxrl.stand_in(tensors, sizes, key))
+        finally:
+            del _EXAMPLES[key]
+        filled = [results.pop(0) if isinstance(o, torch.Tensor) else o for o in outputs]
+        return pytree.tree_unflatten(filled, out_spec)
+
+    def _example(self, node: fx.Node) -> Any:
+        value = node.meta.get("example_value")
+        if value is None:
+            values = {u.args[1]: u.meta.get("example_value") for u in node.users}
+            value = tuple(values.get(i) for i in range(1 + max(values, default=0)))  # type: ignore[type-var, operator, arg-type]
+        return value
+
+    def _shapes(self, node: fx.Node, spec: Any, flat: list[Any]) -> Any:
+        if node.target is _SDPA:
+
+            def attention(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+                queue = list(tensors)
+                leaves = [queue.pop(0) if isinstance(x, torch.Tensor) else x for x in flat]
+                args, kwargs = pytree.tree_unflatten(leaves, spec)
+                return [_SDPA(*args, **kwargs)]
+
+            return attention
+        outputs = [o for o in pytree.tree_leaves(self._example(node)) if _is_tensor(o)]
+
+        def like(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [
+                torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device)
+                for o in outputs
+            ]
+
+        return like
+
+    def restore(self, lowered: fx.GraphModule) -> None:
+        """Put the original calls back into the lowered graph."""
+        graph = lowered.graph
+        for call in list(graph.nodes):
+            if call.op == "call_function" and call.target is torch.ops.fxrl.stand_in.default:
+                with graph.inserting_before(call):
+                    self._restore_one(lowered, call)
+        graph.lint()
+
+    def _restore_one(self, lowered: fx.GraphModule, call: fx.Node) -> None:
+        tensors, sizes, key = call.args
+        node, spec, flat = self._calls[key]  # type: ignore[index]
+        tensor_queue, size_queue = list(tensors), list(sizes)  # type: ignore[arg-type]
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return tensor_queue.pop(0)
+            if isinstance(value, torch.SymInt):
+                return size_queue.pop(0)
+            if isinstance(value, torch.nn.Module):
+                return self._submodule(lowered, value)
+            return value
+
+        args, kwargs = pytree.tree_unflatten([leaf(value) for value in flat], spec)
+        target: Any = node.target
+        if target is _SDPA:
+            target = torch.ops.aten.scaled_dot_product_attention.default
+        original = lowered.graph.call_function(target, tuple(args), kwargs)
+        original.meta = {k: v for k, v in call.meta.items() if k != "val"}
+        self._rewire(call, original, self._example(node))
+
+    def _submodule(self, lowered: fx.GraphModule, module: torch.nn.Module) -> fx.Node:
+        name = next(n for n, m in self._gm.named_modules() if m is module)
+        flat_name = name.replace(".", "_")
+        if not hasattr(lowered, flat_name):
+            lowered.add_module(flat_name, module)
+        return lowered.graph.get_attr(flat_name)
+
+    @staticmethod
+    def _rewire(call: fx.Node, original: fx.Node, example: Any) -> None:
+        """Point the stand-in's outputs at the original's (one tensor, or a flat tuple)."""
+        vals = call.meta["val"]
+        single = _is_tensor(example)
+        original.meta["val"] = vals[0] if single else tuple(vals)
+        positions = [i for i, o in enumerate([example] if single else example) if _is_tensor(o)]
+        for item in list(call.users):
+            assert item.target is operator.getitem
+            index: Any = item.args[1]
+            if single:
+                item.replace_all_uses_with(original)
+            else:
+                picked = call.graph.call_function(operator.getitem, (original, positions[index]))
+                picked.meta = dict(item.meta)
+                item.replace_all_uses_with(picked)
+            call.graph.erase_node(item)
+        call.graph.erase_node(call)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

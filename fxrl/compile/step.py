@@ -1,0 +1,128 @@
+"""``TrainStep``: the user's loss over the user's model, optimized at the first batch."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from fxrl.compile.backend import Backend
+from fxrl.compile.dynamic import mark_batch
+from fxrl.config import Config
+from fxrl.core.plan import Plan
+from fxrl.core.remark import Report
+
+LossFunction = Callable[[nn.Module, Any], Any]
+
+#: Dynamo's settings while a step runs (and may compile); scoped, never global.
+_DYNAMO = {
+    "capture_dynamic_output_shape_ops": True,  # rows selected by a mask
+    "capture_scalar_outputs": True,
+    "recompile_limit": 64,  # code shared by many models, such as a library's forward
+    "fail_on_recompile_limit_hit": True,  # never run eager in silence
+}
+
+
+class TrainStep:
+    """A loss over a model, captured, rewritten and compiled; call it like the loss.
+
+    The first batch triggers the capture; a batch of another structure triggers another. Batch
+    size and length may vary freely.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, config: Config, plan: Plan | None = None
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.config = config
+        self._plan = plan or Plan.from_config(config)
+        self._backend = Backend(config, self._plan)
+        self._compiled = torch.compile(self._fresh_function(), backend=self._backend)
+
+    def __call__(self, batch: Any) -> Any:
+        """What ``loss_fn(model, batch)`` returns; autograd works as for any PyTorch value."""
+        mark_batch(batch)
+        with torch._dynamo.config.patch(**_DYNAMO):  # type: ignore[no-untyped-call]
+            return self._compiled(batch)
+
+    @property
+    def report(self) -> Report:
+        """Every remark of every capture so far."""
+        return Report(tuple(r for c in self._backend.captures for r in c.report.remarks))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the passes obey."""
+        return self._plan
+
+    def plan_for(self, batch: Any) -> Plan:
+        """The plan for a batch of these sizes; needs no weights and no GPU."""
+        self.explain(batch)
+        return self._plan
+
+    def explain(self, batch: Any) -> Report:
+        """What would be rewritten for this batch, found on fake tensors; nothing runs."""
+        from fxrl.compile.explain import explain
+
+        return explain(self.model, self.loss_fn, batch, self.config, self._plan)
+
+    def dump(self, directory: str | Path) -> Path:
+        """Write every capture to a folder: graphs before and after each pass, region bodies,
+        generated code, AOT graphs, the report, and an index to start from."""
+        from fxrl.compile.dump import write_dump
+
+        return write_dump(directory, self.records(), self.report)
+
+    def verify(self, batch: Any, **options: Any) -> Any:
+        """Compare loss, metrics and every gradient with eager; blame the region at fault."""
+        from fxrl.compile.verify import verify_step
+
+        return verify_step(self.model, self.loss_fn, self, batch, **options)
+
+    def records(self) -> list[Any]:
+        """The captures as text, for dump."""
+        from fxrl.compile.records import record_of
+
+        return [record_of(capture) for capture in self._backend.captures]
+
+    def without_sites(self, sites: frozenset[str]) -> TrainStep:
+        """A step of its own in which every pass leaves ``sites`` alone."""
+        return TrainStep(self.model, self.loss_fn, self.config, self._plan.without(sites))
+
+    def _fresh_function(self) -> Callable[[Any], Any]:
+        """The function to capture, with a code object of its own.
+
+        NOTE [Why a fresh code object]: Dynamo keeps compiled code per code object. Steps that
+        shared one would share a recompile limit and run past it into eager mode.
+        """
+        model, loss_fn = self.model, self.loss_fn
+
+        def loss_step(batch: Any) -> Any:
+            return loss_fn(model, batch)
+
+        code = loss_step.__code__.replace(co_name="loss_step")
+        fresh = types.FunctionType(
+            code, loss_step.__globals__, "loss_step", None, loss_step.__closure__
+        )
+        return fresh
+
+
+def optimize(model: nn.Module, loss_fn: LossFunction, config: Config | None = None) -> TrainStep:
+    """Make a train step with the same numbers as ``loss_fn(model, batch)`` and less memory.
+
+    Args:
+        model: any module; its parameters may be trainable, frozen or LoRA adapters.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss, or ``(loss, {"name": tensor})``;
+            plain PyTorch against the model's own logits.
+        config: how to work; ``None`` takes the defaults.
+
+    Returns:
+        The step: call it with a batch (any pytree of tensors and Python scalars).
+    """
+    return TrainStep(model, loss_fn, config or Config())

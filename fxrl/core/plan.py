@@ -1,0 +1,85 @@
+"""The plan: for each site a choice, made before any graph is changed.
+
+Passes ask the plan and obey. Until sizes and costs are planned, a plan holds the rules that the
+configuration gives: what a rewrite must save to be worth it, and how many rows a tile has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from fxrl.config import Config
+from fxrl.core.remark import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Leave the site as it is, for a reason that the report repeats."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Run the region in tiles of ``tokens`` rows; 0 lets the tile's bytes decide."""
+
+    tokens: int = 0
+
+
+Choice = Keep | Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do at each site.
+
+    Attributes:
+        choices: ``(pass name, site)`` -> choice; a site that is not listed follows the rules below.
+        chunk_tokens: rows per tile, 0 to let the tile's bytes decide.
+        min_saved_bytes: sites predicted to save less are kept.
+    """
+
+    choices: Mapping[tuple[str, str], Choice] = field(default_factory=dict)
+    chunk_tokens: int = 0
+    min_saved_bytes: int = 0
+
+    @classmethod
+    def from_config(cls, config: Config) -> Plan:
+        """The plan that a configuration asks for."""
+        return cls({}, config.chunk_tokens or 0, config.min_saved_bytes)
+
+    def without(self, sites: frozenset[str]) -> Plan:
+        """The same plan with every pass told to keep ``sites``."""
+        return replace(self, choices=_Without(self.choices, sites))
+
+    def choice_for(self, pass_name: str, site: str, saved_bytes: int) -> Choice:
+        """The choice for a site whose rewrite is predicted to save ``saved_bytes``."""
+        chosen = self.choices.get((pass_name, site))
+        if chosen is not None:
+            return chosen
+        if saved_bytes < self.min_saved_bytes:
+            return Keep(
+                f"it would save {format_bytes(saved_bytes)}, below "
+                f"min_saved_bytes={format_bytes(self.min_saved_bytes)}"
+            )
+        return Chunks(self.chunk_tokens)
+
+    def __str__(self) -> str:
+        tile = self.chunk_tokens or "by bytes"
+        lines = [f"rows per tile: {tile}; keep below {format_bytes(self.min_saved_bytes)}"]
+        lines += [f"{name} @ {site}: {choice}" for (name, site), choice in self.choices.items()]
+        return "\n".join(lines)
+
+
+class _Without(dict[tuple[str, str], Choice]):
+    """Choices in which every pass keeps the given sites."""
+
+    def __init__(self, choices: Mapping[tuple[str, str], Choice], sites: frozenset[str]) -> None:
+        super().__init__(choices)
+        self.sites = sites
+
+    def get(self, key: object, default: object = None) -> object:  # type: ignore[override]
+        if isinstance(key, tuple) and key[1] in self.sites:
+            return Keep("it is switched off")
+        return super().get(key, default)  # type: ignore[arg-type]

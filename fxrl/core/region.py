@@ -1,0 +1,99 @@
+"""Region: a subgraph that owns its backward and runs behind one opaque op.
+
+A pass outlines a region by building its forward graph and putting one ``fxrl::region`` call in
+the graph. The backend derives the vjp (the recompute and the gradients, one graph, so what the
+backward does not need is dead code), compiles both once per distinct body and registers them
+under the region's id. The id is a hash of the content, so equal bodies are compiled once and a
+second process finds Inductor's caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrl.core.printer import print_graph
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """What a region's input looks like.
+
+    Attributes:
+        example: the (fake) tensor the region was outlined with: dtype, device, sizes, strides.
+        tiled: its dim 0 is rows; each tile gets its part.
+        needs_grad: the region returns a gradient for it.
+    """
+
+    example: torch.Tensor = field(repr=False)
+    tiled: bool
+    needs_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A subgraph outlined from the graph.
+
+    Attributes:
+        forward: takes the inputs in order, returns a tuple of tensors; functional ATen, no
+            random numbers. If any input is tiled, all outputs have the rows in dim 0.
+        inputs: one spec per input.
+        tile_bytes: bytes that one row of the largest intermediate takes; 0 when not tiled.
+    """
+
+    forward: fx.GraphModule
+    inputs: tuple[InputSpec, ...]
+    tile_bytes: int = 0
+
+    @property
+    def tiled(self) -> bool:
+        """Whether the region runs tile by tile over rows."""
+        return any(spec.tiled for spec in self.inputs)
+
+    @property
+    def id(self) -> str:
+        """Content hash: body, input types and which gradients are wanted."""
+        text = "\n".join([print_graph(self.forward), *(map(_signature, self.inputs))])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _signature(spec: InputSpec) -> str:
+    example = spec.example
+    sizes = [str(size) for size in example.shape[1 if spec.tiled else 0 :]]
+    return f"{example.dtype} {example.device.type} {sizes} {spec.tiled} {spec.needs_grad}"
+
+
+def regions_of(gm: fx.GraphModule) -> dict[str, Region]:
+    """The regions that passes outlined from ``gm``, by id; passes add to it."""
+    found: dict[str, Region] = gm.meta.setdefault("fxrl_regions", {})
+    return found
+
+
+def call_region(
+    gm: fx.GraphModule, region: Region, inputs: list[fx.Node], tile: int, results: list[Any]
+) -> list[fx.Node]:
+    """Put the region's call at the graph's insertion point.
+
+    Args:
+        tile: rows per tile, 0 for the whole at once.
+        results: meta value of each output.
+
+    Returns:
+        One graph value per output.
+    """
+    import operator
+
+    region_id = region.id
+    regions_of(gm)[region_id] = region
+    call = gm.graph.call_function(torch.ops.fxrl.region.default, (inputs, region_id, tile))
+    call.meta["val"] = list(results)
+    values = []
+    for index, val in enumerate(results):
+        item = gm.graph.call_function(operator.getitem, (call, index))
+        item.meta["val"] = val
+        values.append(item)
+    return values

@@ -1,0 +1,97 @@
+"""Row rules of matrix products, and the seeds: the LM heads where rows begin to be wide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrl.core.graph import hint, is_call, shape_of
+from fxrl.core.row_expr import LOCAL, TOKEN, VOCAB, Leaf, RowExpr, RowValue
+from fxrl.core.row_inputs import shared_leaf
+from fxrl.core.row_layout import normalise
+from fxrl.core.row_rules import Refusal, RowRules, rule, sole_row, static
+
+aten = torch.ops.aten
+
+#: Ops that contract a feature dim; what separates one layer from the next.
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+def factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """``(rows, weight, bias)`` of a product node."""
+    args: Any = node.args
+    if node.target in (aten.addmm.default, aten.baddbmm.default):
+        return args[1], args[2], args[0]
+    return args[0], args[1], None
+
+
+def is_amplifier(node: fx.Node) -> bool:
+    """Whether a product widens its rows: more columns out than features in, one batch."""
+    if not is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default):
+        return False
+    rows, weight, _ = factors(node)
+    if node.target is aten.bmm.default and hint(shape_of(weight)[0]) != 1:
+        return False
+    return hint(shape_of(weight)[-1]) > hint(shape_of(rows)[-1])
+
+
+def seed(rules: RowRules, head: fx.Node) -> RowValue:
+    """The logits of an LM head as rows of its hidden states.
+
+    Raises:
+        Refusal: a feature or vocabulary dim is symbolic, or the product has options.
+    """
+    rows, weight, bias = factors(head)
+    if head.kwargs:
+        raise Refusal("the head's addmm has alpha or beta")
+    width = static(shape_of(weight)[-1])
+    features = static(shape_of(weight)[-2])
+    hidden = rules.pool.leaf(Leaf(rows, (), tuple(shape_of(rows)[:-1]), (features,)))
+    matrix = shared_leaf(rules, weight)
+    if head.target is aten.bmm.default:
+        matrix = rules.pool.call(aten.reshape.default, matrix, (features, width))
+    expr = _product(rules, hidden, matrix, bias)
+    tokens = (TOKEN,) * (len(shape_of(head)) - 1)
+    return normalise(rules, RowValue(expr, (*tokens, VOCAB), shape_of(head)))
+
+
+def _product(rules: RowRules, rows: RowExpr, matrix: RowExpr, bias: fx.Node | None) -> RowExpr:
+    if bias is None:
+        return rules.pool.call(aten.mm.default, rows, matrix)
+    if len(shape_of(bias)) != 1:
+        raise Refusal("the head's bias differs between tokens")
+    return rules.pool.call(aten.addmm.default, shared_leaf(rules, bias), rows, matrix)
+
+
+@rule(aten.mm.default, aten.addmm.default)
+def _contract(rules: RowRules, node: fx.Node) -> RowValue:
+    """Rows times a fixed matrix: row-local; refused where the result is vocabulary-sized again."""
+    rows, weight, bias = factors(node)
+    value = rules.row(rows)
+    if value is None or rules.row(weight) is not None:
+        raise Refusal("a matrix product contracts tokens")
+    if not value.wide:
+        raise Refusal("a product on narrow rows stays outside")
+    if value.tags[-1] == TOKEN or value.tags[0] != TOKEN:
+        raise Refusal("a matrix product contracts tokens")
+    tag = rules.tag_of_size(shape_of(weight)[-1])
+    if tag == VOCAB:
+        raise Refusal("the logits re-enter a layer that keeps the vocabulary dim")
+    expr = _product(rules, value.expr, shared_leaf(rules, weight), bias)
+    return RowValue(expr, (TOKEN, tag), shape_of(node))
+
+
+@rule(aten.bmm.default)
+def _row_products(rules: RowRules, node: fx.Node) -> RowValue:
+    """A product of two row values per token, such as ``einsum("nv,nv->n")``."""
+    left = sole_row(rules, node)
+    right = rules.row(node.args[1])
+    if right is None or (left.tags[0], right.tags[0]) != (TOKEN, TOKEN):
+        raise Refusal("a batched product contracts tokens or re-enters a layer")
+    if TOKEN in left.tags[1:] + right.tags[1:]:
+        raise Refusal("a batched product pairs tokens with tokens")
+    sizes = shape_of(node)
+    tags = (TOKEN, *(rules.tag_of_size(size) if hint(size) > 1 else LOCAL for size in sizes[1:]))
+    return RowValue(rules.pool.call(aten.bmm.default, left.expr, right.expr), tags, sizes)

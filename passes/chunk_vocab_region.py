@@ -1,0 +1,111 @@
+"""Run the loss head and all that reads vocabulary-sized values tile by tile over tokens.
+
+    %logits = mm(%hidden, %weight)                       [N, V]  the peak of an RL step
+    %x      = any row-local ops of %logits               [N, V]
+    %out    = any reduction of %x over the vocabulary    [N]
+becomes
+    %out    = fxrl.region([%rows, %weight, ...])         one tile of logits at a time
+
+Any loss will do: what counts is that each token's row is computed from its own hidden state. Row
+selections (shifts, slices, masks, index-selects) move above the matmul, so rows that nobody reads
+are not projected. The region recomputes its tile in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+import fxrl.ops.region  # noqa: F401  (declares torch.ops.fxrl.region)
+from fxrl.core.graph import needs_grad, shape_of, tensor_val
+from fxrl.core.graph_pass import Applied, Miss, RewritePass, Site
+from fxrl.core.plan import Choice, Chunks
+from fxrl.core.region import InputSpec, Region, call_region
+from fxrl.core.row_analysis import HeadMiss, HeadSite, RowProgram, analyse
+from fxrl.core.row_emit import RowEmitter, body_graph
+from fxrl.core.row_expr import RowExpr
+from fxrl.core.wide import eager_bytes, row_bytes, tile_rows
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCluster(Site):
+    """One or more heads whose logits meet, and the row programs that replace them."""
+
+    head: HeadSite
+
+
+class ChunkVocabRegion(RewritePass[HeadCluster]):
+    """General: any row-local loss, in tiles of rows."""
+
+    name: ClassVar[str] = "chunk-vocab-region"
+
+    def match(self, gm: fx.GraphModule) -> Iterator[HeadCluster | Miss]:
+        for found in analyse(gm.graph):
+            if isinstance(found, HeadMiss):
+                yield Miss(found.anchor, found.reason, found.cure, found.at)
+            else:
+                yield HeadCluster(found.anchor, eager_bytes(found), found)
+
+    def rewrite(self, gm: fx.GraphModule, site: HeadCluster, choice: Choice) -> Applied:
+        assert isinstance(choice, Chunks)
+        head = tensor_val(site.anchor)
+        assert head is not None
+        per_row = row_bytes(site.head)
+        tile = tile_rows(per_row, head.device, choice.tokens)
+        with gm.graph.inserting_after(_last_placeholder(gm.graph)):
+            emitter = RowEmitter(gm.graph)
+            plans = [_feed(emitter, program) for program in site.head.programs]
+            for program, inputs in zip(site.head.programs, plans, strict=True):
+                _replace(gm, emitter, program, inputs, tile, per_row)
+        shape = " x ".join(str(size) for size in shape_of(site.anchor))
+        return Applied(
+            f"logits [{shape}] live in tiles of {tile} rows",
+            max(0, site.saved_bytes - 3 * tile * per_row),
+        )
+
+
+def _last_placeholder(graph: fx.Graph) -> fx.Node:
+    *_, last = (node for node in graph.nodes if node.op == "placeholder")
+    return last
+
+
+def _feed(emitter: RowEmitter, program: RowProgram) -> list[tuple[RowExpr, fx.Node]]:
+    """All that can be refused happens here, before the graph's own values are touched."""
+    for output in program.outputs:
+        if output.value.token_sizes:
+            emitter.shape(output.value.token_sizes, [])
+    return emitter.inputs(program.roots)
+
+
+def _replace(
+    gm: fx.GraphModule,
+    emitter: RowEmitter,
+    program: RowProgram,
+    inputs: list[tuple[RowExpr, fx.Node]],
+    tile: int,
+    per_row: int,
+) -> None:
+    body = body_graph(program.roots, [expr for expr, _ in inputs])
+    specs = []
+    for expr, node in inputs:
+        val = tensor_val(node)
+        assert val is not None
+        assert expr.leaf is not None
+        specs.append(InputSpec(val, expr.leaf.tiled, needs_grad(expr.leaf.node)))
+    region = Region(body, tuple(specs), per_row)
+    rows = specs[0].example.shape[0]
+    results = []
+    for output in program.outputs:
+        val = tensor_val(output.node)  # a post-reduction has the dtype of its vocabulary part
+        assert val is not None
+        results.append(val.new_empty((rows, *output.value.local_sizes)))
+    values = call_region(gm, region, [node for _, node in inputs], tile, results)
+    for output, value in zip(program.outputs, values, strict=True):
+        restored = emitter.restore(value, output.value)
+        if output.post:
+            output.node.replace_input_with(output.node.args[0], restored)  # type: ignore[arg-type]
+        else:
+            output.node.replace_all_uses_with(restored)
