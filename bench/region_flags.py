@@ -1,7 +1,8 @@
 """Inductor options for region bodies: what each costs at compile time and gives at run time.
 
-Every option set compiles the forward and the vjp of each body from an empty cache and is then
-timed; ``speedup`` is against ``default`` of the same body. An option is worth keeping only if it
+Every option set compiles the forward and the vjp of each body from an empty cache, the way
+``fxrl.optimize`` does, and is then timed; ``speedup`` is against ``default`` (Inductor's own
+settings) of the same body. An option is worth keeping only if it
 buys step time that its compile time does not eat.
 """
 
@@ -12,12 +13,12 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._inductor.utils import fresh_cache
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench.lib import bodies, common, qwen
+from fxrl.compile.inductor import InductorOptions
+from fxrl.compile.regions import build_region
 
 COLUMNS = (
     "body",
@@ -32,8 +33,10 @@ COLUMNS = (
     "difference",
     "error",
 )
-FLAGS: dict[str, dict[str, Any]] = {
+# None stands for fxrl's own set.
+FLAGS: dict[str, dict[str, Any] | None] = {
     "default": {},
+    "fxrl": None,
     "coordinate_descent_tuning": {"coordinate_descent_tuning": True},
     "max_autotune_pointwise": {"max_autotune_pointwise": True},
     "max_autotune_gemm": {"max_autotune_gemm": True},
@@ -79,9 +82,10 @@ def main() -> None:
 def _sweep(
     args: argparse.Namespace, results: common.Results, body: bodies.Body, deadline: float
 ) -> None:
-    graphs = _trace(body)
     base: tuple[float, list[Tensor]] | None = None
     for flags in args.flags:
+        if FLAGS[flags] is None and not InductorOptions.of(None).options:
+            continue  # fxrl changes nothing: the row would be a second "default"
         row: dict[str, Any] = {"body": body.name, "tokens": body.inputs[0].shape[-2]}
         row |= {"flags": flags}
         if time.monotonic() > deadline:
@@ -89,7 +93,7 @@ def _sweep(
             results.add(**row)
             continue
         try:
-            measured, outputs = _measure(args, body, graphs, FLAGS[flags])
+            measured, outputs = _measure(args, body, FLAGS[flags])
             row |= measured
             total = measured["forward_ms"] + measured["vjp_ms"]
             if flags == "default":
@@ -103,39 +107,21 @@ def _sweep(
         common.free_memory(args.device)
 
 
-def _trace(body: bodies.Body) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and vjp as ATen graphs, what the vjp does not need left out."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        inputs = [mode.from_tensor(tensor) for tensor in body.inputs]
-        # A FakeTensorMode knows a tensor again: each gradient needs one of its own.
-        grads = [torch.empty_like(output) for output in body.forward(*inputs)]
-        forward = make_fx(body.forward)(*inputs)
-        vjp = make_fx(body.vjp)(*grads, *inputs)
-    for graph_module in (forward, vjp):
-        graph_module.graph.eliminate_dead_code()
-        graph_module.recompile()
-    return forward, vjp
-
-
 def _measure(
-    args: argparse.Namespace,
-    body: bodies.Body,
-    graphs: tuple[fx.GraphModule, fx.GraphModule],
-    options: dict[str, Any],
+    args: argparse.Namespace, body: bodies.Body, flags: dict[str, Any] | None
 ) -> tuple[dict[str, Any], list[Tensor]]:
-    forward, vjp = graphs
+    inductor = InductorOptions.of(None) if flags is None else InductorOptions(tuple(flags.items()))
     torch.manual_seed(1)  # the same incoming gradients for every option set
-    grads = tuple(torch.randn_like(out) for out in forward(*body.inputs))
+    grads = tuple(torch.randn_like(out) for out in body.forward(*body.inputs))
+    region = body.region()
     with fresh_cache():
         start = time.perf_counter()
-        compiled_forward = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
-        compiled_vjp = torch.compile(vjp, fullgraph=True, dynamic=False, options=options)
-        outputs = [out.clone() for out in compiled_forward(*body.inputs)]
-        outputs += [out.clone() for out in compiled_vjp(*grads, *body.inputs)]
+        kernels = build_region(region, inductor)
+        run_forward = lambda: kernels.forward(*body.inputs)  # noqa: E731
+        run_vjp = lambda: kernels.vjp(*body.inputs, *grads)  # noqa: E731
+        outputs = [out.clone() for out in (*run_forward(), *run_vjp())]
         common.synchronize(args.device)
         compile_s = time.perf_counter() - start
-    run_forward = lambda: compiled_forward(*body.inputs)  # noqa: E731
-    run_vjp = lambda: compiled_vjp(*grads, *body.inputs)  # noqa: E731
     forward_ms = common.median_ms(run_forward, args.device, repeats=args.repeats)
     vjp_ms = common.median_ms(run_vjp, args.device, repeats=args.repeats)
     _, over_base = common.peak_bytes(run_vjp, args.device)

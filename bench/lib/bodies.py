@@ -1,8 +1,4 @@
-"""Region bodies for the benchmarks: a tile of the loss head, an MLP, a decoder layer.
-
-Each body is what one region computes, forward and vjp as one pair of functions of plain tensors:
-``forward(*inputs)`` and ``vjp(*grads, *inputs)``, the latter recomputing what it needs.
-"""
+"""Region bodies for the benchmarks: a tile of the loss head, an MLP, a decoder layer."""
 
 from __future__ import annotations
 
@@ -11,9 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from bench.lib import qwen
+from fxrl.core.region import InputSpec, Region
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -25,26 +24,31 @@ class Body:
     Attributes:
         forward: inputs to outputs.
         inputs: example tensors on the device.
+        tiled: indices of the inputs whose dim 0 is tokens.
         differentiated: indices of the inputs that get a gradient.
-        flops: of forward and vjp together, matrix products only.
+        flops: of forward and vjp (with its recompute) together, matrix products only.
     """
 
     name: str
     forward: Function
     inputs: tuple[Tensor, ...]
+    tiled: tuple[int, ...]
     differentiated: tuple[int, ...]
     flops: float
 
-    def vjp(self, *given: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of the differentiated inputs; ``given`` is output gradients, then inputs."""
-        grads, inputs = given[: -len(self.inputs)], list(given[-len(self.inputs) :])
-        with torch.enable_grad():
-            for index in self.differentiated:
-                inputs[index] = inputs[index].detach().requires_grad_()
-            outputs = self.forward(*inputs)
-            return torch.autograd.grad(
-                outputs, [inputs[index] for index in self.differentiated], grads
-            )
+    def region(self) -> Region:
+        """The body as a pass would outline it."""
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            fakes = [mode.from_tensor(tensor) for tensor in self.inputs]
+            # Pre-dispatch keeps attention one call: which kernel it becomes is decided later.
+            graph = make_fx(self.forward, pre_dispatch=True)(*fakes)
+        return Region(
+            graph,
+            tuple(
+                InputSpec(fake, index in self.tiled, index in self.differentiated)
+                for index, fake in enumerate(fakes)
+            ),
+        )
 
 
 def make_body(name: str, shape: str, tokens: int, device: str) -> Body:
@@ -56,7 +60,7 @@ def make_body(name: str, shape: str, tokens: int, device: str) -> Body:
     hidden = qwen.SHAPES[shape]["hidden_size"]
     x = torch.randn(1, tokens, hidden, device=device, dtype=torch.bfloat16)
     if name == "mlp":
-        return _module_body("mlp", layer.mlp, (x,), {})
+        return _module_body("mlp", layer.mlp, (x[0],), {}, tiled=(0,))
     rotary = model.get_base_model().model.rotary_emb
     cos, sin = rotary(x, torch.arange(tokens, device=device)[None])
     return _module_body("layer", layer, (x, cos, sin), {"attention_mask": None})
@@ -75,11 +79,16 @@ def _head(shape: str, tokens: int, device: str) -> Body:
         return logp, -(logps.exp() * logps).sum(-1)
 
     # forward, its recompute in the vjp, and the product of the gradient with the frozen weight
-    return Body("head", forward, (hidden, weight, target), (0,), 6.0 * tokens * width * vocab)
+    flops = 6.0 * tokens * width * vocab
+    return Body("head", forward, (hidden, weight, target), (0, 2), (0,), flops)
 
 
 def _module_body(
-    name: str, module: nn.Module, inputs: Sequence[Tensor], options: dict[str, object]
+    name: str,
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    options: dict[str, object],
+    tiled: tuple[int, ...] = (),
 ) -> Body:
     names = [key for key, _ in module.named_parameters()]
     parameters = [parameter.detach() for _, parameter in module.named_parameters()]
@@ -100,6 +109,7 @@ def _module_body(
         name,
         forward,
         (*inputs, *parameters),
+        tiled,
         (0, *(count + at for at in wanted)),
         6.0 * tokens * weights,
     )
