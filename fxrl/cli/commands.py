@@ -31,7 +31,7 @@ def plan(args: Args) -> int:
 
 def dump(args: Args) -> int:
     """One step with its backward, then everything about it into a folder."""
-    step, batch = _on_device(args)
+    step, batch = _on_device(args, on_policy=False)
     result = step(batch)
     (result[0] if isinstance(result, tuple) else result).backward()
     step.dump(args.out)
@@ -45,7 +45,7 @@ def dump(args: Args) -> int:
 
 def verify(args: Args) -> int:
     """0 when the optimized step and eager agree, 1 when they do not."""
-    step, batch = _on_device(args)
+    step, batch = _on_device(args, on_policy=True)
     found = step.verify(batch)
     if args.json:
         show.text(found.to_json())
@@ -105,20 +105,23 @@ def _on_fakes(args: Args) -> tuple[Any, Any]:
     """A step over a model without weights, and a batch."""
     import fxrl
     from fxrl.cli import inputs
+    from fxrl.cli.batch import make_batch
 
     # Config and loss come first: a typing error shows before a model is built.
     config = inputs.optimize_config(args.config)
     loss = inputs.loss_function(args.loss, args.loss_args)
     model = inputs.empty_model(args)
-    return fxrl.optimize(model, loss, config), inputs.make_batch(args, model)
+    return fxrl.optimize(model, loss, config), make_batch(args, model)
 
 
-def _on_device(args: Args) -> tuple[Any, Any]:
+def _on_device(args: Args, *, on_policy: bool) -> tuple[Any, Any]:
     """A step over a model with weights on ``--device``, and a batch."""
     import fxrl
     from fxrl.cli import inputs
+    from fxrl.cli.batch import make_batch
 
     config = inputs.optimize_config(args.config)
     loss = inputs.loss_function(args.loss, args.loss_args)
     model = inputs.real_model(args, show.status)
-    return fxrl.optimize(model, loss, config), inputs.make_batch(args, model, args.device)
+    batch = make_batch(args, model, args.device, on_policy=on_policy)
+    return fxrl.optimize(model, loss, config), batch

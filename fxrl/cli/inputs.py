@@ -1,16 +1,14 @@
-"""From the command line's words to a model, a loss function, a ``Config`` and a batch."""
+"""From the command line's words to a model, a loss function and a ``Config``."""
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from fxrl.config import Config
 from fxrl.errors import ConfigError
@@ -21,9 +19,7 @@ from fxrl.models.hf import optional, why_no_hub
 from fxrl.models.load import Source, resolve
 from fxrl.models.tiny import parse_tiny
 from fxrl.rl.binding import Text, bind, merge_override, parse_override
-from fxrl.rl.named import importable_from, load_function
-
-LOGP_STD = 0.1  # of old and reference log-probs: ratios near 1, some of them clipped
+from fxrl.rl.named import importable_from
 
 
 def optimize_config(pairs: Iterable[str]) -> Config:
@@ -113,45 +109,3 @@ def check_device(name: str) -> torch.device:
 
 def _trainable(model: nn.Module, args: argparse.Namespace) -> nn.Module:
     return (lora(model, r=args.lora, seed=0) if args.lora else model).train()
-
-
-def make_batch(args: argparse.Namespace, model: nn.Module, device: str = "cpu") -> Any:
-    """A random batch with every key that ``fxrl.losses`` reads (see ``fxrl/losses/batch.py``).
-
-    Prompts are padded on the left and completions end early, by random amounts, so masks matter.
-    Log-probabilities lie around -log V, which is where a random model's are.
-
-    Raises:
-        ConfigError: ``--completion`` leaves no prompt, or ``--make-batch`` does not work.
-    """
-    size, length = args.batch, args.tokens
-    completion = args.completion or max(1, length // 2)
-    if completion >= length:
-        raise ConfigError(
-            f"--completion {completion} must be below --tokens {length}: a completion has a prompt"
-        )
-    vocab = vocabulary(model)
-    if args.make_batch:
-        with importable_from(Path.cwd()):
-            made = load_function(args.make_batch)(size, length, completion, vocab)
-        return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, made)
-    random = torch.Generator().manual_seed(getattr(args, "seed", 0))
-    pad = torch.randint(0, max(1, (length - completion) // 2), (size, 1), generator=random)
-    ends = torch.randint(max(1, completion // 2), completion + 1, (size, 1), generator=random)
-    around = -math.log(vocab)
-    noise = torch.randn(3, size, completion, generator=random)
-    batch = {
-        "input_ids": torch.randint(0, vocab, (size, length), generator=random),
-        "attention_mask": (torch.arange(length) >= pad).long(),
-        "completion_mask": (torch.arange(completion) < ends).long(),
-        "advantages": torch.randn(size, generator=random),
-        "old_logps": around + LOGP_STD * noise[0],
-        "ref_logps": around + LOGP_STD * noise[1],
-    }
-    return {name: value.to(device) for name, value in batch.items()}
-
-
-def vocabulary(model: nn.Module) -> int:
-    """How many token ids the model's input embedding takes."""
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    return int(embedding.weight.shape[0])

@@ -1,0 +1,131 @@
+"""Words of the command line become a model, a loss, a Config and a batch, or one clear error."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from fxrl.cli import inputs, main, parse
+from fxrl.cli.batch import make_batch, vocabulary
+from fxrl.config import Config
+from fxrl.errors import ConfigError
+from fxrl.losses import FACTORIES
+from fxrl.models import ModelError
+
+USER_LOSS = """
+import torch
+
+def nll(model, batch):
+    logits = model(input_ids=batch["ids"]).logits[:, :-1]
+    logp = torch.log_softmax(logits.float(), -1).gather(-1, batch["ids"][:, 1:, None])
+    return -logp.mean()
+
+def factory(*, scale=1.0):
+    return lambda model, batch: scale * nll(model, batch)
+
+def ids(batch, tokens, completion, vocab):
+    return {"ids": torch.randint(0, vocab, (batch, tokens))}
+"""
+
+
+def arguments(*extra: str) -> argparse.Namespace:
+    return parse(
+        ["verify", "tiny:qwen3", "--loss", "grpo", "--tokens", "24", "--completion", "9", *extra]
+    )
+
+
+def test_config_values_and_types():
+    pairs = ["gpu_memory=75GiB", "chunk_tokens=8", "compile_regions=false", "on_miss=error"]
+    assert inputs.optimize_config(pairs) == Config(
+        gpu_memory="75GiB", chunk_tokens=8, compile_regions=False, on_miss="error"
+    )
+    assert inputs.optimize_config(['passes=["recompute"]']).passes == ("recompute",)
+    assert inputs.optimize_config([]) == Config()
+
+
+def test_config_error_names_everything_wrong():
+    with pytest.raises(ConfigError) as caught:
+        inputs.optimize_config(["chunk_token=8", "min_saved_bytes=lots", "nonsense"])
+    text = str(caught.value)
+    assert "did you mean chunk_tokens?" in text
+    assert "min_saved_bytes='lots' is not a whole number" in text
+    assert "'nonsense' is not an override" in text
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_every_loss_runs_on_the_made_batch(name):
+    args = arguments()
+    model = inputs.real_model(args, print)
+    loss, metrics = inputs.loss_function(name, [])(model, make_batch(args, model, on_policy=True))
+    loss.backward()
+    assert torch.isfinite(loss)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert sum(float(g.abs().sum()) for g in grads) > 0, "a batch without gradient tests nothing"
+    assert metrics
+
+
+def test_loss_arguments():
+    inputs.loss_function("grpo", ["beta=0.04"])
+    with pytest.raises(ConfigError, match="beat"):
+        inputs.loss_function("grpo", ["beat=0.04"])
+    with pytest.raises(ConfigError, match="not an override"):
+        inputs.loss_function("grpo", ["beta"])
+    with pytest.raises(ConfigError, match="did you mean 'grpo'"):
+        inputs.loss_function("grop", [])
+
+
+def test_users_loss_from_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "my_cli_losses.py").write_text(USER_LOSS)
+    monkeypatch.chdir(tmp_path)
+    args = arguments("--make-batch", "my_cli_losses:ids")
+    model = inputs.real_model(args, print)
+    batch = make_batch(args, model)
+    assert batch["ids"].shape == (2, 24)
+    plain = inputs.loss_function("my_cli_losses:nll", [])(model, batch)
+    scaled = inputs.loss_function("my_cli_losses.py:factory", ["scale=3"])(model, batch)
+    torch.testing.assert_close(scaled, 3 * plain)
+
+
+def test_batch_shapes_masks_and_seed():
+    args = arguments("--batch", "5")
+    model = inputs.empty_model(args)
+    batch = make_batch(args, model)
+    assert batch["input_ids"].shape == (5, 24)
+    assert batch["completion_mask"].shape == batch["old_logps"].shape == (5, 9)
+    assert batch["attention_mask"][:, -9:].all(), "padding stands left of the prompt"
+    assert (batch["completion_mask"].sum(1) >= 1).all()
+    assert int(batch["input_ids"].max()) < vocabulary(model)
+    torch.testing.assert_close(batch, make_batch(args, model))
+
+
+def test_completion_must_leave_a_prompt():
+    args = arguments("--completion", "24")
+    with pytest.raises(ConfigError, match="--completion 24 must be below --tokens 24"):
+        make_batch(args, inputs.empty_model(args))
+
+
+def test_empty_model_has_no_weights_and_takes_lora(tmp_path):
+    config = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    for name in (tmp_path / "config.json", tmp_path):
+        args = parse(["explain", str(name), "--loss", "grpo", "--lora", "8"])
+        model = inputs.empty_model(args)
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+        trainable = [n for n, p in model.named_parameters() if p.requires_grad]
+        assert trainable
+        assert all("lora_" in n for n in trainable)
+        assert model.training
+
+
+def test_unreachable_hub_says_that_a_config_is_enough(monkeypatch):
+    monkeypatch.setattr(inputs, "why_no_hub", lambda: "the hub cannot be reached")
+    args = parse(["explain", "someone/no-such-model", "--loss", "grpo"])
+    with pytest.raises(ModelError, match=r"cannot be reached; its config\.json is enough"):
+        inputs.empty_model(args)
+
+
+def test_device_must_be_there(capsys):
+    assert main(["verify", "tiny:qwen3", "--loss", "grpo", "--device", "cuda:63"]) == 2
+    assert "--device cuda:63" in capsys.readouterr().err
+    assert main(["verify", "tiny:qwen3", "--loss", "grpo", "--device", "gpu"]) == 2
