@@ -1,0 +1,44 @@
+"""TorchEngine on a GPU: the same tokens as on the CPU, and the memory comes back."""
+
+import pytest
+import torch
+
+from fxrl.models import load_model
+from fxrl.runtime.engine import SamplingParams
+from fxrl.runtime.torch_engine import TorchEngine
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41], [77, 78, 79, 80, 81]]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt2"])
+def test_a_gpu_draws_what_the_cpu_draws(kind):
+    """Random numbers come from the CPU's generator, so in float64 only the device differs."""
+    params = SamplingParams(n=6, temperature=0.9, top_p=0.95, top_k=100, min_p=0.01, max_tokens=48)
+    drawn = []
+    for device in ("cpu", "cuda"):
+        model, tokenizer = load_model(f"tiny:{kind}", "fp64", device)
+        engine = TorchEngine.from_tokenizer(model, tokenizer, seed=3, max_batch_tokens=600)
+        drawn.append(engine.generate(PROMPTS, params))
+    for on_cpu, on_gpu in zip(*drawn, strict=True):
+        for a, b in zip(on_cpu, on_gpu, strict=True):
+            assert a.token_ids == b.token_ids
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
+
+
+def test_bf16_logprobs_are_near_a_full_forward_and_nothing_stays_allocated():
+    model, tokenizer = load_model("tiny:llama:layers=4", "bf16", "cuda")
+    engine = TorchEngine.from_tokenizer(model, tokenizer)
+    engine.generate(PROMPTS, SamplingParams(max_tokens=2))  # libraries' workspaces
+    before = torch.cuda.memory_allocated()
+    groups = engine.generate(PROMPTS, SamplingParams(n=64, max_tokens=64, seed=0))
+    assert torch.cuda.memory_allocated() == before
+    with engine.standby():
+        assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 32 * 2**20
+    completion = groups[0][0]
+    ids = torch.tensor([completion.prompt_token_ids + completion.token_ids], device="cuda")
+    with torch.no_grad():
+        logprobs = model(input_ids=ids).logits[0].float().log_softmax(-1)
+    new = len(completion.token_ids)
+    expected = logprobs[-new - 1 : -1].gather(1, ids[0, -new:, None])[:, 0].cpu()
+    assert (expected - torch.tensor(completion.logprobs)).abs().max() < 0.1
