@@ -114,11 +114,17 @@ def dpo(
             per_sequence = given.dim() == 1
             ref_logps = given if per_sequence else reduce_tokens(per_token(given, mask), mask)
         rewards = logps - ref_logps.detach()
-        chosen, rejected = rewards.chunk(2)
+        chosen, rejected = _pairs(rewards)
         losses = _preference_losses(chosen - rejected, beta, loss_type, label_smoothing)
         return losses.mean(), _preference_metrics(beta * rewards, logps)
 
     return loss_fn
+
+
+def _pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The chosen half and the rejected half: [2B] -> [B], [B]."""
+    chosen, rejected = values.reshape(2, -1).unbind(0)
+    return chosen, rejected
 
 
 def _preference_losses(margin: Tensor, beta: float, loss_type: str, smoothing: float) -> Tensor:
@@ -131,8 +137,8 @@ def _preference_losses(margin: Tensor, beta: float, loss_type: str, smoothing: f
 
 
 def _preference_metrics(rewards: Tensor, logps: Tensor) -> Metrics:
-    chosen, rejected = rewards.detach().chunk(2)
-    chosen_logps, rejected_logps = logps.detach().chunk(2)
+    chosen, rejected = _pairs(rewards.detach())
+    chosen_logps, rejected_logps = _pairs(logps.detach())
     return {
         "rewards/chosen": chosen.mean(),
         "rewards/rejected": rejected.mean(),

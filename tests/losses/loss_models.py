@@ -1,11 +1,17 @@
 """Toy models and random batches for the tests of the losses."""
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 VOCAB = 7
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    hidden_states: tuple[torch.Tensor, ...] | None = None
 
 
 class FreeLogits(nn.Module):
@@ -20,7 +26,7 @@ class FreeLogits(nn.Module):
     def forward(self, input_ids, attention_mask=None, logits_to_keep=0):
         self.kept = logits_to_keep
         keep = logits_to_keep if self.honours else 0
-        return SimpleNamespace(logits=self.logits[:, -keep:] if keep else self.logits)
+        return Output(logits=self.logits[:, -keep:] if keep else self.logits)
 
 
 class ToyLM(nn.Module):
@@ -42,7 +48,7 @@ class ToyLM(nn.Module):
         hidden = torch.tanh(self.mix(x.cumsum(1) / steps))
         logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         states = (x, hidden) if output_hidden_states else None
-        return SimpleNamespace(logits=logits, hidden_states=states)
+        return Output(logits=logits, hidden_states=states)
 
 
 class TokenValues(nn.Module):
@@ -53,7 +59,7 @@ class TokenValues(nn.Module):
         self.embed = nn.Embedding(vocab, 1)
 
     def forward(self, input_ids, attention_mask=None):
-        return SimpleNamespace(logits=self.embed(input_ids))
+        return Output(logits=self.embed(input_ids))
 
 
 def random_batch(seed=0, batch=3, prompt=3, completion=4, spread=0.3, dtype=torch.float64):

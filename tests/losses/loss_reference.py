@@ -94,12 +94,8 @@ def reduce_terms(name, terms, data, kw):
     return total / num_tokens
 
 
-def loss(name, data, live, live_entropy, frozen, frozen_entropy, kw):
-    """The whole loss: weighted policy term, KL, entropy bonus."""
-    terms = policy_terms(name, data, live, frozen, kw)
-    if data.get("rollout") and kw.get("vllm_importance_sampling_correction", True):
-        for key, weight in rollout_weights(data, frozen, kw).items():
-            terms[key] *= weight
+def drop_terms(terms, data, frozen, frozen_entropy, kw):
+    """Set to 0 what is too far off-policy or not uncertain enough."""
     if (threshold := kw.get("off_policy_mask_threshold")) is not None:
         for b, row in enumerate(data["tokens"]):
             drift = sum(data["rollout"][b][t] - frozen[b][t] for t in row) / max(len(row), 1)
@@ -114,6 +110,15 @@ def loss(name, data, live, live_entropy, frozen, frozen_entropy, kw):
         for b, t in terms:
             if frozen_entropy[b][t] < cut:
                 terms[b, t] = 0.0
+
+
+def loss(name, data, live, live_entropy, frozen, frozen_entropy, kw):
+    """The whole loss: weighted policy term, KL, entropy bonus."""
+    terms = policy_terms(name, data, live, frozen, kw)
+    if data.get("rollout") and kw.get("vllm_importance_sampling_correction", True):
+        for key, weight in rollout_weights(data, frozen, kw).items():
+            terms[key] *= weight
+    drop_terms(terms, data, frozen, frozen_entropy, kw)
     for b, t in terms:
         if beta := kw.get("beta", 0.0):
             kl = kl_case(live[b][t], data["ref"][b][t], kw.get("kl_estimator", "k3"))

@@ -71,18 +71,17 @@ def test_advantage_zero_is_a_zero_gradient(name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("size", [-1e4, -200, 200, 1e4])
 @pytest.mark.parametrize("name", POLICY)
-def test_ratio_overflow(name, size, sign, dtype):
+def test_ratio_overflow(name, size, dtype):
     """Ratios of e^200 and more, up and down, in the policy, the KL and the correction."""
     batch, logits = policy_batch()
-    batch["advantages"] = sign * batch["advantages"].abs() * 2
     batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
     batch["old_logps"] = batch["old_logps"] + size
     batch["ref_logps"] = batch["ref_logps"] - size
-    for mode in ("token_truncate", "sequence_truncate", "sequence_mask"):
-        for high in (None, 3.0):
+    for sign in (2, -2):
+        batch["advantages"] = sign * batch["advantages"].abs()
+        for mode, high in (("token_truncate", None), ("sequence_truncate", 3.0)):
             kw = {
                 "vllm_importance_sampling_mode": mode,
                 "vllm_importance_sampling_clip_max": high,

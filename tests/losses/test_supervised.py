@@ -109,7 +109,7 @@ def test_dpo_needs_pairs_and_a_reference():
         losses.dpo()(FreeLogits(logits), batch)
     batch, logits = random_batch(batch=2)
     del batch["ref_logps"]
-    with pytest.raises(losses.BatchError, match="no 'ref_logps'.*reference_free=True"):
+    with pytest.raises(losses.BatchError, match=r"no 'ref_logps'.*reference_free=True"):
         losses.dpo()(FreeLogits(logits), batch)
 
 
