@@ -20,6 +20,7 @@ from fxrl.compile.lower import lower
 from fxrl.compile.record import GraphBreak, Stage
 from fxrl.compile.regions import build_region
 from fxrl.config import Config
+from fxrl.core.graph import HigherOrderOperator
 from fxrl.core.plan import Plan
 from fxrl.core.printer import print_graph
 from fxrl.core.region import Region, regions_of
@@ -68,7 +69,7 @@ class Backend:
         capture.graph_breaks = _graph_breaks(gm)
         capture.report += _break_remarks(capture.graph_breaks)
         rewritten = self._rewrite(gm, capture)
-        if rewritten is None or self.only_explain:
+        if rewritten is None or self.only_explain or _better_left(gm, capture):
             return gm.forward
         options = InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
         for region in capture.regions.values():
@@ -123,6 +124,19 @@ class Backend:
                 partition_fn=_partition,
             )
         return compiled
+
+
+def _better_left(gm: fx.GraphModule, capture: Capture) -> bool:
+    """Whether the graph should run exactly as the user wrote it, op by op.
+
+    NOTE [Why untouched graphs run eagerly]: where no pass applied there is nothing to gain, and
+    after a graph break the user may differentiate with respect to this graph's results, which
+    AOTAutograd's single backward node cannot serve. Higher-order ops (checkpointing) need AOT.
+    """
+    applied = capture.report.of_kind(RemarkKind.APPLIED)
+    return not applied and not any(
+        isinstance(node.target, HigherOrderOperator) for node in gm.graph.nodes
+    )
 
 
 def _boxed(graph: fx.GraphModule) -> Callable[..., Any]:

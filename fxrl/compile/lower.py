@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fxrl.compile.opaque import OpaqueCalls, is_opaque
-from fxrl.core.graph import is_call, propagate_requires_grad, shape_of
+from fxrl.core.graph import eliminate_dead_code, is_call, propagate_requires_grad, shape_of
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
         lowered = make_fx(_functional(interpreter.run), decomposition_table=_OPENED)(*examples)
     _name_placeholders(gm, lowered, examples)
     opaque.restore(lowered)
-    lowered.graph.eliminate_dead_code(is_impure_node=_is_impure)
+    eliminate_dead_code(lowered.graph)
     propagate_requires_grad(lowered.graph)
     if not grad_enabled:
         for node in lowered.graph.nodes:
@@ -147,15 +147,6 @@ def _name_placeholders(gm: fx.GraphModule, lowered: fx.GraphModule, examples: li
         for key in ("stack_trace", "tensor_dict", "grapharg"):
             if key in source.meta:
                 node.meta[key] = source.meta[key]
-
-
-def _is_impure(node: fx.Node) -> bool:
-    """Writes into inputs must stay; everything else that nobody reads may go."""
-    if node.op in ("placeholder", "output"):
-        return True
-    return is_call(node, aten.copy_.default, aten._assert_async.msg) or (
-        node.op == "call_function" and "assert" in str(node.target)
-    )
 
 
 def _equate_gathers(graph: fx.Graph) -> None:

@@ -11,6 +11,10 @@ from torch import fx
 
 Size = int | torch.SymInt
 
+#: The types of graph targets: one ATen overload, and an op with a graph for a body.
+OpOverload = type(torch.ops.aten.mm.default)
+HigherOrderOperator = type(torch.ops.higher_order.cond).__mro__[1]
+
 
 def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:
     """Whether ``node`` is a call of one of ``targets``."""
@@ -103,6 +107,26 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
             seen.add(node)
             stack.extend(node.all_input_nodes)
     return seen
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Erase what nobody reads; writes into inputs and assertions stay.
+
+    Unlike ``fx.Graph.eliminate_dead_code`` it leaves submodules alone: the bodies of higher-order
+    ops hold in-place calls whose results nobody reads.
+    """
+    for node in reversed(list(graph.nodes)):
+        if not node.users and not _has_effect(node):
+            graph.erase_node(node)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op != "call_function":
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return "assert" in str(node.target) or (schema is not None and schema.is_mutable)
 
 
 def topological_sort(graph: fx.Graph) -> None:

@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, TypeVar, final
 
 from torch import fx
 
-from fxrl.core.graph import propagate_requires_grad, topological_sort
+from fxrl.core.graph import eliminate_dead_code, propagate_requires_grad, topological_sort
 from fxrl.core.plan import Choice, Keep, Plan
 from fxrl.core.remark import Remark, RemarkKind, Report
 from fxrl.core.row_rules import Refusal
@@ -72,7 +72,7 @@ class RewritePass(ABC, Generic[S]):
         """Match, ask the plan, rewrite, and say what happened at each site."""
         remarks = [self._visit(gm, found, plan) for found in list(self.match(gm))]
         topological_sort(gm.graph)
-        gm.graph.eliminate_dead_code()
+        eliminate_dead_code(gm.graph)
         propagate_requires_grad(gm.graph)
         gm.graph.lint()
         gm.recompile()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.core.graph import ancestors, hint, is_call, shape_of
+from fxrl.core.graph import HigherOrderOperator, OpOverload, ancestors, hint, is_call, shape_of
 from fxrl.core.row_products import PRODUCTS, factors, is_amplifier
 
 aten = torch.ops.aten
@@ -50,14 +50,21 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_layer(node: fx.Node) -> bool:
+    if isinstance(node.target, HigherOrderOperator):
+        return True
     if is_call(node, *PRODUCTS, aten.mv.default, aten.convolution.default):
         return True
     if node.op != "call_function":
         return False
     name = str(node.target)
-    return "attention" in name or "grouped_mm" in name or isinstance(
-        node.target, torch._ops.HigherOrderOperator
-    )
+    return "attention" in name or "grouped_mm" in name
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    """A call with a body of its own (autograd.Function); a checkpoint only wraps the same code."""
+    if not isinstance(node.target, HigherOrderOperator):
+        return False
+    return "checkpoint" not in node.target.name()
 
 
 def _keeps_width(node: fx.Node, width: int) -> bool:
@@ -111,6 +118,8 @@ def _feeds_class_op(head: fx.Node) -> bool:
     while stack:
         node = stack.pop()
         for user in node.users:
+            if _is_opaque(user):
+                return True
             if is_call(user, *_CLASS_OPS):
                 val = node.meta.get("val")
                 if isinstance(val, torch.Tensor) and width in [hint(s) for s in val.shape]:
@@ -126,4 +135,4 @@ def _transparent(node: fx.Node) -> bool:
     if is_call(node, *_THROUGH):
         return True
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags

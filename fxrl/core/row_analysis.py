@@ -18,7 +18,7 @@ import fxrl.core.row_indexing  # noqa: F401  (registers its rules)
 from fxrl.core.graph import ancestors, hint, is_call, is_tensor, shape_of
 from fxrl.core.heads import find_heads
 from fxrl.core.row_expr import TOKEN, RowExpr, RowValue, leaves, walk
-from fxrl.core.row_products import seed
+from fxrl.core.row_products import factors, seed
 from fxrl.core.row_rules import Refusal, RowRules, dims_of
 
 aten = torch.ops.aten
@@ -206,6 +206,10 @@ class _Walk:
                 )
         if not outputs:
             return HeadMiss(anchor, anchor, "nothing reads the logits")
+        for head in self.heads:
+            if ancestors([factors(head)[0]]) & {output.node for output in outputs}:
+                reason = "the logits re-enter a layer that leads back to a vocabulary dim"
+                return HeadMiss(anchor, head, reason)
         return HeadSite(anchor, tuple(_programs(outputs)), tuple(wide), self.rules)
 
     def _escape(self, anchor: fx.Node, wide: list[fx.Node]) -> HeadMiss | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.core.graph import Size, is_call, is_tensor, shape_of
+from fxrl.core.graph import OpOverload, Size, is_call, is_tensor, shape_of
 from fxrl.core.row_expr import LOCAL, TOKEN, VOCAB, Leaf, RowExpr, RowStep, RowValue, Tag
 from fxrl.core.row_rules import (
     Refusal,
@@ -135,7 +135,7 @@ def _absorbed(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> RowExpr 
         kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype"}
         inner = operand(rules, source, tags, sizes)
         return rules.pool.call(target, inner, **kwargs)
-    if not (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags):
+    if not (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags):
         return None
     if torch.Tag.nondeterministic_seeded in target.tags:
         return None

@@ -83,6 +83,17 @@ def _contract(rules: RowRules, node: fx.Node) -> RowValue:
     return RowValue(expr, (TOKEN, tag), shape_of(node))
 
 
+@rule(aten.mv.default)
+def _weigh(rules: RowRules, node: fx.Node) -> RowValue:
+    """Rows times a vector, such as the mean of a categorical value head."""
+    value = sole_row(rules, node)
+    vector: Any = node.args[1]
+    if value.tags[0] != TOKEN or value.tags[1] == TOKEN or rules.row(vector) is not None:
+        raise Refusal("a matrix product contracts tokens")
+    expr = rules.pool.call(aten.mv.default, value.expr, shared_leaf(rules, vector))
+    return RowValue(expr, (TOKEN,), shape_of(node))
+
+
 @rule(aten.bmm.default)
 def _row_products(rules: RowRules, node: fx.Node) -> RowValue:
     """A product of two row values per token, such as ``einsum("nv,nv->n")``."""

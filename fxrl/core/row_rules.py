@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.core.graph import Size, hint, is_tensor, shape_of
+from fxrl.core.graph import OpOverload, Size, hint, is_tensor, shape_of
 from fxrl.core.row_expr import LOCAL, TOKEN, VOCAB, ExprPool, RowExpr, RowValue, Tag
 
 aten = torch.ops.aten
@@ -65,8 +65,11 @@ class RowRules:
         target: Any = node.target
         if target in RULES:
             return RULES[target](self, node)
-        if not isinstance(target, torch._ops.OpOverload):
-            raise Refusal(f"{_name(target)} is opaque to fxrl")
+        if not isinstance(target, OpOverload):
+            raise Refusal(
+                f"the logits enter {_name(target)}, an autograd.Function or kernel opaque to fxrl",
+                "write it in PyTorch ops",
+            )
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise Refusal(f"{_name(target)} draws random numbers, which a recompute would repeat")
         if torch.Tag.pointwise in target.tags:
@@ -90,7 +93,7 @@ class RowRules:
 def _name(target: Any) -> str:
     return (
         str(target)
-        if isinstance(target, torch._ops.OpOverload)
+        if isinstance(target, OpOverload)
         else getattr(target, "__name__", str(target))
     )
 

@@ -1,0 +1,235 @@
+"""Run a step once and note all its numbers, leaving model, batch and random state as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxrl.errors import FxrlError
+
+LossFn = Callable[[Any, Any], Any]
+Step = Callable[[Any], Any]
+
+
+class EvaluationError(FxrlError, ValueError):
+    """A step cannot be evaluated: its result or its side effects allow no comparison."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All numbers of one run, on the CPU in the dtypes that the run gave them.
+
+    Attributes:
+        loss: the scalar loss.
+        metrics: the values returned beside it.
+        grads: gradient by parameter name or ``batch[...]`` path; ``None`` where none arrived.
+        buffers: buffers of the model that the run changed.
+        drew_random: whether torch's random state moved.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    grads: dict[str, Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    drew_random: bool = False
+
+
+@dataclass(slots=True)
+class Precision:
+    """What the modules of a run computed in.
+
+    Attributes:
+        dtype: the coarsest floating dtype that a module returned or a parameter has.
+        calls: how many leaf modules ran, which bounds the roundings on one path.
+    """
+
+    dtype: torch.dtype = torch.float64
+    calls: int = 0
+
+    def see(self, dtype: torch.dtype) -> None:
+        """Note one value's dtype; integers and 8-bit storage formats do not count."""
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            self.dtype = max(self.dtype, dtype, key=lambda d: torch.finfo(d).eps)
+
+
+def evaluate(step: Step, model: nn.Module, params: Mapping[str, Tensor], batch: Any) -> Outcome:
+    """Loss, metrics and gradients of ``step(batch)``; everything it touches is put back.
+
+    Args:
+        step: returns a scalar loss or ``(loss, {"name": value})``.
+        model: its buffers, gradients and training flags are restored.
+        params: the leaves whose gradients are wanted, by name.
+        batch: pytree; gradients are taken for its tensors that require them, on detached
+            leaves, so that nothing flows into a graph that they may belong to.
+
+    Raises:
+        EvaluationError: the result is no scalar loss, or the step writes into the batch.
+    """
+    batch, leaves = _with_leaves(batch)
+    wanted = {**params, **leaves}
+    versions = [(name, t, t._version) for name, t in _tensors(batch)]
+    with preserved(model, wanted.values()) as buffers:
+        before = torch.get_rng_state(), _device_rng_states()
+        loss, metrics = split_result(step(batch))
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        outcome = Outcome(
+            loss=_copy(loss),
+            metrics={name: _copy(value) for name, value in metrics.items()},
+            grads={n: None if t.grad is None else _copy(t.grad) for n, t in wanted.items()},
+            buffers=_changed(model, buffers),
+            drew_random=not _same_rng(before, (torch.get_rng_state(), _device_rng_states())),
+        )
+    for name, tensor, version in versions:
+        if tensor._version != version:
+            raise EvaluationError(
+                f"the step writes into {name} of the batch, so a second run would see other "
+                "numbers; cure: clone it in the loss function before writing"
+            )
+    return outcome
+
+
+def split_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """``loss`` or ``(loss, {"name": value})`` as a pair."""
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
+        shown = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(result).__name__
+        raise EvaluationError(
+            f"the step returned {shown}; cure: return a scalar loss tensor or "
+            '(loss, {"name": tensor})'
+        )
+    return loss, {str(name): torch.as_tensor(value) for name, value in metrics.items()}
+
+
+@contextmanager
+def preserved(model: nn.Module, leaves: Any = ()) -> Iterator[dict[str, Tensor]]:
+    """Give the block empty ``.grad`` and put back gradients, buffers, flags and random state.
+
+    Yields copies of the buffers as they were. Python attributes of modules are not covered.
+    """
+    held = {id(t): t for t in [*model.parameters(), *leaves]}.values()
+    _refuse_optimizer_in_backward(model)
+    grads = [(tensor, tensor.grad) for tensor in held]
+    modes = [(module, module.training) for module in model.modules()]
+    owners = [(m, n, b) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+    copies = {id(b): b.detach().clone() for _, _, b in owners}
+    names = {name: copies[id(b)] for name, b in model.named_buffers()}
+    rng = (torch.get_rng_state(), _device_rng_states(), random.getstate(), np.random.get_state())
+    for tensor, _ in grads:
+        tensor.grad = None
+    try:
+        yield names
+    finally:
+        for tensor, grad in grads:
+            tensor.grad = grad
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for module, name, buffer in owners:
+                if not _equal(buffer, copies[id(buffer)]):
+                    buffer.copy_(copies[id(buffer)])
+                module._buffers[name] = buffer
+        torch.set_rng_state(rng[0])
+        if rng[1]:
+            torch.cuda.set_rng_state_all(rng[1])
+        random.setstate(rng[2])
+        np.random.set_state(rng[3])
+
+
+@contextmanager
+def watch_precision(model: nn.Module) -> Iterator[Precision]:
+    """Note what the leaf modules of ``model`` return, which shows autocast wherever it is on."""
+    precision = Precision()
+    for parameter in model.parameters():
+        precision.see(parameter.dtype)
+
+    def note(module: nn.Module, args: Any, result: Any) -> None:
+        precision.calls += 1
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, Tensor):
+                precision.see(value.dtype)
+
+    leaves = [module for module in model.modules() if next(module.children(), None) is None]
+    handles = [module.register_forward_hook(note) for module in leaves]
+    try:
+        yield precision
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def named_trainable(model: nn.Module, loss_fn: LossFn) -> dict[str, Tensor]:
+    """Parameters that require grad: the model's, and the loss's where it is a module itself."""
+    named = dict(model.named_parameters())
+    if isinstance(loss_fn, nn.Module):
+        known = {id(parameter) for parameter in named.values()}
+        extra = loss_fn.named_parameters(prefix="loss_fn")
+        named |= {name: parameter for name, parameter in extra if id(parameter) not in known}
+    return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+
+def _with_leaves(batch: Any) -> tuple[Any, dict[str, Tensor]]:
+    """``batch`` in fresh containers, its tensors that require grad as leaves, and those by path."""
+    leaves: dict[str, Tensor] = {}
+
+    def fresh(path: Any, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.requires_grad):
+            return value
+        leaf = value.detach().requires_grad_()
+        leaves[f"batch{pytree.keystr(path)}"] = leaf
+        return leaf
+
+    return pytree.tree_map_with_path(fresh, batch), leaves
+
+
+def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    for path, value in pytree.tree_flatten_with_path(batch)[0]:
+        if isinstance(value, Tensor) and not value.is_inference():
+            yield f"batch{pytree.keystr(path)}", value
+
+
+def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    after = dict(model.named_buffers())
+    return {
+        name: _copy(after[name])
+        for name, old in before.items()
+        if name in after and not _equal(after[name], old)
+    }
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Equality in which a NaN equals itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """On the CPU, so that two sets of gradients never meet on the device."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _device_rng_states() -> list[Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _same_rng(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]]) -> bool:
+    pairs = zip([a[0], *a[1]], [b[0], *b[1]], strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+def _refuse_optimizer_in_backward(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise EvaluationError(
+                f"parameter {name} has a post-accumulate-grad hook (an optimizer in backward?), "
+                "which would change the model while it is verified; cure: remove the hook first"
+            )
