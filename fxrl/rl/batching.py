@@ -2,10 +2,12 @@
 
 NOTE [Normalisation over the whole step]
 A token-level loss divides by the number of completion tokens. If each micro-batch divided by its
-own, a short one would weigh as much as a long one. So every micro-batch carries the whole step's
-counts, ``num_items_in_batch`` (completion tokens) and ``num_sequences_in_batch``, the losses divide
-by those, and the micro-batches' losses are summed. The counts are tensors: a Python number in a
-batch is a constant of the captured graph, and a new one would mean a new capture.
+own, a short one would weigh as much as a long one. Three kinds of loss, all exact:
+``update``: it divides by ``num_items_in_batch``, the completion tokens of the whole step, which
+every micro-batch carries; the losses just add up. ``sequences``: a mean over sequences; each
+micro-batch weighs by its share of them. ``tokens``: a mean over tokens; by its share of tokens.
+The count is a tensor: a Python number in a batch is a constant of the captured graph, and a new one
+would mean a new capture.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from fxrl.rl.types import Batch
 from fxrl.runtime import Completion
@@ -63,8 +64,8 @@ def make_batch(
     Returns:
         ``input_ids`` and ``attention_mask`` [B, T] int64 (prompts padded on the left, completions
         on the right, so the last C positions are the completion), ``completion_mask`` [B, C],
-        ``rollout_logps`` [B, C] (0 at padding), ``advantages`` [B], and the step's counts (see
-        NOTE [Normalisation over the whole step]), 0-d; all floats of ``dtype``.
+        ``rollout_logps`` [B, C] (0 at padding), ``advantages`` [B], and ``num_items_in_batch``, the
+        completion tokens of all ``completions``, 0-d; all floats of ``dtype``.
     """
     chosen = [completions[row] for row in rows]
     prompt_len = max(len(c.prompt_token_ids) for c in chosen)
@@ -89,12 +90,30 @@ def make_batch(
         "num_items_in_batch": torch.tensor(
             float(sum(len(c.token_ids) for c in completions)), dtype=dtype
         ),
-        "num_sequences_in_batch": torch.tensor(float(len(completions)), dtype=dtype),
     }
     return {name: value.to(device) for name, value in batch.items()}
 
 
-def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> float:
-    """Mean of per-micro-batch means, each weighted by what it is a mean over."""
-    total = sum(weights)
-    return sum(float(v) * w for v, w in zip(values, weights, strict=True)) / total
+NORMALIZED_BY = {"dapo": "update", "cispo": "update", "bnpo": "tokens"}
+"""fxrl's own losses that are no mean over sequences."""
+
+
+def micro_batch_weights(
+    normalize: str, name: str, batches: Sequence[Batch]
+) -> tuple[list[float], list[float]]:
+    """What each micro-batch's loss is multiplied by, and its share of the completion tokens.
+
+    Args:
+        normalize: ``auto``, ``update``, ``sequences`` or ``tokens``.
+        name: of the loss, for ``auto``.
+        batches: all micro-batches of the step.
+    """
+    rows = [batch["input_ids"].shape[0] for batch in batches]
+    tokens = [float(batch["completion_mask"].sum()) for batch in batches]
+    shares = [count / sum(tokens) for count in tokens]
+    kind = NORMALIZED_BY.get(name, "sequences") if normalize == "auto" else normalize
+    if kind == "update":
+        return [1.0] * len(batches), shares
+    if kind == "tokens":
+        return shares, shares
+    return [count / sum(rows) for count in rows], shares

@@ -84,21 +84,30 @@ def bind(
     for key, value in table.items():
         name = f"{path}{key}"
         if key in fields:
-            values[key] = _convert(hints[key], value, name, problems, suggest)
+            known = len(problems)
+            found = _convert(hints[key], value, name, problems, suggest)
+            if len(problems) == known:
+                values[key] = found
         elif rest:
             values[rest][key] = value.value if isinstance(value, Text) else value
         else:
             problems.append(f"{name}: no such key{suggest(name)}")
+    complete = True
     for key, field in fields.items():
-        if key in values or not _required(field):
-            continue
-        problems.append(f"{path}{key}: missing; it has no default")
-    if len(problems) > before:
-        return None
+        if key not in values and _required(field):
+            complete = False
+            if key not in table:
+                problems.append(f"{path}{key}: missing; it has no default")
+    made = _construct(cls, values, problems, path) if complete else None
+    return made if len(problems) == before else None
+
+
+def _construct(cls: type[T], values: dict[str, Any], problems: list[str], path: str) -> T | None:
+    """Runs the dataclass's own checks, also where some key was wrong: those may find more."""
     try:
         return cls(**values)
-    except ConfigError as error:  # the dataclass's own checks
-        problems.append(f"{path}{error}")
+    except ConfigError as error:
+        problems += [f"{path}{line}" for line in str(error).splitlines()]
         return None
 
 

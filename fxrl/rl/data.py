@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxrl.rl.config import DataConfig
 from fxrl.rl.errors import DataError, MissingPackageError
+from fxrl.rl.sections import DataConfig
 from fxrl.rl.types import Row
 
 DEFAULT_GYM_SIZE = 1000

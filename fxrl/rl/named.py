@@ -1,4 +1,4 @@
-"""Things a configuration names: ``module:function``, optimizers, losses; and their keywords."""
+"""What a configuration names: ``module:function``, optimizers, losses; and their keywords."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from fxrl import losses
 from fxrl.errors import ConfigError
+from fxrl.losses.registry import keywords as loss_keywords
 from fxrl.rl.binding import nearest
 
 
@@ -72,11 +73,17 @@ def wrong_keywords(
     known = keywords_of(function)
     if known is None:
         return []
-    known = tuple(name for name in known if name not in besides)
+    return _unknown(given, tuple(name for name in known if name not in besides))
+
+
+_OTHER_NAMES = {"learning_rate": "lr", "lr_scheduler_type": "schedule", "scheduler": "schedule"}
+
+
+def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
     lines = []
     for key in given:
         if key not in known:
-            near = nearest(key, known)
+            near = _OTHER_NAMES.get(key) or nearest(key, known)
             hint = f"did you mean {near}?" if near else f"it takes {', '.join(known)}"
             lines.append(f"{key}: no such key; {hint}")
     return lines
@@ -101,17 +108,41 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return classes[name.lower()]
 
 
-def loss_factory(name: str) -> Callable[..., Any]:
-    """The factory of ``fxrl.losses`` by name, or a ``module:factory`` of the user's.
+PROVIDED = ("temperature", "max_completion_length")
+"""Loss settings that ``[sampling]`` gives where ``[loss]`` does not."""
+_NO_ROLLOUT = {"ppo": "values", "dpo": "preference pairs", "sft": "reference completions"}
 
-    Raises:
-        ConfigError: there is none.
-    """
-    if ":" in name:
-        return load_function(name)
+
+def loss_problems(name: str, options: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a ``[loss]`` table, one line each."""
+    if name in _NO_ROLLOUT:
+        return [
+            f"name={name!r} needs {_NO_ROLLOUT[name]}, which rollouts do not give; use grpo or "
+            "another policy loss"
+        ]
+    if (factory := losses.FACTORIES.get(name)) is not None:
+        known = loss_keywords(factory) or ()
+        lines = _unknown(options, known)
+        options = {key: value for key, value in options.items() if key in known}
+        if "max_completion_length" in known:
+            options = {"max_completion_length": 1} | options
+    else:
+        lines = []
+    try:
+        losses.by_name(name, **options)
+    except ConfigError as error:
+        lines.append(str(error))
+    except TypeError as error:
+        lines.append(f"name={name!r}: {error}")
+    return lines
+
+
+def build_loss(
+    name: str, options: Mapping[str, Any], *, temperature: float, max_tokens: int
+) -> losses.LossFn:
+    """The loss with its settings; see ``PROVIDED``."""
+    given = {"temperature": temperature, "max_completion_length": max_tokens}
     factory = losses.FACTORIES.get(name)
-    if factory is None:
-        near = nearest(name, tuple(losses.FACTORIES))
-        hint = f"did you mean {near}?" if near else f"it has {', '.join(sorted(losses.FACTORIES))}"
-        raise ConfigError(f"name={name!r} is not in fxrl.losses; {hint}")
-    return factory
+    known = loss_keywords(factory) if factory is not None else ()
+    provided = {key: given[key] for key in PROVIDED if key in (known or ())}
+    return losses.by_name(name, **(provided | dict(options)))

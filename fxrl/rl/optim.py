@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from fxrl.rl.config import OptimConfig
 from fxrl.rl.errors import BadConfigError
 from fxrl.rl.named import optimizer_class
+from fxrl.rl.sections import OptimConfig
 
 
 def build_optimizer(

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from fxrl.rl.config import DataConfig
-from fxrl.rl.types import Row
 from fxrl.rl.errors import DataError
+from fxrl.rl.sections import DataConfig
+from fxrl.rl.types import Row
 
 Message = dict[str, str]
 Prompt = str | list[Message]

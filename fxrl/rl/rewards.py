@@ -17,9 +17,9 @@ from typing import Any
 
 from fxrl.errors import ConfigError
 from fxrl.rl.binding import nearest
-from fxrl.rl.types import Row
 from fxrl.rl.errors import RewardError
 from fxrl.rl.named import keywords_of, load_function, wrong_keywords
+from fxrl.rl.types import Row
 
 RewardFunction = Callable[..., Any]
 ScoreAnswer = Callable[[str, Row], float]

@@ -1,0 +1,69 @@
+"""TOML file and overrides -> ``TrainConfig``, or one error with every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fxrl.rl.binding import bind, merge_override, parse_override
+from fxrl.rl.config import TrainConfig
+from fxrl.rl.errors import BadConfigError
+from fxrl.rl.named import importable_from
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Reads and checks everything that can be checked before a model or dataset is loaded.
+
+    Args:
+        path: the TOML file.
+        overrides: ``"optim.lr=1e-5"``; values as in TOML, bare words are texts, ``none`` is None.
+
+    Raises:
+        BadConfigError: lists every unknown key with the nearest right name, every value of the
+            wrong type or out of range, and every missing key.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfigError(f"{path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise BadConfigError(f"{path}: not TOML: {error}") from error
+    problems: list[str] = []
+    for text in overrides:
+        if (override := parse_override(text, problems)) is not None:
+            merge_override(table, *override)
+    with importable_from(path.parent, Path.cwd()):
+        config = bind(TrainConfig, table, problems)
+    if problems or config is None:
+        count = f"{len(problems)} mistakes" if len(problems) > 1 else "1 mistake"
+        raise BadConfigError("\n".join([f"{path}: {count}", *(f"  {line}" for line in problems)]))
+    if not config.run_dir:
+        config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
+    return config
+
+
+def as_table(config: TrainConfig) -> dict[str, Any]:
+    """The whole tree as plain JSON values, defaults included."""
+    table: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=_plain))
+    return table
+
+
+def differences(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> list[str]:
+    """Dotted keys in which two trees differ, with both values."""
+    lines: list[str] = []
+    for key in sorted(saved.keys() | present.keys()):
+        name, old, new = f"{path}{key}", saved.get(key), present.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += differences(old, new, f"{name}.")
+        elif old != new:
+            lines.append(f"{name}: was {old!r}, is {new!r}")
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(value)

@@ -1,0 +1,77 @@
+"""The reward curve as a PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fxrl.rl.errors import MissingPackageError
+
+
+def plot_curves(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
+    """Reward with the groups' spread, its running mean and held-out accuracy; below, length and KL.
+
+    Args:
+        records: lines of ``metrics.jsonl``.
+        path: the PNG.
+        title: above the plot.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise MissingPackageError("matplotlib", "the reward curve") from missing
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    steps, reward = _series(records, "reward")
+    known = [record for record in records if record.get("reward") is not None]
+    spread = [record.get("reward_std") or 0.0 for record in known]
+    low = [r - s for r, s in zip(reward, spread, strict=True)]
+    high = [r + s for r, s in zip(reward, spread, strict=True)]
+    top.fill_between(steps, low, high, alpha=0.15, linewidth=0, label="± std in a group")
+    top.plot(steps, reward, linewidth=1, alpha=0.5, color="C0", label="reward")
+    window = max(1, len(reward) // 10)
+    if window > 1:
+        mean = running_mean(reward, window)
+        top.plot(steps, mean, color="C0", linewidth=2, label=f"reward, mean of {window} steps")
+    _held_out(top, records)
+    top.set_ylabel("reward")
+    top.set_title(title)
+    top.legend(loc="best", fontsize="small")
+    bottom.plot(*_series(records, "completions/mean_length"), color="C2")
+    bottom.set_ylabel("completion length\n[tokens]", color="C2")
+    bottom.set_xlabel("step")
+    kl_steps, kl = _series(records, "kl")
+    if kl:
+        right = bottom.twinx()
+        right.plot(kl_steps, kl, color="C3")
+        right.set_ylabel("KL to reference [nats]", color="C3")
+    for axis in (top, bottom):
+        axis.grid(alpha=0.3)
+    figure.savefig(str(path), dpi=120)
+    return path
+
+
+def _held_out(axis: Any, records: Sequence[Mapping[str, Any]]) -> None:
+    steps, accuracy = _series(records, "eval/accuracy")
+    first = next((r for r in records if r.get("eval/initial_accuracy") is not None), None)
+    if first is not None:
+        steps, accuracy = [0, *steps], [first["eval/initial_accuracy"], *accuracy]
+    if accuracy:
+        axis.plot(steps, accuracy, "o-", color="C1", label="held-out accuracy")
+    _, baseline = _series(records, "eval/majority_baseline")
+    if baseline:
+        axis.axhline(baseline[-1], color="grey", linestyle="--", label="most frequent answer")
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last ``window`` values up to each, fewer at the start."""
+    parts = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    known = [record for record in records if record.get(key) is not None]
+    return [record["step"] for record in known], [record[key] for record in known]

@@ -1,0 +1,254 @@
+"""The tables of a training configuration, one frozen class each.
+
+Defaults live here and nowhere else. Names follow TRL's
+``GRPOConfig`` where the meaning is the same. It reads no environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fxrl.errors import ConfigError
+from fxrl.models.errors import ModelError
+from fxrl.models.load import Source, resolve
+from fxrl.models.tiny import parse_tiny
+from fxrl.rl.binding import REST
+from fxrl.rl.checks import at_least, none_of, regex_problems, within
+from fxrl.rl.named import loss_problems, optimizer_class, wrong_keywords
+from fxrl.rl.rewards import reward_problems
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """``[model.lora]``: a PEFT adapter; leave the table out for full fine-tuning."""
+
+    r: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+
+    def __post_init__(self) -> None:
+        at_least("r", self.r, 1)
+        within("dropout", self.dropout, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """``[model]``.
+
+    Attributes:
+        id: local folder, hub id, or ``tiny:<kind>`` (random weights, made on the fly).
+        dtype: of the weights; the optimizer works in it.
+        autocast: dtype of matrix products in the train step, ``none`` for the weights' own.
+        device: ``auto`` takes the GPU if there is one.
+        gradient_checkpointing: Hugging Face's own, taken over by ``fxrl.optimize``.
+        lora: adapter; ``none`` trains all weights.
+    """
+
+    id: str
+    dtype: Dtype = "float32"
+    autocast: Literal["bfloat16"] | None = None
+    device: str = "auto"
+    gradient_checkpointing: bool = False
+    lora: LoraConfig | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            if resolve(self.id) is Source.TINY:
+                parse_tiny(self.id)
+        except ModelError as error:
+            raise ConfigError(f"id: {error}") from error
+        try:
+            torch.device("cpu" if self.device == "auto" else self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"device={self.device!r} is no device: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One chat turn of ``[[data.turns]]``, put between the system prompt and the question."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    """``[data]``: where prompts come from. Exactly one of the three sources is given.
+
+    Attributes:
+        path: a JSONL file.
+        dataset: a Hugging Face dataset's name or folder (``subset``, ``split`` choose in it).
+        reasoning_gym: a reasoning-gym task; ``params`` are its keywords.
+        size: questions to generate (reasoning-gym) or to keep (others); ``none`` keeps all.
+        seed: of the generated questions and of the held-out split, whatever the run's seed is, so
+            that runs with several seeds are judged on the same questions.
+        prompt: column with the prompt, a text or a list of chat messages.
+        answer: column with the right answer, for ``exact`` and the majority baseline.
+        pattern: regular expression with named groups, searched in the prompt text; its groups fill
+            ``template``.
+        template: new prompt text; ``{name}`` is a column or a group of ``pattern``.
+        chat: apply the tokenizer's chat template.
+        system: system prompt.
+        few_shot: solved questions as chat turns before each prompt; they are not trained on.
+        turns: explicit chat turns before each prompt.
+        max_prompt_tokens: a longer prompt is an error.
+    """
+
+    path: str | None = None
+    dataset: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    reasoning_gym: str | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    size: int | None = None
+    seed: int = 0
+    prompt: str = "prompt"
+    answer: str = "answer"
+    pattern: str | None = None
+    template: str | None = None
+    chat: bool = True
+    system: str | None = None
+    few_shot: int = 0
+    turns: tuple[Turn, ...] = ()
+    max_prompt_tokens: int = 4096
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        given = [n for n in ("path", "dataset", "reasoning_gym") if getattr(self, n) is not None]
+        if len(given) != 1:
+            names = " and ".join(given) or "none of them"
+            raise ConfigError(f"path, dataset, reasoning_gym: give exactly one, not {names}")
+        if self.size is not None:
+            at_least("size", self.size, 1)
+        at_least("few_shot", self.few_shot, 0)
+        at_least("max_prompt_tokens", self.max_prompt_tokens, 1)
+        if (self.pattern is not None) and self.template is None:
+            raise ConfigError("pattern is given but template, which it fills, is not")
+        if not self.chat and (self.system or self.few_shot or self.turns):
+            raise ConfigError("chat=false leaves no place for system, few_shot and turns")
+        if self.path is not None and not Path(self.path).is_file():
+            raise ConfigError(f"path={self.path!r} is not a file, seen from {Path.cwd()}")
+        none_of(regex_problems("pattern", self.pattern))
+
+
+@dataclass(frozen=True, slots=True)
+class RewardConfig:
+    """``[reward]``.
+
+    Attributes:
+        functions: built-in names (``exact``, ``reasoning_gym``, ``length``, ``regex``) or
+            ``module:function`` with TRL's signature.
+        weights: one per function; all 1 by default.
+        params: keywords by function name, ``[reward.params.length] target = 8``.
+        extract: regular expression; built-ins judge its last match in the completion (the whole
+            text where nothing matches).
+    """
+
+    functions: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    extract: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.functions:
+            raise ConfigError("functions is empty; name at least one reward")
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            raise ConfigError(
+                f"weights has {len(self.weights)} entries for {len(self.functions)} functions"
+            )
+        none_of(regex_problems("extract", self.extract))
+        none_of(reward_problems(self.functions, self.params))
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """``[loss]``: a name of ``fxrl.losses`` or ``module:function``; further keys are its keywords.
+
+    Attributes:
+        name: as for ``fxrl.losses.by_name``.
+        normalize: what a micro-batch's loss is a mean over, see ``fxrl.rl.batching``; ``auto``
+            knows fxrl's own losses and takes ``sequences`` for others.
+    """
+
+    name: str = "grpo"
+    normalize: Literal["auto", "update", "sequences", "tokens"] = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
+
+    def __post_init__(self) -> None:
+        none_of(loss_problems(self.name, self.options))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """``[sampling]``: how completions are drawn; ``num_generations`` per prompt."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    num_generations: int = 8
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ConfigError(f"temperature={self.temperature} must be above 0 to explore")
+        within("top_p", self.top_p, 0.0, 1.0)
+        within("min_p", self.min_p, 0.0, 1.0)
+        at_least("top_k", self.top_k, 0)
+        at_least("max_tokens", self.max_tokens, 1)
+        at_least("num_generations", self.num_generations, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig:
+    """``[optim]``: any optimizer of ``torch.optim`` by name; further keys are its keywords.
+
+    The schedule is ``LambdaLR``'s: linear warmup over ``warmup_steps`` updates, then constant, or
+    down to 0 at the last update (linear, or half a cosine).
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    max_grad_norm: float | None = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
+
+    def __post_init__(self) -> None:
+        at_least("lr", self.lr, 0.0)
+        at_least("warmup_steps", self.warmup_steps, 0)
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            raise ConfigError(f"max_grad_norm={self.max_grad_norm} must be above 0; none is no cut")
+        none_of(wrong_keywords(optimizer_class(self.name), self.options, besides=("params", "lr")))
+
+
+@dataclass(frozen=True, slots=True)
+class EvalConfig:
+    """``[eval]``: held-out questions, never trained on; 0 is off.
+
+    Attributes:
+        size: questions held out (distinct prompts).
+        every: steps between evaluations besides before the first and after the last step; 0: none.
+        greedy: temperature 0; else one sample each at ``[sampling]``.
+        reward: the function whose value >= 0.99 counts as right; the first one by default.
+        batch: prompts per generation call.
+    """
+
+    size: int = 0
+    every: int = 0
+    greedy: bool = True
+    reward: str | None = None
+    batch: int = 64
+
+    def __post_init__(self) -> None:
+        at_least("size", self.size, 0)
+        at_least("every", self.every, 0)
+        at_least("batch", self.batch, 1)

@@ -1,0 +1,129 @@
+"""One optimizer update over all micro-batches of a step, skipped if a number is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from fxrl.rl.batching import micro_batch_weights
+from fxrl.rl.errors import NonFiniteError
+from fxrl.rl.sections import LossConfig
+from fxrl.rl.types import Batch, Metrics
+
+Step = Callable[[Batch], Any]
+
+
+@dataclass(slots=True)
+class Updater:
+    """Loss, backward, clip, step.
+
+    Attributes:
+        step: ``fxrl.optimize``'s result, or a plain loss: ``step(batch)`` gives the loss, or the
+            loss and its metrics.
+        parameters: those that are trained.
+        optimizer: over ``parameters``.
+        schedule: moved on after each update that was not skipped.
+        loss: says how micro-batches weigh.
+        max_grad_norm: gradients are scaled down to this norm; ``None`` leaves them.
+        max_nonfinite: skipped updates in a row that stop the run.
+        run_dir: gets the batch that stopped the run.
+        num_skipped: updates skipped in this run.
+        num_skipped_in_a_row: up to now.
+    """
+
+    step: Step
+    parameters: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
+    loss: LossConfig
+    max_grad_norm: float | None
+    max_nonfinite: int
+    run_dir: Path
+    num_skipped: int = 0
+    num_skipped_in_a_row: int = 0
+
+    def backward(self, batches: Sequence[Batch]) -> tuple[float, Metrics]:
+        """Gradients of the whole step in ``parameters``.
+
+        Returns:
+            The loss and the metrics that one batch of everything would have given.
+        """
+        weights, shares = micro_batch_weights(self.loss.normalize, self.loss.name, batches)
+        self.optimizer.zero_grad(set_to_none=True)
+        losses: list[float] = []
+        found: list[dict[str, Tensor]] = []
+        for batch, weight in zip(batches, weights, strict=True):
+            result = self.step(batch)
+            loss, metrics = result if isinstance(result, tuple) else (result, {})
+            (loss if weight == 1.0 else loss * weight).backward()
+            losses.append(float(loss.detach()) * weight)
+            found.append({name: value.detach() for name, value in metrics.items()})
+        return math.fsum(losses), merge_metrics(found, weights, shares)
+
+    def update(self, batches: Sequence[Batch], step_number: int) -> Metrics:
+        """One update, or none if loss or gradient is not finite.
+
+        Returns:
+            ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``nonfinite`` (1.0 if the
+            update was skipped) and the loss's metrics.
+
+        Raises:
+            NonFiniteError: ``max_nonfinite`` updates in a row were skipped; the batch is saved.
+        """
+        loss, metrics = self.backward(batches)
+        rate = float(self.schedule.get_last_lr()[0])
+        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, limit))
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+            self.schedule.step()
+            self.num_skipped_in_a_row = 0
+        else:
+            self.num_skipped += 1
+            self.num_skipped_in_a_row += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.num_skipped_in_a_row >= self.max_nonfinite:
+            self._stop(batches, step_number, loss, norm)
+        return metrics | {
+            "loss": loss if math.isfinite(loss) else None,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "learning_rate": rate,
+            "nonfinite": float(not finite),
+        }
+
+    def _stop(self, batches: Sequence[Batch], step_number: int, loss: float, norm: float) -> None:
+        path = self.run_dir / f"nonfinite-step-{step_number}.pt"
+        saved = [{name: value.cpu() for name, value in batch.items()} for batch in batches]
+        torch.save({"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}, path)
+        raise NonFiniteError(
+            f"step {step_number}: loss {loss}, gradient norm {norm}: not finite "
+            f"{self.num_skipped_in_a_row} updates in a row (max_nonfinite={self.max_nonfinite}); "
+            f"no update was made, the batch is in {path}; lower optim.lr, or look at the reward "
+            "and the loss with torch.load"
+        )
+
+
+def merge_metrics(
+    found: Sequence[dict[str, Tensor]], weights: Sequence[float], shares: Sequence[float]
+) -> Metrics:
+    """Metrics of micro-batches as one: extremes by name, losses as the loss, means by token."""
+    merged: Metrics = {}
+    for name in found[0] if found else ():
+        values = [float(metrics[name]) for metrics in found]
+        if name.endswith(("/min", "_min")):
+            value = min(values)
+        elif name.endswith(("/max", "_max")):
+            value = max(values)
+        else:
+            by = weights if name.endswith("_loss") else shares
+            value = math.fsum(v * w for v, w in zip(values, by, strict=True))
+        merged[name] = value if math.isfinite(value) else None
+    return merged
