@@ -51,7 +51,7 @@ def verify(args: Args) -> int:
         show.text(found.to_json())
     else:
         show.text(found)
-    return 0 if found.passed else 1
+    return 0 if found.ok else 1
 
 
 def train(args: Args) -> int:

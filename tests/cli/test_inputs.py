@@ -72,7 +72,7 @@ def test_loss_arguments():
     with pytest.raises(ConfigError, match="not an override"):
         inputs.loss_function("grpo", ["beta"])
     with pytest.raises(ConfigError, match="did you mean 'grpo'"):
-        inputs.loss_function("grop", [])
+        inputs.loss_function("grpoo", [])
 
 
 def test_users_loss_from_the_working_folder(tmp_path, monkeypatch):

@@ -1,0 +1,174 @@
+"""Writes the generated tables of README.md: the passes, and what was measured.
+
+    python bench/readme.py            rewrites the tables in place
+    python bench/readme.py --check    exit code 1 and a diff when they are out of date
+
+A table stands between two comments, ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; all other
+text is left alone. ``passes`` comes from ``fxrl.passes.REGISTRY``, ``commands`` from the command line's
+parser, ``results`` from every ``bench/results/*.json``, in the order of the file names.
+
+A result file is one JSON object:
+
+    title      heading of its table
+    command    what a reader types to measure it again
+    machine    the accelerator or processor
+    versions   package -> version
+    date       YYYY-MM-DD
+    columns    names
+    rows       lists in the order of columns; null is what was not measured
+    notes      sentences below the table
+    readme     optional: false leaves the file out; {"columns": [...]} shows only these
+
+Further keys (curves, the configuration) are for other readers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+REQUIRED = ("title", "command", "machine", "versions", "date", "columns", "rows", "notes")
+SHOWN_VERSIONS = ("python", "torch", "triton", "transformers", "trl", "liger-kernel")
+
+# What a person wants to know of each pass; a pass of the registry that has no entry is an error.
+PASSES: dict[str, tuple[str, str, str, str]] = {
+    "fuse-linear-logprob": (
+        "`lm_head`, an optional scale, softcap and temperature, then log-probs of given tokens, "
+        "log-sum-exp, entropy and their like",
+        "the logits and every copy of them; with a frozen head also the recompute in backward",
+        "one `[N, H]` vector a differentiated output",
+        "another statistic of the logits is used: `chunk-vocab-region` takes it",
+    ),
+    "chunk-vocab-region": (
+        "`lm_head` and any row-local PyTorch after it that ends without a vocabulary dim",
+        "all but one tile of the logits and of everything computed from them",
+        "the tile's matmul once more in backward",
+        "logits escape (returned, hooked, stored, sampled from) or tokens are mixed",
+    ),
+}
+
+
+class ReadmeError(Exception):
+    """A result file or the README does not have the expected shape."""
+
+
+def passes() -> str:
+    """The table of passes, in the order in which they run."""
+    from fxrl.passes import REGISTRY
+
+    if missing := set(REGISTRY) - set(PASSES):
+        raise ReadmeError(f"bench/readme.py: describe {sorted(missing)} in PASSES")
+    rows = [(f"`{name}`", *PASSES[name]) for name in REGISTRY]
+    return table(("pass", "idiom", "saves", "costs", "missed when"), rows)
+
+
+def commands() -> str:
+    """The subcommands and their one line of help."""
+    from fxrl.cli.parser import build_parser
+
+    found = build_parser()._subparsers._group_actions[0]._choices_actions  # type: ignore[union-attr]
+    return table(("command", "does"), [(f"`fxrl {c.dest}`", c.help) for c in found])
+
+
+def results(folder: Path | None = None) -> str:
+    """One section per result file."""
+    files = sorted((folder or ROOT / "bench" / "results").glob("*.json"))
+    sections = [section for file in files if (section := _result(file))]
+    return "\n\n".join(sections) or "Nothing is measured yet."
+
+
+def _result(file: Path) -> str:
+    """One file's heading, table and notes; empty if it is left out."""
+    record = json.loads(file.read_text(encoding="utf-8"))
+    if missing := [key for key in REQUIRED if key not in record]:
+        raise ReadmeError(f"{file.name} lacks {', '.join(missing)}")
+    columns = list(record["columns"])
+    if bad := [row for row in record["rows"] if len(row) != len(columns)]:
+        raise ReadmeError(f"{file.name}: row {bad[0]} has {len(bad[0])} of {len(columns)} columns")
+    choice = record.get("readme", {})
+    if choice is False:
+        return ""
+    shown = choice.get("columns") or _measured(columns, record["rows"])
+    if unknown := [name for name in shown if name not in columns]:
+        raise ReadmeError(f"{file.name}: readme.columns has {unknown}, columns are {columns}")
+    picks = [columns.index(name) for name in shown]
+    rows = [[_cell(row[i]) for i in picks] for row in record["rows"]]
+    versions = [f"{k} {record['versions'][k]}" for k in SHOWN_VERSIONS if k in record["versions"]]
+    source = f"{record['machine']}, {', '.join(versions)}, {record['date']}; `{record['command']}`"
+    notes = [f"- {note}" for note in record["notes"]]
+    body = table([name.replace("_", " ") for name in shown], rows)
+    return "\n".join(
+        [f"### {record['title']}", "", body, "", source, *([""] if notes else []), *notes]
+    )
+
+
+def _measured(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """The columns in which any row has a value."""
+    return [name for i, name in enumerate(columns) if any(row[i] is not None for row in rows)]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
+
+def table(columns: Iterable[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    head = list(columns)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "passes": passes,
+    "commands": commands,
+    "results": results,
+}
+
+
+def fill(text: str, sections: dict[str, Callable[[], str]]) -> str:
+    """``text`` with every section between its two comments made anew."""
+    for name, make in sections.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ReadmeError(f"README.md must have {begin} and {end} once")
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = f"{before}{begin}\n{make()}\n{end}{after}"
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrites or checks README.md."""
+    parser = argparse.ArgumentParser(description="Write the generated tables of README.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
+    args = parser.parse_args(argv)
+    path = ROOT / "README.md"
+    old = path.read_text(encoding="utf-8")
+    try:
+        new = fill(old, SECTIONS)
+    except ReadmeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.check and new != old:
+        names = ("README.md", "README.md as generated")
+        sys.stdout.writelines(
+            difflib.unified_diff(old.splitlines(True), new.splitlines(True), *names)
+        )
+        print("README.md is out of date; run python bench/readme.py", file=sys.stderr)
+        return 1
+    if not args.check:
+        path.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())

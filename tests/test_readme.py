@@ -1,0 +1,117 @@
+"""README.md: generated tables up to date, commands that exist, an example that runs."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import readme
+from fxrl.cli import parse
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    lines = [line.split("#")[0] for block in blocks("sh") for line in block.splitlines()]
+    parts = [part for line in lines for part in line.split("&&")]
+    return [shlex.split(part) for part in parts if part.strip()]
+
+
+def test_tables_are_up_to_date(capsys):
+    assert readme.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [c for c in commands() if c[0] == "fxrl"], ids=" ".join)
+def test_fxrl_commands_parse_and_their_files_exist(words):
+    args = parse(words[1:])
+    if args.handler == "train":
+        assert (ROOT / args.config).is_file()
+
+
+def test_the_two_first_commands():
+    job, tests = blocks("sh")[:2]
+    assert len(job.splitlines()) == len(tests.splitlines()) == 1
+    assert "fxrl train examples/smollm2.toml" in job
+    assert tests.rstrip().endswith("pytest")
+
+
+def test_files_it_names_exist():
+    named = re.findall(r"`((?:fxrl|passes|tests|bench|examples|\.ci)/[\w./-]*)`", TEXT)
+    assert len(named) > 10
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_example_runs():
+    (example,) = blocks("python")
+    assert len([line for line in example.splitlines() if line.strip()]) <= 25
+    scope = {}
+    torch.manual_seed(0)
+    exec(compile(example, "README.md", "exec"), scope)
+    assert torch.isfinite(scope["loss"])
+    assert scope["step"].report.of_kind("applied")
+    eager = scope["loss_fn"]
+    torch.testing.assert_close(scope["step"](scope["batch"]), eager(scope["model"], scope["batch"]))
+
+
+def write(folder, name="a.json", **changes):
+    record = {
+        "title": "Head",
+        "command": "python -m bench.head",
+        "machine": "CPU",
+        "versions": {"torch": "2.13.0", "obscure": "1"},
+        "date": "2026-01-02",
+        "columns": ["variant", "peak_mib", "error"],
+        "rows": [["eager", 1950.0, None], ["fxrl|x", 1.0 / 3, None]],
+        "notes": ["N=2048"],
+    }
+    (folder / name).write_text(json.dumps(record | changes))
+
+
+def test_results_table(tmp_path):
+    write(tmp_path)
+    assert readme.results(tmp_path) == (
+        "### Head\n\n"
+        "| variant | peak mib |\n| --- | --- |\n| eager | 1950 |\n| fxrl\\|x | 0.3333 |\n\n"
+        "CPU, torch 2.13.0, 2026-01-02; `python -m bench.head`\n\n- N=2048"
+    )
+    write(tmp_path, readme={"columns": ["variant"]}, notes=[])
+    assert "peak" not in readme.results(tmp_path)
+    write(tmp_path, readme=False)
+    assert readme.results(tmp_path) == "Nothing is measured yet."
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rows": [["eager"]]}, "1 of 3 columns"),
+        ({"readme": {"columns": ["peak"]}}, "readme.columns"),
+    ],
+)
+def test_bad_results(tmp_path, changes, says):
+    write(tmp_path, **changes)
+    with pytest.raises(readme.ReadmeError, match=says):
+        readme.results(tmp_path)
+
+
+def test_missing_key(tmp_path):
+    (tmp_path / "b.json").write_text('{"title": "x"}')
+    with pytest.raises(readme.ReadmeError, match=r"b\.json lacks command, machine"):
+        readme.results(tmp_path)
+
+
+def test_fill_needs_both_marks():
+    text = "a\n<!-- begin x -->\nold\n<!-- end x -->\nb"
+    made = readme.fill(text, {"x": lambda: "new"})
+    assert made == text.replace("old", "new")
+    assert readme.fill(made, {"x": lambda: "new"}) == made
+    with pytest.raises(readme.ReadmeError, match="begin y"):
+        readme.fill(text, {"y": lambda: ""})
