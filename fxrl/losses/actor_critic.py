@@ -14,7 +14,8 @@ The prediction comes from one of two attributes of the model, looked for in this
 ``model.value_model``  a network of its own: ``value_model(**inputs).logits`` is [B, T, 1]
     (Hugging Face's token classifiers with one label);
 ``model.value_head``   a module on the policy's last hidden state: [B, C, H] -> [B, C, 1] or [B, C].
-    The policy is then run with ``output_hidden_states=True``.
+    The policy is then run with ``output_hidden_states=True``. (transformers 5 installs hooks at
+    the first such call of a model, which torch.compile cannot trace: make that call in eager.)
 
 Column c is the value of the state before completion token c, as with the log-probs.
 Shapes: B sequences, T tokens of prompt and completion, C tokens of completion, H hidden size.
