@@ -7,6 +7,7 @@ Delta debugging (Zeller and Hildebrandt, IEEE Trans. Softw. Eng. 28(2), 2002): o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 MAX_TRIALS = 64  # each compiles the step anew
 
@@ -48,17 +49,16 @@ def find_blame(
     trials = _Trials(fails, max_trials)
     blamed: list[str] = []
     suspects = list(dict.fromkeys(sites))
-    everything = len(suspects)
     try:
         if trials([]):
             return (), "the step is wrong with every rewrite left out: the capture is to blame"
         while trials(suspects):
-            # ``_minimal`` narrows ``suspects`` down in place, so a stop leaves what it reached.
+            # Narrowed down in place, so that a stop leaves what the search has reached.
             group = list(suspects)
             try:
                 _minimal(group, trials)
             except _TrialsSpent:
-                blamed += group if len(group) < everything else []
+                blamed += group if len(group) < len(suspects) else []
                 raise
             blamed += group
             suspects = [site for site in suspects if site not in blamed]
@@ -89,7 +89,7 @@ def _minimal(group: list[str], trials: _Trials) -> None:
 
 def _split(group: Sequence[str], parts: int) -> list[list[str]]:
     bounds = [len(group) * i // parts for i in range(parts + 1)]
-    return [list(group[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [list(group[a:b]) for a, b in pairwise(bounds)]
 
 
 def _ordered(sites: Sequence[str], chosen: Sequence[str]) -> tuple[str, ...]:

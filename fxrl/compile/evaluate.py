@@ -47,7 +47,7 @@ class Precision:
     """What the modules of a run computed in.
 
     Attributes:
-        dtype: the coarsest floating dtype that a module returned or a parameter has.
+        dtype: the coarsest floating dtype seen.
         calls: how many leaf modules ran, which bounds the roundings on one path.
     """
 
@@ -148,8 +148,6 @@ def preserved(model: nn.Module, leaves: Any = ()) -> Iterator[dict[str, Tensor]]
 def watch_precision(model: nn.Module) -> Iterator[Precision]:
     """Note what the leaf modules of ``model`` return, which shows autocast wherever it is on."""
     precision = Precision()
-    for parameter in model.parameters():
-        precision.see(parameter.dtype)
 
     def note(module: nn.Module, args: Any, result: Any) -> None:
         precision.calls += 1
@@ -218,7 +216,8 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _device_rng_states() -> list[Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.get_rng_state_all() if used else []
 
 
 def _same_rng(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]]) -> bool:

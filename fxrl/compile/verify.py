@@ -29,7 +29,7 @@ from fxrl.compile.evaluate import (
 from fxrl.compile.record import CaptureRecord
 from fxrl.compile.truth import TruthError, evaluate_wider
 from fxrl.compile.verify_report import VerifyReport
-from fxrl.core.remark import RemarkKind
+from fxrl.core.remark import RemarkKind, Report
 from fxrl.errors import ConfigError, VerificationError
 
 Reference = Literal["auto", "eager", "float32", "float64"]
@@ -55,9 +55,9 @@ def verify_step(
         loss_fn: returns a scalar loss or ``(loss, {"name": value})``.
         step: the optimized step.
         batch: any pytree; gradients of its tensors that require grad are compared too.
-        records: captures whose applied remarks name the sites; ``None``: nothing is blamed.
+        records: captures whose applied remarks name the sites; ``None`` takes ``step.report``.
         rebuild: makes the step with the given sites left as they are; ``None`` takes
-            ``step.with_passes``. Called only on a failure, once a trial of the search.
+            ``step.without_sites``. Called only on a failure, once a trial of the search.
         reference: ``"eager"`` compares with eager itself; ``"float32"`` and ``"float64"`` with a
             run of the model in that dtype; ``"auto"`` takes ``"float32"`` for half precision
             where memory allows and the loss draws no random numbers, else ``"eager"``.
@@ -78,11 +78,14 @@ def verify_step(
         rows = compare(evaluate(candidate, model, params, batch), eager, truth, tolerances)
         return VerifyReport(all(row.ok for row in rows), rows, (), used, tuple(notes))
 
-    search = _Search(judge, _applied_sites(records or ()), rebuild or _with_passes(step))
+    def search() -> tuple[tuple[str, ...], str]:
+        sites = _applied_sites(step, records)  # known only now: the step may compile when it runs
+        return _search(judge, sites, rebuild or getattr(step, "without_sites", None))
+
     try:
         report = judge(step)
     except Exception as error:  # whatever the compiled code raises is the finding
-        blame, why = search.run()
+        blame, why = search()
         raise VerificationError(
             f"the optimized step fails where eager runs: {type(error).__name__}: {error}; "
             f"to blame: {', '.join(blame) or 'unknown'}{f' ({why})' if why else ''}"
@@ -92,35 +95,26 @@ def verify_step(
             "the loss draws random numbers, and compiled code may draw others from one seed; "
             "verify again with dropout 0 or model.eval()"
         )
-    blame, why = ((), "") if report.ok else search.run()
+    blame, why = ((), "") if report.ok else search()
     return replace(report, blame=blame, notes=(*notes, *([why] if why else [])))
 
 
-class _Search:
-    """The search for blame, as far as the caller lets it."""
+def _search(
+    judge: Callable[[Step], VerifyReport], sites: Sequence[str], rebuild: Rebuild | None
+) -> tuple[tuple[str, ...], str]:
+    """Blamed sites, and why they are not all or not known."""
+    if not sites:
+        return (), "no rewrite was applied, so none can be blamed"
+    if rebuild is None:
+        return (), "the step cannot be built without single rewrites, so none is blamed"
 
-    def __init__(
-        self,
-        judge: Callable[[Step], VerifyReport],
-        sites: Sequence[str],
-        rebuild: Rebuild | None,
-    ) -> None:
-        self._judge, self._sites, self._rebuild = judge, sites, rebuild
-
-    def run(self) -> tuple[tuple[str, ...], str]:
-        """Blamed sites, and why they are not all or not known."""
-        if not self._sites:
-            return (), "no rewrite was applied, so none can be blamed"
-        if self._rebuild is None:
-            return (), "the step cannot be built without single rewrites, so none is blamed"
-        return find_blame(self._sites, self._fails)
-
-    def _fails(self, enabled: frozenset[str]) -> bool:
-        assert self._rebuild is not None
+    def fails(enabled: frozenset[str]) -> bool:
         try:
-            return not self._judge(self._rebuild(frozenset(self._sites) - enabled)).ok
+            return not judge(rebuild(frozenset(sites) - enabled)).ok
         except Exception:  # a step that raises is as wrong as one that miscounts
             return True
+
+    return find_blame(sites, fails)
 
 
 def _evaluate_eager(
@@ -136,7 +130,8 @@ def _evaluate_eager(
             f"the loss fails in eager mode, so there is nothing to compare with: "
             f"{type(error).__name__}: {error}; cure: make loss_fn(model, batch) run first"
         ) from error
-    precision.see(eager.loss.dtype)
+    for value in (*model.parameters(), eager.loss):
+        precision.see(value.dtype)
     return eager, precision
 
 
@@ -155,6 +150,8 @@ def _reference_run(
         note = "random numbers may depend on the dtype, so there is no wider reference"
         return None, "eager", [note]
     used = "float32" if reference == "auto" else reference
+    if torch.finfo(precision.dtype).eps <= torch.finfo(getattr(torch, used)).eps:
+        return None, "eager", [f"{used} is no wider than {precision.dtype}, so eager is as good"]
     try:
         return evaluate_wider(model, loss_fn, batch, getattr(torch, used)), used, []
     except TruthError as error:
@@ -170,10 +167,11 @@ def _longest_reduction(params: dict[str, Tensor], batch: Any) -> int:
     return max([1, *dims, *items])
 
 
-def _applied_sites(records: Sequence[CaptureRecord]) -> list[str]:
-    applied = (r for record in records for r in record.report.of_kind(RemarkKind.APPLIED))
+def _applied_sites(step: Step, records: Sequence[CaptureRecord] | None) -> list[str]:
+    """Sites that were rewritten, each once, in the order of the remarks."""
+    if records is None:
+        reports = [getattr(step, "report", Report())]
+    else:
+        reports = [record.report for record in records]
+    applied = (remark for report in reports for remark in report.of_kind(RemarkKind.APPLIED))
     return list(dict.fromkeys(remark.site for remark in applied))
-
-
-def _with_passes(step: Step) -> Rebuild | None:
-    return getattr(step, "with_passes", None)
