@@ -4,8 +4,8 @@
     python bench/readme.py --check    exit code 1 and a diff when they are out of date
 
 A table stands between two comments, ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; all other
-text is left alone. ``passes`` comes from ``fxrl.passes.REGISTRY``, ``commands`` from the command line's
-parser, ``results`` from every ``bench/results/*.json``, in the order of the file names.
+text is left alone. ``passes`` comes from ``fxrl.passes.REGISTRY``, ``commands`` from the command
+line's parser, ``results`` from every ``bench/results/*.json``, in the order of the file names.
 
 A result file is one JSON object:
 

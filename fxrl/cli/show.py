@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fxrl.core.plan import Plan
-from fxrl.core.remark import RemarkKind, Report, format_bytes
+from fxrl.core.remark import Report
 from fxrl.core.table import cell, open_table
 from fxrl.doctor import Check, Diagnosis
 from fxrl.errors import FxrlError
@@ -46,13 +46,8 @@ def error(problem: FxrlError, *, as_json: bool) -> None:
 
 
 def report(found: Report) -> None:
-    """The report's own table and a line that sums it up."""
-    if found.remarks:
-        print(found, end="\n\n")
-    applied = len(found.of_kind(RemarkKind.APPLIED))
-    missed = len(found.of_kind(RemarkKind.MISSED))
-    saved = format_bytes(found.saved_bytes)
-    print(f"{applied} applied, {missed} missed; predicted to save {saved}")
+    """The report's own table and totals."""
+    print(found if found.remarks else "no remarks: no pass found anything to say")
 
 
 def plan(found: Plan, *, as_json: bool) -> None:
