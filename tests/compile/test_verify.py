@@ -551,7 +551,9 @@ REPORT = VerifyReport(
 
 
 def test_table():
-    assert_expected_inline(REPORT.table(100), """\
+    assert_expected_inline(
+        REPORT.table(100),
+        """\
 value           kind       max abs       rel   eager's rel   tolerance   verdict
 ----------------------------------------------------------------------------------------------------
 all gradients   total          nan   3.0e-01       1.0e-02     1.0e-01   WRONG
@@ -572,7 +574,8 @@ l9.weight       gradient   1.0e-06   9.0e-04       1.0e-02     1.0e-01   ok
 and 9 more, all ok and nearer
 
 FAILED: 2 of 23 values miss a float32 run of the model; to blame: mm_14
-note: something to know""")
+note: something to know""",
+    )
 
 
 def test_table_against_eager_has_no_column_for_eager():
