@@ -45,6 +45,7 @@ def main() -> None:
     notes = [
         "cold: empty TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR; warm: the folders as the cold "
         "process left them; cache_* count Inductor's FX graph cache",
+        "fxrl with min_saved_bytes=0, so that the tiny head is rewritten as well",
         f"GRPO step (forward and backward) of {args.rows} x {args.length} tokens, LoRA",
     ]
     results = common.Results("Cold start", COLUMNS, args.out, notes)
@@ -106,7 +107,7 @@ def _child(started: float) -> None:
         common.synchronize(args.device)
         built = time.time()
         if args.variants[0] == "fxrl":
-            step = fxrl.optimize(model, loss_fn)
+            step = fxrl.optimize(model, loss_fn, fxrl.Config(min_saved_bytes=0))
         elif args.variants[0] == "compile":
             compiled = torch.compile(loss_fn)
             step = lambda given: compiled(model, given)  # noqa: E731

@@ -45,7 +45,7 @@ LossFn = Callable[[nn.Module, Any], Any]
 def main() -> None:
     args = _arguments()
     notes = [
-        f"attention: {args.attention}, attention_mask: {args.mask}",
+        f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0",
         f"{args.shape} shape, LoRA r={args.rank}, all linear layers, bf16, random weights; "
         f"rows of {args.prompt} prompt and {args.completion} completion tokens",
         "grad_error columns: relative L2 distance to the fp32 gradient of the same weights; over "
@@ -77,12 +77,18 @@ def make_step(variant: str, model: nn.Module) -> Callable[[Any], Any]:
     if variant == "compile":
         compiled = torch.compile(loss_fn)
         return lambda batch: compiled(model, batch)
-    return fxrl.optimize(model, loss_fn)
+    return fxrl.optimize(model, loss_fn, fxrl.Config(min_saved_bytes=0))
 
 
 def measure_updates(args: argparse.Namespace, results: common.Results) -> None:
     """One row a variant: time and peak of the whole update."""
-    model = qwen.make_model(args.shape, args.device, layers=args.layers, rank=args.rank)
+    model = qwen.make_model(
+        args.shape,
+        args.device,
+        layers=args.layers,
+        rank=args.rank,
+        input_hook=not args.no_input_hook,
+    )
     batch = qwen.make_batch(
         model,
         device=args.device,
@@ -159,7 +165,12 @@ def _one_variant(
 def measure_gradients(args: argparse.Namespace, results: common.Results, seed: int) -> None:
     """One row a variant: distance of its bf16 gradients to the fp32 ones."""
     model = qwen.make_model(
-        args.shape, args.device, layers=args.ref_layers, rank=args.rank, seed=seed
+        args.shape,
+        args.device,
+        layers=args.ref_layers,
+        rank=args.rank,
+        input_hook=not args.no_input_hook,
+        seed=seed,
     )
     batch = qwen.make_batch(
         model,
@@ -233,6 +244,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens a row")
     parser.add_argument("--mask", default="none", choices=("none", "ones", "causal"))
     parser.add_argument("--attention", default="cudnn", choices=("cudnn", "flash", "math", "any"))
+    parser.add_argument("--no-input-hook", action="store_true", help="see bench/lib/qwen.py")
     parser.add_argument("--repeats", type=int, default=7, help="0 leaves the timing out")
     parser.add_argument("--variants", default="eager,fxrl", type=lambda text: text.split(","))
     parser.add_argument("--ref-layers", type=int, default=12)

@@ -46,6 +46,7 @@ def make_model(
     dtype: torch.dtype = torch.bfloat16,
     rank: int = 32,
     checkpointing: bool = True,
+    input_hook: bool = True,
     seed: int = 0,
 ) -> nn.Module:
     """A PEFT LoRA model (all linear layers but the head) in training mode.
@@ -54,6 +55,8 @@ def make_model(
         shape: a key of ``SHAPES``.
         layers: overrides the shape's number of layers.
         checkpointing: switches Hugging Face's gradient checkpointing on, as users do.
+        input_hook: keeps the hook that checkpointing puts on the embeddings' output to make it
+            require a gradient; LoRA with non-reentrant checkpointing does not need it.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Qwen3Config
@@ -62,6 +65,7 @@ def make_model(
     numbers = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
     config = Qwen3Config(**numbers, max_position_embeddings=2**20, tie_word_embeddings=False)
     config._attn_implementation = "sdpa"
+    config.use_cache = False  # as every trainer sets it; else transformers logs while it is traced
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=dtype)
     base = base.to_empty(device=device)
@@ -82,6 +86,8 @@ def make_model(
                     parameter.normal_(0, LORA_B_STD)
     if checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if not input_hook:
+            base.disable_input_require_grads()
     return model.train()
 
 
