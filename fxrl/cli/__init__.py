@@ -27,6 +27,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
+    if "=" in (getattr(args, "resume", None) or ""):  # --resume steps=9: an override, no folder
+        args.overrides, args.resume = [*args.overrides, args.resume], ""
     return args
 
 

@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from fxrl.cli import show
-from fxrl.errors import ConfigError
 
 Args = argparse.Namespace
 
@@ -58,8 +57,6 @@ def train(args: Args) -> int:
     """The exit code is the training loop's."""
     from fxrl.rl.train import main
 
-    if args.resume is not None and "=" in args.resume:
-        raise ConfigError(f"--resume {args.resume} is no folder; put overrides before --resume")
     return main(args.config, args.overrides, resume=args.resume, json=args.json)
 
 

@@ -93,7 +93,8 @@ def test_entry_point():
 
 
 def test_train_hands_everything_over(monkeypatch):
-    train = pytest.importorskip("fxrl.rl.train")
+    from fxrl.rl import train
+
     seen = {}
 
     def fake(config_path, overrides, **options):
@@ -111,7 +112,15 @@ def test_train_hands_everything_over(monkeypatch):
     }
 
 
-def test_resume_does_not_swallow_an_override(capsys):
-    pytest.importorskip("fxrl.rl.train")
-    assert main(["train", "a.toml", "--resume", "steps=2"]) == 2
-    assert "before --resume" in capsys.readouterr().err
+def test_resume_does_not_swallow_an_override():
+    args = parse(["train", "a.toml", "--resume", "steps=2", "run_dir=runs/a"])
+    assert args.resume == ""
+    assert sorted(args.overrides) == ["run_dir=runs/a", "steps=2"]
+    assert parse(["train", "a.toml"]).resume is None
+    assert parse(["train", "a.toml", "--resume", "runs/b"]).resume == "runs/b"
+
+
+def test_bad_training_config_is_2(tmp_path, capsys):
+    (tmp_path / "a.toml").write_text("stepps = 3")
+    assert main(["train", str(tmp_path / "a.toml")]) == 2
+    assert "did you mean steps?" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""explain, plan, dump and verify: what they print and return, once for real on a tiny model."""
+
+import json
+
+import pytest
+
+import fxrl
+from fxrl.cli import main
+from fxrl.compile.verify_report import VerifyReport, VerifyRow
+from fxrl.core.plan import Chunks, Plan
+from fxrl.core.remark import Remark, RemarkKind, Report
+
+TINY = ["tiny:qwen3:layers=1", "--loss", "grpo", "--batch", "2", "--tokens", "12"]
+CONFIG = ["--config", "min_saved_bytes=0", "compile_regions=false", "chunk_tokens=8"]
+
+
+class FakeStep:
+    """A step with answers made up beforehand."""
+
+    kind = RemarkKind.MISSED
+    ok = False
+
+    def __init__(self, model, loss_fn, config):
+        self.arguments = model, loss_fn, config
+
+    def explain(self, batch):
+        return Report((Remark(self.kind, "some-pass", "mm_1", "a.py:3", "why not", "a cure", 7),))
+
+    def plan_for(self, batch):
+        return Plan({("some-pass", "mm_1"): Chunks(64)}, 128, 2**20)
+
+    def verify(self, batch):
+        row = VerifyRow("loss", "loss", 0.1, 0.2, 1e-5, self.ok)
+        return VerifyReport(self.ok, (row,), () if self.ok else ("mm_1",))
+
+
+@pytest.fixture
+def step(monkeypatch):
+    monkeypatch.setattr(fxrl, "optimize", FakeStep, raising=False)
+    for name in ("kind", "ok"):
+        monkeypatch.setattr(FakeStep, name, getattr(FakeStep, name))  # put back afterwards
+    return FakeStep
+
+
+def test_explain_is_1_when_nothing_is_rewritten(step, capsys):
+    assert main(["explain", *TINY]) == 1
+    text = capsys.readouterr().out
+    assert "why not" in text
+    assert "a.py:3" in text
+    step.kind = RemarkKind.APPLIED
+    assert main(["explain", *TINY]) == 0
+
+
+def test_explain_json_is_one_remark_a_line(step, capsys):
+    assert main(["explain", *TINY, "--json"]) == 1
+    (remark,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (remark["kind"], remark["site"], remark["saved_bytes"]) == ("missed", "mm_1", 7)
+
+
+def test_plan(step, capsys):
+    assert main(["plan", *TINY]) == 0
+    assert "some-pass @ mm_1" in capsys.readouterr().out
+    assert main(["plan", *TINY, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "chunk_tokens": 128,
+        "min_saved_bytes": 2**20,
+        "choices": [{"pass": "some-pass", "site": "mm_1", "choice": "chunks", "tokens": 64}],
+    }
+
+
+def test_verify_is_1_when_they_disagree(step, capsys):
+    assert main(["verify", *TINY]) == 1
+    assert "mm_1" in capsys.readouterr().out
+    step.ok = True
+    assert main(["verify", *TINY, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+@pytest.mark.parametrize("command", ["explain", "plan", "verify"])
+def test_bad_words_are_one_line(command, capsys):
+    for words, code in (
+        (["tiny:qwen33", "--loss", "grpo"], 1),
+        (["tiny:qwen3", "--loss", "grpoo"], 2),
+        (["tiny:qwen3", "--loss", "grpo", "--config", "chunk=1"], 2),
+    ):
+        assert main([command, *words]) == code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+
+
+def test_explain_for_real(capsys):
+    argv = ["explain", *TINY, "--lora", "4", *CONFIG, "--json"]
+    assert main(argv) == 0
+    remarks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert any(r["kind"] == "applied" and r["site"] for r in remarks)
+
+
+def test_plan_for_real(capsys):
+    assert main(["plan", *TINY, *CONFIG]) == 0
+    assert "rows per tile: 8" in capsys.readouterr().out
+
+
+def test_verify_for_real(capsys):
+    assert main(["verify", *TINY, *CONFIG, "--dtype", "fp64"]) == 0
+    assert "ok: " in capsys.readouterr().out
+
+
+def test_dump_for_real(tmp_path, capsys):
+    assert main(["dump", *TINY, *CONFIG, "--out", str(tmp_path / "d"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["remarks"] >= 1
+    assert (tmp_path / "d" / "index.md").read_text().startswith("# ")
+    assert list((tmp_path / "d").rglob("forward.txt"))
