@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def main() -> None:
             row, curve = _collect(_run_dir(args, seed))
             curves[str(seed)] = curve
             results.extra["curves"] = curves
-            results.add(seed=seed, wall_s=time.monotonic() - begun, error=error, **row)
+            row |= {"held_out": _held_out(args), "wall_s": time.monotonic() - begun}
+            results.add(seed=seed, error=error, **row)
     if args.out:
         _draw(curves, results, Path(args.out).with_suffix(".png"))
     results.finish()
@@ -103,7 +105,7 @@ def _collect(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     path = folder / "metrics.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.is_file() else []
     rewards = [(line["step"], line["reward"]) for line in lines if line.get("reward") is not None]
-    held_out = evaluations(folder, lines)
+    held_out = evaluations(lines)
     values = [reward for _, reward in rewards]
     row: dict[str, Any] = {"steps": len(values)}
     if values:
@@ -113,22 +115,29 @@ def _collect(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         before, after = held_out[0], held_out[-1]
         row |= {"accuracy_before": before["accuracy"], "accuracy_after": after["accuracy"]}
         row["rise_points"] = 100 * (after["accuracy"] - before["accuracy"])
-        row |= {"held_out": after["size"], "majority_baseline": after["majority"]}
+        row["majority_baseline"] = before["majority"]
     return row, {"reward": rewards, "held_out": held_out}
 
 
-def evaluations(folder: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``step, accuracy, size, majority`` of every evaluation of a run."""
-    return [
-        {
-            "step": line["step"],
-            "accuracy": line["eval_accuracy"],
-            "size": line.get("eval_size"),
-            "majority": line.get("eval_majority"),
-        }
-        for line in lines
-        if line.get("eval_accuracy") is not None
-    ]
+def evaluations(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``step, accuracy, majority`` of every evaluation of a run; step 0 is before training."""
+    found = []
+    for line in lines:
+        majority = line.get("eval/majority_baseline")
+        if (initial := line.get("eval/initial_accuracy")) is not None:
+            found.append({"step": 0, "accuracy": initial, "majority": majority})
+        if (accuracy := line.get("eval/accuracy")) is not None:
+            found.append({"step": line["step"], "accuracy": accuracy, "majority": majority})
+    return found
+
+
+def _held_out(args: argparse.Namespace) -> int | None:
+    """``eval.size`` of the file, unless an override says otherwise."""
+    for text in args.overrides:
+        if text.startswith("eval.size="):
+            return int(text.partition("=")[2])
+    size: int | None = tomllib.loads(Path(args.config).read_text()).get("eval", {}).get("size")
+    return size
 
 
 def _draw(curves: dict[str, Any], results: common.Results, path: Path) -> None:
@@ -151,7 +160,7 @@ def _draw(curves: dict[str, Any], results: common.Results, path: Path) -> None:
                 marker="o",
                 label=f"seed {seed}",
             )
-            baseline = points[-1]["majority"]
+            baseline = points[0]["majority"]
     if baseline is not None:
         right.axhline(baseline, linestyle="--", color="gray", label="majority answer")
     left.set(xlabel="step", ylabel="mean reward of the rollouts (10-step mean)")
