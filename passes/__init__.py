@@ -11,9 +11,11 @@ from typing import Any
 from fxrl.core.graph_pass import RewritePass
 from fxrl.errors import ConfigError
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
+from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
 
 #: Every pass by name, in the order in which they run: the special before the general.
 REGISTRY: dict[str, type[RewritePass[Any]]] = {
+    FuseLinearLogprob.name: FuseLinearLogprob,
     ChunkVocabRegion.name: ChunkVocabRegion,
 }
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 import fxrl.core.row_indexing  # noqa: F401  (registers its rules)
-from fxrl.core.graph import ancestors, hint, is_call, is_tensor, shape_of
+from fxrl.core.graph import ancestors, hint, is_call, shape_of
 from fxrl.core.heads import find_heads
 from fxrl.core.row_expr import TOKEN, RowExpr, RowValue, leaves, walk
 from fxrl.core.row_products import factors, seed

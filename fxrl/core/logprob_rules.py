@@ -1,0 +1,334 @@
+"""The rules of the log-prob algebra: elementwise ops on forms, reductions of forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxrl.core.logprob_algebra import (
+    LogprobAlgebra,
+    as_number,
+    finite,
+    form_rule,
+    reduction,
+)
+from fxrl.core.logprob_forms import Affine, Exp, Form, NotRecognised, Product
+from fxrl.core.row_expr import RowExpr
+
+aten = torch.ops.aten
+
+
+# ---------------------------------------------------------------------- elementwise
+@form_rule(aten._to_copy.default, aten.clone.default, aten.alias.default, aten.slice.Tensor)
+def _same(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    if expr.target is aten.slice.Tensor:
+        raise NotRecognised("a slice of the vocabulary is taken")
+    form = algebra.form(expr.args[0], attached)
+    assert form is not None
+    return form
+
+
+@form_rule(aten.clamp.default)
+def _clamp(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    """A clamp to the dtype's own range, as distributions do, changes nothing."""
+    low = as_number(expr.args[1]) if len(expr.args) > 1 else as_number(dict(expr.kwargs).get("min"))
+    upper = expr.args[2] if len(expr.args) > 2 else dict(expr.kwargs).get("max")
+    if upper is not None or low is None or low > torch.finfo(torch.float16).min:
+        raise NotRecognised("the logits are clamped")
+    return algebra.affine(expr.args[0], attached)
+
+
+@form_rule(aten._log_softmax.default)
+def _log_softmax(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    form = algebra.unit(algebra.affine(expr.args[0], attached))
+    return Affine(form.transform, 1.0, -1.0, None, form.attached)
+
+
+@form_rule(aten._softmax.default)
+def _softmax(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    form = algebra.unit(algebra.affine(expr.args[0], attached))
+    return Exp(form.transform, -1.0, None, form.attached)
+
+
+@form_rule(aten.exp.default)
+def _exp(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    form = algebra.unit(algebra.affine(expr.args[0], attached))
+    return Exp(form.transform, form.k, form.r, form.attached)
+
+
+@form_rule(aten.log.default)
+def _log(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    form = algebra.form(expr.args[0], attached)
+    if not isinstance(form, Exp) or form.c != 1:
+        raise NotRecognised("a logarithm of something that is no probability")
+    return Affine(form.transform, 1.0, form.k, form.r, form.attached)
+
+
+@form_rule(aten.tanh.default)
+def _tanh(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    """``tanh(scale * x / cap)``: a softcap whose outer factor comes next."""
+    form = algebra.affine(expr.args[0], attached)
+    transform = form.transform
+    plain = form.k == 0 and form.r is None and not transform.softcap
+    if not plain or transform.temperature is not None:
+        raise NotRecognised("a tanh of something that is not scaled logits")
+    # tanh(y) = softcap * tanh(scale' x / softcap) / divisor with softcap = divisor = 1
+    capped = replace(transform, scale=transform.scale * form.a, softcap=1.0)
+    return Affine(capped, 1.0, 0.0, None, form.attached)
+
+
+@form_rule(aten.neg.default)
+def _neg(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    return _times(algebra.form(expr.args[0], attached), -1.0)
+
+
+def _times(form: Form | None, factor: float) -> Form:
+    if not finite(factor):
+        raise NotRecognised(f"the logits are multiplied by {factor}")
+    if isinstance(form, Affine):
+        plain = form.k == 0 and form.r is None
+        if plain and form.transform.softcap and form.transform.divisor == 1 and form.a == 1:
+            # cap * tanh(.): fold the factor into softcap, keeping what is inside the tanh
+            cap = form.transform.softcap * factor
+            if factor > 0:
+                inner = form.transform.scale * factor
+                return replace(form, transform=replace(form.transform, softcap=cap, scale=inner))
+        return replace(form, a=form.a * factor)
+    assert isinstance(form, (Exp, Product))
+    return replace(form, c=form.c * factor)
+
+
+@form_rule(aten.mul.Tensor, aten.mul.Scalar)
+def _mul(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    left, right = expr.args
+    for wide, factor in ((left, right), (right, left)):
+        number = as_number(factor)
+        if number is not None:
+            return _times(algebra.form(wide, attached), number)
+    if not (algebra.reads_head(left) and algebra.reads_head(right)):
+        raise NotRecognised("the logits are multiplied by a tensor")
+    return _product(algebra.form(left, attached), algebra.form(right, attached))
+
+
+def _product(left: Form | None, right: Form | None) -> Form:
+    if isinstance(right, Exp) and not isinstance(left, Exp):
+        left, right = right, left
+    if not isinstance(left, Exp) or not isinstance(right, (Affine, Exp)):
+        raise NotRecognised("a product over the vocabulary that is no entropy")
+    if left.attached != right.attached:
+        raise NotRecognised("a product of a detached and a differentiated factor")
+    return Product(left, right)
+
+
+@form_rule(aten.pow.Tensor_Scalar)
+def _power(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    form = algebra.form(expr.args[0], attached)
+    if as_number(expr.args[1]) != 2 or not isinstance(form, Exp):
+        raise NotRecognised("a power over the vocabulary other than p^2")
+    return Product(form, form)
+
+
+@form_rule(aten.div.Tensor, aten.div.Scalar)
+def _div(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    wide, divisor = expr.args
+    number = as_number(divisor)
+    if number is not None:
+        return _times(algebra.form(wide, attached), 1.0 / number)
+    if algebra.reads_head(divisor):
+        return _normalised(algebra, algebra.form(wide, attached), divisor, attached)
+    form = algebra.affine(wide, attached)
+    if form.k or form.r is not None or form.transform.temperature is not None:
+        raise NotRecognised("log-probabilities are divided by a tensor")
+    transform = form.transform if form.a == 1 else form.transform.scaled(form.a)
+    return Affine(replace(transform, temperature=divisor), 1.0, 0.0, None, form.attached)
+
+
+def _normalised(
+    algebra: LogprobAlgebra, form: Form | None, divisor: RowExpr, attached: bool
+) -> Form:
+    """``exp(z + r) / sum(exp(z + r))``: a hand-written softmax."""
+    while divisor.target is aten.reshape.default:
+        divisor = divisor.args[0]
+    if isinstance(form, Exp) and divisor.target is aten.sum.dim_IntList:
+        total = algebra.form(divisor.args[0], attached)
+        if isinstance(total, Exp) and total is form:
+            return Exp(form.transform, -1.0, None, form.attached)
+    raise NotRecognised("a vocabulary-sized value is divided by a statistic of another")
+
+
+@form_rule(aten.add.Tensor, aten.sub.Tensor)
+def _add(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    left, right = expr.args
+    sign = -1.0 if expr.target is aten.sub.Tensor else 1.0
+    alpha = as_number(dict(expr.kwargs).get("alpha", 1))
+    if alpha is None:
+        raise NotRecognised("an addition whose alpha is no number")
+    sign *= alpha
+    if not algebra.reads_head(left):
+        return _shifted(algebra, algebra.affine(right, attached), left, attached, sign, True)
+    return _shifted(algebra, algebra.affine(left, attached), right, attached, sign, False)
+
+
+def _shifted(
+    algebra: LogprobAlgebra, form: Affine, other: Any, attached: bool, sign: float, flipped: bool
+) -> Form:
+    """``form + sign * other``, or ``other + sign * form`` when flipped."""
+    if flipped:
+        form, sign = replace(form, a=form.a * sign), 1.0
+    if as_number(other) is not None:
+        raise NotRecognised("a number is added to the logits")
+    if algebra.reads_head(other) and algebra._is_wide(other):
+        raise NotRecognised("two vocabulary-sized values are added")
+    if not algebra.reads_head(other) and _is_vocab_vector(other):
+        return _biased(form, other, sign)
+    row = algebra.narrow(other, attached)
+    row = algebra.per_row(row)
+    return replace(form, r=algebra.add(form.r, algebra.scale(row, sign / form.a)))
+
+
+def _is_vocab_vector(expr: RowExpr) -> bool:
+    return expr.leaf is not None and not expr.leaf.tiled and expr.leaf.node.meta["val"].dim() == 1
+
+
+def _biased(form: Affine, vector: RowExpr, sign: float) -> Form:
+    transform = form.transform
+    plain = form.k == 0 and form.r is None and form.a == 1 and transform.scale == 1
+    if not plain or transform.bias is not None or transform.softcap or sign != 1:
+        raise NotRecognised("a vector over the vocabulary is added after a transform")
+    if transform.temperature is not None:
+        raise NotRecognised("a vector over the vocabulary is added after the temperature")
+    return replace(form, transform=replace(transform, bias=vector))
+
+
+# ---------------------------------------------------------------------- reductions
+def _last_dim_only(expr: RowExpr) -> None:
+    dims = expr.args[1] if len(expr.args) > 1 else dict(expr.kwargs).get("dim")
+    dims = dims if isinstance(dims, tuple) else (dims,)
+    if [d for d in dims] not in ([1], [-1]):
+        raise NotRecognised("a reduction over other dims than the vocabulary")
+
+
+def _keep(algebra: LogprobAlgebra, expr: RowExpr, value: RowExpr) -> RowExpr:
+    """``[n]`` or, with keepdim, ``[n, 1]``."""
+    keepdim = expr.args[2] if len(expr.args) > 2 else dict(expr.kwargs).get("keepdim", False)
+    return algebra.pool.call(aten.reshape.default, value, (-1, 1)) if keepdim else value
+
+
+def _zero(algebra: LogprobAlgebra, form: Affine | Exp) -> RowExpr:
+    lse = algebra.stat("lse", form.transform, False)
+    return algebra.pool.call(aten.zeros_like.default, lse)
+
+
+@reduction(aten.logsumexp.default)
+def _logsumexp(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
+    _last_dim_only(expr)
+    form = algebra.unit(algebra.affine(expr.args[0], attached))
+    total = algebra.add(algebra._lse(form, 1 + form.k), form.r)
+    return _keep(algebra, expr, total if total is not None else _zero(algebra, form))
+
+
+@reduction(aten.sum.dim_IntList)
+def _sum(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
+    _last_dim_only(expr)
+    form = algebra.form(expr.args[0], attached)
+    assert form is not None
+    return _keep(algebra, expr, _total(algebra, form))
+
+
+def _total(algebra: LogprobAlgebra, form: Form) -> RowExpr:
+    if isinstance(form, Affine):
+        result = algebra.scale(_mean_of(algebra, form), float(algebra.vocab))
+    elif isinstance(form, Exp):
+        result = algebra.scale(_mass(algebra, form), form.c)
+    else:
+        result = algebra.scale(_product_total(algebra, form), form.c)
+    assert result is not None
+    return result
+
+
+def _mass(algebra: LogprobAlgebra, form: Exp) -> RowExpr:
+    """``sum_v exp(z + k lse + r) = exp((1 + k) lse + r)``."""
+    exponent = algebra.add(algebra._lse(form, 1 + form.k), form.r)
+    exponent = exponent if exponent is not None else _zero(algebra, form)
+    return algebra.pool.call(aten.exp.default, exponent)
+
+
+def _product_total(algebra: LogprobAlgebra, form: Product) -> RowExpr:
+    left, right = form.left, form.right
+    if isinstance(right, Exp):
+        if not (left.is_probability and right.is_probability):
+            raise NotRecognised("a sum of products of unnormalised probabilities")
+        _same_logits(left, right)
+        return algebra.stat("sum_p2", left.transform, left.attached)
+    _same_logits(left, right)
+    entropy = algebra.stat("entropy", left.transform, left.attached)
+    negative = algebra.pool.call(aten.neg.default, entropy)
+    # E_p[z + k lse + r] = (1 + k) lse + r - entropy
+    mean = algebra.add(negative, algebra._lse(right, 1 + right.k), right.r)
+    mean = algebra.scale(mean, right.a)
+    assert mean is not None
+    if left.is_probability:
+        return mean
+    mass = algebra.scale(_mass(algebra, left), left.c)
+    return algebra.pool.call(aten.mul.Tensor, mass, mean)
+
+
+def _same_logits(left: Exp, right: Affine | Exp) -> None:
+    if left.transform.key() != right.transform.key():
+        raise NotRecognised("two different transforms of the logits are reduced together")
+
+
+@reduction(aten.mean.dim)
+def _mean(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
+    _last_dim_only(expr)
+    return _keep(algebra, expr, _mean_of(algebra, algebra.affine(expr.args[0], attached)))
+
+
+def _mean_of(algebra: LogprobAlgebra, form: Affine) -> RowExpr:
+    mean = algebra.stat("mean_logit", form.transform, form.attached)
+    result = algebra.scale(algebra.add(mean, algebra._lse(form, form.k), form.r), form.a)
+    assert result is not None
+    return result
+
+
+@reduction(aten.amax.default)
+def _amax(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
+    _last_dim_only(expr)
+    form = algebra.affine(expr.args[0], attached)
+    if form.a <= 0:
+        raise NotRecognised("a minimum over the vocabulary")
+    top = algebra.stat("max_logit", form.transform, form.attached)
+    result = algebra.scale(algebra.add(top, algebra._lse(form, form.k), form.r), form.a)
+    assert result is not None
+    return _keep(algebra, expr, result)
+
+
+@reduction(aten.gather.default)
+def _gather(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
+    source, _, index = expr.args
+    if algebra.reads_head(index) or not algebra.one_per_row(index):
+        raise NotRecognised("several entries per token are gathered")
+    form = algebra.form(source, attached)
+    if not algebra.same_target(index):
+        raise NotRecognised("log-probs of two different targets are taken")
+    if isinstance(form, Affine):
+        value = _picked(algebra, form)
+    elif isinstance(form, Exp):
+        exponent = _picked(algebra, Affine(form.transform, 1.0, form.k, form.r, form.attached))
+        found = algebra.scale(algebra.pool.call(aten.exp.default, exponent), form.c)
+        assert found is not None
+        value = found
+    else:
+        raise NotRecognised("an entry of a product over the vocabulary is gathered")
+    return algebra.pool.call(aten.reshape.default, value, (-1, 1))
+
+
+def _picked(algebra: LogprobAlgebra, form: Affine) -> RowExpr:
+    """``a (z_y + k lse + r) = a (logprob + (1 + k) lse + r)``."""
+    logprob = algebra.stat("logprob", form.transform, form.attached)
+    total = algebra.add(logprob, algebra._lse(form, 1 + form.k), form.r)
+    result = algebra.scale(total, form.a)
+    assert result is not None
+    return result
