@@ -31,8 +31,16 @@ from fxrl.rl.load_config import differences
 
 FOLDER = "checkpoints"
 # May differ between a run and its continuation: they change no number of a step.
-_FREE = ("run_dir", "steps", "save_every", "keep_checkpoints", "log_completions", "tensorboard")
-_FREE_PREFIX = ("eval.every", "max_nonfinite")
+_FREE = {
+    "run_dir",
+    "steps",
+    "save_every",
+    "keep_checkpoints",
+    "log_completions",
+    "tensorboard",
+    "max_nonfinite",
+    "eval.every",
+}
 
 
 def random_state() -> dict[str, Any]:
@@ -152,10 +160,8 @@ def check_same_run(path: Path, saved: Mapping[str, Any], present: Mapping[str, A
     Raises:
         CheckpointError: lists what differs.
     """
-    free = (*_FREE, *_FREE_PREFIX)
     # A decaying schedule ends at the last step, so for it `steps` matters as well.
-    if present["optim"]["schedule"] != "constant":
-        free = tuple(name for name in free if name != "steps")
+    free = _FREE if present["optim"]["schedule"] == "constant" else _FREE - {"steps"}
     changed = [d for d in differences(saved, present) if d.partition(":")[0] not in free]
     if changed:
         lines = "\n  ".join(changed)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from fxrl.config import Config
-from fxrl.rl.checks import at_least
+from fxrl.rl.checks import at_least, none_of
 from fxrl.rl.sections import (
     DataConfig,
     EvalConfig,
@@ -91,9 +91,9 @@ class TrainConfig:
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("steps", "keep_checkpoints", "prompts_per_step", "micro_batch_tokens"):
-            at_least(name, getattr(self, name), 1)
-        for name in ("num_iterations", "max_nonfinite"):
-            at_least(name, getattr(self, name), 1)
-        for name in ("save_every", "log_completions", "seed"):
-            at_least(name, getattr(self, name), 0)
+        positive = ["steps", "keep_checkpoints", "prompts_per_step", "micro_batch_tokens"]
+        positive += ["num_iterations", "max_nonfinite"]
+        none_of(
+            *(at_least(name, getattr(self, name), 1) for name in positive),
+            *(at_least(n, getattr(self, n), 0) for n in ("save_every", "log_completions", "seed")),
+        )

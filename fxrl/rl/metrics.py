@@ -68,14 +68,14 @@ class TensorBoard:
         except ImportError as missing:
             raise MissingPackageError("tensorboard", "tensorboard=true") from missing
         folder = str(run_dir / "tensorboard")
-        self._writer = SummaryWriter(folder, purge_step=first_step)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(folder, purge_step=first_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Every finite number, under its own name."""
         for name, value in values.items():
             if isinstance(value, int | float) and math.isfinite(value) and name != "step":
-                self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flushes and closes."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()

@@ -108,6 +108,15 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return classes[name.lower()]
 
 
+def optimizer_problems(name: str, options: Mapping[str, Any]) -> list[str]:
+    """What is wrong with an ``[optim]`` table's name and further keys, one line each."""
+    try:
+        found = optimizer_class(name)
+    except ConfigError as error:
+        return [str(error)]
+    return wrong_keywords(found, options, besides=("params", "lr"))
+
+
 PROVIDED = ("temperature", "max_completion_length")
 """Loss settings that ``[sampling]`` gives where ``[loss]`` does not."""
 _NO_ROLLOUT = {"ppo": "values", "dpo": "preference pairs", "sft": "reference completions"}

@@ -68,7 +68,8 @@ def reference(
 ) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
     """The reference policy: ``model`` with its adapter switched off, else a frozen copy."""
     if hasattr(model, "disable_adapter"):
-        return model, model.disable_adapter
+        switch: Any = model.disable_adapter
+        return model, switch
     frozen = copy.deepcopy(model)
     frozen.requires_grad_(False)
     return frozen, nullcontext

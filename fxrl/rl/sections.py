@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 import torch
 
-from fxrl.errors import ConfigError
 from fxrl.models.errors import ModelError
 from fxrl.models.load import Source, resolve
 from fxrl.models.tiny import parse_tiny
 from fxrl.rl.binding import REST
-from fxrl.rl.checks import at_least, none_of, regex_problems, within
-from fxrl.rl.named import loss_problems, optimizer_class, wrong_keywords
+from fxrl.rl.checks import above, at_least, none_of, regular_expression, when, within
+from fxrl.rl.named import loss_problems, optimizer_problems
 from fxrl.rl.rewards import reward_problems
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -35,8 +34,7 @@ class LoraConfig:
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
 
     def __post_init__(self) -> None:
-        at_least("r", self.r, 1)
-        within("dropout", self.dropout, 0.0, 1.0)
+        none_of(at_least("r", self.r, 1), within("dropout", self.dropout, 0.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +58,7 @@ class ModelConfig:
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
-        try:
-            if resolve(self.id) is Source.TINY:
-                parse_tiny(self.id)
-        except ModelError as error:
-            raise ConfigError(f"id: {error}") from error
-        try:
-            torch.device("cpu" if self.device == "auto" else self.device)
-        except RuntimeError as error:
-            raise ConfigError(f"device={self.device!r} is no device: {error}") from error
+        none_of(_model_problems(self.id), _device_problems(self.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +113,25 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         given = [n for n in ("path", "dataset", "reasoning_gym") if getattr(self, n) is not None]
-        if len(given) != 1:
-            names = " and ".join(given) or "none of them"
-            raise ConfigError(f"path, dataset, reasoning_gym: give exactly one, not {names}")
-        if self.size is not None:
-            at_least("size", self.size, 1)
-        at_least("few_shot", self.few_shot, 0)
-        at_least("max_prompt_tokens", self.max_prompt_tokens, 1)
-        if (self.pattern is not None) and self.template is None:
-            raise ConfigError("pattern is given but template, which it fills, is not")
-        if not self.chat and (self.system or self.few_shot or self.turns):
-            raise ConfigError("chat=false leaves no place for system, few_shot and turns")
-        if self.path is not None and not Path(self.path).is_file():
-            raise ConfigError(f"path={self.path!r} is not a file, seen from {Path.cwd()}")
-        none_of(regex_problems("pattern", self.pattern))
+        sources = " and ".join(given) or "none of them"
+        missing = self.path is not None and not Path(self.path).is_file()
+        chat_only = self.system or self.few_shot or self.turns
+        none_of(
+            when(len(given) != 1, f"path, dataset, reasoning_gym: give exactly one, not {sources}"),
+            when(missing, f"path={self.path!r} is not a file, seen from {Path.cwd()}"),
+            at_least("size", self.size, 1),
+            at_least("few_shot", self.few_shot, 0),
+            at_least("max_prompt_tokens", self.max_prompt_tokens, 1),
+            regular_expression("pattern", self.pattern),
+            when(
+                self.pattern is not None and self.template is None,
+                "pattern is given but template, which it fills, is not",
+            ),
+            when(
+                not self.chat and chat_only,
+                "chat=false leaves no place for system, few_shot and turns",
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +153,16 @@ class RewardConfig:
     extract: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.functions:
-            raise ConfigError("functions is empty; name at least one reward")
-        if self.weights is not None and len(self.weights) != len(self.functions):
-            raise ConfigError(
-                f"weights has {len(self.weights)} entries for {len(self.functions)} functions"
-            )
-        none_of(regex_problems("extract", self.extract))
-        none_of(reward_problems(self.functions, self.params))
+        num, weights = len(self.functions), self.weights
+        none_of(
+            when(not num, "functions is empty; name at least one reward"),
+            when(
+                weights is not None and len(weights) != num,
+                f"weights has {len(weights or ())} entries for {num} functions",
+            ),
+            regular_expression("extract", self.extract),
+            reward_problems(self.functions, self.params),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +195,15 @@ class SamplingConfig:
     num_generations: int = 8
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ConfigError(f"temperature={self.temperature} must be above 0 to explore")
-        within("top_p", self.top_p, 0.0, 1.0)
-        within("min_p", self.min_p, 0.0, 1.0)
-        at_least("top_k", self.top_k, 0)
-        at_least("max_tokens", self.max_tokens, 1)
-        at_least("num_generations", self.num_generations, 2)
+        none_of(
+            above("temperature", self.temperature, 0.0),
+            within("top_p", self.top_p, 0.0, 1.0),
+            above("top_p", self.top_p, 0.0),
+            within("min_p", self.min_p, 0.0, 1.0),
+            at_least("top_k", self.top_k, 0),
+            at_least("max_tokens", self.max_tokens, 1),
+            at_least("num_generations", self.num_generations, 2),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +222,12 @@ class OptimConfig:
     options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
 
     def __post_init__(self) -> None:
-        at_least("lr", self.lr, 0.0)
-        at_least("warmup_steps", self.warmup_steps, 0)
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
-            raise ConfigError(f"max_grad_norm={self.max_grad_norm} must be above 0; none is no cut")
-        none_of(wrong_keywords(optimizer_class(self.name), self.options, besides=("params", "lr")))
+        none_of(
+            at_least("lr", self.lr, 0.0),
+            at_least("warmup_steps", self.warmup_steps, 0),
+            above("max_grad_norm", self.max_grad_norm, 0.0),
+            optimizer_problems(self.name, self.options),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +249,26 @@ class EvalConfig:
     batch: int = 64
 
     def __post_init__(self) -> None:
-        at_least("size", self.size, 0)
-        at_least("every", self.every, 0)
-        at_least("batch", self.batch, 1)
+        none_of(
+            at_least("size", self.size, 0),
+            at_least("every", self.every, 0),
+            at_least("batch", self.batch, 1),
+        )
+
+
+def _model_problems(model_id: str) -> list[str]:
+    """Decided by the text and the file system; nothing is loaded."""
+    try:
+        if resolve(model_id) is Source.TINY:
+            parse_tiny(model_id)
+    except ModelError as error:
+        return [f"id: {error}"]
+    return []
+
+
+def _device_problems(device: str) -> list[str]:
+    try:
+        torch.device("cpu" if device == "auto" else device)
+    except RuntimeError:
+        return [f"device={device!r} is no device; use auto, cpu or cuda:0"]
+    return []
