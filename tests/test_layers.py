@@ -25,7 +25,7 @@ LAYERS = {
     "losses": BASE,
     "models": BASE,
     "runtime": BASE,
-    "rl": BASE | {"losses", "models", "runtime", "compile"},
+    "rl": BASE | {"core", "losses", "models", "runtime", "compile"},
 }
 # The public API: importable by name from `fxrl` itself, so it counts as the layer that makes it.
 PUBLIC = {"Config": "config", "losses": "losses", "__version__": "errors"}
