@@ -57,7 +57,7 @@ def _is_layer(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     name = str(node.target)
-    return "attention" in name or "grouped_mm" in name
+    return "attention" in name or "grouped_mm" in name or name.startswith("fxrl.")
 
 
 def _is_opaque(node: fx.Node) -> bool:
