@@ -180,6 +180,8 @@ def _fit(hint: Any, value: Any) -> tuple[Any, bool]:
                 return found, True
         return plain, False
     if origin is Literal:
+        if isinstance(value, Text) and value.raw in args:
+            return value.raw, True  # "none" may be one of the words
         return plain, plain in args and type(plain) in {type(arg) for arg in args}
     if origin is tuple:
         return _fit_tuple(args, plain)

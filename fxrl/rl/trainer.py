@@ -117,9 +117,7 @@ class Trainer:
             model=self.parts.model,
             optimizer={
                 "optimizer": updater.optimizer.state_dict(),
-                "schedule": {
-                    k: v for k, v in updater.schedule.state_dict().items() if k != "lr_lambdas"
-                },
+                "schedule": updater.schedule.state_dict(),
             },
             state={name: state[name] for name in ("engine", "random")},
             trainer={

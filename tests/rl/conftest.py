@@ -21,7 +21,7 @@ lora = { r = 4, alpha = 8 }
 path = "questions.jsonl"
 
 [reward]
-functions = ["length"]
+functions = ["length", "toy_rewards:even"]
 params = { length = { target = 4 } }
 
 [loss]
@@ -36,6 +36,11 @@ max_tokens = 8
 lr = 1e-2
 """
 
+REWARD = """
+def even(completions, completion_ids, **columns):
+    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
+"""
+
 
 @pytest.fixture
 def config_file(tmp_path, monkeypatch) -> Path:
@@ -43,6 +48,7 @@ def config_file(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     lines = [f'{{"prompt": "count to {i}", "answer": "{i % 3}"}}' for i in range(8)]
     (tmp_path / "questions.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "toy_rewards.py").write_text(REWARD)
     file = tmp_path / "run.toml"
     file.write_text(CONFIG)
     return file

@@ -19,7 +19,7 @@ def test_the_tree_is_read(config_file):
     assert config.model.lora is not None
     assert config.model.lora.r == 4
     assert config.loss.options == {"beta": 0.05}
-    assert config.reward.functions == ("length",)
+    assert config.reward.functions == ("length", "toy_rewards:even")
     assert config.run_dir == "runs/run"
 
 
@@ -47,7 +47,7 @@ def test_all_mistakes_at_once_with_the_nearest_names(config_file):
     text = config_file.read_text()
     text = text.replace("save_every", "save_evry").replace("beta = 0.05", "betta = 0.05")
     text = text.replace("num_generations = 4", "num_generations = 1").replace("r = 4", "rank = 4")
-    text = text.replace('"length"]', '"lenth"]').replace("lr = 1e-2", 'lr = "fast"\nmomentun = 1')
+    text = text.replace('"length",', '"lenth",').replace("lr = 1e-2", 'lr = "fast"\nmomentun = 1')
     config_file.write_text(text + '[fxrl]\nchunk_token = 3\non_miss = "shout"\n')
     found = problems(config_file, "seed=x", "learning_rate=1", "nonsense")
     expected = [
@@ -83,7 +83,7 @@ def test_all_mistakes_at_once_with_the_nearest_names(config_file):
         ("loss.beta=-1", "beta=-1"),
         ("optim.name=adamv", "did you mean adam"),
         ("reward.functions=[]", "reward.functions is empty"),
-        ("reward.weights=[1, 2]", "2 entries for 1 functions"),
+        ("reward.weights=[1]", "1 entries for 2 functions"),
         ("reward.functions=['nomodule:f']", "importing nomodule failed"),
         ("reward.functions=['json:dumpz']", "did you mean dump"),
         ("reward.params.length.tarjet=3", "did you mean target?"),

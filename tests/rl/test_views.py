@@ -1,0 +1,113 @@
+"""Progress views, metrics files and the curve."""
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from fxrl.core.remark import Remark, RemarkKind, Report
+from fxrl.rl.metrics import JsonLines, TensorBoard, read_lines
+from fxrl.rl.plots import plot_curves, running_mean
+from fxrl.rl.progress import JsonReporter, RichReporter
+
+RECORDS = [
+    {"step": i, "reward": i / 9, "reward_std": 0.1, "kl": 0.01 * i, "loss": None}
+    | {"completions/mean_length": 10.0 - i, "tokens_per_second": 7.0, "step_time": 0.5}
+    for i in range(1, 10)
+]
+SAMPLE = {"question": "[bold]1 + 1?\n", "completion": "2\x07[/x]", "reward": 1.0, "advantage": -0.5}
+REPORT = Report(
+    (
+        Remark(RemarkKind.APPLIED, "fuse-linear-logprob", "mm_1", "a.py:3", "fused", "", 2**20),
+        Remark(RemarkKind.MISSED, "chunk-vocab-region", "mm_2", "", "escapes", "do not return it"),
+    )
+)
+
+
+def shown(terminal):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=150)
+    with RichReporter(console, total=9) as reporter:
+        reporter.report(REPORT)
+        for record in RECORDS:
+            reporter.step(record, [SAMPLE])
+        reporter.message("a [word]")
+    reporter.summary({"reward": 0.25, "model": "out/final"})
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_view_has_report_steps_samples_and_summary(terminal):
+    text = shown(terminal)
+    for words in ("fuse-linear-logprob", "a.py:3", "1 MiB", "escapes; do not return it"):
+        assert words in text
+    assert "1 applied, 1 missed, 1 MiB predicted to be saved" in text
+    assert "a [word]" in text
+    assert r"[bold]1 + 1?\n" in text
+    assert r"2\x07[/x]" in text
+    assert "0.25" in text
+
+
+def test_a_log_file_gets_one_line_per_step():
+    lines = [line for line in shown(False).splitlines() if line.startswith("step ")]
+    assert len(lines) == 9
+    assert "reward 0.111" in lines[0]
+    assert "KL 0.0100" in lines[0]
+    assert "loss" not in lines[0]
+
+
+def test_json_lines_are_json():
+    stream = io.StringIO()
+    with JsonReporter(Console(file=stream, width=20)) as reporter:
+        reporter.report(REPORT)
+        reporter.step({"step": 1, "loss": math.nan, "long": "x" * 99}, [SAMPLE])
+    events = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [event["event"] for event in events] == ["remark", "remark", "step"]
+    assert events[2]["loss"] is None
+
+
+def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
+    path = tmp_path / "m.jsonl"
+    lines = JsonLines(path, 0)
+    for step in (1, 2, 3):
+        lines.write({"step": step, "x": 0.1 * step, "bad": math.inf})
+    before = path.read_text()  # on disk before it is closed
+    lines.close()
+    assert len(before.splitlines()) == 3
+    path.write_text(before + '{"step": 4, "x')
+    lines = JsonLines(path, 2)
+    lines.write({"step": 3})
+    lines.close()
+    assert path.read_text() == "".join(before.splitlines(True)[:2]) + '{"step": 3}\n'
+    assert read_lines(path)[0] == {"step": 1, "x": 0.1, "bad": None}
+    JsonLines(path, 0).close()
+    assert path.read_text() == ""
+
+
+def test_tensorboard_has_every_finite_number(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path, 1)
+    board.write(1, {"step": 1, "reward": 0.5, "kl": None, "loss": math.nan})
+    board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["reward"]
+    assert events.Scalars("reward")[0].value == 0.5
+
+
+def test_the_curve_is_drawn_with_and_without_optional_series(tmp_path):
+    plain = [{"step": 1, "reward": None, "completions/mean_length": 3.0}]
+    evaluated = [RECORDS[0] | {"eval/initial_accuracy": 0.1, "eval/majority_baseline": 0.2}]
+    evaluated.append(RECORDS[1] | {"eval/accuracy": 0.4, "eval/majority_baseline": 0.2})
+    sizes = set()
+    for number, records in enumerate((plain, RECORDS, evaluated)):
+        path = plot_curves(records, tmp_path / f"{number}.png", "run")
+        assert path.read_bytes().startswith(b"\x89PNG")
+        sizes.add(path.stat().st_size)
+    assert len(sizes) == 3
+
+
+def test_running_mean():
+    assert running_mean([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]
