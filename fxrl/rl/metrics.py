@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,16 @@ class JsonLines:
         path: the file.
         keep_until: lines whose ``step`` is larger go first (0 empties the file): what a run wrote
             after its last checkpoint is written again when it resumes.
+        revise: what each kept line becomes.
     """
 
-    def __init__(self, path: Path, keep_until: int) -> None:
-        kept = [line for line in read_lines(path) if line["step"] <= keep_until]
+    def __init__(
+        self,
+        path: Path,
+        keep_until: int,
+        revise: Callable[[dict[str, Any]], dict[str, Any]] = lambda line: line,
+    ) -> None:
+        kept = [revise(line) for line in read_lines(path) if line["step"] <= keep_until]
         work = path.with_name(f".{path.name}.writing")
         work.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(work, path)

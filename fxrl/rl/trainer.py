@@ -45,6 +45,7 @@ class Trainer:
         self.initial: Metrics = {}
         self._start_of_step: dict[str, Any] = {}
         self._updated = False
+        self._reported = False
 
     def resume(self, path: Path) -> None:
         """Goes on from a checkpoint.
@@ -72,7 +73,7 @@ class Trainer:
             FxrlError: a step failed; the state before it is saved.
         """
         config = self.config
-        metrics = JsonLines(self.run_dir / METRICS, self.done)
+        metrics = JsonLines(self.run_dir / METRICS, self.done, self._as_in_one_run)
         completions = JsonLines(self.run_dir / COMPLETIONS, self.done)
         board = TensorBoard(self.run_dir, self.done + 1) if config.tensorboard else None
         try:
@@ -86,8 +87,7 @@ class Trainer:
                     completions.write({"step": self.done, **sample})
                 if board is not None:
                     board.write(self.done, record)
-                if self.done == 1 or "report" not in self.__dict__:
-                    self._tell_report(reporter)
+                self._tell_report(reporter)
                 reporter.step(record, samples)
                 last = self.done == config.steps or bool(stop)
                 if last or (config.save_every and self.done % config.save_every == 0):
@@ -198,12 +198,20 @@ class Trainer:
         return TrainerState(step, self.config.steps, self.parts.stream.epoch)
 
     def _evaluation(self, number: int) -> Metrics:
+        found = self._evaluate() if self._evaluation_due(number) else {}
+        return self.initial | found if number == 1 else found
+
+    def _evaluation_due(self, number: int) -> bool:
         config = self.config.eval
         due = number == self.config.steps or (config.every and number % config.every == 0)
-        found = self._evaluate() if config.size and due else {}
-        if number == 1:
-            found = self.initial | found
-        return found
+        return bool(config.size and due)
+
+    def _as_in_one_run(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Without the evaluation after what was the last step until ``steps`` was raised."""
+        if self._evaluation_due(line["step"]):
+            return line
+        initial = self.initial if line["step"] == 1 else {}
+        return {k: v for k, v in line.items() if not k.startswith("eval/") or k in initial}
 
     def _evaluate(self) -> Metrics:
         parts = self.parts
@@ -229,9 +237,10 @@ class Trainer:
 
     def _tell_report(self, reporter: Reporter) -> None:
         """Once per process, when the first step has been captured."""
-        self.report = getattr(self.parts.updater.step, "report", None)
-        if self.report is not None:
-            reporter.report(self.report)
+        report = getattr(self.parts.updater.step, "report", None)
+        if report is not None and not self._reported:
+            reporter.report(report)
+        self._reported = True
 
     def _samples(self, rollout: Rollout) -> list[dict[str, Any]]:
         """Some completions, spread over the step's prompts."""

@@ -133,6 +133,17 @@ def test_resume_of_nothing_starts_and_more_steps_go_on(config_file):
     assert len(metrics("out")) == 3
 
 
+@pytest.mark.parametrize("every", [0, 2])
+def test_raising_steps_later_is_the_same_run(config_file, every):
+    extra = ("eval.size=2", f"eval.every={every}")
+    assert train(config_file, "whole", *extra) == 0
+    for steps in (1, 3):
+        assert train(config_file, "parts", *extra, f"steps={steps}", resume="") == 0
+        assert "eval/accuracy" in json.loads(metrics("parts")[-1])
+    assert train(config_file, "parts", *extra, resume="") == 0
+    assert metrics("parts") == metrics("whole")
+
+
 def test_a_finished_run_is_not_overwritten(config_file, capsys):
     assert train(config_file, "out", "steps=1") == 0
     assert train(config_file, "out", "steps=1") == 2
