@@ -39,14 +39,14 @@ SHOWN_VERSIONS = ("python", "torch", "triton", "transformers", "trl", "liger-ker
 # What a person wants to know of each pass; a pass of the registry that has no entry is an error.
 PASSES: dict[str, tuple[str, str, str, str]] = {
     "fuse-linear-logprob": (
-        "`lm_head`, then bias, scale, softcap, temperature as the graph has them, then log-probs of "
-        "given tokens, log-sum-exp, entropy, mean logit, sum of p², top-1 hits",
+        "`lm_head`, then bias, scale, softcap, temperature as the graph has them, then log-probs "
+        "of given tokens, log-sum-exp, entropy, mean logit, sum of p², top-1 hits",
         "the logits and every copy of them; with a frozen head also the backward's matmul over the "
         "vocabulary",
         "frozen head: one `[N, H]` vector for each of up to two differentiated outputs; otherwise "
         "the tile's matmul once more in backward",
-        "the loss wants another statistic of the logits: `chunk-vocab-region` takes it; or for that "
-        "pass's reasons",
+        "the loss wants another statistic of the logits: `chunk-vocab-region` takes it; or for "
+        "that pass's reasons",
     ),
     "chunk-vocab-region": (
         "`lm_head` and any row-local PyTorch after it that ends without a vocabulary dim",
