@@ -29,7 +29,13 @@ LAYERS = {
 }
 # The public API: importable by name from `fxrl` itself, so it counts as the layer that makes it.
 PUBLIC = {"Config": "config", "losses": "losses", "__version__": "errors"}
-OPEN = {"cli", "doctor", "testing", "__init__", "__main__"}  # the front end and the facade may import all
+OPEN = {
+    "cli",
+    "doctor",
+    "testing",
+    "__init__",
+    "__main__",
+}  # the front end and the facade may import all
 
 
 def source_files() -> list[Path]:
