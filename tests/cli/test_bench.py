@@ -12,6 +12,7 @@ from fxrl.errors import ConfigError
 def checkout(tmp_path):
     bench = tmp_path / "bench"
     bench.mkdir()
+    (bench / "__init__.py").write_text("")
     (tmp_path / "pyproject.toml").write_text("")
     (bench / "common.py").write_text('"""Shared, with a __main__ in words."""')
     (bench / "qwen.py").write_text('"""A helper without a main part."""')
