@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from fxrl.compile.opaque import OpaqueCalls, is_opaque
 from fxrl.core.canonical import fold_broadcast_products
 from fxrl.core.graph import eliminate_dead_code, is_call, propagate_requires_grad, shape_of
+from fxrl.core.rebatch import rebatch_loops
 
 aten = torch.ops.aten
 
@@ -48,6 +49,7 @@ def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
         lowered = make_fx(_functional(interpreter.run), decomposition_table=_OPENED)(*examples)
     _name_placeholders(gm, lowered, examples)
     opaque.restore(lowered)
+    rebatch_loops(lowered.graph)
     fold_broadcast_products(lowered.graph)
     eliminate_dead_code(lowered.graph)
     propagate_requires_grad(lowered.graph)

@@ -35,6 +35,8 @@ def _expanded(node: fx.Node) -> fx.Node | None:
         return None
     right: Any = node.args[1]
     sizes = shape_of(right)
+    if sizes[0] == 1 and not isinstance(sizes[0], torch.SymInt):
+        return _only(right)
     while is_call(right, aten.view.default, aten._unsafe_view.default, aten.reshape.default):
         if [str(s) for s in shape_of(right)] != [str(s) for s in sizes]:
             return None
@@ -43,6 +45,16 @@ def _expanded(node: fx.Node) -> fx.Node | None:
         return None
     weight = right.args[0]
     return weight if len(shape_of(weight)) == 2 else None
+
+
+def _only(batch: fx.Node) -> fx.Node:
+    """The one matrix of a batch of one (how ``einsum`` writes a plain product)."""
+    val = tensor_val(batch)
+    assert val is not None
+    with batch.graph.inserting_after(batch):
+        matrix = batch.graph.call_function(aten.squeeze.dim, (batch, 0))
+    matrix.meta = {**batch.meta, "val": val.squeeze(0)}
+    return matrix
 
 
 def _fold(graph: fx.Graph, sizes: SizeTable, node: fx.Node, weight: fx.Node) -> None:
