@@ -13,6 +13,7 @@ from torch import nn
 
 from fxrl.compile.backend import Backend
 from fxrl.compile.dynamic import mark_batch
+from fxrl.compile.takeover import Takeover
 from fxrl.config import Config
 from fxrl.core.plan import Plan
 from fxrl.core.remark import Report
@@ -20,7 +21,7 @@ from fxrl.core.remark import Report
 LossFunction = Callable[[nn.Module, Any], Any]
 
 #: Dynamo's settings while a step runs (and may compile); scoped, never global.
-_DYNAMO = {
+_DYNAMO: dict[str, Any] = {
     "capture_dynamic_output_shape_ops": True,  # rows selected by a mask
     "capture_scalar_outputs": True,
     "recompile_limit": 64,  # code shared by many models, such as a library's forward
@@ -43,18 +44,21 @@ class TrainStep:
         self.config = config
         self._plan = plan or Plan.from_config(config)
         self._backend = Backend(config, self._plan)
+        self._takeover = Takeover(model)
         self._compiled = torch.compile(self._fresh_function(), backend=self._backend)
 
     def __call__(self, batch: Any) -> Any:
         """What ``loss_fn(model, batch)`` returns; autograd works as for any PyTorch value."""
         mark_batch(batch)
-        with torch._dynamo.config.patch(**_DYNAMO):  # type: ignore[no-untyped-call]
+        settings = torch._dynamo.config.patch(_DYNAMO)
+        with settings, self._takeover.active():
             return self._compiled(batch)
 
     @property
     def report(self) -> Report:
         """Every remark of every capture so far."""
-        return Report(tuple(r for c in self._backend.captures for r in c.report.remarks))
+        captured = Report(tuple(r for c in self._backend.captures for r in c.report.remarks))
+        return self._takeover.report + captured
 
     @property
     def plan(self) -> Plan:
