@@ -45,6 +45,7 @@ def test_no_rows(tmp_path):
 
 
 def test_reasoning_gym_scores_its_own_answers():
+    pytest.importorskip("reasoning_gym")
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     source = read_source(DataConfig(reasoning_gym="chain_sum", params=params, size=5))
     assert source.prompt == "question"
@@ -59,11 +60,13 @@ def test_reasoning_gym_scores_its_own_answers():
     [("chain_sun", {}, "did you mean chain_sum?"), ("gcd", {"min_numbrs": 2}, "refuses them")],
 )
 def test_reasoning_gym_mistakes(name, params, words):
+    pytest.importorskip("reasoning_gym")
     with pytest.raises(DataError, match=words.replace("?", "\\?")):
         read_source(DataConfig(reasoning_gym=name, params=params, size=2))
 
 
 def test_a_dataset_folder_of_hugging_face(tmp_path):
+    pytest.importorskip("datasets")
     write(tmp_path / "train.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2})
     rows = read_source(DataConfig(dataset=str(tmp_path), size=1)).rows
     assert rows == ({"prompt": "a", "answer": 1},)
