@@ -6,12 +6,13 @@ torch.compile keeps its settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 #: Options for every region body; each is kept only because a measurement pays for it
 #: (bench/results/region_flags.json).
@@ -35,18 +36,57 @@ class InductorOptions:
 
 
 def compile_body(
-    gm: fx.GraphModule, options: InductorOptions
-) -> tuple[Callable[..., Sequence[Tensor]], str]:
-    """Compile a traced graph with Inductor; also the source it generated.
+    gm: fx.GraphModule, mode: FakeTensorMode, options: InductorOptions
+) -> Callable[..., Sequence[Tensor]]:
+    """Compile a traced graph with Inductor.
 
-    The graph's placeholders carry fake values; symbolic sizes stay symbolic, so the compiled body
-    serves every token count of two or more.
+    Args:
+        gm: its placeholders carry fake values of ``mode``; symbolic sizes stay symbolic, and what
+            Inductor assumes about them becomes guards of the mode's shape environment.
+        mode: the fake mode that ``gm`` was traced in.
+        options: the configuration, for this call alone.
+
+    NOTE [Why "from_tracing_context"]: "from_graph" looks for the mode under a key that only
+    Dynamo's graphs have; on torch 2.11 it then makes a mode of its own and specialises the token
+    count to its hint.
     """
     import torch._inductor
-    from torch._inductor.utils import run_and_get_code  # noqa: F401
 
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    compiled = torch._inductor.standalone_compile(
-        gm, values, dynamic_shapes="from_graph", options={"config_patches": dict(options.options)}
-    )
-    return compiled, ""
+    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+        compiled: Callable[..., Sequence[Tensor]] = torch._inductor.standalone_compile(
+            gm,
+            values,
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": dict(options.options)},
+        )
+    return compiled
+
+
+def generated_source(compiled: object) -> str:
+    """The source that Inductor generated for a compiled body: the wrapper, kernels inside.
+
+    NOTE [Why a walk]: the artifact keeps its code inside a chain of wrappers whose names change
+    between versions of torch; the output code at the end of the chain is stable.
+    """
+    return "\n\n".join(sorted({code.source_code for code in _output_codes(compiled, set())}))
+
+
+def _output_codes(value: Any, seen: set[int]) -> Iterator[Any]:
+    from torch._inductor.output_code import CompiledFxGraph
+
+    if id(value) in seen or isinstance(value, type):
+        return
+    seen.add(id(value))
+    if isinstance(value, CompiledFxGraph):
+        yield value
+        return
+    inside = [*getattr(value, "__dict__", {}).values()]
+    for cell in getattr(value, "__closure__", None) or ():
+        try:
+            inside.append(cell.cell_contents)
+        except ValueError:  # a name that its function has not bound yet
+            continue
+    for item in inside:
+        if callable(item):
+            yield from _output_codes(item, seen)

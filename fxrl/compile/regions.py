@@ -1,151 +1,105 @@
-"""From a Region to kernels: trace forward and vjp at compile time, compile each once.
+"""From a Region to kernels: both graphs traced and compiled once for all sizes alike.
 
-Both graphs are traced over fake tensors in a shape environment of their own, the token count a
-fresh symbol, so one body serves every batch. The vjp recomputes the forward inside; dead code
-elimination then keeps only what the gradients need.
-
-NOTE [Why at compile time]: inside an op's kernel the autograd dispatch keys are excluded, so a
-vjp cannot be taken there.
-NOTE [Why tracing "real" over fakes]: ``make_fx(tracing_mode="symbolic")`` over prepared fakes
-re-wraps them and specialises the token dim to its hint on torch 2.11. Tracing over our own fakes
-as they are is what AOTAutograd does, and works on every version.
+NOTE [Why variants]: a graph may hold for some sizes only. Inductor indexes with 32 bits where the
+sizes it sees allow it, and an op may take another road for a size of 0 or 1. What was assumed
+stands in the shape environment; sizes that break it get a variant of their own.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch import Tensor
 
-from fxrl.compile.inductor import InductorOptions, compile_body
-from fxrl.core.region import InputSpec, Region
-from fxrl.ops.region import RegionKernels, register, registered
+from fxrl.compile.inductor import InductorOptions, compile_body, generated_source
+from fxrl.compile.trace_region import TracedRegion, sizes_of
+from fxrl.core.region import Region
+from fxrl.ops.region import RegionKernels, TensorFunction, register, registered
 
-#: The token count that tracing sees; any value of two or more gives the same graph.
-_TRACE_ROWS = 64
+#: More variants than this of one region hint at a size that should not have been specialised.
+_MANY_VARIANTS = 8
 
 
-class TracedRegion:
-    """A region's two graphs, and what their inputs look like.
+class ManyVariantsWarning(UserWarning):
+    """A region is compiled again and again because its graph holds for single sizes only."""
 
-    Attributes:
-        forward: graph of the inputs, returning a list of outputs.
-        vjp: graph of the inputs and the output gradients; None without a gradient.
-        grad_outputs: which outputs have an incoming gradient.
-    """
 
-    def __init__(self, region: Region) -> None:
-        self.region = region
-        self._mode = FakeTensorMode(
-            shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False
-        )
-        self._symbols: dict[str, torch.SymInt] = {}
-        inputs = self._inputs()
-        self.forward = self._trace(self._forward, inputs)
-        outputs = _outputs_of(self.forward)
-        self.grad_outputs = tuple(
-            i for i, o in enumerate(outputs) if o.is_floating_point() or o.is_complex()
-        )
-        self.vjp: fx.GraphModule | None = None
-        if any(spec.needs_grad for spec in region.inputs) and self.grad_outputs:
-            grads = [self._like(outputs[i]) for i in self.grad_outputs]
-            self.vjp = self._trace(self._vjp, [*self._inputs(), *grads])
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """The two graphs and what runs for them."""
 
-    # -- fake inputs; every value gets a tensor of its own, for a mode traces one tensor as one value
-    def _inputs(self) -> list[Tensor]:
-        return [self._fake(spec) for spec in self.region.inputs]
+    traced: TracedRegion
+    forward: TensorFunction
+    vjp: TensorFunction | None
 
-    def _fake(self, spec: InputSpec) -> Tensor:
-        example = spec.example
-        sizes: list[Any] = [self._size(size) for size in example.shape]
-        if spec.tiled:
-            sizes[0] = self._symbol("rows")
-            with self._mode:
-                return torch.empty(sizes, dtype=example.dtype, device=example.device)
-        strides = [self._size(stride) for stride in example.stride()]
-        with self._mode:
-            return torch.empty_strided(sizes, strides, dtype=example.dtype, device=example.device)
 
-    def _like(self, value: Tensor) -> Tensor:
-        with self._mode:
-            return torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device)
+class _Bodies:
+    """What runs for one region, by the sizes of its inputs."""
 
-    def _symbol(self, name: str, example: int = _TRACE_ROWS) -> torch.SymInt:
-        if name not in self._symbols:
-            env = self._mode.shape_env
-            assert env is not None
-            source = ConstantSource(f"fxrl_{name}")
-            symbol = env.create_symbol(example, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-            size = env.create_symintnode(symbol, hint=example, source=source)
-            assert isinstance(size, torch.SymInt)
-            self._symbols[name] = size
-        return self._symbols[name]
+    def __init__(self, region: Region, options: InductorOptions | None) -> None:
+        self._region = region
+        self._options = options
+        self.first = self._build(None)
+        self._variants = [self.first]
+        self._chosen: dict[tuple[int, ...], _Variant] = {}
 
-    def _size(self, size: Any) -> Any:
-        """A size of the outer graph in this region's own symbols."""
-        if isinstance(size, int):
-            return size
-        return self._translate(size.node.expr, size.node.hint)
+    def forward(self, *inputs: Tensor) -> Sequence[Tensor]:
+        return self._for(inputs).forward(*inputs)
 
-    def _translate(self, expr: Any, example: int) -> Any:
-        if expr.is_Integer:
-            return int(expr)
-        if expr.is_Symbol:
-            return self._symbol(str(expr), example)
-        if expr.is_Add or expr.is_Mul:
-            parts = [self._translate(part, example) for part in expr.args]
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part if expr.is_Add else total * part
-            return total
-        return self._symbol(str(expr), example)
+    def vjp(self, *values: Tensor) -> Sequence[Tensor]:
+        vjp = self._for(values[: len(self._region.inputs)]).vjp
+        assert vjp is not None
+        return vjp(*values)
 
-    # -- the two functions
-    def _forward(self, *inputs: Tensor) -> list[Tensor]:
-        return list(self.region.forward(*inputs))
+    def _for(self, inputs: Sequence[Tensor]) -> _Variant:
+        sizes = sizes_of(self._region, inputs)
+        key = tuple(sizes.values())
+        if key not in self._chosen:
+            self._chosen[key] = self._find(sizes)
+        return self._chosen[key]
 
-    def _vjp(self, *values: Tensor) -> list[Tensor]:
-        specs = self.region.inputs
-        inputs, grads = values[: len(specs)], values[len(specs) :]
-        with torch.enable_grad():
-            live = [
-                x.detach().requires_grad_(spec.needs_grad)
-                for x, spec in zip(inputs, specs, strict=True)
-            ]
-            outputs = list(self.region.forward(*live))
-            pairs = [
-                (outputs[i], g)
-                for i, g in zip(self.grad_outputs, grads, strict=True)
-                if outputs[i].requires_grad
-            ]
-            wanted = [x for x in live if x.requires_grad]
-            if not pairs:
-                return [torch.zeros_like(x) for x in wanted]
-            found = torch.autograd.grad(
-                [o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
+    def _find(self, sizes: dict[str, int]) -> _Variant:
+        for variant in self._variants:
+            if variant.traced.serves(sizes):
+                return variant
+        # NOTE [Why a thread]: an op's kernel runs with autograd's dispatch keys excluded, so no
+        # vjp can be taken there; that state belongs to the thread.
+        with ThreadPoolExecutor(1) as pool:
+            self._variants.append(pool.submit(self._build, sizes).result())
+        if len(self._variants) == _MANY_VARIANTS:
+            warnings.warn(
+                f"region {self._region.id} was built {_MANY_VARIANTS} times, the last for sizes "
+                f"{sizes}; an op in it makes a size constant",
+                ManyVariantsWarning,
+                stacklevel=2,
             )
-        return [
-            torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)
-        ]
+        return self._variants[-1]
 
-    def _trace(self, function: Any, inputs: Sequence[Tensor]) -> fx.GraphModule:
-        with self._mode, enable_python_dispatcher(), torch.no_grad():
-            gm = make_fx(function)(*inputs)
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
-        return gm
+    def _build(self, sizes: dict[str, int] | None) -> _Variant:
+        traced = TracedRegion(self._region, sizes)
+        if self._options is None:
+            return _Variant(traced, traced.forward, traced.vjp)
+        forward = compile_body(traced.forward, traced.mode, self._options)
+        vjp: Any = None
+        if traced.vjp is not None:
+            vjp = compile_body(traced.vjp, traced.mode, self._options)
+        return _Variant(traced, forward, vjp)
 
-
-def _outputs_of(gm: fx.GraphModule) -> list[Tensor]:
-    (output,) = gm.graph.find_nodes(op="output")
-    return [node.meta["val"] for node in output.args[0]]
+    def generated(self) -> dict[str, str]:
+        """File name -> source that Inductor generated, over all variants."""
+        files: dict[str, str] = {}
+        if self._options is None:
+            return files
+        for number, variant in enumerate(self._variants):
+            suffix = f"_{number}" if number else ""
+            files[f"forward{suffix}.py"] = generated_source(variant.forward)
+            if variant.vjp is not None:
+                files[f"vjp{suffix}.py"] = generated_source(variant.vjp)
+        return files
 
 
 def build_region(region: Region, options: InductorOptions | None) -> RegionKernels:
@@ -156,23 +110,17 @@ def build_region(region: Region, options: InductorOptions | None) -> RegionKerne
     known = registered(region.id)
     if known is not None and known.options == options:
         return known
-    traced = TracedRegion(region)
-    forward: Any = traced.forward
-    vjp: Any = traced.vjp
-    generated: dict[str, str] = {}
-    if options is not None:
-        forward, generated["forward.py"] = compile_body(traced.forward, options)
-        if traced.vjp is not None:
-            vjp, generated["vjp.py"] = compile_body(traced.vjp, options)
+    bodies = _Bodies(region, options)
+    traced = bodies.first.traced
     kernels = RegionKernels(
         region,
-        forward,
-        vjp,
+        bodies.forward,
+        None if traced.vjp is None else bodies.vjp,
         traced.grad_outputs,
         min_rows=1 if options is None else 2,
         options=options,
         traced=(traced.forward, traced.vjp),
-        generated=generated,
+        generated=bodies.generated,
     )
     register(kernels)
     return kernels

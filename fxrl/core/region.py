@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.core.printer import print_graph
+from fxrl.core.printer import Symbols, print_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,23 @@ class Region:
     @property
     def id(self) -> str:
         """Content hash: body, input types and which gradients are wanted."""
-        text = "\n".join([print_graph(self.forward), *(map(_signature, self.inputs))])
+        symbols = Symbols()
+        inputs = [_signature(spec, symbols) for spec in self.inputs]
+        text = "\n".join([print_graph(self.forward), *inputs])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _signature(spec: InputSpec) -> str:
+def _signature(spec: InputSpec, symbols: Symbols) -> str:
+    """All that compiled code depends on; strides too, but for rows, which are made contiguous."""
     example = spec.example
-    sizes = [str(size) for size in example.shape[1 if spec.tiled else 0 :]]
-    return f"{example.dtype} {example.device.type} {sizes} {spec.tiled} {spec.needs_grad}"
+    sizes = [_text(size, symbols) for size in example.shape[1 if spec.tiled else 0 :]]
+    strides = [] if spec.tiled else [_text(stride, symbols) for stride in example.stride()]
+    kind = f"{example.dtype} {example.device.type} {sizes} {strides}"
+    return f"{kind} {spec.tiled} {spec.needs_grad}"
+
+
+def _text(size: int | torch.SymInt, symbols: Symbols) -> str:
+    return str(size) if isinstance(size, int) else symbols.text(size)
 
 
 def regions_of(gm: fx.GraphModule) -> dict[str, Region]:

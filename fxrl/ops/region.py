@@ -12,7 +12,7 @@ run-time values, and one compiled body serves every shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class RegionKernels:
         min_rows: fewer rows than this are padded (a compiled body may assume at least 2).
         options: the compiler options they were built with; None for op by op.
         traced: the graphs they were built from, forward and vjp.
-        generated: file name -> generated source.
+        generated: gives file name -> source that the compiler generated.
     """
 
     region: Region
@@ -46,7 +46,7 @@ class RegionKernels:
     min_rows: int = 1
     options: Any = None
     traced: tuple[fx.GraphModule, fx.GraphModule | None] | None = None
-    generated: dict[str, str] = field(default_factory=dict)
+    generated: Callable[[], dict[str, str]] = dict
 
 
 _KERNELS: dict[str, RegionKernels] = {}
@@ -102,7 +102,7 @@ def _tile_inputs(
     parts = []
     for x, spec in zip(inputs, kernels.region.inputs, strict=True):
         if spec.tiled:
-            part = x[start:stop]
+            part = x[start:stop].contiguous()  # bodies are traced for contiguous rows
             x = torch.cat([part, part[-1:].expand(padding, *part.shape[1:])]) if padding else part
         parts.append(x)
     return parts, padding

@@ -1,0 +1,199 @@
+"""A region's two graphs: the forward, and the vjp that recomputes it inside.
+
+Both are traced over fake tensors in a shape environment of their own, sizes that vary as symbols,
+so one body serves every batch. Dead code elimination then keeps only what the gradients need.
+
+NOTE [Why tracing "real" over fakes]: ``make_fx(tracing_mode="symbolic")`` over prepared fakes
+re-wraps them and specialises the token dim to its hint on torch 2.11. Tracing over our own fakes
+as they are is what AOTAutograd does, and works on every version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from fxrl.core.graph import Size, hint
+from fxrl.core.region import InputSpec, Region
+
+#: The row count that tracing sees; any value of two or more gives the same graph.
+_TRACE_ROWS = 64
+
+
+class TracedRegion:
+    """A region's two graphs, and what their inputs look like.
+
+    Attributes:
+        mode: the fake mode of both graphs; its shape environment collects what they assume.
+        forward: graph of the inputs, returning a list of outputs.
+        vjp: graph of the inputs and the output gradients; None without a gradient.
+        grad_outputs: which outputs have an incoming gradient.
+    """
+
+    def __init__(self, region: Region, sizes: Mapping[str, int] | None = None) -> None:
+        """Trace a region for ``sizes`` (by symbol; see ``sizes_of``) and all alike them."""
+        self.region = region
+        self.mode = FakeTensorMode(
+            shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False
+        )
+        self._sizes = dict(sizes or {})
+        self._seen = {
+            name: max(2, hint(region.inputs[i].example.shape[dim]))
+            for name, i, dim in _symbol_places(region)
+        }
+        self._symbols: dict[str, Size] = {}
+        inputs = self._inputs()
+        self.forward = self._trace(self._forward, inputs)
+        outputs = _outputs_of(self.forward)
+        self.grad_outputs = tuple(
+            i for i, o in enumerate(outputs) if o.is_floating_point() or o.is_complex()
+        )
+        self.vjp: fx.GraphModule | None = None
+        if any(spec.needs_grad for spec in region.inputs) and self.grad_outputs:
+            grads = [self._like(outputs[i]) for i in self.grad_outputs]
+            self.vjp = self._trace(self._vjp, [*self._inputs(), *grads])
+
+    def serves(self, sizes: Mapping[str, int]) -> bool:
+        """Whether what was traced (and compiled since) holds for these sizes."""
+        values: dict[sympy.Symbol, sympy.Integer] = {}
+        for name, size in self._symbols.items():
+            if isinstance(size, int):
+                if sizes[name] != size:
+                    return False
+            elif name in sizes:
+                if sizes[name] < 2:  # what the symbol was assumed to be
+                    return False
+                values[size.node._expr] = sympy.Integer(sizes[name])
+        env = self.mode.shape_env
+        assert env is not None
+        return all(guard.expr.xreplace(values) != sympy.false for guard in env.guards)
+
+    # -- fake inputs; every value gets a tensor of its own, for a mode traces one tensor as one value
+    def _inputs(self) -> list[Tensor]:
+        return [self._fake(spec) for spec in self.region.inputs]
+
+    def _fake(self, spec: InputSpec) -> Tensor:
+        example = spec.example
+        sizes: list[Any] = [self._size(size) for size in example.shape]
+        if spec.tiled:
+            sizes[0] = self._symbol("rows", _TRACE_ROWS)
+            with self.mode:
+                return torch.empty(sizes, dtype=example.dtype, device=example.device)
+        strides = [self._size(stride) for stride in example.stride()]
+        with self.mode:
+            return torch.empty_strided(sizes, strides, dtype=example.dtype, device=example.device)
+
+    def _like(self, value: Tensor) -> Tensor:
+        with self.mode:
+            return torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device)
+
+    def _symbol(self, name: str, example: int) -> Size:
+        """A size that varies; constant where it is 0 or 1, which no symbol stands for."""
+        example = self._sizes.get(name, example)
+        if name not in self._symbols:
+            self._symbols[name] = example if example < 2 else self._fresh(name, example)
+        return self._symbols[name]
+
+    def _fresh(self, name: str, example: int) -> Size:
+        env = self.mode.shape_env
+        assert env is not None
+        source = ConstantSource(f"fxrl_{name}")
+        symbol = env.create_symbol(example, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        size: Size = env.create_symintnode(symbol, hint=example, source=source)
+        return size
+
+    def _size(self, size: Size) -> Size:
+        """A size of the outer graph in this region's own symbols."""
+        if isinstance(size, int):
+            return size
+        expr = size.node.expr
+        if expr.is_Integer:
+            return int(expr)
+        if {str(symbol) for symbol in expr.free_symbols} <= self._seen.keys():
+            known = self._translate(expr)
+            if known is not None:
+                return known
+        return self._symbol(str(expr), max(2, hint(size)))
+
+    def _translate(self, expr: Any) -> Size | None:
+        if expr.is_Integer:
+            return int(expr)
+        if expr.is_Symbol:
+            return self._symbol(str(expr), self._seen[str(expr)])
+        if not (expr.is_Add or expr.is_Mul):
+            return None
+        parts = [self._translate(part) for part in expr.args]
+        total = parts[0]
+        for part in parts[1:]:
+            if total is None or part is None:
+                return None
+            total = total + part if expr.is_Add else total * part
+        return total
+
+    # -- the two functions
+    def _forward(self, *inputs: Tensor) -> list[Tensor]:
+        return list(self.region.forward(*inputs))
+
+    def _vjp(self, *values: Tensor) -> list[Tensor]:
+        specs = self.region.inputs
+        inputs, grads = values[: len(specs)], values[len(specs) :]
+        with torch.enable_grad():
+            live = [
+                x.detach().requires_grad_(spec.needs_grad)
+                for x, spec in zip(inputs, specs, strict=True)
+            ]
+            outputs = list(self.region.forward(*live))
+            pairs = [
+                (outputs[i], g)
+                for i, g in zip(self.grad_outputs, grads, strict=True)
+                if outputs[i].requires_grad
+            ]
+            wanted = [x for x in live if x.requires_grad]
+            if not pairs:
+                return [torch.zeros_like(x) for x in wanted]
+            found = torch.autograd.grad(
+                [o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
+            )
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+
+    def _trace(self, function: Any, inputs: Sequence[Tensor]) -> fx.GraphModule:
+        # The body already holds the casts that autocast asked for where it was captured.
+        with (
+            self.mode,
+            enable_python_dispatcher(),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+        ):
+            gm = make_fx(function)(*inputs)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        return gm
+
+
+def sizes_of(region: Region, inputs: Sequence[Tensor]) -> dict[str, int]:
+    """What the sizes that vary are in these inputs, by symbol."""
+    return {name: int(inputs[i].shape[dim]) for name, i, dim in _symbol_places(region)}
+
+
+def _symbol_places(region: Region) -> Iterator[tuple[str, int, int]]:
+    """Symbol, input and dim of every size that is one symbol."""
+    for index, spec in enumerate(region.inputs):
+        for dim, size in enumerate(spec.example.shape):
+            if spec.tiled and dim == 0:
+                yield "rows", index, 0
+            elif isinstance(size, torch.SymInt) and not size.node.expr.is_Integer:
+                yield str(size.node.expr), index, dim
+
+
+def _outputs_of(gm: fx.GraphModule) -> list[Tensor]:
+    (output,) = gm.graph.find_nodes(op="output")
+    return [node.meta["val"] for node in output.args[0]]
