@@ -1,4 +1,4 @@
-"""The torch.compile backend: lower, run the passes, build the regions, hand the rest to AOT.
+"""The torch.compile backend: lower, run the passes, build the regions, run what is left.
 
 One call per captured graph. What happened is kept in a ``Capture`` for report, dump and verify.
 """
@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 from fxrl.compile.checkpointing import checkpoint_remarks, open_loss_checkpoints
 from fxrl.compile.inductor import InductorOptions
 from fxrl.compile.lower import lower
+from fxrl.compile.outer import run_outer
 from fxrl.compile.record import GraphBreak, Stage
 from fxrl.compile.regions import build_region
 from fxrl.config import Config
@@ -37,14 +36,14 @@ class Capture:
         dynamo: the graph as Dynamo delivered it.
         stages: the passes in order, with the printed graph before and after.
         regions: region bodies by id.
-        aot: ``"forward"``, ``"backward"`` or ``"inference"`` -> AOT graph.
+        rewritten: the graph that runs; None where the user's own does.
     """
 
     index: int
     dynamo: fx.GraphModule
     stages: list[Stage] = field(default_factory=list)
     regions: dict[str, Region] = field(default_factory=dict)
-    aot: dict[str, fx.GraphModule] = field(default_factory=dict)
+    rewritten: fx.GraphModule | None = None
     report: Report = field(default_factory=Report)
     graph_breaks: list[GraphBreak] = field(default_factory=list)
 
@@ -69,12 +68,13 @@ class Backend:
         capture.graph_breaks = _graph_breaks(gm)
         capture.report += _break_remarks(capture.graph_breaks)
         rewritten = self._rewrite(gm, capture)
-        if rewritten is None or self.only_explain or _better_left(gm, capture):
+        if rewritten is None or self.only_explain or _better_left(capture):
             return gm.forward
         options = InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
         for region in capture.regions.values():
             build_region(region, options)
-        return self._run_by_aot(rewritten, example_inputs, capture)
+        capture.rewritten = rewritten
+        return run_outer(rewritten, example_inputs)
 
     def _rewrite(self, gm: fx.GraphModule, capture: Capture) -> fx.GraphModule | None:
         """The graph after lowering and all passes; None when it must run as it is."""
@@ -104,67 +104,16 @@ class Backend:
 
         judge_misses(capture.report, self.config.on_miss)
 
-    def _run_by_aot(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], capture: Capture
-    ) -> Callable[..., Any]:
-        def keep(kind: str) -> Callable[..., Any]:
-            def compiler(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-                capture.aot[kind] = graph
-                return _boxed(graph)
 
-            return compiler
+def _better_left(capture: Capture) -> bool:
+    """Whether the graph should run exactly as the user wrote it: no pass changed it.
 
-        with torch._C._DisableAutocast():  # the lowered graph already holds autocast's casts
-            compiled: Callable[..., Any] = aot_module_simplified(
-                gm,
-                list(example_inputs),
-                fw_compiler=keep("forward"),
-                bw_compiler=keep("backward"),
-                inference_compiler=keep("inference"),
-                partition_fn=_partition,
-            )
-        return compiled
-
-
-def _better_left(gm: fx.GraphModule, capture: Capture) -> bool:
-    """Whether the graph should run exactly as the user wrote it, op by op.
-
-    NOTE [Why untouched graphs run eagerly]: where no pass applied there is nothing to gain, and
-    after a graph break the user may differentiate with respect to this graph's results, which
-    AOTAutograd's single backward node cannot serve. Higher-order ops (checkpointing) need AOT.
+    A checkpointed call must not run as Dynamo's stand-in, which recomputes nothing.
     """
-    applied = capture.report.of_kind(RemarkKind.APPLIED)
-    return not applied and not any(
-        isinstance(node.target, HigherOrderOperator) for node in gm.graph.nodes
+    calls = capture.dynamo.graph.nodes
+    return not capture.report.of_kind(RemarkKind.APPLIED) and not any(
+        isinstance(node.target, HigherOrderOperator) for node in calls
     )
-
-
-def _boxed(graph: fx.GraphModule) -> Callable[..., Any]:
-    """AOT's boxed convention: the callee empties the argument list, so inputs die early."""
-
-    def run(args: list[Any]) -> Any:
-        values = list(args)
-        args.clear()
-        return graph.forward(*values)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def _partition(
-    joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Save what eager would save; recompute only what the user's checkpointing asks for.
-
-    NOTE [Why not min-cut everywhere]: the outer graph runs op by op, so each recomputed
-    elementwise op costs a kernel and a pass over memory, which min-cut assumes to be free.
-    """
-    tagged = any(node.meta.get("recompute") is not None for node in joint.graph.nodes)
-    split = min_cut_rematerialization_partition if tagged else default_partition
-    result: tuple[fx.GraphModule, fx.GraphModule] = split(
-        joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
-    )
-    return result
 
 
 def _missed(pass_name: str, reason: str, cure: str = "", source: str = "") -> Report:

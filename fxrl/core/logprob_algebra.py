@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fxrl.core.graph import is_call
 from fxrl.core.logprob_forms import Affine, Exp, Form, NotRecognised, Transform
 from fxrl.core.row_expr import ExprPool, RowExpr
 
@@ -188,12 +189,36 @@ class LogprobAlgebra:
                 return self.pool.call("stat", "argmax_hit")
         return None
 
+    def local_sizes(self, expr: RowExpr) -> tuple[int, ...]:
+        """Local dims of a vocabulary-sized expression: the vocabulary and dims of size 1."""
+        if expr is self.head:
+            return (self.vocab,)
+        if expr.target is aten.reshape.default:
+            return tuple(expr.args[1][1:])
+        inner = [self.local_sizes(part) for part in expr.operands() if self._is_wide(part)]
+        return max(inner, key=len)
+
+    def vocab_dim(self, expr: RowExpr) -> int:
+        """The vocabulary's dim in a vocabulary-sized expression."""
+        sizes = self.local_sizes(expr)
+        if [size for size in sizes if size != 1] != [self.vocab]:
+            raise NotRecognised("the vocabulary is split into several dims")
+        return 1 + sizes.index(self.vocab)
+
+    def in_layout(self, value: RowExpr, ones: int) -> RowExpr:
+        """``[n]`` with trailing dims of size 1."""
+        if not ones:
+            return value
+        return self.pool.call(aten.reshape.default, value, (-1, *(1,) * ones))
+
     def per_row(self, expr: RowExpr) -> RowExpr:
         """A row number in the ``[n]`` layout of the statistics."""
         if expr.leaf is not None and not expr.leaf.tiled:
             return expr  # a scalar for all rows
-        if expr.target is aten.reshape.default and expr.args[1] == (-1, 1):
-            return expr.args[0]  # type: ignore[no-any-return]
+        if expr.target is aten.reshape.default and set(expr.args[1][1:]) <= {1}:
+            return self.per_row(expr.args[0])
+        if expr.leaf is None and expr.target == "stat":
+            return expr
         return self.pool.call(aten.reshape.default, expr, (-1,))
 
     def one_per_row(self, index: RowExpr) -> bool:
@@ -211,7 +236,18 @@ class LogprobAlgebra:
             index = index.args[0]
         if self.target is None:
             self.target = index
-        return self.target is index
+        return self.target is index or _origin(self.target) == _origin(index)
+
+
+def _origin(index: RowExpr) -> tuple[object, ...] | None:
+    """Where ids come from, whatever dims of size 1 they were given on the way."""
+    leaf = index.leaf
+    if leaf is None or leaf.prepare:
+        return (id(index),)
+    node = leaf.node
+    while is_call(node, aten.unsqueeze.default, aten.squeeze.dim):
+        node = node.args[0]  # type: ignore[assignment]
+    return (node, str(leaf.steps))
 
 
 # ---------------------------------------------------------------------- form rules

@@ -30,6 +30,16 @@ def _same(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
     return form
 
 
+@form_rule(aten.reshape.default)
+def _reshape(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    """A view that adds or drops dims of size 1, such as a batch of one."""
+    if [size for size in algebra.local_sizes(expr) if size != 1] != [algebra.vocab]:
+        raise NotRecognised("a view splits the vocabulary")
+    form = algebra.form(expr.args[0], attached)
+    assert form is not None
+    return form
+
+
 @form_rule(aten.clamp.default)
 def _clamp(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
     """A clamp to the dtype's own range, as distributions do, changes nothing."""
@@ -142,7 +152,7 @@ def _div(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
     if form.k or form.r is not None or form.transform.temperature is not None:
         raise NotRecognised("log-probabilities are divided by a tensor")
     transform = form.transform if form.a == 1 else form.transform.scaled(form.a)
-    return Affine(replace(transform, temperature=divisor), 1.0, 0.0, None, form.attached)
+    return Affine(replace(transform, temperature=algebra.per_row(divisor)), 1.0, 0.0, None, form.attached)
 
 
 def _normalised(
@@ -189,6 +199,8 @@ def _shifted(
 
 
 def _is_vocab_vector(expr: RowExpr) -> bool:
+    if expr.target is aten.reshape.default:
+        expr = expr.args[0]
     return expr.leaf is not None and not expr.leaf.tiled and expr.leaf.node.meta["val"].dim() == 1
 
 
@@ -199,21 +211,25 @@ def _biased(form: Affine, vector: RowExpr, sign: float) -> Form:
         raise NotRecognised("a vector over the vocabulary is added after a transform")
     if transform.temperature is not None:
         raise NotRecognised("a vector over the vocabulary is added after the temperature")
+    if vector.target is aten.reshape.default:
+        vector = vector.args[0]
     return replace(form, transform=replace(transform, bias=vector))
 
 
 # ---------------------------------------------------------------------- reductions
-def _last_dim_only(expr: RowExpr) -> None:
+def _vocab_dim_only(algebra: LogprobAlgebra, expr: RowExpr) -> None:
     dims = expr.args[1] if len(expr.args) > 1 else dict(expr.kwargs).get("dim")
     dims = dims if isinstance(dims, tuple) else (dims,)
-    if [d for d in dims] not in ([1], [-1]):
+    rank = 1 + len(algebra.local_sizes(expr.args[0]))
+    if [d % rank for d in dims] != [algebra.vocab_dim(expr.args[0])]:
         raise NotRecognised("a reduction over other dims than the vocabulary")
 
 
 def _keep(algebra: LogprobAlgebra, expr: RowExpr, value: RowExpr) -> RowExpr:
-    """``[n]`` or, with keepdim, ``[n, 1]``."""
+    """``[n]`` in the layout of the reduction: its other local dims, which have size 1."""
     keepdim = expr.args[2] if len(expr.args) > 2 else dict(expr.kwargs).get("keepdim", False)
-    return algebra.pool.call(aten.reshape.default, value, (-1, 1)) if keepdim else value
+    ones = len(algebra.local_sizes(expr.args[0])) - (not keepdim)
+    return algebra.in_layout(value, ones)
 
 
 def _zero(algebra: LogprobAlgebra, form: Affine | Exp) -> RowExpr:
@@ -223,7 +239,7 @@ def _zero(algebra: LogprobAlgebra, form: Affine | Exp) -> RowExpr:
 
 @reduction(aten.logsumexp.default)
 def _logsumexp(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
-    _last_dim_only(expr)
+    _vocab_dim_only(algebra, expr)
     form = algebra.unit(algebra.affine(expr.args[0], attached))
     total = algebra.add(algebra._lse(form, 1 + form.k), form.r)
     return _keep(algebra, expr, total if total is not None else _zero(algebra, form))
@@ -231,7 +247,7 @@ def _logsumexp(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExp
 
 @reduction(aten.sum.dim_IntList)
 def _sum(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
-    _last_dim_only(expr)
+    _vocab_dim_only(algebra, expr)
     form = algebra.form(expr.args[0], attached)
     assert form is not None
     return _keep(algebra, expr, _total(algebra, form))
@@ -282,7 +298,7 @@ def _same_logits(left: Exp, right: Affine | Exp) -> None:
 
 @reduction(aten.mean.dim)
 def _mean(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
-    _last_dim_only(expr)
+    _vocab_dim_only(algebra, expr)
     return _keep(algebra, expr, _mean_of(algebra, algebra.affine(expr.args[0], attached)))
 
 
@@ -295,7 +311,7 @@ def _mean_of(algebra: LogprobAlgebra, form: Affine) -> RowExpr:
 
 @reduction(aten.amax.default)
 def _amax(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
-    _last_dim_only(expr)
+    _vocab_dim_only(algebra, expr)
     form = algebra.affine(expr.args[0], attached)
     if form.a <= 0:
         raise NotRecognised("a minimum over the vocabulary")
@@ -307,7 +323,9 @@ def _amax(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
 
 @reduction(aten.gather.default)
 def _gather(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
-    source, _, index = expr.args
+    source, dim, index = expr.args
+    if dim % (1 + len(algebra.local_sizes(source))) != algebra.vocab_dim(source):
+        raise NotRecognised("a gather over other dims than the vocabulary")
     if algebra.reads_head(index) or not algebra.one_per_row(index):
         raise NotRecognised("several entries per token are gathered")
     form = algebra.form(source, attached)
@@ -322,7 +340,7 @@ def _gather(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
         value = found
     else:
         raise NotRecognised("an entry of a product over the vocabulary is gathered")
-    return algebra.pool.call(aten.reshape.default, value, (-1, 1))
+    return algebra.in_layout(value, len(algebra.local_sizes(source)))
 
 
 def _picked(algebra: LogprobAlgebra, form: Affine) -> RowExpr:

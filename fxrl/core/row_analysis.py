@@ -250,6 +250,13 @@ class _Walk:
                 if not self._row_values(item)[0].wide:
                     self._collect(item, found)
         elif value is not None and not value.wide and any(map(self._is_read, user.users)):
+            if is_call(user, aten.argmax.default) and all(
+                is_call(reader, aten.eq.Tensor) and reader in self.rules.values
+                for reader in user.users
+            ):  # only the comparison with the target is read: a hit is all that is needed
+                for reader in user.users:
+                    self._collect(reader, found)
+                return
             found[user] = RowOutput(user, value)
 
     @staticmethod

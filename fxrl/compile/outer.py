@@ -1,0 +1,121 @@
+"""How the outer graph runs: what is left of the user's code once the regions are cut out.
+
+NOTE [Why the outer graph runs under eager autograd]: it is ATen op by op either way, and eager
+autograd saves for the backward what AOTAutograd's default partition saves. Tracing the joint graph
+and partitioning it cost as much again as the whole capture (8 layers with LoRA, 2 CPU cores: 26 s
+of 72 s) and grow with depth. So the lowered forward is called as it is. AOTAutograd traces it only
+for ``dump``, and compiles it where a higher-order op needs that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint
+
+from fxrl.core.graph import HigherOrderOperator
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    """A callable for a rewritten graph: eager autograd, or AOT where an op asks for it."""
+    restore_checkpoints(gm)
+    if any(isinstance(node.target, HigherOrderOperator) for node in gm.graph.nodes):
+        return compile_by_aot(gm, examples, {})
+    return _without_autocast(gm)
+
+
+def _without_autocast(gm: fx.GraphModule) -> Callable[..., Any]:
+    """The lowered graph already holds the casts that autocast asked for."""
+
+    def run(*args: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return gm.forward(*args)
+
+    return run
+
+
+def restore_checkpoints(gm: fx.GraphModule) -> None:
+    """Dynamo's checkpoint calls as ``torch.utils.checkpoint`` again, without reentrance."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target is _CHECKPOINT:
+            node.target = run_checkpointed
+    gm.recompile()
+
+
+def run_checkpointed(body: fx.GraphModule, *args: Any, **options: Any) -> Any:
+    """One checkpointed call. The user's random-state option is kept; reentrant autograd is not:
+    it needs inputs that require grad, gives the same numbers, and hides the body from autograd."""
+    preserve = bool(options.get("preserve_rng_state", True))
+    return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+
+def compile_by_aot(
+    gm: fx.GraphModule, examples: Sequence[Any], graphs: dict[str, fx.GraphModule]
+) -> Callable[..., Any]:
+    """AOTAutograd over the graph, each half run op by op and kept in ``graphs`` by its name."""
+
+    def keep(kind: str) -> Callable[..., Any]:
+        def compiler(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+            graphs[kind] = graph
+            return _boxed(graph)
+
+        return compiler
+
+    with torch._C._DisableAutocast():
+        compiled: Callable[..., Any] = aot_module_simplified(
+            gm,
+            list(examples),
+            fw_compiler=keep("forward"),
+            bw_compiler=keep("backward"),
+            inference_compiler=keep("inference"),
+            partition_fn=_partition,
+        )
+    return compiled
+
+
+def _boxed(graph: fx.GraphModule) -> Callable[..., Any]:
+    """AOT's boxed convention: the callee empties the argument list, so inputs die early."""
+
+    def run(args: list[Any]) -> Any:
+        values = list(args)
+        args.clear()
+        return graph.forward(*values)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _partition(
+    joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Save what eager would save; recompute only what the user's checkpointing asks for.
+
+    NOTE [Why not min-cut everywhere]: the outer graph runs op by op, so each recomputed
+    elementwise op costs a kernel and a pass over memory, which min-cut assumes to be free.
+    """
+    tagged = any(node.meta.get("recompute") is not None for node in joint.graph.nodes)
+    split = min_cut_rematerialization_partition if tagged else default_partition
+    result: tuple[fx.GraphModule, fx.GraphModule] = split(
+        joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
+    )
+    return result
+
+
+def aot_graphs(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
+    """What AOTAutograd makes of a rewritten graph, for people to read; nothing runs."""
+    examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    marks = [bool(node.meta.get("requires_grad")) for node in gm.graph.find_nodes(op="placeholder")]
+    inputs = [
+        x.detach().requires_grad_(mark) if isinstance(x, Tensor) else x
+        for x, mark in zip(examples, marks, strict=True)
+    ]
+    graphs: dict[str, fx.GraphModule] = {}
+    compile_by_aot(gm, inputs, graphs)
+    return graphs
