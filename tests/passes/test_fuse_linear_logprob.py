@@ -1,0 +1,234 @@
+"""``fuse-linear-logprob``: what it makes of a loss, why it declines, and that numbers agree."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+
+from fxrl.core.plan import Keep, Plan
+from fxrl.core.printer import print_graph
+from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
+from tests.passes.lowered import EVERYTHING, call, lowered
+
+
+def inputs(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(6, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(32, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    return hidden, weight, torch.randint(0, 32, (6,), generator=generator)
+
+
+def pick(logps, ids):
+    return logps.gather(-1, ids[:, None])[:, 0]
+
+
+def logprob(hidden, weight, ids):
+    return pick((F.linear(hidden, weight) / 0.5).log_softmax(-1), ids).sum()
+
+
+def entropy_bonus(hidden, weight, ids):
+    logps = F.linear(hidden, weight).log_softmax(-1)
+    return (pick(logps, ids) - 0.1 * (logps.exp() * logps).sum(-1)).sum()
+
+
+def test_applied():
+    gm = lowered(logprob, *inputs())
+    report = FuseLinearLogprob().run(gm, EVERYTHING)
+    assert_expected_inline(
+        print_graph(gm),
+        """\
+%hidden = input : f64[6, 4]
+%weight = input : f64[32, 4]
+%ids = input : i64[6]
+%unsqueeze = aten.unsqueeze.default(%ids, 1) : i64[6, 1]
+%reshape_default = aten.reshape.default(%unsqueeze, [-1]) : i64[6]
+%linear_logprob_default = fxrl.linear_logprob.default(%hidden, %weight, %reshape_default, None, None, None, 2.0, 0.0, 'logprob', 'logprob', 2) : (f64[6], f64[0], f64[0], b8[0], f64[0], f64[0], f64[0])
+%getitem = operator.getitem(%linear_logprob_default, 0) : f64[6]
+%reshape_default_1 = aten.reshape.default(%getitem, [-1, 1]) : f64[6, 1]
+%select = aten.select.int(%reshape_default_1, 1, 0) : f64[6]
+%sum_1 = aten.sum.default(%select) : f64[]
+return %sum_1""",
+    )
+    assert_expected_inline(
+        _plain(report),
+        """applied: fuse-linear-logprob @ mm: logits [6 x 32] never exist; computes logprob""",
+    )
+
+
+def test_applied_under_a_shift_projects_only_the_rows_that_are_read():
+    def shifted(hidden, weight, ids):
+        return pick(F.linear(hidden, weight)[:-1].log_softmax(-1), ids[1:]).sum()
+
+    gm = lowered(shifted, *inputs())
+    FuseLinearLogprob().run(gm, EVERYTHING)
+    assert_expected_inline(
+        print_graph(gm),
+        """\
+%hidden = input : f64[6, 4]
+%weight = input : f64[32, 4]
+%ids = input : i64[6]
+%slice_tensor = aten.slice.Tensor(%hidden, 0, 0, -1) : f64[5, 4]
+%slice_2 = aten.slice.Tensor(%ids, 0, 1, 9223372036854775807) : i64[5]
+%unsqueeze = aten.unsqueeze.default(%slice_2, 1) : i64[5, 1]
+%reshape_default = aten.reshape.default(%unsqueeze, [-1]) : i64[5]
+%linear_logprob_default = fxrl.linear_logprob.default(%slice_tensor, %weight, %reshape_default, None, None, None, 1.0, 0.0, 'logprob', 'logprob', 2) : (f64[5], f64[0], f64[0], b8[0], f64[0], f64[0], f64[0])
+%getitem = operator.getitem(%linear_logprob_default, 0) : f64[5]
+%reshape_default_1 = aten.reshape.default(%getitem, [-1, 1]) : f64[5, 1]
+%select = aten.select.int(%reshape_default_1, 1, 0) : f64[5]
+%sum_1 = aten.sum.default(%select) : f64[]
+return %sum_1""",
+    )
+
+
+def everything_at_once(hidden, weight, ids):
+    """Bias, scale, softcap and temperature; five statistics, three of them differentiated."""
+    bias = torch.linspace(-1, 1, 32, dtype=hidden.dtype)
+    temperature = torch.linspace(0.5, 2, 6, dtype=hidden.dtype)
+    logits = torch.tanh((F.linear(hidden, weight) + bias) * 0.3 / 2.0) * 2.0 / temperature[:, None]
+    probs = logits.softmax(-1)
+    entropy = logits.logsumexp(-1) - (probs * logits).sum(-1)
+    with torch.no_grad():
+        hits = (logits.argmax(-1) == ids).to(hidden.dtype)
+    mean = logits.mean(-1)
+    return (pick(probs, ids).log() + 0.1 * entropy + (probs * probs).sum(-1) + mean + hits).sum()
+
+
+def stable_by_hand(hidden, weight, ids):
+    logits = F.linear(hidden, weight)
+    top = logits.detach().amax(-1, keepdim=True)
+    lse = (logits - top).exp().sum(-1).log() + top[:, 0]
+    return (pick(logits, ids) - lse).sum()
+
+
+def categorical(hidden, weight, ids):
+    policy = torch.distributions.Categorical(logits=F.linear(hidden, weight), validate_args=False)
+    return (policy.log_prob(ids) + policy.entropy()).sum()
+
+
+def cross_entropy_with_padding(hidden, weight, ids):
+    labels = torch.where(ids % 3 == 0, -100, ids)
+    return F.cross_entropy(F.linear(hidden, weight), labels)
+
+
+def detached_metric(hidden, weight, ids):
+    logps = F.linear(hidden, weight).log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(logps.exp() * logps).sum(-1)
+    return (pick(logps, ids) * entropy).sum()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        logprob,
+        entropy_bonus,
+        everything_at_once,
+        stable_by_hand,
+        categorical,
+        cross_entropy_with_padding,
+        detached_metric,
+    ],
+    ids=lambda loss: loss.__name__,
+)
+def test_values_and_gradients_equal_eager(loss):
+    hidden, weight, ids = inputs()
+    gm = lowered(loss, hidden, weight, ids)
+    report = FuseLinearLogprob().run(gm, EVERYTHING)
+    assert [remark.kind for remark in report.remarks] == ["applied"]
+    assert not any("mm" in str(node.target) for node in gm.graph.nodes)
+    expected = loss(hidden, weight, ids)
+    result = call(gm, hidden=hidden, weight=weight, ids=ids)
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+    for leaf in (hidden, weight):
+        (found,) = torch.autograd.grad(result, leaf, retain_graph=True)
+        (truth,) = torch.autograd.grad(expected, leaf, retain_graph=True)
+        torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-10)
+
+
+# ---------------------------------------------------------------------------- misses
+def two_temperatures(hidden, weight, ids):
+    logits = F.linear(hidden, weight)
+    return (pick((logits / 2).log_softmax(-1), ids) + logits.logsumexp(-1)).sum()
+
+
+def two_targets(hidden, weight, ids):
+    logps = F.linear(hidden, weight).log_softmax(-1)
+    return (pick(logps, ids) + pick(logps, 31 - ids)).sum()
+
+
+def several_entries(hidden, weight, ids):
+    logps = F.linear(hidden, weight).log_softmax(-1)
+    return logps.gather(-1, torch.stack([ids, 31 - ids], -1)).sum()
+
+
+def top_k(hidden, weight, ids):
+    return F.linear(hidden, weight).softmax(-1).topk(3, -1).values.sum()
+
+
+def maximum(hidden, weight, ids):
+    return F.linear(hidden, weight).amax(-1).sum()
+
+
+def straight_through(hidden, weight, ids):
+    logps = F.linear(hidden, weight).log_softmax(-1)
+    return (logps.exp().detach() * logps).sum(-1).sum()
+
+
+def reweighted(hidden, weight, ids):
+    return pick((F.linear(hidden, weight) * weight[:, 0]).log_softmax(-1), ids).sum()
+
+
+def two_heads(hidden, weight, ids):
+    kl = F.linear(hidden, weight).log_softmax(-1) - F.linear(hidden * 2, weight).log_softmax(-1)
+    return (kl * kl).sum(-1).sum()
+
+
+def summed_at_once(hidden, weight, ids):
+    return F.linear(hidden, weight).log_softmax(-1).sum()
+
+
+def mixes_tokens(hidden, weight, ids):
+    return pick(F.linear(hidden, weight).softmax(0), ids).sum()
+
+
+MISSES = {
+    two_temperatures: "two different transforms of the logits are reduced",
+    two_targets: "log-probs of two different targets are taken",
+    several_entries: "several entries per token are gathered",
+    top_k: "<built-in function getitem> over the vocabulary is another statistic",
+    maximum: "the gradient of a maximum over the vocabulary is asked for",
+    straight_through: "a product of a detached and a differentiated factor",
+    reweighted: "the logits are multiplied by a tensor",
+    two_heads: "the logits of several heads are used together",
+    summed_at_once: "a vocabulary-sized value is reduced over tokens and vocabulary at once",
+    mixes_tokens: "aten._softmax.default runs over tokens (at %_softmax)",
+}
+
+
+@pytest.mark.parametrize("loss", MISSES, ids=lambda loss: loss.__name__)
+def test_missed_with_its_reason_and_the_graph_unchanged(loss):
+    gm = lowered(loss, *inputs())
+    before = print_graph(gm)
+    report = FuseLinearLogprob().run(gm, EVERYTHING)
+    assert {(remark.kind, remark.reason) for remark in report.remarks} == {("missed", MISSES[loss])}
+    assert all("test_fuse_linear_logprob.py:" in remark.source for remark in report.remarks)
+    assert print_graph(gm) == before
+
+
+def test_missed_when_it_saves_too_little():
+    gm = lowered(logprob, *inputs())
+    report = FuseLinearLogprob().run(gm, Plan(min_saved_bytes=2**20))
+    (remark,) = report.remarks
+    assert remark.kind == "missed"
+    assert remark.reason == "it would save 4.5 KiB, below min_saved_bytes=1 MiB"
+
+
+def test_missed_when_the_plan_keeps_it():
+    gm = lowered(logprob, *inputs())
+    plan = Plan({("fuse-linear-logprob", "mm"): Keep("the planner found no room")})
+    (remark,) = FuseLinearLogprob().run(gm, plan).remarks
+    assert (remark.kind, remark.reason) == ("missed", "the planner found no room")
+
+
+def _plain(report):
+    return "\n".join(f"{r.kind}: {r.pass_name} @ {r.site}: {r.reason}" for r in report.remarks)
