@@ -50,11 +50,11 @@ def compile_body(
     Dynamo's graphs have; on torch 2.11 it then makes a mode of its own and specialises the token
     count to its hint.
     """
-    import torch._inductor
+    from torch._inductor import standalone_compile
 
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
-        compiled: Callable[..., Sequence[Tensor]] = torch._inductor.standalone_compile(
+        compiled: Callable[..., Sequence[Tensor]] = standalone_compile(
             gm,
             values,
             dynamic_shapes="from_tracing_context",

@@ -77,7 +77,7 @@ class TracedRegion:
         assert env is not None
         return all(guard.expr.xreplace(values) != sympy.false for guard in env.guards)
 
-    # -- fake inputs; every value gets a tensor of its own, for a mode traces one tensor as one value
+    # -- fake inputs; each a tensor of its own, for a mode traces one tensor as one value
     def _inputs(self) -> list[Tensor]:
         return [self._fake(spec) for spec in self.region.inputs]
 

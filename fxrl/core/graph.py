@@ -171,11 +171,17 @@ class SizeTable:
     SymInt values of the graph and the dims of its inputs, else built from sums and products.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node] | None = None) -> None:
+        """Learn from ``nodes``, by default from all of the graph."""
         self._graph = graph
-        self._known: dict[Any, tuple[fx.Node, int | None]] = {}
-        for node in graph.nodes:
+        self._known: dict[Any, tuple[fx.Node | int, int | None]] = {}
+        for node in graph.nodes if nodes is None else nodes:
             self._learn(node)
+
+    def know(self, size: Size, value: fx.Node | int) -> None:
+        """``size`` is ``value`` in this graph, whatever else was learnt."""
+        if not isinstance(size, int):
+            self._known[size.node.expr] = (value, None)
 
     def _learn(self, node: fx.Node) -> None:
         val = node.meta.get("val")
@@ -200,7 +206,9 @@ class SizeTable:
             return int(expr)
         if expr in self._known:
             node, dim = self._known[expr]
-            return node if dim is None else self._sym_size(expr, node, dim)
+            if isinstance(node, int) or dim is None:
+                return node
+            return self._sym_size(expr, node, dim)
         if not (expr.is_Add or expr.is_Mul):
             return None
         function = operator.add if expr.is_Add else operator.mul

@@ -11,6 +11,7 @@ run-time values, and one compiled body serves every shape.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,7 @@ def tile_bounds(rows: int, tile: int, min_rows: int) -> list[tuple[int, int]]:
     count = -(-rows // max(tile, 1)) if tile else 1
     count = max(1, min(count, rows // max(min_rows, 1)))
     edges = [rows * i // count for i in range(count + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def _rows_of(kernels: RegionKernels, inputs: Sequence[Tensor]) -> int:
@@ -121,7 +122,7 @@ class _WithoutAutocast:
         self._off = torch.autocast(device.type, enabled=False)
 
     def __enter__(self) -> None:
-        self._off.__enter__()
+        self._off.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exc: Any) -> None:
         self._off.__exit__(*exc)

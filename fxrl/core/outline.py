@@ -1,0 +1,279 @@
+"""Outline any part of a lowered graph as a Region: one opaque call that owns its backward.
+
+    %a = ...(%x, %w)                       %out = fxrl.region([%x, %w])
+    %b = ...(%a)              becomes
+    %out = ...(%b, %a)
+
+Autograd then saves the call's inputs and nothing inside, for the region's vjp recomputes. Given
+which inputs hold tokens, the region runs tile by tile over them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrl.core.graph import (
+    HigherOrderOperator,
+    SizeTable,
+    ancestors,
+    eliminate_dead_code,
+    is_call,
+    is_tensor,
+    needs_grad,
+    propagate_requires_grad,
+    tensor_val,
+    topological_sort,
+)
+from fxrl.core.region import InputSpec, Region, call_region
+from fxrl.core.tile_body import TileLayout, TileRefusal
+from fxrl.errors import FxrlError
+
+aten = torch.ops.aten
+
+_SDPA = aten.scaled_dot_product_attention.default
+
+
+class OutlineError(FxrlError, ValueError):
+    """These nodes cannot become one region."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A part of a graph that can become a region.
+
+    Attributes:
+        nodes: all values inside, in graph order.
+        inputs: tensors from outside that they read, in the order of first use.
+        outputs: values inside that are read from outside, in graph order.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
+    """The smallest part of the graph around ``nodes`` that one call can stand for.
+
+    Whatever lies on a path between two of the nodes belongs to it, and so do all parts of a result
+    of several tensors. Sizes never count as inputs: they are read off the input tensors.
+
+    Raises:
+        OutlineError: the part holds random numbers, writes, or calls with a graph for a body.
+    """
+    order = list(graph.nodes)
+    inside = _closed(order, {node for node in nodes if _computes(node)})
+    if not inside:
+        raise OutlineError("none of the nodes computes a tensor")
+    for node in inside:
+        if (reason := _illegal(node)) is not None:
+            raise OutlineError(f"%{node} {reason}")
+    ordered = tuple(n for n in order if n in inside)
+    # In the order of first use, which is the same for equal parts wherever their inputs come from.
+    inputs = dict.fromkeys(arg for node in ordered for arg in node.all_input_nodes)
+    return Outline(
+        ordered,
+        tuple(n for n in inputs if n not in inside and _example(n) is not None),
+        tuple(n for n in ordered if _read_outside(n, inside)),
+    )
+
+
+def outline(
+    gm: fx.GraphModule,
+    nodes: Collection[fx.Node],
+    *,
+    token_dims: Mapping[fx.Node, int] | None = None,
+    tile: int = 0,
+) -> Region:
+    """Replace a part of the graph by a region call, in place.
+
+    Args:
+        gm: a lowered graph, with ``meta["val"]`` and ``meta["requires_grad"]``.
+        nodes: what to outline; see ``find_outline`` for what is added.
+        token_dims: input -> how many of its leading dims are tokens (``[B, T, H]`` has 2), for a
+            region that runs in tiles; the other inputs are shared by all tiles. Each token's
+            result must depend on that token's row alone, which is not checked here.
+        tile: tokens per tile, 0 for all at once.
+
+    Raises:
+        OutlineError: it cannot be outlined; the graph is unchanged.
+    """
+    found = find_outline(gm.graph, nodes)
+    layout = None
+    if token_dims:
+        try:
+            layout = TileLayout.of(found.inputs, found.outputs, token_dims)
+        except TileRefusal as refusal:
+            raise OutlineError(str(refusal)) from refusal
+    body = _body(gm, found, layout)
+    specs = []
+    for node in found.inputs:
+        tiled = layout is not None and node in layout.token_dims
+        val = _example(node)
+        assert val is not None
+        example = layout.rows_val(node) if layout is not None and tiled else val
+        specs.append(InputSpec(example, tiled, needs_grad(node)))
+    region = Region(body, tuple(specs))
+    _replace(gm, found, region, layout, tile)
+    return region
+
+
+# ---------------------------------------------------------------------------- what is inside
+def _computes(node: fx.Node) -> bool:
+    """Whether the node is a tensor computation (and no input, constant, size or check)."""
+    if node.op != "call_function" or "assert" in str(node.target):
+        return False
+    val = node.meta.get("val")
+    return isinstance(val, (torch.Tensor, tuple, list))
+
+
+def _closed(order: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    """``inside`` and all that lies between, until nothing is added."""
+    while True:
+        before = len(inside)
+        inside = {n for n in inside if not is_call(n, operator.getitem) or n.args[0] in inside}
+        inside |= {user for n in inside for user in n.users if is_call(user, operator.getitem)}
+        reached: set[fx.Node] = set()
+        for node in order:
+            if node in inside or any(arg in reached for arg in node.all_input_nodes):
+                reached.add(node)
+        inside |= {n for n in reached & ancestors(inside) if _computes(n)}
+        if len(inside) <= before:
+            return inside
+
+
+def _illegal(node: fx.Node) -> str | None:
+    if isinstance(node.target, HigherOrderOperator):
+        return f"calls {node.target}, which has a graph for a body"
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None if node.target is operator.getitem else f"calls {node.target}, no ATen op"
+    if node.target.namespace == "fxrl":
+        return f"is {node.target} already"
+    if node.target._schema.is_mutable:
+        return f"({node.target}) writes into its input"
+    if torch.Tag.nondeterministic_seeded in node.target.tags and not _no_dropout(node):
+        return f"({node.target}) draws random numbers, which a recompute would draw again"
+    return None
+
+
+def _no_dropout(node: fx.Node) -> bool:
+    if node.target is not _SDPA:
+        return False
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return bool(dropout == 0.0)
+
+
+def _example(node: fx.Node) -> torch.Tensor | None:
+    """What an input looks like; constants of the graph are tensors of its module."""
+    if node.op == "get_attr" and tensor_val(node) is None:
+        held = getattr(node.graph.owning_module, str(node.target), None)
+        return held if isinstance(held, torch.Tensor) else None
+    return tensor_val(node)
+
+
+def _read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether a tensor is read outside; reading its size does not count."""
+    return is_tensor(node) and any(u not in inside and not _is_size(u) for u in node.users)
+
+
+def _is_size(node: fx.Node) -> bool:
+    return is_call(node, aten.sym_size.int, aten.sym_stride.int)
+
+
+# ---------------------------------------------------------------------------- the body
+def _body(gm: fx.GraphModule, found: Outline, layout: TileLayout | None) -> fx.GraphModule:
+    """The part as a graph of its own; equal parts give equal text, whatever their names were."""
+    graph = fx.Graph()
+    places: dict[fx.Node, Any] = {}
+    for index, node in enumerate(found.inputs):
+        places[node] = graph.placeholder(f"arg{index}")
+        if layout is None or node not in layout.token_dims:
+            places[node].meta["val"] = _example(node)
+    sizes = SizeTable(graph, list(places.values()))
+    if layout is not None:
+        places.update(layout.unflatten(graph, places, sizes))
+
+    def place(node: fx.Node) -> Any:
+        if node in places:
+            return places[node]
+        size = node.meta.get("val")
+        value = sizes.arg(size) if isinstance(size, (int, torch.SymInt)) else None
+        if value is None:
+            raise OutlineError(f"%{node} = {size} cannot be read off the input tensors")
+        return value
+
+    for node in found.nodes:
+        target: Any = node.target
+        copy = graph.call_function(
+            target, fx.map_arg(node.args, place), fx.map_arg(node.kwargs, place)
+        )
+        if layout is None:
+            copy.meta["val"] = node.meta["val"]
+        places[node] = copy
+    results = tuple(places[node] for node in found.outputs)
+    if layout is not None:
+        results = layout.flatten_outputs(graph, found.outputs, results, sizes)
+    graph.output(results)
+    topological_sort(graph)
+    graph.lint()
+    return fx.GraphModule(gm, graph)
+
+
+# ---------------------------------------------------------------------------- the call
+def _replace(
+    gm: fx.GraphModule, found: Outline, region: Region, layout: TileLayout | None, tile: int
+) -> None:
+    inside = set(found.nodes)
+    sizes = SizeTable(gm.graph, (n for n in list(gm.graph.nodes) if not _hangs_on(n, inside)))
+    with gm.graph.inserting_before(found.outputs[0]):
+        _detach_sizes(inside, sizes)
+        if layout is None:
+            feeds = list(found.inputs)
+            vals = [tensor_val(node) for node in found.outputs]
+            values = call_region(gm, region, feeds, tile, vals)
+        else:
+            feeds = layout.flatten_inputs(gm.graph, found.inputs, sizes)
+            vals = [layout.rows_val(node) for node in found.outputs]
+            values = call_region(gm, region, feeds, tile, vals)
+            values = layout.restore(gm.graph, found.outputs, values, sizes)
+    for node, value in zip(found.outputs, values, strict=True):
+        value.meta = {**node.meta, "val": value.meta["val"]}
+        node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(found.nodes):
+        if not node.users:
+            gm.graph.erase_node(node)
+    topological_sort(gm.graph)
+    eliminate_dead_code(gm.graph)
+    propagate_requires_grad(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _hangs_on(node: fx.Node, inside: set[fx.Node]) -> bool:
+    return node in inside or any(arg in inside for arg in node.all_input_nodes)
+
+
+def _detach_sizes(inside: Iterable[fx.Node], sizes: SizeTable) -> None:
+    """Let sizes that were read off inner values come from elsewhere."""
+    for node in inside:
+        for user in list(node.users):
+            if _is_size(user) and user.users:
+                value = sizes.arg(user.meta["val"])
+                if value is None:
+                    raise OutlineError(f"%{user} is known from inside only")
+                _substitute(user, value)
+
+
+def _substitute(node: fx.Node, value: fx.Node | int) -> None:
+    if isinstance(value, fx.Node):
+        node.replace_all_uses_with(value)
+        return
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, lambda n: value if n is node else n)
+        user.kwargs = fx.map_arg(user.kwargs, lambda n: value if n is node else n)

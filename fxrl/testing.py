@@ -1,0 +1,76 @@
+"""Helpers for tests of passes and regions, on the CPU: graphs to look at and rewrites to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+
+from fxrl.compile.dynamic import mark_batch
+from fxrl.compile.lower import lower
+from fxrl.core.graph import is_tensor
+from fxrl.core.graph_pass import Applied, RewritePass, Site
+from fxrl.core.plan import Choice
+from fxrl.passes import REGISTRY
+
+Rewrite = Callable[[fx.GraphModule], None]
+
+
+def lowered_graph(
+    model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any], batch: Any
+) -> fx.GraphModule:
+    """The graph that passes see for this model, loss and batch."""
+    graphs: list[fx.GraphModule] = []
+
+    def keep(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(lower(gm))
+        return gm.forward
+
+    mark_batch(batch)
+    torch.compile(lambda b: loss_fn(model, b), backend=keep, fullgraph=True)(batch)
+    return graphs[-1]
+
+
+def nodes_of_module(graph: fx.Graph, path: str) -> list[fx.Node]:
+    """Nodes that a submodule made, by the end of its path: ``layers.0`` or ``layers.0.mlp``."""
+    ends = f".{path}"
+    found = []
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        if any(_plain(where).endswith(ends) for where, _ in stack.values()):
+            found.append(node)
+    return found
+
+
+def _plain(path: str) -> str:
+    """Dynamo's path of a module, without its brackets: ``L['model'].layers[0]`` -> ``.layers.0``."""
+    return path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
+
+
+@contextmanager
+def registered_rewrite(rewrite: Rewrite, name: str = "test-rewrite") -> Iterator[str]:
+    """A pass that applies ``rewrite`` to each graph, under a name for ``Config(passes=(name,))``."""
+
+    class TestRewrite(RewritePass[Site]):
+        name: ClassVar[str]
+
+        def match(self, gm: fx.GraphModule) -> Iterator[Site]:
+            anchor = next(
+                (n for n in gm.graph.nodes if is_tensor(n) and n.op != "placeholder"), None
+            )
+            if anchor is not None:
+                yield Site(anchor, 0)
+
+        def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+            rewrite(gm)
+            return Applied("rewritten by a test", 0)
+
+    TestRewrite.name = name
+    REGISTRY[name] = TestRewrite
+    try:
+        yield name
+    finally:
+        del REGISTRY[name]
