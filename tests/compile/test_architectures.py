@@ -1,0 +1,107 @@
+"""Every architecture, as LoRA and in full: the head is fused and all gradients are eager's.
+
+GRPO with a KL term, left padding and masked tokens, in float64. Models are random and have one
+layer; what differs between architectures (norms, caps, scales, biases, experts, tied heads) is
+all in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import transformers
+
+import fxrl.compile.step
+from fxrl import losses
+from fxrl.compile.step import optimize
+from fxrl.config import Config
+from fxrl.models import TINY_KINDS, lora, tiny_config
+
+CONFIG = Config(min_saved_bytes=0, chunk_tokens=8, compile_regions=False, on_miss="error")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"]
+#: Where "all-linear" is not what is asked for: PEFT wraps Mixtral's experts as parametrizations.
+TARGETS = {"mixtral": ATTENTION}
+#: Captured with a symbolic batch and length; fixed sizes compile five times faster.
+DYNAMIC = ("qwen3", "gemma3", "gpt2", "gpt-oss", "mixtral")
+
+
+def tiny_model(kind: str, *, full: bool) -> nn.Module:
+    config = tiny_config(kind, layers=1, hidden=16, intermediate=24, head_dim=4, experts=2)
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).double()
+    if full:
+        return model
+    model = lora(model, r=2, target_modules=TARGETS.get(kind, "all-linear"), fp32_adapter=False)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero to begin with, which would hide A's gradient
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def padded_batch(rows: int = 3, prompt: int = 4, completion: int = 5) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+
+    def logps() -> Tensor:
+        return -4 - torch.rand(rows, completion, generator=generator, dtype=torch.float64)
+
+    length = prompt + completion
+    attention_mask = torch.ones(rows, length, dtype=torch.int64)
+    attention_mask[0, :2] = 0
+    return {
+        "input_ids": torch.randint(3, 250, (rows, length), generator=generator),
+        "attention_mask": attention_mask,
+        "completion_mask": torch.rand(rows, completion, generator=generator) > 0.3,
+        "old_logps": logps(),
+        "ref_logps": logps(),
+        "advantages": torch.randn(rows, generator=generator, dtype=torch.float64),
+    }
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    named = model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", TINY_KINDS)
+@pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
+def test_head_fused_and_gradients_are_eagers(
+    kind: str, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if full or kind not in DYNAMIC:
+        monkeypatch.setattr(fxrl.compile.step, "mark_batch", lambda batch: None)
+    model, batch = tiny_model(kind, full=full), padded_batch()
+    loss_fn = losses.grpo(beta=0.1)
+    expected, expected_metrics = loss_fn(model, batch)
+    wanted = gradients(model, expected)
+
+    step = optimize(model, loss_fn, CONFIG)
+    loss, metrics = step(batch)
+    got = gradients(model, loss)
+
+    applied = step.report.of_kind("applied")
+    assert [remark.pass_name for remark in applied] == ["fuse-linear-logprob"]
+    assert "never exist" in applied[0].reason
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-9)
+    for name, value in expected_metrics.items():
+        torch.testing.assert_close(metrics[name], value, rtol=1e-7, atol=1e-9)
+    assert got.keys() == wanted.keys()
+    assert any(gradient.abs().max() > 1e-6 for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        error = (got[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+        assert error < 1e-9, (name, float(error))
