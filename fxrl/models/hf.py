@@ -46,11 +46,13 @@ def why_no_hub() -> str | None:
     and offline switch count). Without it a load without network spends 45 s in retries.
     """
     hub = optional("huggingface_hub", "the Hugging Face hub")
-    httpx = optional("httpx", "the Hugging Face hub")
+    # Which HTTP client the session is differs by the hub's version (httpx, httpx2); the root of
+    # its errors is what the hub derives its own from.
+    client_errors = hub.errors.HfHubHTTPError.__bases__
     try:
         # Any answer will do, an error status too: the load itself explains that one better.
         hub.get_session().head(hub.constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
-    except (OSError, httpx.HTTPError) as error:  # offline mode is a ConnectionError
+    except (OSError, *client_errors) as error:  # offline mode is a ConnectionError
         reason = str(error).splitlines() or [type(error).__name__]
         return f"the hub at {hub.constants.ENDPOINT} cannot be reached ({reason[0][:120]})"
     return None
