@@ -55,8 +55,24 @@ class CausalLM:
                 "with a KV cache; pass a Hugging Face causal LM"
             )
         text_config = inner.config.get_text_config()
+        self._config = text_config
+        self._embeddings = inner.get_input_embeddings()
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
-        self.num_embeddings: int = inner.get_input_embeddings().weight.shape[0]
+        self.num_embeddings: int = self._embeddings.weight.shape[0]
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether prompts of different lengths may share a batch.
+
+        NOTE [Why float64 with eager attention is not padded]
+        A padding token on the left sees no token at all: every entry of its row is the mask's
+        finfo(dtype).min. Transformers' eager attention takes its softmax in float32 whatever the
+        model's dtype, where float64's least number is -inf, so the row is NaN; one layer later
+        0 * NaN puts it into every real token of the sequence. (Narrower dtypes stay finite, SDPA
+        handles such rows itself.) The batch then has to consist of equally long prompts.
+        """
+        eager = getattr(self._config, "_attn_implementation", None) == "eager"
+        return not (eager and self._embeddings.weight.dtype == torch.float64)
 
     def __call__(
         self, input_ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any

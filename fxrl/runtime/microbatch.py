@@ -18,7 +18,7 @@ class Group:
 
 
 def plan_microbatches(
-    lengths: Sequence[int], n: int, max_tokens: int, max_batch_tokens: int
+    lengths: Sequence[int], n: int, max_tokens: int, max_batch_tokens: int, *, pad: bool = True
 ) -> list[tuple[Group, ...]]:
     """Groups prompts of like length; every completion appears exactly once.
 
@@ -31,13 +31,14 @@ def plan_microbatches(
         n: completions per prompt.
         max_tokens: longest completion.
         max_batch_tokens: the budget.
+        pad: prompts of different lengths may share a batch.
 
     Raises:
         PromptError: not even one row fits.
     """
     batches: list[tuple[Group, ...]] = []
     batch: list[Group] = []
-    free = 0  # rows that still fit; a batch's first prompt is its longest and so sets its width
+    free = width = 0  # rows that still fit; the first prompt is the longest and so sets the width
     for prompt in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         capacity = max_batch_tokens // (lengths[prompt] + max_tokens)
         if capacity < 1:
@@ -48,10 +49,11 @@ def plan_microbatches(
         done = 0
         while done < n:
             left = n - done
-            if not batch or free == 0 or (free < left and left <= capacity):
+            splits = free < left and left <= capacity
+            if not batch or free == 0 or splits or not (pad or width == lengths[prompt]):
                 if batch:
                     batches.append(tuple(batch))
-                batch, free = [], capacity
+                batch, free, width = [], capacity, lengths[prompt]
             count = min(left, free)
             batch.append(Group(prompt, done, count))
             done += count

@@ -104,7 +104,11 @@ class TorchEngine:
         for index, prompt in enumerate(given):
             self._check_prompt(index, prompt, params)
         batches = plan_microbatches(
-            [len(prompt) for prompt in given], params.n, params.max_tokens, self.max_batch_tokens
+            [len(prompt) for prompt in given],
+            params.n,
+            params.max_tokens,
+            self.max_batch_tokens,
+            pad=self._lm.takes_padding,
         )
         uniforms = self._uniforms(len(given) * params.n, params)
         found: dict[tuple[int, int], Completion] = {}
