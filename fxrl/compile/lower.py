@@ -24,6 +24,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from fxrl.compile.floats import use_tensors_for_floats
 from fxrl.compile.opaque import OpaqueCalls, is_opaque
 from fxrl.core.canonical import fold_broadcast_products
 from fxrl.core.graph import eliminate_dead_code, is_call, propagate_requires_grad, shape_of
@@ -49,6 +50,7 @@ def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
         lowered = make_fx(_functional(interpreter.run), decomposition_table=_OPENED)(*examples)
     _name_placeholders(gm, lowered, examples)
     opaque.restore(lowered)
+    use_tensors_for_floats(lowered.graph)
     rebatch_loops(lowered.graph)
     fold_broadcast_products(lowered.graph)
     eliminate_dead_code(lowered.graph)

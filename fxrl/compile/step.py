@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from fxrl.compile.backend import Backend
 from fxrl.compile.dynamic import mark_batch
@@ -17,6 +18,7 @@ from fxrl.compile.takeover import Takeover
 from fxrl.config import Config
 from fxrl.core.plan import Plan
 from fxrl.core.remark import Report
+from fxrl.errors import FxrlError
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
@@ -37,13 +39,19 @@ class TrainStep:
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction, config: Config, plan: Plan | None = None
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        config: Config,
+        plan: Plan | None = None,
+        *,
+        backend: Backend | None = None,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
         self.config = config
         self._plan = plan or Plan.from_config(config)
-        self._backend = Backend(config, self._plan)
+        self._backend = backend or Backend(config, self._plan)
         self._takeover = Takeover(model)
         self._compiled = torch.compile(self._fresh_function(), backend=self._backend)
 
@@ -52,7 +60,12 @@ class TrainStep:
         mark_batch(batch)
         settings = torch._dynamo.config.patch(_DYNAMO)
         with settings, self._takeover.active():
-            return self._compiled(batch)
+            try:
+                return self._compiled(batch)
+            except BackendCompilerFailed as error:
+                if isinstance(error.inner_exception, FxrlError):
+                    raise error.inner_exception from None  # its text is all a user needs
+                raise
 
     @property
     def report(self) -> Report:
