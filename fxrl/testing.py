@@ -46,13 +46,13 @@ def nodes_of_module(graph: fx.Graph, path: str) -> list[fx.Node]:
 
 
 def _plain(path: str) -> str:
-    """Dynamo's path of a module, without its brackets: ``L['model'].layers[0]`` -> ``.layers.0``."""
+    """Dynamo's path of a module without brackets: ``L['model'].layers[0]`` -> ``.layers.0``."""
     return path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
 
 
 @contextmanager
 def registered_rewrite(rewrite: Rewrite, name: str = "test-rewrite") -> Iterator[str]:
-    """A pass that applies ``rewrite`` to each graph, under a name for ``Config(passes=(name,))``."""
+    """A pass that applies ``rewrite`` to each graph; its name is for ``Config(passes=(name,))``."""
 
     class TestRewrite(RewritePass[Site]):
         name: ClassVar[str]
