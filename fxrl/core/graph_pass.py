@@ -55,9 +55,14 @@ S = TypeVar("S", bound=Site)
 
 
 class RewritePass(ABC, Generic[S]):
-    """Base of the passes; authors write ``match`` and ``rewrite``."""
+    """Base of the passes; authors write ``match`` and ``rewrite``.
+
+    Attributes:
+        saves_memory: whether the plan weighs a site by the bytes it saves.
+    """
 
     name: ClassVar[str]
+    saves_memory: ClassVar[bool] = True
 
     @abstractmethod
     def match(self, gm: fx.GraphModule) -> Iterator[S | Miss]:
@@ -87,7 +92,8 @@ class RewritePass(ABC, Generic[S]):
             if found.at is not None and found.at is not anchor:
                 reason += f" (at %{found.at})"
             return Remark(RemarkKind.MISSED, self.name, name, source, reason, found.cure)
-        choice = plan.choice_for(self.name, name, found.saved_bytes)
+        weight = found.saved_bytes if self.saves_memory else None
+        choice = plan.choice_for(self.name, name, weight)
         if isinstance(choice, Keep):
             return Remark(RemarkKind.MISSED, self.name, name, source, choice.reason)
         try:

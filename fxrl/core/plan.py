@@ -53,12 +53,15 @@ class Plan:
         """The same plan with every pass told to keep ``sites``."""
         return replace(self, choices=_Without(self.choices, sites))
 
-    def choice_for(self, pass_name: str, site: str, saved_bytes: int) -> Choice:
-        """The choice for a site whose rewrite is predicted to save ``saved_bytes``."""
+    def choice_for(self, pass_name: str, site: str, saved_bytes: int | None) -> Choice:
+        """The choice for a site whose rewrite is predicted to save ``saved_bytes``.
+
+        None: the rewrite is not about memory, so the threshold does not apply.
+        """
         chosen = self.choices.get((pass_name, site))
         if chosen is not None:
             return chosen
-        if saved_bytes < self.min_saved_bytes:
+        if saved_bytes is not None and saved_bytes < self.min_saved_bytes:
             return Keep(
                 f"it would save {format_bytes(saved_bytes)}, below "
                 f"min_saved_bytes={format_bytes(self.min_saved_bytes)}"
