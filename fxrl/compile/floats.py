@@ -92,7 +92,7 @@ def _read_tensors(graph: fx.Graph, node: fx.Node, tensors: dict[fx.Node, fx.Node
         def convert(arg: Any) -> Any:
             if not (isinstance(arg, fx.Node) and arg in tensors):
                 return arg
-            kwargs = {"dtype": dtype, "device": val.device}
+            kwargs: dict[str, Any] = {"dtype": dtype, "device": val.device}
             moved = graph.call_function(aten._to_copy.default, (tensors[arg],), kwargs)
             moved.meta["val"] = tensors[arg].meta["val"].to(**kwargs)
             return moved
