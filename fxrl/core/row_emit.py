@@ -1,12 +1,13 @@
 """From a row program to graph code: the body's graph, the rows its inputs need, the results.
 
-    %rows   = reshape(slice(%hidden, ...), [-1, H])       outside, once, small
-    %out    = region([%rows, %weight, %targets, ...])     the body, any number of rows
-    %logp   = reshape(%out, [B, T])                       outside, the user's own layout
+%rows   = reshape(slice(%hidden, ...), [-1, H])       outside, once, small
+%out    = region([%rows, %weight, %targets, ...])     the body, any number of rows
+%logp   = reshape(%out, [B, T])                       outside, the user's own layout
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -158,6 +159,10 @@ class RowEmitter:
             return self.call(aten.slice.Tensor, node, *step.args)
         if step.kind == "select":
             return self.call(aten.select.int, node, *step.args)
+        if step.kind == "split":
+            target, dim, sizes, index = step.args
+            parts = self.call(target, node, sizes, dim)
+            return self.call(operator.getitem, parts, index)
         if step.kind == "permute":
             order = [*step.args, *range(len(step.args), val.dim())]
             return self.call(aten.permute.default, node, order)
@@ -194,4 +199,3 @@ def _inverse_order(tags: tuple[str, ...]) -> list[int]:
     tokens = [d for d, tag in enumerate(tags) if tag == TOKEN]
     first = tokens + [d for d, tag in enumerate(tags) if tag != TOKEN]
     return [first.index(d) for d in range(len(tags))]
-

@@ -35,8 +35,9 @@ class RowStep:
     """One selection or permutation of rows, on a tensor whose token dims come first.
 
     Attributes:
-        kind: ``"slice"`` (dim, start, end, step), ``"select"`` (dim, index), ``"permute"``
-            (order), ``"index"`` (one index tensor or None per token dim).
+        kind: ``"slice"`` (dim, start, end, step), ``"select"`` (dim, index), ``"split"`` (op,
+            dim, sizes, index of the part), ``"permute"`` (order), ``"index"`` (one index tensor
+            or None per token dim).
         args: its arguments; dims count token dims, graph values (indices) are ``fx.Node``.
         sizes: the token dims it is applied under; a tensor with other token dims and the same
             rows is reshaped to these first.

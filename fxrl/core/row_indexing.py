@@ -13,22 +13,20 @@ from fxrl.core.row_layout import normalise
 from fxrl.core.row_rules import (
     Refusal,
     RowRules,
-    is_one,
     operand,
     rule,
     same_size,
     sole_row,
-    static,
 )
 
 aten = torch.ops.aten
 
 
 def _local_dim(value: RowValue, dim: Any, what: str) -> int:
-    dim = int(dim) % len(value.tags)
-    if value.tags[dim] == TOKEN:
+    at: int = int(dim) % len(value.tags)
+    if value.tags[at] == TOKEN:
         raise Refusal(f"{what} runs over tokens")
-    return dim
+    return at
 
 
 def _matching(rules: RowRules, value: RowValue, other: fx.Node, dim: int, what: str) -> RowExpr:
@@ -65,7 +63,7 @@ def _gather(rules: RowRules, node: fx.Node) -> RowValue:
 def _scatter(rules: RowRules, node: fx.Node) -> RowValue:
     value = sole_row(rules, node)
     dim = _local_dim(value, node.args[1], "scatter")
-    args = list(node.args)
+    args: list[Any] = list(node.args)
     args[0], args[1] = value.expr, value.local_dim(dim)
     for position in (2, 3):
         if is_tensor(args[position]):
@@ -191,64 +189,4 @@ def _takes_all_rows(tokens: list[tuple[list[int], fx.Node]], value: RowValue) ->
         return False
     start = index.args[0] if index.target is not aten.arange.default else 0
     step = index.args[2] if len(index.args) > 2 else 1
-    return start == 0 and step == 1
-
-
-# ---------------------------------------------------------------------------- writes
-@rule(aten.index_put.default)
-def _index_put(rules: RowRules, node: fx.Node) -> RowValue:
-    value = sole_row(rules, node)
-    indices: Any = node.args[1]
-    spans = _spans(indices)
-    accumulate = len(node.args) > 3 and bool(node.args[3])
-    written: Any = node.args[2]
-    (dims, index), *more = spans
-    scalar = all(is_one(size) for size in shape_of(written))
-    if more or accumulate or not scalar:
-        raise Refusal("an indexed write fxrl cannot follow")
-    val = tensor_val(index)
-    assert val is not None
-    if val.dtype == torch.bool and len(dims) == len(value.tags):
-        mask = operand(rules, index, value.tags, value.sizes)
-    elif val.dtype == torch.int64 and val.dim() == 1 and value.tags[dims[0]] != TOKEN:
-        mask = _membership(rules, value, dims[0], index)
-    else:
-        raise Refusal("an indexed write selects tokens")
-    filling = operand(rules, written, value.tags, value.sizes)
-    return rules.like(node, rules.pool.call(aten.where.self, mask, filling, value.expr), value.tags)
-
-
-def _membership(rules: RowRules, value: RowValue, dim: int, index: fx.Node) -> RowExpr:
-    """A mask over the local dim that is true at ``index``."""
-    from fxrl.core.row_inputs import shared_leaf
-
-    width = static(value.sizes[dim])
-    device = node_device(index)
-    empty = rules.pool.call(aten.full.default, (width,), False, dtype=torch.bool, device=device)
-    mask = rules.pool.call(aten.index_fill.int_Scalar, empty, 0, shared_leaf(rules, index), True)
-    after = sum(tag != TOKEN for tag in value.tags[dim + 1 :])
-    return rules.pool.call(aten.reshape.default, mask, (width, *(1,) * after))
-
-
-def node_device(node: fx.Node) -> torch.device:
-    """The device of a tensor node."""
-    val = tensor_val(node)
-    assert val is not None
-    return val.device
-
-
-@rule(aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default)
-def _write_part(rules: RowRules, node: fx.Node) -> RowValue:
-    value = sole_row(rules, node)
-    source: Any = node.args[1]
-    if node.target is aten.copy.default:
-        part = operand(rules, source, value.tags, value.sizes)
-        return rules.like(node, rules.pool.call(node.target, value.expr, part), value.tags)
-    given = node.args[2] if len(node.args) > 2 else 0
-    dim = _local_dim(value, given, "a write into a slice")
-    row = rules.row(source)
-    if row is None:
-        raise Refusal("a slice of the vocabulary is overwritten by a value that is no row")
-    args = list(node.args)
-    args[0], args[1], args[2] = value.expr, row.expr, value.local_dim(dim)
-    return rules.like(node, rules.pool.call(node.target, *args), value.tags)
+    return bool(start == 0 and step == 1)

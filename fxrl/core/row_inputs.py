@@ -38,7 +38,7 @@ def external(
         Refusal: it covers only some token dims with vocabulary-sized data.
     """
     shape, offset = shape_of(node), len(tags) - len(shape_of(node))
-    own: list[Size] = [1] * offset + list(shape)
+    own: list[Size] = [*(1 for _ in range(offset)), *shape]
     wanted = tuple(static(own[p]) for p, tag in enumerate(tags) if tag != TOKEN)
     token_at = [p for p, tag in enumerate(tags) if tag == TOKEN]
     covered = [p for p in token_at if not is_one(own[p])]
@@ -47,7 +47,9 @@ def external(
     wide = any(tag == VOCAB and not is_one(own[p]) for p, tag in enumerate(tags))
     if wide and covered == token_at:
         own_tags = tuple(tags[offset:])
-        absorbed = absorb(rules, node, tuple(_own_tag(t, s) for t, s in zip(own_tags, shape, strict=True)))
+        absorbed = absorb(
+            rules, node, tuple(_own_tag(t, s) for t, s in zip(own_tags, shape, strict=True))
+        )
         if absorbed is not None:
             return _row_operand(rules, absorbed, tags, sizes)
     if wide and covered != token_at:
@@ -159,11 +161,12 @@ def _absorb_broadcast(
     rules: RowRules, node: fx.Node, source: fx.Node, tags: tuple[Tag, ...]
 ) -> RowExpr:
     if node.target is aten.expand.default:
-        return operand(rules, source, tags, shape_of(node))
+        spread: RowExpr = operand(rules, source, tags, shape_of(node))
+        return spread
     dim = int(node.args[1]) % len(tags)  # type: ignore[arg-type]
     inner_tags = tags[:dim] + tags[dim + 1 :]
     sizes = shape_of(source)
-    expr = operand(rules, source, inner_tags, sizes)
+    expr: RowExpr = operand(rules, source, inner_tags, sizes)
     local = [static(s) for s, tag in zip(shape_of(node), tags, strict=True) if tag != TOKEN]
     if inner_tags.count(TOKEN) == 0:
         return expr

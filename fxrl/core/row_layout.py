@@ -217,11 +217,28 @@ def _unbind(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
 def _split(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
     value = sole_row(rules, node)
     dim = int(node.args[2] if len(node.args) > 2 else 0) % len(value.tags)  # type: ignore[arg-type]
+    if value.tags[dim] == TOKEN:
+        return _split_tokens(rules, node, value, dim)
     parts, start = [], 0
     for part in node.meta["val"]:
         length = static(part.shape[dim])
         parts.append(_sliced(rules, value, dim, (start, start + length), tuple(part.shape)))
         start += length
+    return tuple(parts)
+
+
+def _split_tokens(
+    rules: RowRules, node: fx.Node, value: RowValue, dim: int
+) -> tuple[RowValue, ...]:
+    """The parts keep the split's own sizes, which may be symbols that no slice could spell."""
+    at = value.tags[:dim].count(TOKEN)
+    parts = []
+    for index, part in enumerate(node.meta["val"]):
+        result = RowValue(value.expr, value.tags, tuple(part.shape))
+        args = (node.target, at, node.args[1], index)
+        step = RowStep("split", args, value.token_sizes, result.token_sizes)
+        moved = rules.pool.shift(value.expr, step)
+        parts.append(normalise(rules, RowValue(moved, value.tags, result.sizes)))
     return tuple(parts)
 
 

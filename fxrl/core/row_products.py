@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.core.graph import hint, is_call, shape_of
-from fxrl.core.row_expr import LOCAL, TOKEN, VOCAB, Leaf, RowExpr, RowValue
+from fxrl.core.graph import Size, hint, is_call, shape_of
+from fxrl.core.row_expr import LOCAL, TOKEN, VOCAB, Leaf, RowExpr, RowValue, Tag
 from fxrl.core.row_inputs import shared_leaf
 from fxrl.core.row_layout import normalise
-from fxrl.core.row_rules import Refusal, RowRules, rule, sole_row, static
+from fxrl.core.row_rules import Refusal, RowRules, operand, rule, sole_row, static
 
 aten = torch.ops.aten
 
@@ -96,13 +96,24 @@ def _weigh(rules: RowRules, node: fx.Node) -> RowValue:
 
 @rule(aten.bmm.default)
 def _row_products(rules: RowRules, node: fx.Node) -> RowValue:
-    """A product of two row values per token, such as ``einsum("nv,nv->n")``."""
-    left = sole_row(rules, node)
-    right = rules.row(node.args[1])
-    if right is None or (left.tags[0], right.tags[0]) != (TOKEN, TOKEN):
-        raise Refusal("a batched product contracts tokens or re-enters a layer")
-    if TOKEN in left.tags[1:] + right.tags[1:]:
-        raise Refusal("a batched product pairs tokens with tokens")
+    """A product of two values per token, such as ``einsum("nv,nv->n")``; one may be an input."""
+    sides: list[Any] = [node.args[0], node.args[1]]
+    rows = [rules.row(side) for side in sides]
+    exprs = []
+    for side, row in zip(sides, rows, strict=True):
+        sizes = shape_of(side)
+        tags = row.tags if row is not None else (TOKEN, *_local_tags(rules, sizes[1:]))
+        if tags[0] != TOKEN:
+            raise Refusal("a batched product contracts tokens or re-enters a layer")
+        if TOKEN in tags[1:]:
+            raise Refusal("a batched product pairs tokens with tokens")
+        exprs.append(operand(rules, side, tags, sizes))
     sizes = shape_of(node)
-    tags = (TOKEN, *(rules.tag_of_size(size) if hint(size) > 1 else LOCAL for size in sizes[1:]))
-    return RowValue(rules.pool.call(aten.bmm.default, left.expr, right.expr), tags, sizes)
+    tags = (TOKEN, *_local_tags(rules, sizes[1:]))
+    return RowValue(rules.pool.call(aten.bmm.default, *exprs), tags, sizes)
+
+
+def _local_tags(rules: RowRules, sizes: tuple[Size, ...]) -> tuple[Tag, ...]:
+    for size in sizes:
+        static(size)
+    return tuple(rules.tag_of_size(size) if hint(size) > 1 else LOCAL for size in sizes)

@@ -2,8 +2,9 @@
 
 ``RowRules.apply`` takes a node that reads at least one row value and returns what the node is as
 rows, or raises ``Refusal`` with the reason why it is none. Rules exist per kind of op, not per
-model or loss: pointwise ops (by PyTorch's own tag), reductions, softmaxes, sorts and selections
-over local dims here; layout and indexing in ``row_layout``; products in ``row_products``.
+model or loss: pointwise ops (by PyTorch's own tag) here; reductions, softmaxes and sorts over
+local dims in ``row_functions``; layout in ``row_layout``; indexing in ``row_indexing`` and
+``row_writes``; products in ``row_products``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.core.graph import OpOverload, Size, hint, is_tensor, shape_of
+from fxrl.core.graph import OpOverload, Size, hint, is_tensor, shape_of, tensor_val
 from fxrl.core.row_expr import LOCAL, TOKEN, VOCAB, ExprPool, RowExpr, RowValue, Tag
 
 aten = torch.ops.aten
@@ -92,9 +93,7 @@ class RowRules:
 
 def _name(target: Any) -> str:
     return (
-        str(target)
-        if isinstance(target, OpOverload)
-        else getattr(target, "__name__", str(target))
+        str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
     )
 
 
@@ -198,8 +197,16 @@ def sole_row(rules: RowRules, node: fx.Node, index: int = 0) -> RowValue:
 
 
 # ---------------------------------------------------------------------------- pointwise
+@rule(
+    aten.masked_fill.Tensor,
+    aten.fill.Tensor,
+    aten.fill.Scalar,
+    aten.rsub.Tensor,
+    aten.floor_divide.default,
+    aten.hardswish.default,
+)
 def pointwise(rules: RowRules, node: fx.Node) -> RowValue:
-    """Any elementwise op: the same op on rows, operands lined up."""
+    """Any elementwise op, tagged so or not: the same op on rows, operands lined up."""
     operands = [arg for arg in node.all_input_nodes if is_tensor(arg)]
     sizes = shape_of(node)
     tags = common_tags(rules, operands, len(sizes))
@@ -219,6 +226,11 @@ def pointwise(rules: RowRules, node: fx.Node) -> RowValue:
 @rule(aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
 def _copy(rules: RowRules, node: fx.Node) -> RowValue:
     value = sole_row(rules, node)
+    source, result = tensor_val(node.args[0]), tensor_val(node)
+    assert source is not None
+    assert result is not None
+    if source.device != result.device:
+        raise Refusal(f"the logits move from {source.device} to {result.device}")
     kwargs = {k: v for k, v in node.kwargs.items() if k in ("dtype",)}
     if node.target is aten.clone.default:
         return RowValue(value.expr, value.tags, shape_of(node))
@@ -237,115 +249,16 @@ def _filled_like(rules: RowRules, node: fx.Node) -> RowValue:
     return rules.like(node, expr, value.tags)
 
 
-# ---------------------------------------------------------------------------- reductions
-#: op -> (index of the dims argument, index of keepdim or None)
-_REDUCTIONS: dict[Any, tuple[int, int | None]] = {
-    aten.sum.dim_IntList: (1, 2),
-    aten.mean.dim: (1, 2),
-    aten.amax.default: (1, 2),
-    aten.amin.default: (1, 2),
-    aten.logsumexp.default: (1, 2),
-    aten.prod.dim_int: (1, 2),
-    aten.any.dim: (1, 2),
-    aten.any.dims: (1, 2),
-    aten.all.dim: (1, 2),
-    aten.all.dims: (1, 2),
-    aten.argmax.default: (1, 2),
-    aten.argmin.default: (1, 2),
-    aten.max.dim: (1, 2),
-    aten.min.dim: (1, 2),
-    aten.median.dim: (1, 2),
-    aten.kthvalue.default: (2, 3),
-    aten.var.correction: (1, None),
-    aten.std.correction: (1, None),
-    aten.var_mean.correction: (1, None),
-    aten.linalg_vector_norm.default: (2, 3),
-    aten.norm.ScalarOpt_dim: (2, 3),
-}
-
-
-@rule(*_REDUCTIONS)
-def _reduce(rules: RowRules, node: fx.Node) -> RowValue | tuple[RowValue, ...]:
-    value = sole_row(rules, node)
-    dim_at, _ = _REDUCTIONS[node.target]
-    dims_arg = node.args[dim_at] if len(node.args) > dim_at else node.kwargs.get("dim")
-    dims = dims_of(node, dims_arg, len(value.tags))
-    if any(value.tags[dim] == TOKEN for dim in dims):
-        raise Refusal(f"{_name(node.target)} reduces over tokens")
-    local = [value.local_dim(dim) for dim in dims]
-    args = list(node.args)
-    is_list = isinstance(dims_arg, (list, tuple)) or dims_arg is None
-    new_dims: Any = tuple(local) if is_list else local[0]
-    kwargs = dict(node.kwargs)
-    if "dim" in kwargs:
-        kwargs["dim"] = new_dims
-    else:
-        args[dim_at] = new_dims
-    args[0] = value.expr
-    expr = rules.pool.call(node.target, *args, **kwargs)
-    keep = _keeps_dims(node, value)
-    tags = tuple(
-        LOCAL if dim in dims else tag
-        for dim, tag in enumerate(value.tags)
-        if keep or dim not in dims
-    )
-    return _outputs(rules, node, expr, tags)
-
-
-def _keeps_dims(node: fx.Node, value: RowValue) -> bool:
-    first = node.meta["val"]
-    first = first[0] if isinstance(first, (tuple, list)) else first
-    return bool(first.dim() == len(value.tags))
-
-
-def _outputs(
-    rules: RowRules, node: fx.Node, expr: RowExpr, tags: tuple[Tag, ...]
-) -> RowValue | tuple[RowValue, ...]:
-    """One row value, or one per output when the op returns several tensors."""
-    val = node.meta["val"]
-    if isinstance(val, torch.Tensor):
-        return RowValue(expr, tags, tuple(val.shape))
-    import operator
-
-    return tuple(
-        RowValue(rules.pool.call(operator.getitem, expr, index), tags, tuple(item.shape))
-        for index, item in enumerate(val)
-    )
-
-
-# ------------------------------------------------------- whole-row ops: shape kept, or top-k
-#: op -> (index of the dim argument, its default)
-_WHOLE_ROW: dict[Any, tuple[int, int]] = {
-    aten._softmax.default: (1, -1),
-    aten._log_softmax.default: (1, -1),
-    aten.cumsum.default: (1, -1),
-    aten.cumprod.default: (1, -1),
-    aten.logcumsumexp.default: (1, -1),
-    aten.sort.default: (1, -1),
-    aten.sort.stable: (2, -1),
-    aten.argsort.default: (1, -1),
-    aten.topk.default: (2, -1),
-    aten.cummax.default: (1, -1),
-    aten.cummin.default: (1, -1),
-}
-
-
-@rule(*_WHOLE_ROW)
-def _whole_row(rules: RowRules, node: fx.Node) -> RowValue | tuple[RowValue, ...]:
-    value = sole_row(rules, node)
-    dim_at, default = _WHOLE_ROW[node.target]
-    given = node.args[dim_at] if len(node.args) > dim_at else node.kwargs.get("dim", default)
-    dim = int(given) % len(value.tags)  # type: ignore[arg-type]
-    if value.tags[dim] == TOKEN:
-        raise Refusal(f"{_name(node.target)} runs over tokens")
-    args, kwargs = list(node.args), dict(node.kwargs)
-    args[0] = value.expr
-    if len(args) > dim_at:
-        args[dim_at] = value.local_dim(dim)
-    else:
-        kwargs["dim"] = value.local_dim(dim)
-    expr = rules.pool.call(node.target, *args, **kwargs)
-    tags = list(value.tags)
-    if node.target is aten.topk.default:
-        tags[dim] = rules.tag_of_size(node.args[1])  # type: ignore[arg-type]
-    return _outputs(rules, node, expr, tuple(tags))
+@rule(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+def _new_filled(rules: RowRules, node: fx.Node) -> RowValue:
+    """``logits.new_zeros(logits.shape)``; a constant of another shape is no row."""
+    value, sizes = sole_row(rules, node), shape_of(node)
+    if list(map(str, sizes)) != list(map(str, value.sizes)):
+        name = _name(node.target)
+        raise Refusal(f"{name} reads the logits for their dtype only", "make it with torch.full")
+    target: Any = node.target
+    constants: dict[Any, Any] = {aten.new_zeros.default: 0, aten.new_ones.default: 1}
+    fill = constants[target] if target in constants else node.args[2]
+    dtype = node.meta["val"].dtype
+    expr = rules.pool.call(aten.full_like.default, value.expr, fill, dtype=dtype)
+    return rules.like(node, expr, value.tags)

@@ -25,6 +25,8 @@ class Outcome:
     fused: torch.Tensor
     eager_grads: dict[str, torch.Tensor | None]
     fused_grads: dict[str, torch.Tensor | None]
+    eager_metrics: dict[str, torch.Tensor]
+    fused_metrics: dict[str, torch.Tensor]
     report: Report
 
     @property
@@ -45,22 +47,37 @@ def gradients(loss: torch.Tensor, batch: dict[str, Any]) -> dict[str, torch.Tens
 
 
 def run_both(fn: Callable, make_inputs: Callable[[], dict[str, Any]]) -> Outcome:
-    """``fn(**batch) -> scalar`` in eager mode and optimized, on equal fresh inputs."""
+    """``fn(**batch)``, a loss or a loss and metrics, in eager mode and optimized, on equal inputs."""
     batch = arguments(fn, make_inputs())
-    eager = fn(**batch)
+    eager, eager_metrics = _parts(fn(**batch))
     eager_grads = gradients(eager, batch)
     batch = arguments(fn, make_inputs())
     step = fxrl.optimize(nn.Module(), lambda model, batch: fn(**batch), CONFIG)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Dynamo's own, on some torch versions
-        fused = step(batch)
+        fused, fused_metrics = _parts(step(batch))
     fused_grads = gradients(fused, batch)
-    return Outcome(eager.detach(), fused.detach(), eager_grads, fused_grads, step.report)
+    return Outcome(
+        eager.detach(),
+        fused.detach(),
+        eager_grads,
+        fused_grads,
+        eager_metrics,
+        fused_metrics,
+        step.report,
+    )
+
+
+def _parts(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return result if isinstance(result, tuple) else (result, {})
 
 
 def assert_same_numbers(outcome: Outcome, loss: float = 1e-9, grad: float = 1e-7) -> None:
     """Loss and gradients agree (absolute and relative), and are None in the same places."""
     torch.testing.assert_close(outcome.fused, outcome.eager, rtol=loss, atol=loss)
+    torch.testing.assert_close(
+        outcome.fused_metrics, outcome.eager_metrics, rtol=loss, atol=loss, check_device=False
+    )
     assert outcome.fused_grads.keys() == outcome.eager_grads.keys()
     for name, expected in outcome.eager_grads.items():
         found = outcome.fused_grads[name]

@@ -1,0 +1,1021 @@
+"""More shapes of losses than the catalogue holds: every further way we could think of.
+
+``MORE[name]`` is a function of the catalogue's inputs with an attribute ``verdict``: ``APPLY``,
+``REFUSE``, or ``EITHER`` where both are right as long as the numbers are.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from idioms import _clip_pg, _labels, _logp, _mean, _pg, _two
+from torch.distributions import Categorical, kl_divergence
+from torch.utils.checkpoint import checkpoint
+
+APPLY, REFUSE, EITHER = "apply", "refuse", "either"
+MORE: dict[str, Callable] = {}
+
+
+def shape(verdict: str) -> Callable:
+    """Register a loss shape with the verdict it should get."""
+
+    def register(fn: Callable) -> Callable:
+        fn.verdict = verdict
+        MORE[fn.__name__] = fn
+        return fn
+
+    return register
+
+
+def head(hidden, weight):
+    return F.linear(hidden, weight)[:, :-1]
+
+
+# ---------------------------------------------------------------- picking the target
+@shape(APPLY)
+def advanced_index_flat(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight).flatten(0, 1).log_softmax(-1)
+    n = torch.arange(z.size(0))
+    return _pg(z[n, ids[:, 1:].flatten()].view(ids.size(0), -1), mask, adv)
+
+
+@shape(APPLY)
+def advanced_index_two_dims(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight).log_softmax(-1)
+    b = torch.arange(z.size(0))[:, None]
+    t = torch.arange(z.size(1))[None, :]
+    return _pg(z[b, t, ids[:, 1:]], mask, adv)
+
+
+@shape(APPLY)
+def take_along_dim(hidden, weight, ids, mask, adv):
+    lp = torch.take_along_dim(head(hidden, weight).log_softmax(2), ids[:, 1:, None], dim=2)
+    return _pg(lp.squeeze(2), mask, adv)
+
+
+@shape(APPLY)
+def nll_loss_mean(hidden, weight, ids, mask):
+    lp = head(hidden, weight).log_softmax(-1)
+    return F.nll_loss(lp.flatten(0, 1), _labels(ids, mask)[:, 1:].flatten(), ignore_index=-100)
+
+
+@shape(APPLY)
+def nll_loss_class_dim_1(hidden, weight, ids, mask, adv):
+    lp = head(hidden, weight).log_softmax(-1).movedim(-1, 1)
+    return _pg(-F.nll_loss(lp, ids[:, 1:], reduction="none"), mask, adv)
+
+
+@shape(APPLY)
+def one_hot_einsum(hidden, weight, ids, mask, adv):
+    lp = head(hidden, weight).log_softmax(-1)
+    hot = F.one_hot(ids[:, 1:], lp.size(-1)).to(lp)
+    return _pg(torch.einsum("btv,btv->bt", lp, hot), mask, adv)
+
+
+@shape(APPLY)
+def equality_mask(hidden, weight, ids, mask, adv):
+    lp = head(hidden, weight).log_softmax(-1)
+    hit = torch.arange(lp.size(-1)) == ids[:, 1:, None]
+    return _pg(lp.masked_fill(~hit, 0.0).sum(-1), mask, adv)
+
+
+@shape(APPLY)
+def labels_rolled(hidden, weight, ids, mask, adv):
+    lp = _logp(F.linear(hidden, weight), ids.roll(-1, 1))[:, :-1]
+    return _pg(lp, mask, adv)
+
+
+@shape(APPLY)
+def labels_padded(hidden, weight, ids, mask):
+    labels = F.pad(_labels(ids, mask), (0, 1), value=-100)[:, 1:]
+    z = F.linear(hidden, weight)
+    return F.cross_entropy(z.view(-1, z.size(-1)), labels.reshape(-1))
+
+
+@shape(APPLY)
+def labels_clamped_then_masked(hidden, weight, ids, mask):
+    labels = _labels(ids, mask)[:, 1:]
+    lp = _logp(head(hidden, weight), labels.clamp(min=0))
+    return -(lp * (labels != -100)).sum() / (labels != -100).sum()
+
+
+@shape(APPLY)
+def labels_flipped(hidden, weight, ids, mask, adv):
+    lp = _logp(head(hidden, weight), ids[:, 1:].flip(1))
+    return _pg(lp, mask, adv)
+
+
+@shape(APPLY)
+def cumsum_mask_to_first_eos(hidden, weight, ids, adv):
+    lp = _logp(head(hidden, weight), ids[:, 1:])
+    m = ((ids[:, 1:] % 7 == 0).cumsum(1) == 0).to(lp.dtype)
+    return -_mean(lp * adv[:, None], m)
+
+
+# ---------------------------------------------------------------- statistics of one row
+@shape(APPLY)
+def entropy_xlogy(hidden, weight, mask):
+    p = head(hidden, weight).softmax(-1)
+    return _mean(-torch.xlogy(p, p).sum(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def entropy_entr(hidden, weight, mask):
+    return _mean(torch.special.entr(head(hidden, weight).softmax(-1)).sum(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def entropy_nats_of_top_k(hidden, weight, mask):
+    lp = head(hidden, weight).topk(5, -1).values.log_softmax(-1)
+    return _mean(-(lp.exp() * lp).sum(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def entropy_weights_by_quantile(hidden, weight, ids, mask, adv):
+    lp = head(hidden, weight).log_softmax(-1)
+    with torch.no_grad():
+        ent = -(lp.exp() * lp).sum(-1)
+        keep = (ent >= ent.flatten().sort().values[ent.numel() // 2]).to(lp.dtype)
+    return -_mean(lp.gather(-1, ids[:, 1:, None])[..., 0] * adv[:, None] * keep, mask[:, 1:])
+
+
+@shape(APPLY)
+def z_loss(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv) + 1e-4 * _mean(z.logsumexp(-1) ** 2, mask[:, 1:])
+
+
+@shape(APPLY)
+def gini(hidden, weight, mask):
+    return _mean(1 - head(hidden, weight).softmax(-1).square().sum(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def renyi_entropy(hidden, weight, mask):
+    lp = head(hidden, weight).log_softmax(-1)
+    return _mean((0.5 * lp).logsumexp(-1) / 0.5, mask[:, 1:])
+
+
+@shape(APPLY)
+def kl_to_uniform(hidden, weight, mask):
+    lp = head(hidden, weight).log_softmax(-1)
+    return _mean(-lp.mean(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def variance_of_logits(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv) + 1e-2 * _mean(z.var(-1) + z.std(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def logits_square_mean(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv) + 1e-3 * z.square().mean()
+
+
+@shape(APPLY)
+def rank_of_target(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    picked = z.gather(-1, ids[:, 1:, None])
+    rank = (z > picked).sum(-1).to(z.dtype)
+    return -_mean((picked[..., 0] - z.logsumexp(-1)) * adv[:, None] / (1 + rank), mask[:, 1:])
+
+
+@shape(APPLY)
+def probability_above_target(hidden, weight, ids, mask):
+    p = head(hidden, weight).softmax(-1)
+    picked = p.gather(-1, ids[:, 1:, None])
+    return _mean(torch.where(p > picked, p, 0.0).sum(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def top_5_accuracy(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    hit = (z.topk(5, -1).indices == ids[:, 1:, None]).any(-1).to(z.dtype)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv) + 0.0 * _mean(hit, mask[:, 1:])
+
+
+@shape(APPLY)
+def margin_to_best_other(hidden, weight, ids, mask):
+    z = head(hidden, weight)
+    other = z.scatter(-1, ids[:, 1:, None], float("-inf")).amax(-1)
+    return _mean(F.relu(1 + other - z.gather(-1, ids[:, 1:, None])[..., 0]), mask[:, 1:])
+
+
+@shape(APPLY)
+def softplus_of_the_rest(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    rest = z.scatter(-1, ids[:, 1:, None], float("-inf")).logsumexp(-1)
+    return _pg(-F.softplus(rest - z.gather(-1, ids[:, 1:, None])[..., 0]), mask, adv)
+
+
+@shape(APPLY)
+def focal(hidden, weight, ids, mask):
+    lp = _logp(head(hidden, weight), ids[:, 1:])
+    return _mean(-((1 - lp.exp()) ** 2) * lp, mask[:, 1:])
+
+
+@shape(APPLY)
+def odds_ratio(hidden, weight, ids, mask):
+    lp = _logp(head(hidden, weight), ids[:, 1:])
+    seq = (lp * mask[:, 1:]).sum(-1) / mask[:, 1:].sum(-1)
+    odds = seq - torch.log1p(-seq.exp())
+    good, bad = odds.chunk(2)
+    return -F.logsigmoid(good - bad).mean()
+
+
+@shape(APPLY)
+def logit_of_probability(hidden, weight, ids, mask):
+    p = head(hidden, weight).softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return _mean(-torch.logit(p, eps=1e-9), mask[:, 1:])
+
+
+@shape(APPLY)
+def logaddexp_mixture(hidden, weight, ids, mask, ref_logp):
+    lp = _logp(head(hidden, weight), ids[:, 1:])
+    return _mean(-torch.logaddexp(lp, ref_logp), mask[:, 1:])
+
+
+@shape(APPLY)
+def binary_ce_per_class(hidden, weight, ids, mask):
+    z = head(hidden, weight)
+    hot = F.one_hot(ids[:, 1:], z.size(-1)).to(z.dtype)
+    bce = F.binary_cross_entropy_with_logits(z, hot, reduction="none").sum(-1)
+    return _mean(bce, mask[:, 1:])
+
+
+@shape(APPLY)
+def logsigmoid_of_logits(hidden, weight, ids, mask):
+    z = head(hidden, weight)
+    return _mean(-F.logsigmoid(z).gather(-1, ids[:, 1:, None])[..., 0], mask[:, 1:])
+
+
+@shape(APPLY)
+def label_smoothing_by_hand(hidden, weight, ids, mask):
+    lp = head(hidden, weight).log_softmax(-1)
+    picked = lp.gather(-1, ids[:, 1:, None])[..., 0]
+    return -_mean(0.9 * picked + 0.1 * lp.mean(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def ce_smoothing_weight_class_dim_1(hidden, weight, ids, mask, class_w):
+    z = head(hidden, weight).transpose(1, 2)
+    return F.cross_entropy(z, _labels(ids, mask)[:, 1:], weight=class_w, label_smoothing=0.1)
+
+
+@shape(APPLY)
+def ce_sum(hidden, weight, ids, mask):
+    z = head(hidden, weight)
+    labels = _labels(ids, mask)[:, 1:]
+    total = F.cross_entropy(z.reshape(-1, z.size(-1)), labels.reshape(-1), reduction="sum")
+    return total / mask[:, 1:].sum()
+
+
+@shape(APPLY)
+def ce_soft_targets(hidden, weight, soft_targets):
+    z = head(hidden, weight)
+    return F.cross_entropy(z.flatten(0, 1), soft_targets.flatten(0, 1))
+
+
+@shape(APPLY)
+def categorical_probs(hidden, weight, ids, mask, adv):
+    d = Categorical(probs=head(hidden, weight).softmax(-1), validate_args=False)
+    return _pg(d.log_prob(ids[:, 1:]), mask, adv) - 0.01 * _mean(d.entropy(), mask[:, 1:])
+
+
+# ---------------------------------------------------------------- transforms and masks
+@shape(APPLY)
+def standardised_logits(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    z = (z - z.mean(-1, keepdim=True)) / z.std(-1, keepdim=True)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def logits_divided_by_their_norm(hidden, weight, ids, mask, adv):
+    return _pg(_logp(9 * F.normalize(head(hidden, weight), dim=-1), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def clamp_and_nan_to_num(hidden, weight, ids, mask, adv):
+    z = torch.nan_to_num(head(hidden, weight)).clamp(-2.0, 2.0)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def temperature_per_sequence(hidden, weight, ids, mask, adv, temp_vec):
+    return _pg(_logp(head(hidden, weight) / temp_vec[:, None, None], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def temperature_per_token(hidden, weight, ids, mask, adv, returns):
+    t = 1 + returns.square()[..., None]
+    return _pg(_logp(head(hidden, weight) / t, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def temperature_learned(hidden, weight, ids, mask, adv, value_w):
+    return _pg(_logp(head(hidden, weight) * value_w[0].exp(), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def temperature_from_mean_entropy(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    lp = z.log_softmax(-1)
+    ent = -(lp.exp() * lp).sum(-1).mean()
+    return _pg(_logp(z / (1 + ent), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def min_p_filter(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    p = z.detach().softmax(-1)
+    keep = (p >= 0.1 * p.amax(-1, keepdim=True)).scatter(-1, ids[:, 1:, None], True)
+    return _pg(_logp(z.masked_fill(~keep, float("-inf")), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def top_k_filter_by_threshold(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    floor = z.topk(20, -1).values[..., -1:]
+    picked = z.gather(-1, ids[:, 1:, None])
+    z = torch.where((z < floor) & (z != picked), -1e9, z)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def top_k_filter_by_kthvalue(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    floor = z.kthvalue(z.size(-1) - 19, -1, keepdim=True).values
+    return _mean((z.logsumexp(-1) - (z * (z >= floor)).sum(-1)), mask[:, 1:])
+
+
+@shape(APPLY)
+def vocab_slice(hidden, weight, ids, mask, adv, v_real):
+    z = F.linear(hidden, weight)[..., :v_real]
+    return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def vocab_narrow(hidden, weight, ids, mask, adv, v_real):
+    z = F.linear(hidden, weight).narrow(-1, 0, v_real).narrow(1, 0, ids.size(1) - 1)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def vocab_subset(hidden, weight, mask, banned):
+    z = head(hidden, weight).index_select(-1, torch.arange(3, 40, 2))
+    return _mean(z.log_softmax(-1)[..., 4], mask[:, 1:])
+
+
+@shape(APPLY)
+def vocab_subset_by_list(hidden, weight, mask):
+    return _mean(head(hidden, weight)[..., [3, 5, 8, 13]].log_softmax(-1)[..., 2], mask[:, 1:])
+
+
+@shape(APPLY)
+def masked_fill_vector(hidden, weight, ids, mask, adv, banned):
+    z = head(hidden, weight).masked_fill(banned, float("-inf"))
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def masked_fill_full_mask(hidden, weight, ids, mask, adv, allowed):
+    z = head(hidden, weight).masked_fill(~allowed[:, :-1], float("-inf"))
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def banned_columns_written(hidden, weight, ids, mask, adv, banned):
+    z = F.linear(hidden, weight)
+    z[:, :, banned] = -1e9
+    return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def padded_columns_written(hidden, weight, ids, mask, adv, v_real):
+    z = F.linear(hidden, weight)
+    z[..., v_real:] = float("-inf")
+    return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def column_list_written(hidden, weight, ids, mask, adv, banned):
+    z = F.linear(hidden, weight).clone()
+    z[..., banned.nonzero()[:, 0]] = -50.0
+    return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def in_place_chain(hidden, weight, ids, mask, adv, banned):
+    z = F.linear(hidden, weight)
+    z.div_(0.7).add_(0.1).masked_fill_(banned, -1e9)
+    return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def penalty_on_seen_tokens(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    picked = z.gather(-1, ids[:, 1:, None])
+    z = z.scatter(-1, ids[:, 1:, None], torch.where(picked > 0, picked / 1.2, picked * 1.2))
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def rows_zeroed_by_mask(hidden, weight, ids, mask, adv):
+    z = F.linear(hidden, weight) * mask[..., None]
+    return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def straight_through_argmax(hidden, weight, mask, value_w):
+    p = head(hidden, weight).softmax(-1)
+    hard = F.one_hot(p.argmax(-1), p.size(-1)).to(p.dtype)
+    soft = hard + p - p.detach()
+    return _mean((soft * torch.arange(p.size(-1))).sum(-1), mask[:, 1:])
+
+
+# ---------------------------------------------------------------- rows: splits, loops, packing
+@shape(APPLY)
+def chosen_rejected_chunk(hidden, weight, ids, mask):
+    lp = _logp(head(hidden, weight), ids[:, 1:]) * mask[:, 1:]
+    good, bad = lp.sum(-1).chunk(2)
+    return -F.logsigmoid(0.1 * (good - bad)).mean()
+
+
+@shape(APPLY)
+def chosen_rejected_logits_split(hidden, weight, ids, mask):
+    good, bad = head(hidden, weight).chunk(2)
+    n = ids.size(0) // 2
+    c = (_logp(good, ids[:n, 1:]) * mask[:n, 1:]).sum(-1)
+    r = (_logp(bad, ids[n:, 1:]) * mask[n:, 1:]).sum(-1)
+    return -F.logsigmoid(0.1 * (c - r)).mean()
+
+
+@shape(APPLY)
+def every_second_sequence(hidden, weight, ids, mask):
+    z = head(hidden, weight)
+    c = (_logp(z[0::2], ids[0::2, 1:]) * mask[0::2, 1:]).sum(-1)
+    r = (_logp(z[1::2], ids[1::2, 1:]) * mask[1::2, 1:]).sum(-1)
+    return F.relu(1 - (c - r)).mean()
+
+
+@shape(APPLY)
+def loop_over_sequences(hidden, weight, ids, mask):
+    z = F.linear(hidden, weight)
+    losses = [F.cross_entropy(row[:-1], ids[i, 1:]) for i, row in enumerate(z.unbind(0))]
+    return torch.stack(losses).mean()
+
+
+@shape(APPLY)
+def loop_with_head_inside(hidden, weight, ids, mask):
+    parts = [_logp(F.linear(h, weight)[:-1], t[1:]) for h, t in zip(hidden, ids, strict=True)]
+    return -(torch.cat(parts) * mask[:, 1:].reshape(-1)).sum() / mask[:, 1:].sum()
+
+
+@shape(APPLY)
+def last_token_yes_no(hidden, weight, adv):
+    z = F.linear(hidden, weight)[:, -1]
+    return -(adv * F.logsigmoid(z[:, 5] - z[:, 9])).mean()
+
+
+@shape(APPLY)
+def last_token_answer_letters(hidden, weight, ids):
+    z = F.linear(hidden, weight)[:, -1, [5, 9, 11, 40]]
+    return F.cross_entropy(z, ids[:, -1] % 4)
+
+
+@shape(APPLY)
+def last_valid_token(hidden, weight, ids, mask, adv):
+    last = mask.long().sum(-1) + 3
+    z = F.linear(hidden, weight)[torch.arange(ids.size(0)), last]
+    return -(adv * z.log_softmax(-1)[:, 7]).mean()
+
+
+@shape(APPLY)
+def logits_compacted_by_mask(hidden, weight, ids, mask):
+    keep = mask[:, 1:].bool()
+    return F.cross_entropy(head(hidden, weight)[keep], ids[:, 1:][keep])
+
+
+@shape(APPLY)
+def segment_sums_by_scatter_add(hidden, weight, ids, mask, adv):
+    lp = (_logp(head(hidden, weight), ids[:, 1:]) * mask[:, 1:]).flatten()
+    seg = torch.arange(ids.size(0)).repeat_interleave(ids.size(1) - 1)
+    return -(adv * lp.new_zeros(ids.size(0)).scatter_add(0, seg, lp)).mean()
+
+
+@shape(APPLY)
+def two_shifts_same_logits(hidden, weight, ids, mask):
+    z = F.linear(hidden, weight)
+    one, two = _logp(z[:, :-1], ids[:, 1:]), _logp(z[:, :-2], ids[:, 2:])
+    return -_mean(one, mask[:, 1:]) - 0.3 * _mean(two, mask[:, 2:])
+
+
+@shape(APPLY)
+def time_major(hidden, weight, ids, mask, adv):
+    z = F.linear(hidden.transpose(0, 1), weight)[:-1]
+    lp = _logp(z, ids.t()[1:])
+    return _pg(lp.t(), mask, adv)
+
+
+@shape(APPLY)
+def vmap_over_batch(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    lp = torch.vmap(lambda a, t: a.log_softmax(-1).gather(-1, t[:, None])[:, 0])(z, ids[:, 1:])
+    return _pg(lp, mask, adv)
+
+
+@shape(APPLY)
+def sequence_repeats(hidden, weight, ids, mask):
+    lp = _logp(head(hidden, weight), ids[:, 1:]).repeat_interleave(2, 0)
+    return -_mean(lp, mask[:, 1:].repeat_interleave(2, 0))
+
+
+# ---------------------------------------------------------------- heads
+@shape(APPLY)
+def head_matmul_transposed_weight(hidden, weight, ids, mask, adv):
+    return _pg(_logp((hidden @ weight.T)[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def head_with_bias(hidden, weight, bias, ids, mask, adv):
+    return _pg(_logp(F.linear(hidden, weight, bias)[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def head_weight_on_the_left(hidden, weight, ids, mask, adv):
+    z = weight @ hidden[:, :-1].transpose(1, 2)
+    return _pg(-F.cross_entropy(z, ids[:, 1:], reduction="none"), mask, adv)
+
+
+@shape(APPLY)
+def head_with_lora(hidden, weight, ids, mask, adv, lora_a, lora_b):
+    z = F.linear(hidden, weight) + 2.0 * F.linear(F.linear(hidden, lora_a), lora_b)
+    return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def head_lora_merged(hidden, weight, ids, mask, adv, lora_a, lora_b):
+    return _pg(_logp(head(hidden, weight + lora_b @ lora_a), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def head_tied_to_embedding(hidden, weight, ids, mask, adv):
+    x = hidden + 0.1 * F.embedding(ids, weight)
+    return _pg(_logp(head(x, weight), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def head_dequantised(hidden, weight_q, weight_scale, ids, mask, adv):
+    w = weight_q.to(hidden.dtype) * weight_scale
+    return _pg(_logp(head(hidden, w), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def two_heads_two_losses(hidden, weight, weight2, ids, mask):
+    one, two = _logp(head(hidden, weight), ids[:, 1:]), _logp(head(hidden, weight2), ids[:, :-1])
+    return -_mean(one, mask[:, 1:]) - 0.5 * _mean(two, mask[:, 1:])
+
+
+@shape(APPLY)
+def two_heads_summed(hidden, weight, weight2, ids, mask, adv):
+    return _pg(_logp(head(hidden, weight) + head(hidden, weight2), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def categorical_value_head(hidden, weight, weight2, ids, mask, adv, returns):
+    support = torch.linspace(-2, 2, weight2.size(0), dtype=hidden.dtype)
+    v = head(hidden, weight2).softmax(-1) @ support
+    return _pg(_logp(head(hidden, weight), ids[:, 1:]), mask, adv) + _mean(
+        (v - returns) ** 2, mask[:, 1:]
+    )
+
+
+@shape(APPLY)
+def reward_head_beside(hidden, weight, ids, mask, adv, value_w):
+    score = (hidden @ value_w)[:, -1]
+    good, bad = score.chunk(2)
+    return _pg(_logp(head(hidden, weight), ids[:, 1:]), mask, adv) - F.logsigmoid(good - bad).mean()
+
+
+@shape(APPLY)
+def router_loss_beside(hidden, weight, weight2, ids, mask, adv):
+    p = F.linear(hidden, weight2[:4]).softmax(-1)
+    load = p.mean((0, 1))
+    return _pg(_logp(head(hidden, weight), ids[:, 1:]), mask, adv) + (load * load).sum()
+
+
+@shape(APPLY)
+def many_experts_router_beside(hidden, weight, weight2, ids, mask, adv):
+    p = F.linear(hidden, weight2[:16]).softmax(-1)
+    load = p.mean((0, 1))
+    return _pg(_logp(head(hidden, weight), ids[:, 1:]), mask, adv) + (load * load).sum()
+
+
+@shape(APPLY)
+def hidden_reused(hidden, weight, ids, mask, adv):
+    return _pg(_logp(head(hidden, weight), ids[:, 1:]), mask, adv) + 1e-2 * hidden.square().mean()
+
+
+@shape(APPLY)
+def mlp_before_head(hidden, weight, weight2, ids, mask, adv):
+    x = hidden + F.silu(F.linear(hidden, weight2[:32])) @ weight2[:32]
+    return _pg(_logp(head(x, weight), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def soft_embedding(hidden, weight, ids, mask, adv):
+    p = head(hidden, weight).softmax(-1)
+    mixed = p @ weight
+    return _mean((mixed - hidden[:, 1:]).square().sum(-1), mask[:, 1:])
+
+
+# ---------------------------------------------------------------- two distributions
+@shape(APPLY)
+def kl_div_probabilities(hidden, weight, teacher_hidden, teacher_weight, mask):
+    z, zt = _two(hidden, weight, teacher_hidden, teacher_weight)
+    kl = F.kl_div(z.log_softmax(-1), zt.softmax(-1), reduction="none").sum(-1)
+    return _mean(kl, mask[:, 1:])
+
+
+@shape(APPLY)
+def kl_div_sum(hidden, weight, teacher_hidden, teacher_weight):
+    z, zt = _two(hidden, weight, teacher_hidden, teacher_weight)
+    lp, lt = z.log_softmax(-1), zt.log_softmax(-1)
+    return F.kl_div(lp, lt, reduction="sum", log_target=True) / z.shape[0]
+
+
+@shape(APPLY)
+def reverse_kl(hidden, weight, ref_hidden, ref_weight, mask):
+    z, zt = _two(hidden, weight, ref_hidden, ref_weight)
+    lp, lt = z.log_softmax(-1), zt.log_softmax(-1)
+    return _mean((lp.exp() * (lp - lt)).sum(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def jensen_shannon(hidden, weight, teacher_hidden, teacher_weight, mask):
+    z, zt = _two(hidden, weight, teacher_hidden, teacher_weight)
+    lp, lt = z.log_softmax(-1), zt.log_softmax(-1)
+    mix = torch.logsumexp(torch.stack([lp, lt]), 0) - torch.log(torch.tensor(2.0))
+    js = 0.5 * ((lp.exp() * (lp - mix)).sum(-1) + (lt.exp() * (lt - mix)).sum(-1))
+    return _mean(js, mask[:, 1:])
+
+
+@shape(APPLY)
+def renyi_divergence(hidden, weight, ref_hidden, ref_weight, mask):
+    z, zt = _two(hidden, weight, ref_hidden, ref_weight)
+    mixed = 0.5 * z.log_softmax(-1) + 0.5 * zt.log_softmax(-1)
+    return _mean(-2 * mixed.logsumexp(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def categorical_kl(hidden, weight, ref_hidden, ref_weight, mask):
+    z, zt = _two(hidden, weight, ref_hidden, ref_weight)
+    p, q = (Categorical(logits=x, validate_args=False) for x in (z, zt))
+    return _mean(kl_divergence(p, q), mask[:, 1:])
+
+
+@shape(APPLY)
+def cosine_of_logits(hidden, weight, teacher_hidden, teacher_weight, mask):
+    z, zt = _two(hidden, weight, teacher_hidden, teacher_weight)
+    return _mean(1 - F.cosine_similarity(z, zt, dim=-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def logits_mse_per_token(hidden, weight, teacher_hidden, teacher_weight, mask):
+    z, zt = _two(hidden, weight, teacher_hidden, teacher_weight)
+    mse = F.mse_loss(z, zt, reduction="none") + F.huber_loss(z, zt, reduction="none")
+    return _mean(mse.mean(-1), mask[:, 1:])
+
+
+@shape(EITHER)
+def logits_mse(hidden, weight, teacher_hidden, teacher_weight):
+    z, zt = _two(hidden, weight, teacher_hidden, teacher_weight)
+    return F.mse_loss(z, zt)
+
+
+@shape(APPLY)
+def vocab_order_reversed(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight).flip(-1).roll(3, -1)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def rows_overwritten_by_mask(hidden, weight, ids, mask, adv):
+    z = F.linear(hidden, weight)
+    z[mask == 0] = 0.5
+    return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def contrastive_logits(hidden, weight, ref_hidden, ref_weight, ids, mask, adv):
+    z, zt = _two(hidden, weight, ref_hidden, ref_weight)
+    return _pg(_logp(z + 0.5 * (z - zt), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def top_k_distillation_renormalised(hidden, weight, teacher_topk_ids, teacher_topk_logp, mask):
+    s = head(hidden, weight).gather(-1, teacher_topk_ids).log_softmax(-1)
+    t = teacher_topk_logp.log_softmax(-1)
+    return _mean((t.exp() * (t - s)).sum(-1), mask[:, 1:])
+
+
+# ---------------------------------------------------------------- gradients and modes
+@shape(APPLY)
+def checkpointed_loss(hidden, weight, ids, mask, adv):
+    def f(h, w):
+        return _pg(_logp(head(h, w), ids[:, 1:]), mask, adv)
+
+    return checkpoint(f, hidden, weight, use_reentrant=False)
+
+
+@shape(APPLY)
+def nested_grad_modes(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    with torch.no_grad():
+        w = z.softmax(-1).amax(-1)
+        with torch.enable_grad():
+            lp = _logp(z, ids[:, 1:])
+    return -_mean(lp * w * adv[:, None], mask[:, 1:])
+
+
+@shape(APPLY)
+def detached_hidden(hidden, weight, ids, mask, adv):
+    return _pg(_logp(head(hidden.detach(), weight), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def frozen_head(hidden, weight, ids, mask, adv):
+    return _pg(_logp(head(hidden, weight.detach()), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def old_logp_is_detached_logp(hidden, weight, ids, mask, adv):
+    lp = _logp(head(hidden, weight), ids[:, 1:])
+    return _clip_pg(lp, lp.detach(), adv, mask[:, 1:])
+
+
+@shape(APPLY)
+def ratio_of_kinds_of_mean(hidden, weight, ids, mask, adv):
+    lp = _logp(head(hidden, weight), ids[:, 1:])
+    base = (lp * mask[:, 1:]).sum(0) / mask[:, 1:].sum(0).clamp(min=1)
+    return -_mean((lp - base) * adv[:, None], mask[:, 1:])
+
+
+@shape(APPLY)
+def metrics_beside_the_loss(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    lp = _logp(z, ids[:, 1:])
+    return _pg(lp, mask, adv), {"logp": lp.detach().mean(), "top": z.detach().amax(-1).mean()}
+
+
+# ---------------------------------------------------------------- refuse: logits leave
+@shape(REFUSE)
+def logits_returned(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv), {"logits": z}
+
+
+@shape(REFUSE)
+def probabilities_returned(hidden, weight, ids, mask, adv):
+    p = head(hidden, weight).softmax(-1)
+    return _pg(p.gather(-1, ids[:, 1:, None])[..., 0].log(), mask, adv), {"p": p.detach()}
+
+
+@shape(REFUSE)
+def logits_retain_grad(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    z.retain_grad()
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def logits_hooked(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    z.register_hook(lambda g: g * 0.5)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def logits_item_control_flow(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    if z.max().item() > 0.0:
+        z = z * 0.5
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def logits_to_numpy(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    scale = float(z.detach().numpy().std())
+    return _pg(_logp(z / scale, ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def chosen_logits_by_value(hidden, weight, ids, mask):
+    p = head(hidden, weight).softmax(-1)
+    return -p[p > 0.1].log().mean()
+
+
+@shape(REFUSE)
+def logits_masked_by_full_mask(hidden, weight, allowed):
+    return head(hidden, weight)[allowed[:, :-1]].square().mean()
+
+
+@shape(REFUSE)
+def positions_of_likely_tokens(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    count = (z > 0).nonzero().size(0)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv) + 0.0 * count
+
+
+# ---------------------------------------------------------------- refuse: random numbers
+@shape(REFUSE)
+def dropout_on_logits(hidden, weight, ids, mask, adv):
+    torch.manual_seed(0)
+    return _pg(_logp(F.dropout(head(hidden, weight), 0.5), ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def noise_on_logits(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    return _pg(_logp(z + 0.0 * torch.randn_like(z), ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def sampled_tokens(hidden, weight, mask):
+    lp = head(hidden, weight).log_softmax(-1)
+    picked = torch.multinomial(lp.detach().exp().flatten(0, 1), 1).view(*lp.shape[:2], 1)
+    return 0.0 * _mean(lp.gather(-1, picked)[..., 0], mask[:, 1:])
+
+
+@shape(REFUSE)
+def gumbel_softmax(hidden, weight, mask):
+    y = F.gumbel_softmax(head(hidden, weight), hard=True)
+    return 0.0 * _mean(y.sum(-1), mask[:, 1:])
+
+
+# ---------------------------------------------------------------- refuse: tokens are mixed
+@shape(REFUSE)
+def softmax_over_tokens(hidden, weight, mask):
+    return head(hidden, weight).softmax(1).square().sum()
+
+
+@shape(REFUSE)
+def normalised_over_tokens(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    z = z / z.norm(dim=1, keepdim=True)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def centred_over_batch(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    return _pg(_logp(z - z.mean((0, 1)), ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def smoothed_over_tokens(hidden, weight, ids, mask, adv):
+    z = F.linear(hidden, weight)
+    z = 0.5 * (z[:, :-1] + z[:, 1:])
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def rolled_over_tokens(hidden, weight, mask):
+    p = head(hidden, weight).softmax(-1)
+    return _mean((p * p.roll(1, 1)).sum(-1), mask[:, 1:])
+
+
+@shape(REFUSE)
+def flipped_over_batch(hidden, weight, mask):
+    p = head(hidden, weight).softmax(-1)
+    return _mean((p * p.flip(0)).sum(-1), mask[:, 1:])
+
+
+@shape(REFUSE)
+def sorted_over_tokens(hidden, weight, mask):
+    z = head(hidden, weight).sort(1).values
+    return _mean(z.logsumexp(-1), mask[:, 1:])
+
+
+@shape(REFUSE)
+def cumsum_over_tokens(hidden, weight, ids, mask, adv):
+    return _pg(_logp(head(hidden, weight).cumsum(1), ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def entropy_of_the_mean_distribution(hidden, weight):
+    p = head(hidden, weight).softmax(-1).mean((0, 1))
+    return (p * p.log()).sum()
+
+
+@shape(REFUSE)
+def gram_matrix(hidden, weight):
+    p = head(hidden, weight).softmax(-1)
+    return (p @ p.transpose(1, 2)).square().mean()
+
+
+@shape(REFUSE)
+def max_over_everything(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    return _pg(_logp(z - z.max(), ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def tokens_added_in_place(hidden, weight, ids, mask, adv):
+    z = F.linear(hidden, weight).clone()
+    z[:, 1:] += z[:, :-1].clone()
+    return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def guidance_between_halves_of_the_batch(hidden, weight, ids, mask):
+    cond, uncond = head(hidden, weight).chunk(2)
+    n = cond.size(0)
+    return -_mean(_logp(uncond + 2.0 * (cond - uncond), ids[:n, 1:]), mask[:n, 1:])
+
+
+@shape(REFUSE)
+def convolved_over_tokens(hidden, weight, ids, mask, adv):
+    z = F.avg_pool1d(F.linear(hidden, weight).transpose(1, 2), 2, 1).transpose(1, 2)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def soft_embedding_into_the_head(hidden, weight, ids, mask, adv):
+    p = F.linear(hidden, weight).softmax(-1)
+    return _pg(_logp(head(p @ weight, weight), ids[:, 1:]), mask, adv)
+
+
+# ---------------------------------------------------------------- either, as long as it is right
+@shape(APPLY)
+def top_k_ids_embedded(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    near = F.embedding(z.topk(3, -1).indices, weight).mean(2)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv) + (near * hidden[:, :-1]).sum(-1).mean()
+
+
+@shape(APPLY)
+def greedy_ids_fed_to_the_head_again(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    again = F.linear(F.embedding(z.argmax(-1), weight), weight)
+    return _pg(_logp(again, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def layer_norm_over_vocab(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    return _pg(_logp(F.layer_norm(z, z.shape[-1:]), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def logits_where_rows_differ(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    z = torch.where(mask[:, 1:, None] > 0, z, torch.zeros_like(z))
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(EITHER)
+def padded_with_a_row(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    z = torch.cat([z, torch.zeros_like(z[:, :1])], 1)
+    return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def padded_column(hidden, weight, ids, mask, adv):
+    z = F.pad(head(hidden, weight), (0, 3), value=-1e9)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def stacked_sequences(hidden, weight, ids, mask, adv):
+    z = torch.stack([F.linear(h, weight) for h in hidden])
+    return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def new_tensor_from_logits(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    return _pg(_logp(z + z.new_full(z.shape, 0.5), ids[:, 1:]), mask, adv)
+
+
+@shape(EITHER)
+def one_sided_broadcast(hidden, weight, ids):
+    z = head(hidden, weight)[:, :1].log_softmax(-1)
+    return -z.expand(-1, ids.size(1), -1).gather(-1, ids[..., None]).mean()
+
+
+@shape(EITHER)
+def shorter_index_than_rows(hidden, weight, ids):
+    z = F.linear(hidden, weight).log_softmax(-1)
+    return -z.gather(-1, ids[:, 1:, None]).mean()
+
+
+@shape(EITHER)
+def first_sequence_against_others(hidden, weight, mask):
+    p = head(hidden, weight).softmax(-1)
+    return _mean((p[:1] * p).sum(-1), mask[:, 1:])
