@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ class TrainStep:
 
     def without_sites(self, sites: frozenset[str]) -> TrainStep:
         """A step of its own in which every pass leaves ``sites`` alone."""
-        return TrainStep(self.model, self.loss_fn, self.config, self._plan.without(sites))
+        quiet = replace(self.config, on_miss="ignore")
+        return TrainStep(self.model, self.loss_fn, quiet, self._plan.without(sites))
 
     def _fresh_function(self) -> Callable[[Any], Any]:
         """The function to capture, with a code object of its own.
