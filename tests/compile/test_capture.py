@@ -1,0 +1,124 @@
+"""Capture: how often a step compiles, what a graph break costs, what a second process reuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fxrl
+from fxrl.compile.records import record_of
+from tests.compile.region_cases import assert_same
+
+ROOT = Path(__file__).parents[2]
+
+
+class Lm(torch.nn.Module):
+    def __init__(self, vocab=60, hidden=8):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab, hidden)
+        self.head = torch.nn.Linear(hidden, vocab, bias=False)
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.embed(ids)))
+
+
+def entropy_loss(model, batch):
+    """General enough to stay a region: no fast path computes the sum of squared log-probs."""
+    logp = torch.log_softmax(model(batch["ids"]).float(), -1)
+    return (logp.square().sum(-1) * batch["weight"]).mean()
+
+
+def batch_of(rows, length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "ids": torch.randint(0, 60, (rows, length), generator=generator),
+        "weight": torch.rand(rows, length, generator=generator),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def step_for(model, loss_fn=entropy_loss, **options):
+    settings = {"min_saved_bytes": 0, "chunk_tokens": 8, "compile_regions": False} | options
+    return fxrl.optimize(model, loss_fn, fxrl.Config(**settings))
+
+
+def test_ten_shapes_take_two_captures():
+    model = Lm()
+    step = step_for(model)
+    shapes = [(2, 7), (3, 9), (4, 16), (1, 5), (5, 5), (8, 3), (2, 33), (1, 9), (6, 6), (7, 2)]
+    for shape in shapes:
+        assert_same(step, entropy_loss, model, batch_of(*shape), tolerance=1e-5)
+    assert len(step._backend.captures) <= 2
+
+
+def test_a_graph_break_is_worked_around_and_reported():
+    def broken(model, batch):
+        hidden = torch.tanh(model.embed(batch["ids"]))
+        torch._dynamo.graph_break()
+        logp = torch.log_softmax(model.head(hidden).float(), -1)
+        return (logp.square().sum(-1) * batch["weight"]).mean()
+
+    model = Lm()
+    step = step_for(model, broken)
+    assert_same(step, broken, model, batch_of(2, 7), tolerance=1e-5)
+    (remark,) = [r for r in step.report.remarks if "graph break" in r.reason]
+    assert "test_capture.py:" in remark.source
+    assert [r for r in step.report.remarks if r.kind == "applied"]
+
+
+def test_a_record_holds_every_stage():
+    model = Lm()
+    step = step_for(model, compile_regions=True)
+    step(batch_of(2, 7)).backward()
+    record = record_of(step._backend.captures[0])
+    assert "batch.ids" in record.inputs
+    assert "log_softmax" in record.dynamo
+    assert {"forward", "backward"} <= record.aot.keys()
+    assert "fxrl.region" in record.stages[-1].after
+    assert "fxrl.region" not in record.stages[0].before
+    (region,) = record.regions
+    assert region.sites
+    assert "aten.mm" in region.vjp
+    assert "def call" in region.generated["vjp.py"]
+    assert 'extern "C"' in region.generated["vjp.py"], "the kernels stand in the wrapper"
+
+
+_SECOND_PROCESS = """
+import json, sys, torch
+sys.path.insert(0, {root!r})
+from torch._dynamo.utils import counters
+from tests.compile.test_capture import Lm, batch_of, step_for
+torch.manual_seed(0)
+step = step_for(Lm(), compile_regions=True)
+step(batch_of(2, 7)).backward()
+counts = counters["inductor"]
+ids = sorted(step._backend.captures[0].regions)
+print(json.dumps([ids, counts["fxgraph_cache_miss"], counts["fxgraph_cache_hit"]]))
+"""
+
+
+def test_a_second_process_finds_the_first_ones_code(tmp_path):
+    def compile_in_a_process():
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+            "PYTHONHASHSEED": "random",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", _SECOND_PROCESS.format(root=str(ROOT))],
+            capture_output=True, text=True, env=environment, check=True, timeout=300,
+        )  # fmt: skip
+        return json.loads(done.stdout.splitlines()[-1])
+
+    ids, misses, hits = compile_in_a_process()
+    assert (misses, hits) == (2, 0)  # cold: forward and vjp
+    assert compile_in_a_process() == [ids, 0, 2]  # warm, and the same ids

@@ -1,0 +1,337 @@
+"""Regions of any kind: outlined from a graph, whole or in tiles, against eager."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+import fxrl
+from fxrl.compile.inductor import InductorOptions
+from fxrl.compile.outer import aot_graphs
+from fxrl.compile.regions import build_region
+from fxrl.core.outline import OutlineError, find_outline, outline
+from fxrl.core.region import InputSpec, Region
+from fxrl.ops.region import registered
+from fxrl.testing import lowered_graph, nodes_of_module, registered_rewrite
+from tests.compile.region_cases import (
+    Mlp,
+    assert_same,
+    gradients,
+    ids_batch,
+    run,
+    saved_bytes,
+    square_loss,
+)
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def optimized(model, loss_fn, name, *, compiled):
+    config = fxrl.Config(min_saved_bytes=0, passes=(name,), compile_regions=compiled)
+    return fxrl.optimize(model, loss_fn, config)
+
+
+def outline_modules(*paths, tile=0):
+    """A rewrite that outlines whole modules; ``tile`` > 0 runs them over rows of tokens."""
+
+    def rewrite(gm):
+        for path in paths:
+            nodes = nodes_of_module(gm.graph, path)
+            tokens = None
+            if tile:
+                inputs = find_outline(gm.graph, nodes).inputs
+                tokens = {n: 2 for n in inputs if n.meta["val"].dim() == 3}
+            outline(gm, nodes, token_dims=tokens, tile=tile)
+
+    return rewrite
+
+
+# ---------------------------------------------------------------------------- decoder layer
+def tiny_qwen(**options):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, **options,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def masked_logprob(model, batch):
+    ids, mask = batch["ids"], batch["mask"]
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    logp = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+    return -(logp * mask[:, 1:]).sum() / mask.sum()
+
+
+def qwen_batch(rows, length):
+    batch = ids_batch(rows, length, 64)
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, :2] = 0
+    return {**batch, "mask": mask}
+
+
+@needs_transformers
+def test_decoder_layers_are_recomputed_from_their_input():
+    model = tiny_qwen()
+    with registered_rewrite(outline_modules("layers.0", "layers.1")) as name:
+        step = optimized(model, masked_logprob, name, compiled=False)
+        for shape in ((2, 7), (3, 9), (4, 16)):
+            assert_same(step, masked_logprob, model, qwen_batch(*shape), tolerance=1e-6)
+    (capture,) = step._backend.captures
+    assert len(capture.regions) == 1, "equal layers share one body"
+    batch = qwen_batch(4, 16)
+    eager = saved_bytes(lambda: masked_logprob(model, batch))
+    assert saved_bytes(lambda: step(batch)) < 0.6 * eager
+    saved = aot_graphs(capture.rewritten)["backward"].graph.find_nodes(op="placeholder")
+    shapes = [tuple(n.meta["val"].shape) for n in saved if isinstance(n.meta["val"], torch.Tensor)]
+    assert [s for s in shapes if len(s) == 3 and s[-1] == 32], "the layers' inputs are saved"
+    assert not [s for s in shapes if len(s) == 3 and s[-1] == 48], "nothing inside them is"
+
+
+@needs_transformers
+def test_a_compiled_decoder_layer_equals_eager():
+    model = tiny_qwen()
+    with registered_rewrite(outline_modules("layers.0")) as name:
+        step = optimized(model, masked_logprob, name, compiled=True)
+        assert_same(step, masked_logprob, model, qwen_batch(2, 7), tolerance=1e-5)
+        assert_same(step, masked_logprob, model, qwen_batch(4, 16), tolerance=1e-5)
+    (capture,) = step._backend.captures
+    (kernels,) = map(registered, capture.regions)
+    assert "def call" in kernels.generated()["forward.py"]
+
+
+# ---------------------------------------------------------------------------- MLP over tokens
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tile", [4, 5, 1000])
+def test_an_mlp_runs_tile_by_tile(tile, compiled):
+    model = Mlp().double()
+    with registered_rewrite(outline_modules("mlps.0", tile=tile)) as name:
+        step = optimized(model, square_loss, name, compiled=compiled)
+        for shape in ((3, 7), (2, 5), (1, 6), (2, 1)):
+            assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-9)
+
+
+def test_tiles_lower_what_is_saved():
+    model = Mlp(hidden=16, inner=256)
+    with registered_rewrite(outline_modules("mlps.0", tile=8)) as name:
+        step = optimized(model, square_loss, name, compiled=False)
+        batch = ids_batch(4, 64)
+        step(batch)  # compiles
+        eager = saved_bytes(lambda: square_loss(model, batch))
+        inner = 4 * 64 * 256 * 4
+        assert eager - saved_bytes(lambda: step(batch)) >= 3 * inner
+
+
+def test_equal_layers_share_one_body():
+    model = Mlp(layers=3)
+    with registered_rewrite(outline_modules("mlps.0", "mlps.1", "mlps.2")) as name:
+        step = optimized(model, square_loss, name, compiled=False)
+        assert_same(step, square_loss, model, ids_batch(2, 5), tolerance=1e-6)
+    assert len(step._backend.captures[0].regions) == 1
+
+
+def test_frozen_weights_get_no_gradient():
+    model = Mlp()
+    model.mlps[0].up.weight.requires_grad_(False)
+    with registered_rewrite(outline_modules("mlps.0", tile=4)) as name:
+        step = optimized(model, square_loss, name, compiled=False)
+        assert_same(step, square_loss, model, ids_batch(2, 5), tolerance=1e-6)
+    assert model.mlps[0].up.weight.grad is None
+
+
+# ---------------------------------------------------------------------------- autograd around it
+@pytest.fixture(params=[False, True], ids=["op by op", "compiled"])
+def mlp_step(request):
+    model = Mlp()
+    with registered_rewrite(outline_modules("mlps.0", tile=4)) as name:
+        yield model, optimized(model, square_loss, name, compiled=request.param)
+
+
+def test_scaled_losses_sums_and_accumulation(mlp_step):
+    model, step = mlp_step
+    first, second = ids_batch(2, 5), ids_batch(3, 6, seed=1)
+
+    def both(function):
+        model.zero_grad(set_to_none=True)
+        (0.5 * function(first) + 3 * function(second)).backward()
+        function(first).backward()  # on top of what is there
+        return gradients(model)
+
+    found, expected = both(step), both(lambda b: square_loss(model, b))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_without_grad_the_same_loss(mlp_step):
+    model, step = mlp_step
+    batch = ids_batch(2, 5)
+    with torch.no_grad():
+        loss = step(batch)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, square_loss(model, batch))
+
+
+def test_an_output_read_twice_and_expanded_gradients():
+    model = Mlp()
+
+    def loss_fn(model, batch):
+        x = model.embed(batch["ids"])
+        y = model.mlps[0](x)
+        return (y.sum(-1) * 2).mean() + (y.transpose(0, 1) * x.transpose(0, 1)).sum() + y.sum()
+
+    for tile in (0, 4):
+        torch._dynamo.reset()
+        with registered_rewrite(outline_modules("mlps.0", tile=tile)) as name:
+            step = optimized(model, loss_fn, name, compiled=False)
+            assert_same(step, loss_fn, model, ids_batch(3, 5), tolerance=1e-5)
+
+
+def test_fp16_with_a_huge_loss_scale():
+    model = Mlp(hidden=8, inner=16).half()
+
+    def loss_fn(model, batch):
+        return model(batch["ids"]).float().square().mean()
+
+    with registered_rewrite(outline_modules("mlps.0", tile=4)) as name:
+        step = optimized(model, loss_fn, name, compiled=False)
+        batch = ids_batch(2, 6)
+        _, found = run(lambda b: step(b) * 2.0**12, model, batch)
+        _, expected = run(lambda b: loss_fn(model, b) * 2.0**12, model, batch)
+        for key, value in expected.items():
+            scale = value.abs().max().item()
+            torch.testing.assert_close(found[key], value, rtol=2e-2, atol=2e-3 * scale)
+        _, overflown = run(lambda b: step(b) * 2.0**40, model, batch)
+        assert not all(g.isfinite().all() for g in overflown.values()), "GradScaler must see it"
+
+
+# ---------------------------------------------------------------------------- the op itself
+def region_of(function, examples, tiled, needs_grad):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    body = make_fx(function)(*examples)
+    specs = zip(examples, tiled, needs_grad, strict=True)
+    return Region(body, tuple(InputSpec(x.detach(), t, g) for x, t, g in specs))
+
+
+def call(region, inputs, tile):
+    return torch.ops.fxrl.region(inputs, region.id, tile)
+
+
+@pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])
+def test_any_number_of_rows(options):
+    def product(x, w):
+        return [torch.tanh(x.mm(w.t())).sum(-1)]
+
+    region = region_of(product, (torch.randn(6, 3), torch.randn(5, 3)), (True, False), (True, True))
+    build_region(region, options)
+    for rows in (0, 1, 2, 7, 16):
+        inputs = [torch.randn(rows, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)]
+        for tile in (0, 1, 4):
+            (out,) = call(region, inputs, tile)
+            (expected,) = product(*inputs)
+            torch.testing.assert_close(out, expected)
+            weight = torch.randn(rows).expand(2, rows)[0]
+            found = torch.autograd.grad((out * weight).sum(), inputs)
+            wanted = torch.autograd.grad((expected * weight).sum(), inputs)
+            for f, w in zip(found, wanted, strict=True):
+                torch.testing.assert_close(f, w, rtol=1e-5, atol=1e-5)
+
+
+def test_outputs_that_are_views_of_inputs_get_storage_of_their_own():
+    def views(x):
+        return [x.view(-1), x.t(), x * 2]
+
+    region = region_of(views, (torch.randn(3, 4),), (False,), (True,))
+    build_region(region, None)
+    x = torch.randn(3, 4, requires_grad=True)
+    flat, turned, double = call(region, [x], 0)
+    assert flat.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    (grad,) = torch.autograd.grad(turned.sum() + double.sum(), x)  # flat's gradient is None
+    torch.testing.assert_close(grad, torch.full((3, 4), 3.0))
+    del flat
+
+
+def test_an_input_without_a_path_gets_a_zero_gradient():
+    def first(x, y):
+        return [x * 2 + y.detach()]
+
+    region = region_of(first, (torch.randn(3), torch.randn(3)), (False, False), (True, True))
+    build_region(region, None)
+    x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    grads = torch.autograd.grad(call(region, [x, y], 0)[0].sum(), [x, y])
+    torch.testing.assert_close(grads, (torch.full((3,), 2.0), torch.zeros(3)))
+
+
+class BySize(torch.fx.GraphModule):
+    """A body that looks at its sizes, as an op's own code may."""
+
+    def __init__(self):
+        graph = torch.fx.Graph()
+        graph.output((graph.placeholder("x"),))
+        super().__init__(nn.Module(), graph)
+
+    def __call__(self, x):
+        return [x * 2 if x.shape[0] < 10 else x * 3]
+
+
+def test_a_body_that_holds_for_some_sizes_gets_a_variant():
+    by_size = BySize()
+    region = Region(by_size, (InputSpec(torch.randn(6, 2), True, True),))
+    build_region(region, None)
+    for rows in (5, 12, 6, 40):
+        x = torch.randn(rows, 2, requires_grad=True)
+        (out,) = call(region, [x], 0)
+        torch.testing.assert_close(out, by_size(x)[0])
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        torch.testing.assert_close(grad, torch.full_like(x, 2.0 if rows < 10 else 3.0))
+
+
+def test_autocast_around_a_step_is_applied_once():
+    model = Mlp()
+
+    def loss_fn(model, batch):
+        return model(batch["ids"]).float().square().mean()
+
+    with registered_rewrite(outline_modules("mlps.0", tile=4)) as name:
+        step = optimized(model, loss_fn, name, compiled=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_same(step, loss_fn, model, ids_batch(2, 5), tolerance=2e-2)
+
+
+# ---------------------------------------------------------------------------- refusals
+def test_what_cannot_be_outlined_is_refused():
+    class Dropout(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlps = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))])
+
+        def forward(self, x):
+            return self.mlps[0](x)
+
+    graph = lowered_graph(Dropout(), lambda m, b: m(b["x"]).sum(), {"x": torch.randn(2, 3)})
+    before = str(graph.graph)
+    with pytest.raises(OutlineError, match="random numbers"):
+        outline(graph, nodes_of_module(graph.graph, "mlps.0"))
+    with pytest.raises(OutlineError, match="none of the nodes"):
+        outline(graph, [])
+    assert str(graph.graph) == before
+
+
+def test_inductor_options_are_scoped_to_the_call():
+    import torch._inductor.config as settings
+
+    before = settings.save_config_portable()
+    region = region_of(lambda x: [x.exp() + 1], (torch.randn(3, 2),), (True,), (True,))
+    build_region(region, InductorOptions.of({"max_autotune": False, "epilogue_fusion": False}))
+    call(region, [torch.randn(4, 2)], 0)
+    assert settings.save_config_portable() == before
