@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.compile.attention import use_causal_attention
+from fxrl.compile.attention import group_queries
 from fxrl.compile.checkpointing import checkpoint_remarks, open_loss_checkpoints
 from fxrl.compile.inductor import InductorOptions
 from fxrl.compile.lower import lower
@@ -89,7 +89,6 @@ class Backend:
             reason = f"the graph could not be lowered: {type(error).__name__}: {error}"
             capture.report += _missed("capture", reason.splitlines()[0][:500])
             return None
-        capture.report += use_causal_attention(lowered)
         before = print_graph(lowered)
         for rewrite in pipeline(self.config.passes):
             report = rewrite.run(lowered, self.plan)
@@ -97,6 +96,7 @@ class Backend:
             capture.stages.append(Stage(rewrite.name, before, after, report))
             capture.report += report
             before = after
+        capture.report += group_queries(lowered)
         capture.regions = dict(regions_of(lowered))
         self._check_misses(capture)
         return lowered
