@@ -13,7 +13,11 @@ import torch
 from torch import fx
 
 from fxrl.compile.attention import group_queries
-from fxrl.compile.checkpointing import checkpoint_remarks, open_loss_checkpoints
+from fxrl.compile.checkpointing import (
+    checkpoint_remarks,
+    drop_unused_inputs,
+    open_loss_checkpoints,
+)
 from fxrl.compile.inductor import InductorOptions
 from fxrl.compile.lower import lower
 from fxrl.compile.outer import run_outer
@@ -96,6 +100,7 @@ class Backend:
             capture.stages.append(Stage(rewrite.name, before, after, report))
             capture.report += report
             before = after
+        drop_unused_inputs(lowered)
         capture.report += group_queries(lowered)
         capture.regions = dict(regions_of(lowered))
         self._check_misses(capture)
@@ -127,7 +132,9 @@ def _graph_breaks(gm: fx.GraphModule) -> list[GraphBreak]:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return []
-    trace = "".join(f'File "{f.filename}", line {f.lineno}, in {f.name}\n' for f in reason.user_stack)
+    trace = "".join(
+        f'File "{f.filename}", line {f.lineno}, in {f.name}\n' for f in reason.user_stack
+    )
     return [GraphBreak(str(reason.reason).strip().splitlines()[0], source_of_trace(trace))]
 
 

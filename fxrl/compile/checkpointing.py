@@ -31,9 +31,7 @@ def checkpoint_remarks(gm: fx.GraphModule) -> Report:
         return Report()
     reason = f"{len(calls)} checkpointed calls taken over: recomputed inside the captured backward"
     site = calls[0]
-    return Report(
-        (Remark(RemarkKind.ANALYSIS, "recompute", site.name, user_source(site), reason),)
-    )
+    return Report((Remark(RemarkKind.ANALYSIS, "recompute", site.name, user_source(site), reason),))
 
 
 def open_loss_checkpoints(gm: fx.GraphModule) -> None:
@@ -84,6 +82,26 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, index: int)
                 env[node] = copy
     for item in list(call.users):
         position: Any = item.args[1]
-        item.replace_all_uses_with(results[position])  # type: ignore[index]
+        item.replace_all_uses_with(results[position])
         gm.graph.erase_node(item)
     gm.graph.erase_node(call)
+
+
+def drop_unused_inputs(gm: fx.GraphModule) -> None:
+    """Take inputs that a checkpointed body no longer reads (such as a mask) off its call.
+
+    A checkpoint keeps all its inputs alive until the backward, read or not.
+    """
+    bodies = [(call, _body(gm, call)) for call in _checkpoints(gm)]
+    for call, body in bodies:
+        if body is None or sum(other is body for _, other in bodies) > 1:
+            continue
+        inputs = body.graph.find_nodes(op="placeholder")
+        kept = [arg for node, arg in zip(inputs, call.args[1:], strict=True) if node.users]
+        if len(kept) == len(inputs):
+            continue
+        call.args = (call.args[0], *kept)
+        for node in inputs:
+            if not node.users:
+                body.graph.erase_node(node)
+        body.recompile()
