@@ -51,7 +51,8 @@ def build_from_config(
         dtype: of the weights.
         device: ``"meta"`` allocates nothing: enough to trace and explain a model of any size
             (under ``FakeTensorMode`` any device does that too).
-        seed: of the weights; the global generators are left as they were.
+        seed: of the weights, which ``device``'s generator draws: a GPU makes others than the CPU.
+            The global generators are left as they were.
 
     Raises:
         ModelError: no such file, no JSON, or no causal LM.

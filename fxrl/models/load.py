@@ -94,7 +94,7 @@ def load_model(
             checkpoint's own (fp32 for random weights).
         device: where the weights go; ``"meta"`` for random weights only.
         attn_implementation: ``"sdpa"``, ``"eager"``, ...; ``None`` lets transformers choose.
-        seed: of random weights.
+        seed: of random weights; those of tiny models do not depend on the device.
         cache_dir: of models that fxrl converts, by default ``~/.cache/fxrl``.
         on_progress: is told, in words, of a download or a conversion under way.
 
@@ -140,8 +140,11 @@ def _random(
     dtype = "fp32" if dtype == "auto" else dtype
     if source is Source.TINY:
         kind, size = parse_tiny(str(model_id))
-        model = build_from_config(tiny_config(kind, size), dtype, device, seed=seed)
-        return model, tiny_tokenizer(size.vocab)
+        # Made on the CPU: one seed gives the same weights on every device. (Not on meta, where
+        # there are no weights and a move would untie what is tied.)
+        birthplace = device if torch.device(device).type == "meta" else "cpu"
+        model = build_from_config(tiny_config(kind, size), dtype, birthplace, seed=seed)
+        return model.to(device), tiny_tokenizer(size.vocab)
     path = Path(model_id).expanduser()
     tokenizer = None
     if (path.parent / "tokenizer_config.json").is_file():
