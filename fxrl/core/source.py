@@ -11,6 +11,8 @@ from functools import cache
 from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_USER_LIKE = (f"{_OURS}losses{os.sep}", f"{_OURS}rl{os.sep}")
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "trl")
 
 
@@ -18,7 +20,9 @@ def user_source(node: fx.Node) -> str:
     """``"file.py:12"`` of the innermost user frame that made ``node``; empty if unknown.
 
     A frame is the user's when it lies neither in the standard library nor in an installed package
-    (``site-packages``), nor in a source checkout of torch, transformers, peft, accelerate or trl.
+    (``site-packages``), nor in a source checkout of torch, transformers, peft, accelerate or trl,
+    nor in fxrl itself, wherever that is. Only fxrl's losses and RL code count as the user's, even
+    installed: they are plain PyTorch of the kind that users write.
     Where every frame is a library's, the innermost one is named. Paths inside the working
     directory are relative to it.
     """
@@ -42,6 +46,8 @@ def _frames(stack_trace: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_library(file: str) -> bool:
+    if file.startswith(_OURS):
+        return not file.startswith(_USER_LIKE)
     if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file:
         return True
     if any(file.startswith(root + os.sep) for root in _library_roots()):

@@ -3,9 +3,11 @@
 import os
 import sysconfig
 
+import pytest
 import torch
 from torch import fx
 
+import fxrl
 from fxrl.core.source import source_of_trace, user_source
 
 SITE = f"{sysconfig.get_paths()['purelib']}/transformers/models/qwen3/modeling_qwen3.py"
@@ -29,6 +31,22 @@ def test_only_library_frames():
 def test_checkout_of_a_library_is_not_the_user():
     checkout = "/home/me/src/transformers/models/qwen3/modeling_qwen3.py"
     assert source_of_trace(trace(("/home/me/loss.py", 7), (checkout, 1))) == "/home/me/loss.py:7"
+
+
+FXRL = os.path.dirname(fxrl.__file__)
+
+
+@pytest.mark.parametrize("inside", ["compile/step.py", "core/graph.py", "ops/region.py"])
+def test_fxrl_itself_is_not_the_user(inside):
+    ours = f"{FXRL}/{inside}"
+    assert source_of_trace(trace(("/home/me/loss.py", 7), (ours, 107))) == "/home/me/loss.py:7"
+
+
+@pytest.mark.parametrize("inside", ["losses/clipped.py", "rl/updater.py"])
+def test_the_losses_of_fxrl_are_user_code(inside, monkeypatch):
+    monkeypatch.chdir("/")
+    frames = ("/home/me/train.py", 3), (f"{FXRL}/{inside}", 12), (f"{FXRL}/compile/step.py", 107)
+    assert source_of_trace(trace(*frames)).endswith(f"fxrl/{inside}:12")
 
 
 def test_relative_inside_the_working_directory(tmp_path, monkeypatch):
