@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 def mark_batch(batch: Any) -> None:
     """Mark batch and length of every tensor as dynamic (softly: a constant stays legal).
 
-    The index and bool tensors of two or more dims (token ids, masks) say what batch and length are. A
-    tensor's dim 0 is the batch when it has that size; dim 1 is a length when the tensor holds
+    The index and bool tensors of two or more dims (token ids, masks) say what batch and length are.
+    A tensor's dim 0 is the batch when it has that size; dim 1 is a length when the tensor holds
     integers or bools, or its size is a length seen there (or one less: shifted).
     """
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]

@@ -47,7 +47,7 @@ def gradients(loss: torch.Tensor, batch: dict[str, Any]) -> dict[str, torch.Tens
 
 
 def run_both(fn: Callable, make_inputs: Callable[[], dict[str, Any]]) -> Outcome:
-    """``fn(**batch)``, a loss or a loss and metrics, in eager mode and optimized, on equal inputs."""
+    """``fn(**batch)``, a loss or a loss and metrics, eager and optimized, on equal inputs."""
     batch = arguments(fn, make_inputs())
     eager, eager_metrics = _parts(fn(**batch))
     eager_grads = gradients(eager, batch)
