@@ -1,6 +1,6 @@
 """Let attention know that its mask is the causal one, so that no mask is materialised.
 
-    %mask = le(%key_positions, %query_positions)         [1, 1, T, T], from aranges
+    %mask = le(%key_positions, %query_positions)         [1, 1, T, T], by arange
     %out  = scaled_dot_product_attention(q, k, v, attn_mask=%mask)
 becomes
     %out  = scaled_dot_product_attention(q, k, v, is_causal=True)
