@@ -20,6 +20,7 @@ from torch import fx
 
 from fxrl.core.graph import (
     HigherOrderOperator,
+    OpOverload,
     SizeTable,
     ancestors,
     eliminate_dead_code,
@@ -151,7 +152,7 @@ def _closed(order: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
 def _illegal(node: fx.Node) -> str | None:
     if isinstance(node.target, HigherOrderOperator):
         return f"calls {node.target}, which has a graph for a body"
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return None if node.target is operator.getitem else f"calls {node.target}, no ATen op"
     if node.target.namespace == "fxrl":
         return f"is {node.target} already"

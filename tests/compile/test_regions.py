@@ -7,11 +7,8 @@ import torch
 from torch import nn
 
 import fxrl
-from fxrl.compile.inductor import InductorOptions
 from fxrl.compile.outer import aot_graphs
-from fxrl.compile.regions import build_region
 from fxrl.core.outline import OutlineError, find_outline, outline
-from fxrl.core.region import InputSpec, Region
 from fxrl.ops.region import registered
 from fxrl.testing import lowered_graph, nodes_of_module, registered_rewrite
 from tests.compile.region_cases import (
@@ -214,88 +211,6 @@ def test_fp16_with_a_huge_loss_scale():
         assert not all(g.isfinite().all() for g in overflown.values()), "GradScaler must see it"
 
 
-# ---------------------------------------------------------------------------- the op itself
-def region_of(function, examples, tiled, needs_grad):
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    body = make_fx(function)(*examples)
-    specs = zip(examples, tiled, needs_grad, strict=True)
-    return Region(body, tuple(InputSpec(x.detach(), t, g) for x, t, g in specs))
-
-
-def call(region, inputs, tile):
-    return torch.ops.fxrl.region(inputs, region.id, tile)
-
-
-@pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])
-def test_any_number_of_rows(options):
-    def product(x, w):
-        return [torch.tanh(x.mm(w.t())).sum(-1)]
-
-    region = region_of(product, (torch.randn(6, 3), torch.randn(5, 3)), (True, False), (True, True))
-    build_region(region, options)
-    for rows in (0, 1, 2, 7, 16):
-        inputs = [torch.randn(rows, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)]
-        for tile in (0, 1, 4):
-            (out,) = call(region, inputs, tile)
-            (expected,) = product(*inputs)
-            torch.testing.assert_close(out, expected)
-            weight = torch.randn(rows).expand(2, rows)[0]
-            found = torch.autograd.grad((out * weight).sum(), inputs)
-            wanted = torch.autograd.grad((expected * weight).sum(), inputs)
-            for f, w in zip(found, wanted, strict=True):
-                torch.testing.assert_close(f, w, rtol=1e-5, atol=1e-5)
-
-
-def test_outputs_that_are_views_of_inputs_get_storage_of_their_own():
-    def views(x):
-        return [x.view(-1), x.t(), x * 2]
-
-    region = region_of(views, (torch.randn(3, 4),), (False,), (True,))
-    build_region(region, None)
-    x = torch.randn(3, 4, requires_grad=True)
-    flat, turned, double = call(region, [x], 0)
-    assert flat.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    (grad,) = torch.autograd.grad(turned.sum() + double.sum(), x)  # flat's gradient is None
-    torch.testing.assert_close(grad, torch.full((3, 4), 3.0))
-    del flat
-
-
-def test_an_input_without_a_path_gets_a_zero_gradient():
-    def first(x, y):
-        return [x * 2 + y.detach()]
-
-    region = region_of(first, (torch.randn(3), torch.randn(3)), (False, False), (True, True))
-    build_region(region, None)
-    x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-    grads = torch.autograd.grad(call(region, [x, y], 0)[0].sum(), [x, y])
-    torch.testing.assert_close(grads, (torch.full((3,), 2.0), torch.zeros(3)))
-
-
-class BySize(torch.fx.GraphModule):
-    """A body that looks at its sizes, as an op's own code may."""
-
-    def __init__(self):
-        graph = torch.fx.Graph()
-        graph.output((graph.placeholder("x"),))
-        super().__init__(nn.Module(), graph)
-
-    def __call__(self, x):
-        return [x * 2 if x.shape[0] < 10 else x * 3]
-
-
-def test_a_body_that_holds_for_some_sizes_gets_a_variant():
-    by_size = BySize()
-    region = Region(by_size, (InputSpec(torch.randn(6, 2), True, True),))
-    build_region(region, None)
-    for rows in (5, 12, 6, 40):
-        x = torch.randn(rows, 2, requires_grad=True)
-        (out,) = call(region, [x], 0)
-        torch.testing.assert_close(out, by_size(x)[0])
-        (grad,) = torch.autograd.grad(out.sum(), x)
-        torch.testing.assert_close(grad, torch.full_like(x, 2.0 if rows < 10 else 3.0))
-
-
 def test_autocast_around_a_step_is_applied_once():
     model = Mlp()
 
@@ -325,13 +240,3 @@ def test_what_cannot_be_outlined_is_refused():
     with pytest.raises(OutlineError, match="none of the nodes"):
         outline(graph, [])
     assert str(graph.graph) == before
-
-
-def test_inductor_options_are_scoped_to_the_call():
-    import torch._inductor.config as settings
-
-    before = settings.save_config_portable()
-    region = region_of(lambda x: [x.exp() + 1], (torch.randn(3, 2),), (True,), (True,))
-    build_region(region, InductorOptions.of({"max_autotune": False, "epilogue_fusion": False}))
-    call(region, [torch.randn(4, 2)], 0)
-    assert settings.save_config_portable() == before
