@@ -32,7 +32,8 @@ from fxrl.ops.linear_logprob_matmul import accumulation_dtype, project
 Rows: TypeAlias = slice | Tensor
 
 _CPU_TILE_BYTES = 32 * 2**20
-_GPU_TILE_BYTES = 256 * 2**20
+_GPU_TILE_BYTES = 320 * 2**20
+_GPU_TILE_STEP = 128  # a GEMM's tile: rows beyond a multiple of it cost as much as a full one
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,11 @@ class LossHead:
         """
         if self.chunk_tokens > 0:
             return self.chunk_tokens
-        budget = _CPU_TILE_BYTES if self.hidden.device.type == "cpu" else _GPU_TILE_BYTES
+        on_cpu = self.hidden.device.type == "cpu"
+        budget = _CPU_TILE_BYTES if on_cpu else _GPU_TILE_BYTES
         rows = budget // (self.weight.shape[0] * self.dtype.itemsize)
-        return max(1, rows // 16 * 16 if rows >= 16 else rows)
+        step = 16 if on_cpu or rows < _GPU_TILE_STEP else _GPU_TILE_STEP
+        return max(1, rows // step * step if rows >= step else rows)
 
     def tiles(self, row_mask: Tensor | None) -> Iterator[Rows]:
         """Row selections that cover ``row_mask`` (all rows if None), at most a tile each."""
@@ -159,7 +162,9 @@ def evaluate(
         prob.mul_(torch.exp(-log_sum)).scatter_(1, target, logprob.exp())
         logits.sub_(log_sum).scatter_(1, target, logprob)
         if head.bias is not None:
-            logits.clamp_(min=lowest)  # a bias of -inf bans a token: 0 log 0 = 0, not NaN
+            # A bias of -inf bans a token: 0 log 0 = 0, not NaN. And 0 (w log 0) for any weight w,
+            # so the floor is where exp is 0 in every dtype, not the dtype's lowest number.
+            logits.clamp_(min=-1e6)
         work = space.take("grad", target.shape[0])
         if "entropy" in wanted:
             tile.values["entropy"] = -torch.mul(prob, logits, out=work).sum(1, keepdim=True)

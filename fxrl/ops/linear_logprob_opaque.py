@@ -84,7 +84,7 @@ def linear_logprob_forward(
     saving = save_hidden_grad or save_temperature_grad
     names = parse_outputs(grad_outputs) if saving else ()
     factory = torch.empty if row_mask is None else torch.zeros
-    results = _new_forward(
+    results = new_forward(
         hidden, outputs, grad_outputs, save_hidden_grad, save_temperature_grad, factory
     )
     *values, vectors, factors = results
@@ -181,7 +181,7 @@ def _through_cap_(tile: Tile, grad: Tensor) -> None:
         grad.mul_(tile.cap_slope)
 
 
-def _new_forward(
+def new_forward(
     hidden: Tensor,
     outputs: str,
     grad_outputs: str,
@@ -223,7 +223,7 @@ def _(
     save_hidden_grad: bool,
     save_temperature_grad: bool,
 ) -> ForwardResult:
-    return _new_forward(
+    return new_forward(
         hidden, outputs, grad_outputs, save_hidden_grad, save_temperature_grad, torch.empty
     )
 
