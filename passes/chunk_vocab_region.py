@@ -68,7 +68,7 @@ class ChunkVocabRegion(RewritePass[HeadCluster]):
 
 
 def _last_placeholder(graph: fx.Graph) -> fx.Node:
-    *_, last = (node for node in graph.nodes if node.op == "placeholder")
+    last: fx.Node = graph.find_nodes(op="placeholder")[-1]
     return last
 
 

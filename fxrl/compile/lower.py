@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -33,9 +33,13 @@ from fxrl.core.rebatch import rebatch_loops
 aten = torch.ops.aten
 
 #: Losses that reduce over vocabulary and tokens at once, opened so that rows are visible.
-_OPENED = get_decompositions([aten.nll_loss_forward, aten.nll_loss2d_forward])
+_OPENED: Any = get_decompositions([aten.nll_loss_forward, aten.nll_loss2d_forward])
 
 _SET_GRAD = torch._C._set_grad_enabled
+
+#: Python's side of functionalisation, untyped in PyTorch.
+_sync: Callable[[Any], None] = torch._sync  # type: ignore[attr-defined]
+_has_data_mutation: Callable[[Any], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 
 
 def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
@@ -85,16 +89,17 @@ def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` with in-place ops made functional; writes into inputs become final copies."""
 
     def run(*args: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(
-            torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
-        ), FunctionalTensorMode():
+        with (
+            torch._C._ExcludeDispatchKeyGuard(
+                torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+            ),
+            FunctionalTensorMode(),
+        ):
             wrapped = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, args)
             results = function(*wrapped)
             results = pytree.tree_map_only(FunctionalTensor, _unwrap, results)
         for arg, wrapper in zip(args, wrapped, strict=True):
-            if isinstance(wrapper, FunctionalTensor) and torch._functionalize_has_data_mutation(
-                wrapper.elem
-            ):
+            if isinstance(wrapper, FunctionalTensor) and _has_data_mutation(wrapper.elem):
                 arg.copy_(_unwrap(wrapper))
         return results
 
@@ -102,7 +107,7 @@ def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unwrap(value: FunctionalTensor) -> torch.Tensor:
-    torch._sync(value)
+    _sync(value)
     unwrapped: torch.Tensor = torch._from_functional_tensor(value.elem)
     return unwrapped
 
@@ -165,14 +170,12 @@ def _equate_gathers(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if not is_call(node, aten.gather.default):
             continue
-        source, dim, index = node.args
+        source, dim, index = cast(tuple[fx.Node, int, fx.Node], node.args)
         sizes, others = shape_of(source), shape_of(index)
         for d, (left, right) in enumerate(zip(sizes, others, strict=True)):
-            if d != int(dim) % len(sizes) and _has_hints(left, right):
+            if d != dim % len(sizes) and _has_hints(left, right):
                 bool(left == right)
 
 
 def _has_hints(*sizes: Any) -> bool:
     return all(isinstance(size, int) or size.node.has_hint() for size in sizes)
-
-

@@ -99,7 +99,5 @@ class RewritePass(ABC, Generic[S]):
         try:
             did = self.rewrite(gm, found, choice)
         except Refusal as refusal:
-            return Remark(
-                RemarkKind.MISSED, self.name, name, source, refusal.reason, refusal.cure
-            )
+            return Remark(RemarkKind.MISSED, self.name, name, source, refusal.reason, refusal.cure)
         return Remark(RemarkKind.APPLIED, self.name, name, source, did.what, "", did.saved_bytes)

@@ -64,7 +64,7 @@ def _is_opaque(node: fx.Node) -> bool:
     """A call with a body of its own (autograd.Function); a checkpoint only wraps the same code."""
     if not isinstance(node.target, HigherOrderOperator):
         return False
-    return "checkpoint" not in node.target.name()
+    return "checkpoint" not in str(node.target)
 
 
 def _keeps_width(node: fx.Node, width: int) -> bool:

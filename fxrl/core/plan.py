@@ -38,11 +38,13 @@ class Plan:
         choices: ``(pass name, site)`` -> choice; a site that is not listed follows the rules below.
         chunk_tokens: rows per tile, 0 to let the tile's bytes decide.
         min_saved_bytes: sites predicted to save less are kept.
+        switched_off: sites that every pass keeps, whatever the rest says.
     """
 
     choices: Mapping[tuple[str, str], Choice] = field(default_factory=dict)
     chunk_tokens: int = 0
     min_saved_bytes: int = 0
+    switched_off: frozenset[str] = frozenset()
 
     @classmethod
     def from_config(cls, config: Config) -> Plan:
@@ -51,13 +53,15 @@ class Plan:
 
     def without(self, sites: frozenset[str]) -> Plan:
         """The same plan with every pass told to keep ``sites``."""
-        return replace(self, choices=_Without(self.choices, sites))
+        return replace(self, switched_off=self.switched_off | sites)
 
     def choice_for(self, pass_name: str, site: str, saved_bytes: int | None) -> Choice:
         """The choice for a site whose rewrite is predicted to save ``saved_bytes``.
 
         None: the rewrite is not about memory, so the threshold does not apply.
         """
+        if site in self.switched_off:
+            return Keep("it is switched off")
         chosen = self.choices.get((pass_name, site))
         if chosen is not None:
             return chosen
@@ -73,16 +77,3 @@ class Plan:
         lines = [f"rows per tile: {tile}; keep below {format_bytes(self.min_saved_bytes)}"]
         lines += [f"{name} @ {site}: {choice}" for (name, site), choice in self.choices.items()]
         return "\n".join(lines)
-
-
-class _Without(dict[tuple[str, str], Choice]):
-    """Choices in which every pass keeps the given sites."""
-
-    def __init__(self, choices: Mapping[tuple[str, str], Choice], sites: frozenset[str]) -> None:
-        super().__init__(choices)
-        self.sites = sites
-
-    def get(self, key: object, default: object = None) -> object:  # type: ignore[override]
-        if isinstance(key, tuple) and key[1] in self.sites:
-            return Keep("it is switched off")
-        return super().get(key, default)  # type: ignore[arg-type]

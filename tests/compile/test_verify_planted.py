@@ -93,7 +93,7 @@ def test_a_planted_wrong_rewrite_is_caught_and_blamed(setup, monkeypatch):
 def test_a_wrong_fused_head_is_caught_and_blamed(setup, monkeypatch):
     """A head that forgets its entropy's sign: the site of the fused pass is named."""
     model, batch = setup
-    import fxrl.core.logprob_rules as rules
+    import fxrl.core.logprob_reductions as rules
 
     right = rules._product_total
     monkeypatch.setattr(
