@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxrl.compile.attention import group_queries
+from fxrl import kernels
 from fxrl.compile.checkpointing import (
     checkpoint_remarks,
     drop_unused_inputs,
@@ -75,6 +76,8 @@ class Backend:
         rewritten = self._rewrite(gm, capture)
         if rewritten is None or self.only_explain or _better_left(capture):
             return gm.forward
+        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+            capture.report += _attach_kernels()
         options = InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
         for region in capture.regions.values():
             build_region(region, options)
@@ -110,6 +113,15 @@ class Backend:
         from fxrl.compile.misses import judge_misses
 
         judge_misses(capture.report, self.config.on_miss)
+
+
+def _attach_kernels() -> Report:
+    """Attach the GPU kernels of fxrl's ops; say so when they cannot be."""
+    if kernels.register():
+        return Report()
+    reason = "the fused head runs as plain PyTorch on this GPU: Triton is not installed"
+    cure = "pip install triton"
+    return Report((Remark(RemarkKind.ANALYSIS, "kernels", "linear_logprob", "", reason, cure),))
 
 
 def _better_left(capture: Capture) -> bool:
