@@ -76,6 +76,11 @@ def _index_select(rules: RowRules, node: fx.Node) -> RowValue:
     value = sole_row(rules, node)
     dim = int(node.args[1]) % len(value.tags)  # type: ignore[arg-type]
     index: Any = node.args[2]
+    return _take(rules, node, value, dim, index)
+
+
+def _take(rules: RowRules, node: fx.Node, value: RowValue, dim: int, index: fx.Node) -> RowValue:
+    """The entries of one dim that a list of positions names."""
     if value.tags[dim] == TOKEN:
         at = value.tags[:dim].count(TOKEN)
         indices = (None,) * at + (index,)
@@ -113,6 +118,8 @@ def _index(rules: RowRules, node: fx.Node) -> RowValue:
     kinds = [value.tags[dim] for dim in dims]
     if TOKEN not in kinds:
         return _index_local(rules, node, value, spans)
+    if len(spans) == 1 and len(dims) == 1 and _is_list(spans[0][1]) and dims[0] != 0:
+        return _take(rules, node, value, dims[0], spans[0][1])
     tokens = [(d, index) for d, index in spans if value.tags[d[0]] == TOKEN]
     local = [(d, index) for d, index in spans if value.tags[d[0]] != TOKEN]
     if any(TOKEN in (value.tags[d] for d in span) for span, _ in local):
@@ -132,6 +139,11 @@ def _spans(indices: Any) -> list[tuple[list[int], fx.Node]]:
             spans.append((list(range(dim, dim + width)), index))
         dim += width
     return spans
+
+
+def _is_list(index: fx.Node) -> bool:
+    val = tensor_val(index)
+    return val is not None and val.dim() == 1 and val.dtype == torch.int64
 
 
 def _index_local(
