@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.compile.attention import group_queries
 from fxrl import kernels
+from fxrl.compile.attention import group_queries
 from fxrl.compile.checkpointing import (
     checkpoint_remarks,
     drop_unused_inputs,
