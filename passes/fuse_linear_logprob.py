@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import fxrl.core.logprob_reductions  # noqa: F401  (registers its rules)
-import fxrl.core.logprob_rules  # noqa: F401  (registers its rules)
+import fxrl.core.logprob_reductions
+import fxrl.core.logprob_rules
 import fxrl.ops.linear_logprob  # noqa: F401  (declares torch.ops.fxrl.linear_logprob)
 from fxrl.core.graph import shape_of, tensor_val
 from fxrl.core.graph_pass import Applied, Miss, RewritePass, Site
