@@ -216,7 +216,9 @@ class _Branch:
 
     def grow(self) -> None:
         """One more value."""
-        kind = self.draw(["wide", "wide", "with", "pair", "reduce", "feedback", "no_grad", "scalar"])
+        kind = self.draw(
+            ["wide", "wide", "with", "pair", "reduce", "feedback", "no_grad", "scalar"]
+        )
         z = self.draw(self.wide)
         if kind == "wide":
             self.wide.append(WIDE[self.draw(sorted(WIDE))](z))
@@ -285,7 +287,9 @@ def rewrite(
     mode = FakeTensorMode(shape_env=env)
     placeholders = gm.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, make_inputs(), strict=True):
-        rows = DimDynamic.DUCK if dynamic and node.name not in ("weight", "weight2", "bias") else None
+        rows = (
+            DimDynamic.DUCK if dynamic and node.name not in ("weight", "weight2", "bias") else None
+        )
         dims = [rows or DimDynamic.STATIC] * value.dim()
         dims[2:] = [DimDynamic.STATIC] * (value.dim() - 2)
         node.meta["example_value"] = mode.from_tensor(

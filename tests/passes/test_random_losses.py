@@ -61,7 +61,7 @@ def test_mixing_tokens_is_refused(data):
 
 @pytest.mark.parametrize("mix", sorted(MIXES))
 def test_every_mix_alone_is_refused(mix):
-    gm = draw_loss(lambda options: list(options)[0], mix)
+    gm = draw_loss(lambda options: next(iter(options)), mix)
     result = rewrite(gm, ALL, dynamic=False)
     assert len(result.report.of_kind(RemarkKind.MISSED)) >= 1
     assert_equal_runs(gm, result.graph, make_inputs())
