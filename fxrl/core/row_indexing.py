@@ -118,12 +118,12 @@ def _index(rules: RowRules, node: fx.Node) -> RowValue:
     kinds = [value.tags[dim] for dim in dims]
     if TOKEN not in kinds:
         return _index_local(rules, node, value, spans)
+    if any(len({value.tags[d] == TOKEN for d in span}) > 1 for span, _ in spans):
+        raise Refusal("a mask covers tokens and vocabulary together")
     if len(spans) == 1 and len(dims) == 1 and _is_list(spans[0][1]) and dims[0] != 0:
         return _take(rules, node, value, dims[0], spans[0][1])
     tokens = [(d, index) for d, index in spans if value.tags[d[0]] == TOKEN]
     local = [(d, index) for d, index in spans if value.tags[d[0]] != TOKEN]
-    if any(TOKEN in (value.tags[d] for d in span) for span, _ in local):
-        raise Refusal("a mask covers tokens and vocabulary together")
     if len(local) > 1 or dims[0] != 0:
         raise Refusal("advanced indexing of tokens that fxrl cannot follow")
     return _index_tokens(rules, node, value, tokens, local)

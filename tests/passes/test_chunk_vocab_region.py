@@ -1,0 +1,246 @@
+"""``chunk-vocab-region``: what it makes of a loss, why it declines, and that numbers agree."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+
+from fxrl.core.plan import Chunks, Keep, Plan
+from fxrl.core.printer import print_graph
+from fxrl.core.region import regions_of
+from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
+from tests.passes.lowered import EVERYTHING, call, lowered
+
+
+def inputs(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(6, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(32, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    return hidden, weight, torch.randint(0, 32, (6,), generator=generator)
+
+
+def margin(hidden, weight, ids):
+    z = F.linear(hidden, weight)[:-1]
+    return (z.gather(-1, ids[1:, None])[:, 0] - z.amax(-1)).mean()
+
+
+def spread(hidden, weight, ids):
+    return F.linear(hidden, weight).square().mean()
+
+
+def printed(gm):
+    """The graph, with region ids (hashes of their bodies) left out."""
+    return re.sub(r"'[0-9a-f]{16}'", "'ID'", print_graph(gm))
+
+
+def plain(report):
+    """The report's lines without file names and line numbers."""
+    return "\n".join(re.sub(r" \[[^\]]*\.py:\d+\]", "", str(remark)) for remark in report.remarks)
+
+
+def test_before():
+    assert_expected_inline(
+        print_graph(lowered(margin, *inputs())),
+        """\
+%hidden = input : f64[6, 4]
+%weight = input : f64[32, 4]
+%ids = input : i64[6]
+%t = aten.t.default(%weight) : f64[4, 32]
+%mm = aten.mm.default(%hidden, %t) : f64[6, 32]
+%slice_1 = aten.slice.Tensor(%mm, 0, 0, -1) : f64[5, 32]
+%slice_2 = aten.slice.Tensor(%ids, 0, 1, 9223372036854775807) : i64[5]
+%unsqueeze = aten.unsqueeze.default(%slice_2, 1) : i64[5, 1]
+%gather = aten.gather.default(%slice_1, -1, %unsqueeze) : f64[5, 1]
+%select = aten.select.int(%gather, 1, 0) : f64[5]
+%amax = aten.amax.default(%slice_1, [-1]) : f64[5]
+%sub = aten.sub.Tensor(%select, %amax) : f64[5]
+%mean = aten.mean.default(%sub) : f64[]
+return %mean""",
+    )
+
+
+def test_applied():
+    gm = lowered(margin, *inputs())
+    report = ChunkVocabRegion().run(gm, EVERYTHING)
+    assert_expected_inline(
+        printed(gm),
+        """\
+%hidden = input : f64[6, 4]
+%weight = input : f64[32, 4]
+%ids = input : i64[6]
+%slice_tensor = aten.slice.Tensor(%hidden, 0, 0, -1) : f64[5, 4]
+%slice_2 = aten.slice.Tensor(%ids, 0, 1, 9223372036854775807) : i64[5]
+%unsqueeze = aten.unsqueeze.default(%slice_2, 1) : i64[5, 1]
+%region_default = fxrl.region.default([%slice_tensor, %unsqueeze, %weight], 'ID', 2) : (f64[5, 1], f64[5])
+%getitem_1 = operator.getitem(%region_default, 1) : f64[5]
+%getitem = operator.getitem(%region_default, 0) : f64[5, 1]
+%select = aten.select.int(%getitem, 1, 0) : f64[5]
+%sub = aten.sub.Tensor(%select, %getitem_1) : f64[5]
+%mean = aten.mean.default(%sub) : f64[]
+return %mean""",
+    )
+    assert_expected_inline(
+        plain(report),
+        """applied: chunk-vocab-region @ mm: logits [6 x 32] live in tiles of 2 rows (saves 3 KiB)""",
+    )
+
+
+def test_body():
+    gm = lowered(margin, *inputs())
+    ChunkVocabRegion().run(gm, EVERYTHING)
+    (region,) = regions_of(gm).values()
+    assert_expected_inline(
+        print_graph(region.forward),
+        """\
+%rows_0 = input
+%rows_1 = input
+%shared_2 = input
+%t_default = aten.t.default(%shared_2)
+%mm_default = aten.mm.default(%rows_0, %t_default)
+%gather_default = aten.gather.default(%mm_default, 1, %rows_1)
+%amax_default = aten.amax.default(%mm_default, [1])
+return %gather_default, %amax_default""",
+    )
+
+
+def test_reduction_over_tokens_and_vocabulary_keeps_the_token_part_outside():
+    gm = lowered(spread, *inputs())
+    report = ChunkVocabRegion().run(gm, EVERYTHING)
+    assert_expected_inline(
+        printed(gm),
+        """\
+%hidden = input : f64[6, 4]
+%weight = input : f64[32, 4]
+%region_default = fxrl.region.default([%hidden, %weight], 'ID', 2) : (f64[6, 1])
+%getitem = operator.getitem(%region_default, 0) : f64[6, 1]
+%mean = aten.mean.default(%getitem) : f64[]
+return %mean""",
+    )
+    assert_expected_inline(
+        plain(report),
+        """applied: chunk-vocab-region @ mm: logits [6 x 32] live in tiles of 2 rows (saves 3 KiB)""",
+    )
+
+
+def escapes(hidden, weight, ids):
+    z = F.linear(hidden, weight)
+    return z.log_softmax(-1).gather(-1, ids[:, None]).sum(), z
+
+
+def reenters(hidden, weight, ids):
+    z = F.linear(hidden, weight)
+    return (z + z @ torch.eye(32, dtype=z.dtype)).log_softmax(-1).gather(-1, ids[:, None]).sum()
+
+
+def pairs_neighbours(hidden, weight, ids):
+    p = F.linear(hidden, weight).softmax(-1)
+    return (p[1:] * p[:-1]).sum(-1).mean()
+
+
+def sums_over_tokens(hidden, weight, ids):
+    return F.linear(hidden, weight).softmax(-1).mean(0).logsumexp(-1)
+
+
+def normalises_over_tokens(hidden, weight, ids):
+    return F.linear(hidden, weight).log_softmax(0).amax(-1).sum()
+
+
+def draws_random_numbers(hidden, weight, ids):
+    return F.dropout(F.linear(hidden, weight)).logsumexp(-1).sum()
+
+
+def has_no_rule(hidden, weight, ids):
+    return F.linear(hidden, weight).renorm(2, 0, 1.0).logsumexp(-1).sum()
+
+
+def merges_tokens_with_the_vocabulary(hidden, weight, ids):
+    return F.linear(hidden, weight).view(-1).log_softmax(0)[3]
+
+
+def selects_by_value(hidden, weight, ids):
+    p = F.linear(hidden, weight).softmax(-1)
+    return p[p > 0.1].sum()
+
+
+MISSES = {
+    escapes: "the logits leave the traced code: returned, stored or handed to a hook; "
+    "return what is computed from them, per token",
+    reenters: "the logits re-enter a layer that keeps the vocabulary dim (at %mm_1)",
+    pairs_neighbours: "the logits of different tokens are combined (at %sum_1); "
+    "take the vocabulary reduction per token first",
+    sums_over_tokens: "aten.mean.dim reduces over tokens (at %mean)",
+    normalises_over_tokens: "aten._log_softmax.default runs over tokens (at %_log_softmax)",
+    draws_random_numbers: "aten.native_dropout.default draws random numbers, "
+    "which a recompute would repeat (at %native_dropout)",
+    has_no_rule: "no row rule for aten.renorm.default (at %renorm)",
+    merges_tokens_with_the_vocabulary: "a view merges token dims with the vocabulary dim "
+    "(at %view)",
+    selects_by_value: "a mask covers tokens and vocabulary together (at %index)",
+}
+
+
+@pytest.mark.parametrize("function", list(MISSES), ids=lambda f: f.__name__)
+def test_missed(function):
+    gm = lowered(function, *inputs())
+    before = print_graph(gm)
+    report = ChunkVocabRegion().run(gm, EVERYTHING)
+    assert print_graph(gm) == before
+    assert not regions_of(gm)
+    assert plain(report) == f"missed: chunk-vocab-region @ mm: {MISSES[function]}"
+    assert all(re.search(r"test_chunk_vocab_region\.py:\d+$", r.source) for r in report.remarks)
+
+
+def test_the_plan_keeps_it():
+    gm = lowered(margin, *inputs())
+    before = print_graph(gm)
+    plan = Plan({("chunk-vocab-region", "mm"): Keep("the plan keeps it")})
+    report = ChunkVocabRegion().run(gm, plan)
+    assert_expected_inline(plain(report), """missed: chunk-vocab-region @ mm: the plan keeps it""")
+    assert print_graph(gm) == before
+
+
+def test_below_min_saved_bytes():
+    gm = lowered(margin, *inputs())
+    before = print_graph(gm)
+    report = ChunkVocabRegion().run(gm, Plan(min_saved_bytes=1 << 20))
+    assert_expected_inline(
+        plain(report),
+        """missed: chunk-vocab-region @ mm: it would save 4.5 KiB, below min_saved_bytes=1 MiB""",
+    )
+    assert print_graph(gm) == before
+
+
+def test_no_head_no_remark():
+    gm = lowered(lambda hidden, weight, ids: (hidden @ weight[:2].t()).sum(), *inputs())
+    assert ChunkVocabRegion().run(gm, EVERYTHING).remarks == ()
+
+
+@pytest.mark.parametrize("tile", [1, 2, 4, 100])
+@pytest.mark.parametrize("function", [margin, spread])
+def test_numerics_and_gradients(function, tile):
+    hidden, weight, ids = inputs(3)
+    gm = lowered(function, hidden, weight, ids)
+    plan = Plan({("chunk-vocab-region", "mm"): Chunks(tile)})
+    ChunkVocabRegion().run(gm, plan)
+    assert regions_of(gm)
+    hidden, weight, ids = inputs(4)
+    expected = function(hidden, weight, ids)
+    found = call(gm, hidden=hidden, weight=weight, ids=ids)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    want = torch.autograd.grad(expected, [hidden, weight])
+    got = torch.autograd.grad(found, [hidden, weight])
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_head_gets_no_gradient():
+    hidden, weight, ids = inputs()
+    weight.requires_grad_(False)
+    gm = lowered(margin, hidden, weight, ids)
+    ChunkVocabRegion().run(gm, EVERYTHING)
+    (region,) = regions_of(gm).values()
+    assert [spec.needs_grad for spec in region.inputs] == [True, False, False]
+    call(gm, hidden=hidden, weight=weight, ids=ids).backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
