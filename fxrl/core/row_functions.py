@@ -59,19 +59,23 @@ _REDUCTIONS: dict[Any, tuple[int, int | None]] = {
 def _reduce(rules: RowRules, node: fx.Node) -> RowValue | tuple[RowValue, ...]:
     value = sole_row(rules, node)
     dim_at, _ = _REDUCTIONS[node.target]
-    dims_arg = node.args[dim_at] if len(node.args) > dim_at else node.kwargs.get("dim")
+    default = -1 if node.target is aten.kthvalue.default else None  # the others then reduce all
+    dims_arg = node.args[dim_at] if len(node.args) > dim_at else node.kwargs.get("dim", default)
     dims = dims_of(node, dims_arg, len(value.tags))
     if any(value.tags[dim] == TOKEN for dim in dims):
         raise Refusal(f"{_name(node.target)} reduces over tokens")
     local = [value.local_dim(dim) for dim in dims]
     args: list[Any] = list(node.args)
+    flat = node.target in (aten.argmax.default, aten.argmin.default)  # of one dim, or of all
+    if flat and len(local) != 1:
+        raise Refusal(f"{_name(node.target)} reduces several dims at once")
     is_list = isinstance(dims_arg, (list, tuple)) or dims_arg is None
-    new_dims: Any = tuple(local) if is_list else local[0]
+    new_dims: Any = tuple(local) if is_list and not flat else local[0]
     kwargs = dict(node.kwargs)
-    if "dim" in kwargs:
-        kwargs["dim"] = new_dims
-    else:
+    if len(args) > dim_at:
         args[dim_at] = new_dims
+    else:
+        kwargs["dim"] = new_dims
     args[0] = value.expr
     expr = rules.pool.call(node.target, *args, **kwargs)
     keep = _keeps_dims(node, value)

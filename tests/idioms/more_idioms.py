@@ -703,6 +703,34 @@ def vocab_order_reversed(hidden, weight, ids, mask, adv):
 
 
 @shape(APPLY)
+def additive_full_mask(hidden, weight, ids, mask, adv, allowed):
+    z = head(hidden, weight) + (~allowed[:, :-1]).to(hidden.dtype) * -30.0
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def additive_full_data(hidden, weight, ids, mask, adv, soft_targets):
+    return _pg(_logp(head(hidden, weight) + soft_targets.log(), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def divided_by_full_data(hidden, weight, ids, mask, adv, soft_targets):
+    return _pg(_logp(head(hidden, weight) / (1 + soft_targets), ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def additive_vector_of_three_dims(hidden, weight, ids, mask, adv, class_w):
+    return _pg(_logp(head(hidden, weight) + class_w[None, None, :], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def argmax_of_biased_logits(hidden, weight, ids, mask, adv, soft_targets):
+    z = head(hidden, weight)
+    hit = ((z + 40 * soft_targets).argmax(-1) == ids[:, 1:]).to(z.dtype)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv) + _mean(hit, mask[:, 1:])
+
+
+@shape(APPLY)
 def rows_overwritten_by_mask(hidden, weight, ids, mask, adv):
     z = F.linear(hidden, weight)
     z[mask == 0] = 0.5
