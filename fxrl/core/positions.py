@@ -48,7 +48,6 @@ _SAME = (
     aten.alias.default,
     aten.clone.default,
     aten.expand.default,
-    aten.index.Tensor,
 )
 
 
@@ -76,6 +75,11 @@ def known(node: Any) -> Known | None:
         return Constant(0) if source in (Constant(0), Constant(False)) else None
     if is_call(node, aten.cat.default):
         return _joined(node)
+    if is_call(node, aten.bitwise_and.Tensor, aten.logical_and.default):
+        both = [known(side) for side in node.args[:2]]
+        return Constant(True) if both == [Constant(True)] * 2 else None
+    if is_call(node, aten.index.Tensor):
+        return _indexed(node)
     return _view(node)
 
 
@@ -110,6 +114,19 @@ def _joined(node: fx.Node) -> Known | None:
     return Positions(dim, first.offset, str(shape_of(node)[dim]))
 
 
+def _indexed(node: fx.Node) -> Known | None:
+    """``positions[rows, at]``: what is at known positions is known."""
+    source, indices = node.args[:2]
+    inner = known(source)
+    if not isinstance(inner, Positions):
+        return inner
+    at: Any = indices[inner.dim] if len(indices) == len(shape_of(source)) else None  # type: ignore[index, arg-type]
+    where = known(at)
+    if not isinstance(where, Positions) or len(shape_of(at)) != len(shape_of(node)):
+        return None
+    return replace(where, offset=where.offset + inner.offset)
+
+
 def _view(node: fx.Node) -> Known | None:
     source: Any = node.args[0] if node.args else None
     inner = known(source)
@@ -124,7 +141,7 @@ def _view(node: fx.Node) -> Known | None:
         return replace(inner, dim=inner.dim - (at > inner.dim - 1))
     if is_call(node, aten.slice.Tensor):
         return _sliced(node, inner, rank)
-    if node.target in _SAME and node.target is not aten.index.Tensor:
+    if node.target in _SAME:
         same = str(shape_of(node)[inner.dim]) == inner.count
         return inner if same else None
     return None

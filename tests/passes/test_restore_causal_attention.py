@@ -47,6 +47,16 @@ def one_packed_sequence(x):
     return attend(x, (at[None, :] <= at[:, None]) & same)
 
 
+def positions_looked_up(x):
+    """Masks made from a table of positions, indexed by sequence and token."""
+    count = x.shape[2]
+    table = torch.arange(count)[None].expand(2, -1)
+    rows = torch.arange(2)[:, None, None, None]
+    at = torch.arange(count)
+    query, key = table[rows, at[None, None, :, None]], table[rows, at[None, None, None, :]]
+    return attend(x, key <= query)
+
+
 def checkpointed(x):
     at = torch.arange(x.shape[2])
     return checkpoint(attend, x, at[None, :] <= at[:, None], use_reentrant=False)
@@ -54,7 +64,14 @@ def checkpointed(x):
 
 @pytest.mark.parametrize(
     "attention",
-    [causal, greater_or_equal, with_true_factors, one_packed_sequence, checkpointed],
+    [
+        causal,
+        greater_or_equal,
+        with_true_factors,
+        one_packed_sequence,
+        positions_looked_up,
+        checkpointed,
+    ],
     ids=lambda attention: attention.__name__,
 )
 def test_a_proven_mask_becomes_is_causal_with_equal_numbers(attention):
