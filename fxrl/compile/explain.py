@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -58,12 +59,31 @@ def explain(
     step = TrainStep(twin, loss_fn, config, plan, backend=backend)
     captured_all = Report()
     try:
-        step(_like_model(twin, batch))
+        with _without_kv_cache(twin):
+            step(_like_model(twin, batch))
     except _NEEDS_NUMBERS as error:
         if not backend.captures:
             raise
         captured_all = Report((_unfinished(error),))
     return step.report + captured_all
+
+
+@contextmanager
+def _without_kv_cache(model: nn.Module) -> Iterator[None]:
+    """Transformers' ``config.use_cache`` off, for the time of the capture.
+
+    NOTE [Why]: a training forward fills a KV cache that nobody reads; on ``meta`` its first empty
+    tensor is made while tracing and is no fake, so Dynamo refuses to concatenate with it.
+    """
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    on = {id(c): c for c in configs if getattr(c, "use_cache", None) is True}
+    for config in on.values():
+        config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for config in on.values():
+            config.use_cache = True  # type: ignore[union-attr]
 
 
 #: What stand-ins cannot serve: code outside of the captured graphs that reads numbers.

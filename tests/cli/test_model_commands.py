@@ -109,4 +109,4 @@ def test_dump_for_real(tmp_path, capsys):
     assert main(["dump", *TINY, *CONFIG, "--out", str(tmp_path / "d"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["remarks"] >= 1
     assert (tmp_path / "d" / "index.md").read_text().startswith("# ")
-    assert list((tmp_path / "d").rglob("forward.txt"))
+    assert list((tmp_path / "d").rglob("*fuse-linear-logprob.diff"))
