@@ -45,7 +45,9 @@ def tiny_model(kind: str, *, full: bool) -> nn.Module:
     return model
 
 
-def padded_batch(rows: int = 3, prompt: int = 4, completion: int = 5) -> dict[str, Tensor]:
+def padded_batch(
+    rows: int = 3, prompt: int = 4, completion: int = 5, *, left: bool = True
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
 
     def logps() -> Tensor:
@@ -53,7 +55,8 @@ def padded_batch(rows: int = 3, prompt: int = 4, completion: int = 5) -> dict[st
 
     length = prompt + completion
     attention_mask = torch.ones(rows, length, dtype=torch.int64)
-    attention_mask[0, :2] = 0
+    attention_mask[0, :2] = 0 if left else 1
+    attention_mask[0, -2:] = 1 if left else 0
     return {
         "input_ids": torch.randint(3, 250, (rows, length), generator=generator),
         "attention_mask": attention_mask,
@@ -85,7 +88,9 @@ def test_head_fused_and_gradients_are_eagers(
 ) -> None:
     if full or kind not in DYNAMIC:
         monkeypatch.setattr(fxrl.compile.step, "mark_batch", lambda batch: None)
-    model, batch = tiny_model(kind, full=full), padded_batch()
+    # Newer transformers runs gemma2's attention eagerly, with a float32 softmax: the float64
+    # minimum of a left-padding token's row is -inf there, and eager itself gives NaN.
+    model, batch = tiny_model(kind, full=full), padded_batch(left=kind != "gemma2")
     loss_fn = losses.grpo(beta=0.1)
     expected, expected_metrics = loss_fn(model, batch)
     wanted = gradients(model, expected)
