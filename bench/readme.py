@@ -38,6 +38,14 @@ SHOWN_VERSIONS = ("python", "torch", "triton", "transformers", "trl", "liger-ker
 
 # What a person wants to know of each pass; a pass of the registry that has no entry is an error.
 PASSES: dict[str, tuple[str, str, str, str]] = {
+    "restore-causal-attention": (
+        "`scaled_dot_product_attention` under a mask that is provably `key <= query`, from how it "
+        "is computed",
+        "the mask; the fused kernels' causal shortcut comes back (tracing made the library build a "
+        "dense mask)",
+        "nothing",
+        "the mask involves data (padding, packed positions) or a window: it stays",
+    ),
     "fuse-linear-logprob": (
         "`lm_head`, then bias, scale, softcap, temperature as the graph has them, then log-probs "
         "of given tokens, log-sum-exp, entropy, mean logit, sum of p², top-1 hits",

@@ -33,7 +33,17 @@ from fxrl.core.rebatch import rebatch_loops
 aten = torch.ops.aten
 
 #: Losses that reduce over vocabulary and tokens at once, opened so that rows are visible.
-_OPENED: Any = get_decompositions([aten.nll_loss_forward, aten.nll_loss2d_forward])
+_OPENED: Any = get_decompositions(
+    [
+        aten.nll_loss_forward,
+        aten.nll_loss2d_forward,
+        aten.mse_loss,
+        aten.smooth_l1_loss,
+        aten.huber_loss,
+        aten.binary_cross_entropy,
+        aten.binary_cross_entropy_with_logits,
+    ]
+)
 
 _SET_GRAD = torch._C._set_grad_enabled
 
@@ -143,7 +153,7 @@ class _Lowering(fx.Interpreter):
 def _detached(result: Any) -> Any:
     if isinstance(result, torch.Tensor) and result.is_floating_point():
         return result.detach()
-    if isinstance(result, (tuple, list)) and type(result) in (tuple, list):
+    if isinstance(result, (tuple, list)):  # also PyTorch's named results, such as max's
         return type(result)(map(_detached, result))
     return result
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fxrl.core.graph import is_call
+from fxrl.core.graph import hint, is_call, shape_of
 from fxrl.core.logprob_forms import Affine, Exp, Form, NotRecognised, Transform
 from fxrl.core.row_expr import ExprPool, RowExpr
 
@@ -212,7 +212,13 @@ class LogprobAlgebra:
         return self.pool.call(aten.reshape.default, value, (-1, *(1,) * ones))
 
     def per_row(self, expr: RowExpr) -> RowExpr:
-        """A row number in the ``[n]`` layout of the statistics."""
+        """One number per row, in the ``[n]`` layout of the statistics.
+
+        Raises:
+            NotRecognised: there are several per row, such as a mask over the vocabulary.
+        """
+        if not self.is_single(expr):
+            raise NotRecognised("the logits meet a tensor of several entries per token")
         if expr.leaf is not None and not expr.leaf.tiled:
             return expr  # a scalar for all rows
         if expr.target is aten.reshape.default and set(expr.args[1][1:]) <= {1}:
@@ -220,6 +226,20 @@ class LogprobAlgebra:
         if expr.leaf is None and expr.target == "stat":
             return expr
         return self.pool.call(aten.reshape.default, expr, (-1,))
+
+    def is_single(self, expr: RowExpr) -> bool:
+        """Whether a narrow expression surely has one entry per row: all it is made of has."""
+        if expr.leaf is not None:
+            if expr.leaf.tiled:
+                return math.prod(expr.leaf.local_sizes) == 1
+            return math.prod(map(hint, shape_of(expr.leaf.node))) == 1
+        if expr.target == "stat":
+            return True
+        operands = list(expr.operands())
+        if not operands:  # a constant made in the region
+            sizes = expr.args[0] if isinstance(expr.args[0], tuple) else (expr.args[0],)
+            return math.prod(sizes) == 1
+        return all(self.is_single(operand) for operand in operands)
 
     def one_per_row(self, index: RowExpr) -> bool:
         """Whether an index picks one entry per row, told by the sizes of what it is made of."""
@@ -275,13 +295,3 @@ def reduction(*targets: Any) -> Callable[[Reduction], Reduction]:
         return function
 
     return decorate
-
-
-def as_number(arg: Any) -> float | None:
-    """A plain number, or None."""
-    return float(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else None
-
-
-def finite(value: float) -> bool:
-    """Whether a factor can be inverted and moved."""
-    return math.isfinite(value) and value != 0

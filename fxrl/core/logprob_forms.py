@@ -15,7 +15,9 @@ are exactly what ``fxrl::linear_logprob`` returns, by
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fxrl.core.row_expr import RowExpr
 
@@ -89,3 +91,13 @@ class Product:
 
 
 Form = Affine | Exp | Product
+
+
+def as_number(arg: Any) -> float | None:
+    """A plain number, or None."""
+    return float(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else None
+
+
+def finite(value: float) -> bool:
+    """Whether a factor can be inverted and moved."""
+    return math.isfinite(value) and value != 0

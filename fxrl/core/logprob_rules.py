@@ -7,13 +7,20 @@ from typing import Any
 
 import torch
 
+from fxrl.core.graph import shape_of
 from fxrl.core.logprob_algebra import (
     LogprobAlgebra,
-    as_number,
-    finite,
     form_rule,
 )
-from fxrl.core.logprob_forms import Affine, Exp, Form, NotRecognised, Product
+from fxrl.core.logprob_forms import (
+    Affine,
+    Exp,
+    Form,
+    NotRecognised,
+    Product,
+    as_number,
+    finite,
+)
 from fxrl.core.row_expr import RowExpr
 
 aten = torch.ops.aten
@@ -192,20 +199,23 @@ def _shifted(
         raise NotRecognised("a number is added to the logits")
     if algebra.reads_head(other) and algebra._is_wide(other):
         raise NotRecognised("two vocabulary-sized values are added")
-    if not algebra.reads_head(other) and _is_vocab_vector(other):
-        return _biased(form, other, sign)
+    if not algebra.reads_head(other) and _is_vocab_vector(algebra, other):
+        return _biased(algebra, form, other, sign)
     row = algebra.narrow(other, attached)
     row = algebra.per_row(row)
     return replace(form, r=algebra.add(form.r, algebra.scale(row, sign / form.a)))
 
 
-def _is_vocab_vector(expr: RowExpr) -> bool:
+def _is_vocab_vector(algebra: LogprobAlgebra, expr: RowExpr) -> bool:
+    """Whether every row reads the same ``[V]`` numbers, whatever dims of size 1 they have."""
     if expr.target is aten.reshape.default:
         expr = expr.args[0]
-    return expr.leaf is not None and not expr.leaf.tiled and expr.leaf.node.meta["val"].dim() == 1
+    if expr.leaf is None or expr.leaf.tiled:
+        return False
+    return [size for size in shape_of(expr.leaf.node) if size != 1] == [algebra.vocab]
 
 
-def _biased(form: Affine, vector: RowExpr, sign: float) -> Form:
+def _biased(algebra: LogprobAlgebra, form: Affine, vector: RowExpr, sign: float) -> Form:
     transform = form.transform
     plain = form.k == 0 and form.r is None and form.a == 1 and transform.scale == 1
     if not plain or transform.bias is not None or transform.softcap or sign != 1:
@@ -214,4 +224,6 @@ def _biased(form: Affine, vector: RowExpr, sign: float) -> Form:
         raise NotRecognised("a vector over the vocabulary is added after the temperature")
     if vector.target is aten.reshape.default:
         vector = vector.args[0]
+    if len(shape_of(vector.leaf.node)) != 1:  # type: ignore[union-attr]
+        vector = algebra.pool.call(aten.reshape.default, vector, (algebra.vocab,))
     return replace(form, transform=replace(transform, bias=vector))

@@ -43,6 +43,7 @@ _COMPARE: dict[Any, Callable[[Any, Any], bool]] = {
     aten.eq.Tensor: operator.eq,
     aten.ne.Tensor: operator.ne,
 }
+_AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
 _SAME = (
     aten._to_copy.default,
     aten.alias.default,
@@ -57,30 +58,40 @@ def known(node: Any) -> Known | None:
         return Constant(node)
     if not is_tensor(node) or node.op != "call_function":
         return None
+    made = _made(node)
+    if made is not None:
+        return made
+    if is_call(node, aten.add.Tensor, aten.sub.Tensor):
+        return _sum(node)
+    if is_call(node, aten.cumsum.default):
+        source = known(node.args[0])
+        return Constant(0) if source in (Constant(0), Constant(False)) else None
+    if is_call(node, aten.cat.default):
+        return _joined(node)
+    if is_call(node, aten.index.Tensor):
+        return _indexed(node)
+    if node.target in _COMPARE or is_call(node, *_AND):
+        return _compared(node)
+    return _view(node)
+
+
+def _made(node: fx.Node) -> Known | None:
+    """A tensor made from nothing: a range, or one value."""
     if is_call(node, aten.arange.default) and len(node.args) == 1:
         return Positions(-1, 0, str(shape_of(node)[0]))
     if is_call(node, aten.new_ones.default, aten.ones.default, aten.ones_like.default):
         return Constant(True)
     if is_call(node, aten.full.default) and isinstance(node.args[1], (int, bool)):
         return Constant(node.args[1])
-    if is_call(node, aten.add.Tensor, aten.sub.Tensor):
-        return _sum(node)
-    if node.target in _COMPARE:
-        left, right = known(node.args[0]), known(node.args[1])
-        if isinstance(left, Constant) and isinstance(right, Constant):
-            return Constant(_COMPARE[node.target](left.value, right.value))
+    return None
+
+
+def _compared(node: fx.Node) -> Known | None:
+    left, right = known(node.args[0]), known(node.args[1])
+    if not (isinstance(left, Constant) and isinstance(right, Constant)):
         return None
-    if is_call(node, aten.cumsum.default):
-        source = known(node.args[0])
-        return Constant(0) if source in (Constant(0), Constant(False)) else None
-    if is_call(node, aten.cat.default):
-        return _joined(node)
-    if is_call(node, aten.bitwise_and.Tensor, aten.logical_and.default):
-        both = [known(side) for side in node.args[:2]]
-        return Constant(True) if both == [Constant(True)] * 2 else None
-    if is_call(node, aten.index.Tensor):
-        return _indexed(node)
-    return _view(node)
+    compare = _COMPARE.get(node.target, lambda a, b: bool(a and b))
+    return Constant(compare(left.value, right.value))
 
 
 def _sum(node: fx.Node) -> Known | None:
