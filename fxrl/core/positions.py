@@ -90,8 +90,9 @@ def _compared(node: fx.Node) -> Known | None:
     left, right = known(node.args[0]), known(node.args[1])
     if not (isinstance(left, Constant) and isinstance(right, Constant)):
         return None
-    compare = _COMPARE.get(node.target, lambda a, b: bool(a and b))
-    return Constant(compare(left.value, right.value))
+    if node.target in _COMPARE:
+        return Constant(_COMPARE[node.target](left.value, right.value))
+    return Constant(True) if left.value is True and right.value is True else None
 
 
 def _sum(node: fx.Node) -> Known | None:
