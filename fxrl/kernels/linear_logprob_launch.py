@@ -24,7 +24,7 @@ class TileKernels:
     """The two passes for the tiles of one ``LossHead``."""
 
     def __init__(self, head: LossHead) -> None:
-        self._head = head
+        self.head = head
         self._vocab = head.weight.shape[0]
         self._block: int = min(_BLOCK, max(16, triton.next_power_of_2(self._vocab)))
         self._splits: int = triton.cdiv(self._vocab, self._block)
@@ -37,7 +37,7 @@ class TileKernels:
     def row_statistics(self, rows: Rows, logits: Tensor) -> Tensor:
         """``[R, len(STATISTICS)]`` of the raw ``logits [R, V]`` (contiguous) of ``rows``."""
         num_rows = logits.shape[0]
-        target = self._head.target[rows].contiguous()
+        target = self.head.target[rows].contiguous()
         # gather and not the kernel reads the target's logit: it asserts that the target exists.
         x_target = logits.gather(1, target.unsqueeze(1))
         partial = logits.new_empty(num_rows, self._splits, _PARTIALS)
@@ -82,7 +82,7 @@ class TileKernels:
         self._gradient(rows, logits, statistics, weights, grad, weighted)
         shift = weights[:, DIFFERENTIABLE.index("lse")] + weights[:, -1]
         lse = statistics[:, STATISTICS.index("lse")]
-        return -(weighted.sum(1) + shift * lse) / self._head.scale
+        return -(weighted.sum(1) + shift * lse) / self.head.scale
 
     def _gradient(
         self,
@@ -95,7 +95,7 @@ class TileKernels:
     ) -> None:
         gradient[(logits.shape[0], self._splits)](
             logits,
-            self._head.target[rows].contiguous(),
+            self.head.target[rows].contiguous(),
             statistics=statistics,
             weights=weights,
             grad=grad,
@@ -118,9 +118,9 @@ class TileKernels:
             "temperature": temperature,
             "temperature_stride": 0 if temperature is None else temperature.stride(0),
             "vocab": self._vocab,
-            "scale": float(self._head.scale),
-            "softcap": float(self._head.softcap),
-            "lowest": torch.finfo(self._head.dtype).min,
+            "scale": float(self.head.scale),
+            "softcap": float(self.head.softcap),
+            "lowest": torch.finfo(self.head.dtype).min,
             "has_bias": self._bias is not None,
             "has_temperature": temperature is not None,
         }

@@ -61,6 +61,7 @@ def test_any_answer_means_the_hub_is_there(monkeypatch):
     thread.start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     assert hf.why_no_hub() is None
     thread.join(5)
     server.server_close()
