@@ -14,9 +14,17 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-#: Options for every region body; each is kept only because a measurement pays for it
-#: (bench/results/region_flags.json).
-_BODY_OPTIONS: dict[str, Any] = {}
+#: Options for every region body, spelled out so that nothing set globally leaks in.
+#: NOTE [Why all of them are off]: measured on an H200 for a loss head, an MLP and a decoder layer
+#: of Qwen3-8B's shape (bench/results/region_flags_*.json), none pays: tuned Triton GEMMs lose
+#: 20-38 % to cuBLAS and take 10-48 s to compile, coordinate descent gains under 0.5 % for 3-12 s,
+#: and CUDA graphs gain nothing behind an op whose tiles vary.
+_BODY_OPTIONS: dict[str, Any] = {
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "coordinate_descent_tuning": False,
+    "triton.cudagraphs": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
