@@ -95,7 +95,7 @@ class TrainStep:
         generated code, AOT graphs, the report, and an index to start from."""
         from fxrl.compile.dump import write_dump
 
-        return write_dump(directory, self.records(), self.report)
+        return write_dump(directory, self.records(), self.report, functions=[self._compiled])
 
     def verify(self, batch: Any, **options: Any) -> Any:
         """Compare loss, metrics and every gradient with eager; blame the region at fault."""

@@ -110,3 +110,6 @@ def test_dump_for_real(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["remarks"] >= 1
     assert (tmp_path / "d" / "index.md").read_text().startswith("# ")
     assert list((tmp_path / "d").rglob("*fuse-linear-logprob.diff"))
+    for name in ("aot/forward.py", "aot/backward.py", "00_dynamo.py"):
+        assert (tmp_path / "d" / "capture_0" / name).read_text()
+    assert list((tmp_path / "d" / "depyf").glob("*.py"))
