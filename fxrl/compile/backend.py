@@ -63,6 +63,7 @@ class Backend:
     """
 
     def __init__(self, config: Config, plan: Plan, *, only_explain: bool = False) -> None:
+        pipeline(config.passes)  # an unknown pass is an error now, not at the first batch
         self.config = config
         self.plan = plan
         self.only_explain = only_explain

@@ -19,7 +19,7 @@ from fxrl.compile.takeover import Takeover
 from fxrl.config import Config
 from fxrl.core.plan import Plan
 from fxrl.core.remark import Report
-from fxrl.errors import FxrlError
+from fxrl.errors import ConfigError, FxrlError
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
@@ -143,5 +143,15 @@ def optimize(model: nn.Module, loss_fn: LossFunction, config: Config | None = No
 
     Returns:
         The step: call it with a batch (any pytree of tensors and Python scalars).
+
+    Raises:
+        ConfigError: an argument is of the wrong type, or ``config`` names an unknown pass.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; optimize needs a torch.nn.Module")
+    if not callable(loss_fn):
+        raise ConfigError(
+            f"loss_fn is a {type(loss_fn).__name__}; optimize needs loss_fn(model, batch), "
+            "such as fxrl.losses.grpo()"
+        )
     return TrainStep(model, loss_fn, config or Config())
