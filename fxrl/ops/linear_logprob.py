@@ -50,6 +50,7 @@ from torch import Tensor
 from fxrl.ops.linear_logprob_checks import (
     DIFFERENTIABLE,
     OUTPUTS,
+    LinearLogprobError,
     check_arguments,
     checked_names,
     parse_outputs,
@@ -196,6 +197,13 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(nothing)
     stacked = torch.stack([torch.zeros_like(present) if g is None else g for g in given])
     if ctx.saved_in_forward:
+        if torch.is_grad_enabled():
+            # NOTE [Why refuse]: what the forward saved are constants to autograd, so a second
+            # derivative would silently be zero. Only then does a backward run with gradients on.
+            raise LinearLogprobError(
+                "a second derivative through linear_logprob is asked for (create_graph=True), "
+                "which it does not have; leave this head to eager with Config(passes=())"
+            )
         want_hidden, _, _, want_temperature = ctx.needs
         vectors, factors = ctx.saved_tensors
         if want_hidden:

@@ -151,6 +151,13 @@ def test_a_second_derivative_is_an_error_and_not_a_zero():
         grad.sum().backward()
 
 
+def test_a_second_derivative_of_a_frozen_head_is_refused_at_once():
+    hidden, weight, target = random_head(6, 9, 4)
+    logprob = linear_logprob(hidden.requires_grad_(), weight, target).logprob
+    with pytest.raises(LinearLogprobError, match="second derivative"):
+        torch.autograd.grad(logprob.sum(), hidden, create_graph=True)
+
+
 def test_strided_hidden_and_tied_weight_views():
     base_hidden, base_weight, target = random_head(10, 8, 6)
     hidden = base_hidden.t().contiguous().t()[::2].requires_grad_()
