@@ -20,7 +20,7 @@ from typing import ClassVar
 from torch import fx
 
 import fxrl.ops.region  # noqa: F401  (declares torch.ops.fxrl.region)
-from fxrl.core.graph import needs_grad, shape_of, tensor_val
+from fxrl.core.graph import last_input, needs_grad, shape_of, tensor_val
 from fxrl.core.graph_pass import Applied, Miss, RewritePass, Site
 from fxrl.core.plan import Choice, Chunks
 from fxrl.core.region import InputSpec, Region, call_region
@@ -55,11 +55,11 @@ class ChunkVocabRegion(RewritePass[HeadCluster]):
         assert head is not None
         per_row = row_bytes(site.head)
         tile = tile_rows(per_row, head.device, choice.tokens)
-        with gm.graph.inserting_after(_last_placeholder(gm.graph)):
+        with gm.graph.inserting_after(last_input(gm.graph)):
             emitter = RowEmitter(gm.graph)
             plans = [_feed(emitter, program) for program in site.head.programs]
             for program, inputs in zip(site.head.programs, plans, strict=True):
-                _replace(gm, emitter, program, inputs, tile, per_row)
+                _replace(gm, emitter, program, inputs, tile)
         shape = " x ".join(str(size) for size in shape_of(site.anchor))
         return Applied(
             f"logits [{shape}] live in tiles of {tile} rows",
@@ -67,16 +67,9 @@ class ChunkVocabRegion(RewritePass[HeadCluster]):
         )
 
 
-def _last_placeholder(graph: fx.Graph) -> fx.Node:
-    last: fx.Node = graph.find_nodes(op="placeholder")[-1]
-    return last
-
-
 def _feed(emitter: RowEmitter, program: RowProgram) -> list[tuple[RowExpr, fx.Node]]:
     """All that can be refused happens here, before the graph's own values are touched."""
-    for output in program.outputs:
-        if output.value.token_sizes:
-            emitter.shape(output.value.token_sizes, [])
+    emitter.check_restorable(output.value for output in program.outputs)
     return emitter.inputs(program.roots)
 
 
@@ -86,7 +79,6 @@ def _replace(
     program: RowProgram,
     inputs: list[tuple[RowExpr, fx.Node]],
     tile: int,
-    per_row: int,
 ) -> None:
     body = body_graph(program.roots, [expr for expr, _ in inputs])
     specs = []
@@ -95,7 +87,7 @@ def _replace(
         assert val is not None
         assert expr.leaf is not None
         specs.append(InputSpec(val, expr.leaf.tiled, needs_grad(expr.leaf.node)))
-    region = Region(body, tuple(specs), per_row)
+    region = Region(body, tuple(specs))
     rows = specs[0].example.shape[0]
     results = []
     for output in program.outputs:

@@ -27,7 +27,7 @@ from torch import fx
 import fxrl.core.logprob_reductions
 import fxrl.core.logprob_rules
 import fxrl.ops.linear_logprob  # noqa: F401  (declares torch.ops.fxrl.linear_logprob)
-from fxrl.core.graph import shape_of, tensor_val
+from fxrl.core.graph import last_input, shape_of, tensor_val
 from fxrl.core.graph_pass import Applied, Miss, RewritePass, Site
 from fxrl.core.logprob_algebra import LogprobAlgebra
 from fxrl.core.logprob_forms import NotRecognised
@@ -80,13 +80,10 @@ class FuseLinearLogprob(RewritePass[LogprobSite]):
         per_row = row_bytes(site.head)
         head = tensor_val(site.anchor)
         assert head is not None
-        *_, last = (node for node in gm.graph.nodes if node.op == "placeholder")
-        with gm.graph.inserting_after(last):
+        with gm.graph.inserting_after(last_input(gm.graph)):
             emitter = RowEmitter(gm.graph)
             for fused in site.fused:
-                for output in fused.program.outputs:  # what can be refused, before any change
-                    if output.value.token_sizes:
-                        emitter.shape(output.value.token_sizes, [])
+                emitter.check_restorable(output.value for output in fused.program.outputs)
             for fused in site.fused:
                 _Emission(emitter, fused, choice.tokens).run()
         tile = tile_rows(per_row, head.device, choice.tokens)

@@ -21,6 +21,7 @@ from fxrl.compile.checkpointing import (
 )
 from fxrl.compile.inductor import InductorOptions
 from fxrl.compile.lower import lower
+from fxrl.compile.misses import judge_misses
 from fxrl.compile.outer import run_outer
 from fxrl.compile.record import GraphBreak, Stage
 from fxrl.compile.regions import build_region
@@ -95,7 +96,8 @@ class Backend:
             # NOTE [Why lowering may fail softly]: the graph can hold anything that PyTorch can.
             # What cannot be lowered runs as the user wrote it, and the report says so.
             reason = f"the graph could not be lowered: {type(error).__name__}: {error}"
-            capture.report += _missed("capture", reason.splitlines()[0][:500])
+            text = reason.splitlines()[0][:500]
+            capture.report += Report((Remark(RemarkKind.MISSED, "capture", "graph", "", text),))
             return None
         before = print_graph(lowered)
         for rewrite in pipeline(self.config.passes):
@@ -107,13 +109,8 @@ class Backend:
         drop_unused_inputs(lowered)
         capture.report += group_queries(lowered)
         capture.regions = dict(regions_of(lowered))
-        self._check_misses(capture)
-        return lowered
-
-    def _check_misses(self, capture: Capture) -> None:
-        from fxrl.compile.misses import judge_misses
-
         judge_misses(capture.report, self.config.on_miss)
+        return lowered
 
 
 def _attach_kernels() -> Report:
@@ -134,10 +131,6 @@ def _better_left(capture: Capture) -> bool:
     return not capture.report.of_kind(RemarkKind.APPLIED) and not any(
         isinstance(node.target, HigherOrderOperator) for node in calls
     )
-
-
-def _missed(pass_name: str, reason: str, cure: str = "", source: str = "") -> Report:
-    return Report((Remark(RemarkKind.MISSED, pass_name, "graph", source, reason, cure),))
 
 
 def _graph_breaks(gm: fx.GraphModule) -> list[GraphBreak]:

@@ -109,6 +109,12 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
+def last_input(graph: fx.Graph) -> fx.Node:
+    """The last placeholder: new values may go right after it, for a sort to place them."""
+    last: fx.Node = graph.find_nodes(op="placeholder")[-1]
+    return last
+
+
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase what nobody reads; writes into inputs and assertions stay.
 

@@ -42,12 +42,10 @@ class Region:
         forward: takes the inputs in order, returns a tuple of tensors; functional ATen, no
             random numbers. If any input is tiled, all outputs have the rows in dim 0.
         inputs: one spec per input.
-        tile_bytes: bytes that one row of the largest intermediate takes; 0 when not tiled.
     """
 
     forward: fx.GraphModule
     inputs: tuple[InputSpec, ...]
-    tile_bytes: int = 0
 
     @property
     def tiled(self) -> bool:

@@ -113,7 +113,7 @@ class _Walk:
             return None
         rank = len(value.tags)
         given = None if node.target in full else node.args[1]
-        local = [d for d in dims_of(node, given, rank) if value.tags[d] != TOKEN]
+        local = [d for d in dims_of(given, rank) if value.tags[d] != TOKEN]
         if not local:
             return None
         is_sum = node.target in (aten.sum.default, aten.sum.dim_IntList)

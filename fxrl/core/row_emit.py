@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -169,6 +170,16 @@ class RowEmitter:
         assert step.kind == "index", step.kind
         result = val.new_empty((*step.result, *rest))
         return self.call(aten.index.Tensor, node, list(step.args), val=result)
+
+    def check_restorable(self, values: Iterable[RowValue]) -> None:
+        """Refuse now what ``restore`` would refuse later, with the graph half rewritten.
+
+        Raises:
+            Refusal: two token sizes of a value are not available as graph values.
+        """
+        for value in values:
+            if value.token_sizes:
+                self.shape(value.token_sizes, [])
 
     def restore(self, rows: fx.Node, value: RowValue) -> fx.Node:
         """Rows back in the layout of the graph value they replace."""

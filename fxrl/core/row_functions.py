@@ -61,7 +61,7 @@ def _reduce(rules: RowRules, node: fx.Node) -> RowValue | tuple[RowValue, ...]:
     dim_at, _ = _REDUCTIONS[node.target]
     default = -1 if node.target is aten.kthvalue.default else None  # the others then reduce all
     dims_arg = node.args[dim_at] if len(node.args) > dim_at else node.kwargs.get("dim", default)
-    dims = dims_of(node, dims_arg, len(value.tags))
+    dims = dims_of(dims_arg, len(value.tags))
     if any(value.tags[dim] == TOKEN for dim in dims):
         raise Refusal(f"{_name(node.target)} reduces over tokens")
     local = [value.local_dim(dim) for dim in dims]
@@ -151,7 +151,7 @@ def _reorder(rules: RowRules, node: fx.Node) -> RowValue:
     """A reversal or rotation of local dims."""
     value = sole_row(rules, node)
     dim_at = 1 if node.target is aten.flip.default else 2
-    dims = dims_of(node, node.args[dim_at] if len(node.args) > dim_at else None, len(value.tags))
+    dims = dims_of(node.args[dim_at] if len(node.args) > dim_at else None, len(value.tags))
     if any(value.tags[dim] == TOKEN for dim in dims):
         raise Refusal(f"{_name(node.target)} moves values between tokens")
     args: list[Any] = list(node.args)

@@ -197,7 +197,7 @@ def _absorb_one_hot(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> Ro
 def _absorb_slice(
     rules: RowRules, node: fx.Node, source: fx.Node, tags: tuple[Tag, ...]
 ) -> RowExpr | None:
-    dim = dims_of(node, node.args[1] if len(node.args) > 1 else 0, len(tags))[0]
+    dim = dims_of(node.args[1] if len(node.args) > 1 else 0, len(tags))[0]
     inner = absorb(rules, source, tags)
     if inner is None:
         return None

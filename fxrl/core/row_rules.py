@@ -181,7 +181,7 @@ def is_one(size: Size) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def dims_of(node: fx.Node, dims: Any, rank: int) -> list[int]:
+def dims_of(dims: Any, rank: int) -> list[int]:
     """Normalised dims: ``None`` or an empty list means all."""
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return list(range(rank))
