@@ -22,7 +22,7 @@ from fxrl.compile.checkpointing import (
 from fxrl.compile.inductor import InductorOptions
 from fxrl.compile.lower import lower
 from fxrl.compile.misses import judge_misses
-from fxrl.compile.outer import run_outer
+from fxrl.compile.outer import restore_checkpoints, run_outer
 from fxrl.compile.record import GraphBreak, Stage
 from fxrl.compile.regions import build_region
 from fxrl.config import Config
@@ -76,6 +76,8 @@ class Backend:
         capture.graph_breaks = _graph_breaks(gm)
         capture.report += _break_remarks(capture.graph_breaks)
         rewritten = self._rewrite(gm, capture)
+        if rewritten is None:
+            restore_checkpoints(gm)  # Dynamo's own calls recompute nothing on torch 2.11
         if rewritten is None or self.only_explain or _better_left(capture):
             return gm.forward
         if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
