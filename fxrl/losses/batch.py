@@ -5,8 +5,10 @@ Shapes: B sequences, T tokens of prompt and completion, C tokens of completion.
 ===================== ============= ==========================================================
 key                   shape         meaning
 ===================== ============= ==========================================================
-``input_ids``         [B, T] int    left-padded prompt, then the C tokens of the completion
+``input_ids``         [B, T] int    prompt and completion; the last C are the loss's columns
 ``attention_mask``    [B, T]        0 on padding
+``right_padded``      bool          True: all padding is at the end of the rows; absent: it may
+                                    be anywhere, such as left of the prompt
 ``completion_mask``   [B, C]        non-zero where a completion token counts for the loss
 ``advantages``        [B] or [B, C] per sequence, or per token
 ``old_logps``         [B, C]        log-probs at the last policy version; absent: on-policy
@@ -16,7 +18,24 @@ key                   shape         meaning
                                     accumulation; absent: those of this batch
 ===================== ============= ==========================================================
 
+Column c is ``input_ids[:, T - C + c]``. Which columns are a row's completion is said by
+``completion_mask`` alone: with prompts padded on the left they start at 0, with rows padded on the
+right they start where the row's prompt ends (C is then T less the shortest prompt). Every loss
+gives the same number for both layouts of the same sequences.
+
 Further model inputs in ``MODEL_INPUTS`` are handed to the model where the batch has them.
+
+NOTE [Padding on the right]
+Where the batch says ``right_padded``, ``attention_mask`` is not handed to the model. No token of a
+causal model sees what comes after it, so padding at the end changes nothing that a loss reads, and
+positions are 0, 1, 2, ... from the row's first token, as they are when nothing is padded. Without
+a mask attention runs its causal kernels; with one, it works through a dense [T, T] mask. This
+holds for full and windowed attention and for recurrent layers alike. It does not hold for models
+that look ahead (encoders, prefix attention), and it changes what a model computes over all tokens
+at once besides its logits: a mixture of experts' balancing loss and capacity count padding tokens,
+and rotary scaling that switches by the longest position sees the padded length. ``fxrl.rl`` pads
+so; for such a model write a loss that passes ``attention_mask=batch["attention_mask"]``, which is
+always there.
 """
 
 from __future__ import annotations
@@ -58,9 +77,12 @@ def need(batch: Batch, key: str, why: str) -> Tensor:
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
-    """The part of the batch that the model reads."""
+    """The part of the batch that the model reads (NOTE [Padding on the right])."""
     need(batch, "input_ids", "every loss reads")
-    return {name: batch[name] for name in MODEL_INPUTS if name in batch}
+    inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
+    if batch.get("right_padded", False):
+        inputs.pop("attention_mask", None)
+    return inputs
 
 
 def completion_mask(batch: Batch) -> Tensor:

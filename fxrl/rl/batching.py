@@ -8,25 +8,38 @@ every micro-batch carries; the losses just add up. ``sequences``: a mean over se
 micro-batch weighs by its share of them. ``tokens``: a mean over tokens; by its share of tokens.
 The count is a tensor: a Python number in a batch is a constant of the captured graph, and a new one
 would mean a new capture.
+
+NOTE [Where the host's time goes]
+A step has up to some hundred thousand tokens. They leave Python once, into flat arrays that reach
+the device in two copies; micro-batches are cut out of those there, by sizes the host knows, so
+nothing waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from fxrl.rl.types import Batch
 from fxrl.runtime import Completion
+
+OVERHEAD = 16
+"""One more micro-batch must save a sixteenth of the budget in padding: its kernels have a floor."""
 
 
 def plan_micro_batches(
     lengths: Sequence[tuple[int, int]], max_tokens: int
 ) -> list[tuple[int, ...]]:
-    """Groups rows of like length so that rows * padded length stays within ``max_tokens``.
+    """Groups rows of like length so that rows * longest row stays within ``max_tokens``.
 
     A single row that is longer than that gets a micro-batch of its own. Longest first, so that a
-    lack of memory shows at once.
+    lack of memory shows at once. Rows are ordered by length (and then by the prompt's, which keeps
+    the head's work small), and cut where padding plus a charge per micro-batch is least.
 
     Args:
         lengths: (prompt, completion) tokens of each row.
@@ -35,63 +48,138 @@ def plan_micro_batches(
     Returns:
         Row numbers; every row once.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-sum(lengths[i]), i))
-    groups: list[list[int]] = []
-    widest = (0, 0)
-    for row in order:
-        prompt, completion = lengths[row]
-        wider = (max(widest[0], prompt), max(widest[1], completion))
-        if groups and (len(groups[-1]) + 1) * sum(wider) <= max_tokens:
-            groups[-1].append(row)
-            widest = wider
-        else:
-            groups.append([row])
-            widest = (prompt, completion)
-    return [tuple(sorted(group)) for group in groups]
+    order = sorted(range(len(lengths)), key=lambda i: (-sum(lengths[i]), lengths[i][0], i))
+    widths = np.array([sum(lengths[i]) for i in order], dtype=np.int64)
+    num = len(order)
+    cost = np.zeros(num + 1, dtype=np.int64)  # cost[i]: of the best cut of the first i rows
+    cut = np.zeros(num + 1, dtype=np.int64)
+    for end in range(1, num + 1):
+        # The widest row is the group's first, so what fits is a suffix of the starts.
+        starts = np.arange(end)
+        padded = (end - starts) * widths[:end]
+        fits = (padded <= max_tokens) | (starts == end - 1)
+        total = np.where(fits, cost[:end] + padded, np.iinfo(np.int64).max)
+        cut[end] = best = int(total.argmin())
+        cost[end] = total[best] + max_tokens // OVERHEAD
+    groups: list[tuple[int, ...]] = []
+    end = num
+    while end:
+        groups.append(tuple(sorted(order[cut[end] : end])))
+        end = int(cut[end])
+    return groups[::-1]
 
 
-def make_batch(
+def make_batches(
     completions: Sequence[Completion],
     advantages: Sequence[float],
-    rows: Sequence[int],
+    plan: Sequence[Sequence[int]],
     *,
     pad_token_id: int,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-) -> Batch:
-    """One micro-batch of the given rows, B of them; T = P + C, the longest prompt and completion.
+) -> list[Batch]:
+    """One micro-batch for each group of rows in ``plan``.
+
+    A group of B rows is T = its longest row wide; its last C = T - its shortest prompt positions
+    are those that may hold completion tokens (``fxrl.losses.batch``, NOTE [Padding on the right]).
 
     Returns:
-        ``input_ids`` and ``attention_mask`` [B, T] int64 (prompts padded on the left, completions
-        on the right, so the last C positions are the completion), ``completion_mask`` [B, C],
-        ``rollout_logps`` [B, C] (0 at padding), ``advantages`` [B], and ``num_items_in_batch``, the
-        completion tokens of all ``completions``, 0-d; all floats of ``dtype``.
+        Of each: ``input_ids`` and ``attention_mask`` [B, T] int64, ``right_padded`` True,
+        ``completion_mask`` [B, C], ``rollout_logps`` [B, C] (0 where masked), ``advantages`` [B],
+        and ``num_items_in_batch``, the completion tokens of all ``completions``, 0-d; all floats
+        of ``dtype``.
     """
+    rows = [row for group in plan for row in group]
     chosen = [completions[row] for row in rows]
-    prompt_len = max(len(c.prompt_token_ids) for c in chosen)
-    completion_len = max(len(c.token_ids) for c in chosen)
-    input_ids = torch.full((len(rows), prompt_len + completion_len), pad_token_id)
-    attention_mask = torch.zeros_like(input_ids)
-    completion_mask = torch.zeros(len(rows), completion_len, dtype=dtype)
-    rollout_logps = torch.zeros(len(rows), completion_len, dtype=dtype)
-    for i, c in enumerate(chosen):
-        start, length = prompt_len - len(c.prompt_token_ids), len(c.token_ids)
-        tokens = (*c.prompt_token_ids, *c.token_ids)
-        input_ids[i, start : start + len(tokens)] = torch.tensor(tokens)
-        attention_mask[i, start : start + len(tokens)] = 1
-        completion_mask[i, :length] = 1
-        rollout_logps[i, :length] = torch.tensor(c.logprobs, dtype=dtype)
-    batch: Batch = {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "completion_mask": completion_mask,
-        "rollout_logps": rollout_logps,
-        "advantages": torch.tensor([advantages[row] for row in rows], dtype=dtype),
-        "num_items_in_batch": torch.tensor(
-            float(sum(len(c.token_ids) for c in completions)), dtype=dtype
-        ),
-    }
-    return {name: value.to(device) for name, value in batch.items()}
+    step = _Flat(chosen, [advantages[row] for row in rows], device, dtype)
+    num_items = torch.full(
+        (), float(sum(len(c.token_ids) for c in completions)), device=device, dtype=dtype
+    )
+    batches: list[Batch] = []
+    first = 0
+    for group in plan:
+        batches.append(step.cut(first, first + len(group), pad_token_id))
+        batches[-1]["num_items_in_batch"] = num_items
+        first += len(group)
+    return batches
+
+
+class _Flat:
+    """All rows of a step behind each other, on the device.
+
+    Args:
+        rows: N completions, in the order in which ``cut`` takes them.
+        advantages: [N].
+        device, dtype: of what ``cut`` gives.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Completion],
+        advantages: Sequence[float],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.prompts = [len(c.prompt_token_ids) for c in rows]
+        self.lengths = [len(c.prompt_token_ids) + len(c.token_ids) for c in rows]
+        total = sum(self.lengths)
+        ids = np.fromiter(
+            chain.from_iterable(chain(c.prompt_token_ids, c.token_ids) for c in rows),
+            dtype=np.int64,
+            count=total,
+        )
+        num_logps = total - sum(self.prompts)
+        logps = np.fromiter(
+            chain.from_iterable(c.logprobs for c in rows), dtype=np.float64, count=num_logps
+        )
+        starts = np.cumsum([0, *self.lengths])[:-1]
+        logp_starts = starts - np.cumsum([0, *self.prompts])[:-1]
+        whole = np.concatenate([ids, starts, logp_starts, self.prompts, self.lengths])
+        numbers = _to_device(whole.astype(np.int64), device)
+        self.ids, table = numbers[:total], numbers[total:].view(4, len(rows))
+        self.starts, self.logp_starts, self.prompt_lens, self.row_lens = table.unbind()
+        floats = _to_device(np.concatenate([logps, advantages]), device).to(dtype)
+        self.logps, self.advantages = floats[:num_logps], floats[num_logps:]
+
+    def cut(self, first: int, end: int, pad_token_id: int) -> Batch:
+        """Rows ``first`` to ``end`` as a batch (without ``num_items_in_batch``)."""
+        span = slice(first, end)
+        width = max(self.lengths[span])
+        skipped = min(self.prompts[span])
+        starts, row_lens = self.starts[span, None], self.row_lens[span, None]
+        prompt_lens = self.prompt_lens[span, None]
+        place = torch.arange(width, device=self.ids.device)
+        real = place < row_lens  # [B, T]
+        ids = _take(self.ids, starts + place, real, pad_token_id)
+        sampled = (real & (place >= prompt_lens))[:, skipped:]  # [B, C]
+        at = self.logp_starts[span, None] + place[skipped:] - prompt_lens
+        return {
+            "input_ids": ids,
+            "attention_mask": real.to(torch.int64),
+            "right_padded": True,
+            "completion_mask": sampled.to(self.logps.dtype),
+            "rollout_logps": _take(self.logps, at, sampled, 0.0),
+            "advantages": self.advantages[span].clone(),
+        }
+
+
+def _take(values: Tensor, index: Tensor, where: Tensor, other: float) -> Tensor:
+    """``values[index]`` where ``where``; any index elsewhere."""
+    return torch.where(where, values[index.clamp(0, len(values) - 1)], other)
+
+
+def _to_device(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: Any) -> Tensor:
+    tensor = torch.from_numpy(values)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def padding_fraction(lengths: Sequence[tuple[int, int]], plan: Sequence[Sequence[int]]) -> float:
+    """Share of the padded tokens of all micro-batches that is padding, in [0, 1)."""
+    totals = [sum(pair) for pair in lengths]
+    padded = sum(len(group) * max(totals[row] for row in group) for group in plan)
+    return 1.0 - sum(totals[row] for group in plan for row in group) / padded
 
 
 NORMALIZED_BY = {"dapo": "update", "cispo": "update", "bnpo": "tokens"}
@@ -109,7 +197,8 @@ def micro_batch_weights(
         batches: all micro-batches of the step.
     """
     rows = [batch["input_ids"].shape[0] for batch in batches]
-    tokens = [float(batch["completion_mask"].sum()) for batch in batches]
+    counts = torch.stack([batch["completion_mask"].sum() for batch in batches])
+    tokens: list[float] = counts.tolist()  # one wait for the device, not one a batch
     shares = [count / sum(tokens) for count in tokens]
     kind = NORMALIZED_BY.get(name, "sequences") if normalize == "auto" else normalize
     if kind == "update":

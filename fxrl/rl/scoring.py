@@ -52,7 +52,7 @@ class Scorer:
 
     def __call__(self, batch: Batch) -> Tensor:
         """Log-probabilities in eval mode: dropout is no part of a policy."""
-        keep = ("input_ids", "attention_mask", "completion_mask")
+        keep = ("input_ids", "right_padded", "completion_mask")
         training = self.model.training
         self.model.eval()
         try:

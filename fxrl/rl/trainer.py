@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fxrl.rl import checkpoint
-from fxrl.rl.batching import make_batch, plan_micro_batches
+from fxrl.rl.batching import make_batches, padding_fraction, plan_micro_batches
 from fxrl.rl.config import TrainConfig
 from fxrl.rl.evaluate import evaluate
 from fxrl.rl.interrupt import StopRequest
@@ -175,18 +175,17 @@ class Trainer:
     def _batches(self, rollout: Rollout) -> list[Batch]:
         """Micro-batches with the log-probabilities that the loss compares with."""
         lengths = [(len(c.prompt_token_ids), len(c.token_ids)) for c in rollout.completions]
+        plan = plan_micro_batches(lengths, self.config.micro_batch_tokens)
         parameter = next(self.parts.model.parameters())
-        batches = [
-            make_batch(
-                rollout.completions,
-                rollout.advantages,
-                rows,
-                pad_token_id=self.parts.tokenizer.pad_token_id,
-                device=parameter.device,
-                dtype=torch.promote_types(parameter.dtype, torch.float32),
-            )
-            for rows in plan_micro_batches(lengths, self.config.micro_batch_tokens)
-        ]
+        batches = make_batches(
+            rollout.completions,
+            rollout.advantages,
+            plan,
+            pad_token_id=self.parts.tokenizer.pad_token_id,
+            device=parameter.device,
+            dtype=torch.promote_types(parameter.dtype, torch.float32),
+        )
+        self._padding = padding_fraction(lengths, plan)
         for batch in batches:
             if self.parts.old_policy is not None:
                 batch["old_logps"] = self.parts.old_policy(batch)

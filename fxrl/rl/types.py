@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from fxrl.runtime import Completion
 
 Row = dict[str, Any]
 """One question: the dataset's columns."""
-Batch = dict[str, Tensor]
-"""What a loss gets; shapes in ``fxrl.rl.batching``."""
+Batch = dict[str, Any]
+"""What a loss gets: tensors and the flag ``right_padded``; see ``fxrl.rl.batching``."""
 Metrics = dict[str, float | None]
 """Metric name to value; ``None`` where it is not finite or does not exist."""
 

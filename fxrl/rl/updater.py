@@ -49,23 +49,29 @@ class Updater:
     num_skipped: int = 0
     num_skipped_in_a_row: int = 0
 
-    def backward(self, batches: Sequence[Batch]) -> tuple[float, Metrics]:
-        """Gradients of the whole step in ``parameters``.
+    def backward(self, batches: Sequence[Batch]) -> tuple[float, float, Metrics]:
+        """Gradients of the whole step in ``parameters``, clipped.
+
+        The device is waited for once, at the end: its numbers come over together.
 
         Returns:
-            The loss and the metrics that one batch of everything would have given.
+            The loss and the metrics that one batch of everything would have given, and between
+            them the gradient's norm before it was clipped.
         """
         weights, shares = micro_batch_weights(self.loss.normalize, self.loss.name, batches)
         self.optimizer.zero_grad(set_to_none=True)
-        losses: list[float] = []
         found: list[dict[str, Tensor]] = []
         for batch, weight in zip(batches, weights, strict=True):
             result = self.step(batch)
             loss, metrics = result if isinstance(result, tuple) else (result, {})
             (loss if weight == 1.0 else loss * weight).backward()
-            losses.append(float(loss.detach()) * weight)
-            found.append({name: value.detach() for name, value in metrics.items()})
-        return math.fsum(losses), merge_metrics(found, weights, shares)
+            found.append({"loss": loss.detach()} | {k: v.detach() for k, v in metrics.items()})
+        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(self.parameters, limit)
+        [[norm_value], *rows] = _to_host([[norm], *(list(values.values()) for values in found)])
+        losses = [row[0] * weight for row, weight in zip(rows, weights, strict=True)]
+        merged = merge_metrics(list(found[0])[1:], [row[1:] for row in rows], weights, shares)
+        return math.fsum(losses), norm_value, merged
 
     def update(self, batches: Sequence[Batch], step_number: int) -> Metrics:
         """One update, or none if loss or gradient is not finite.
@@ -77,10 +83,8 @@ class Updater:
         Raises:
             NonFiniteError: ``max_nonfinite`` updates in a row were skipped; the batch is saved.
         """
-        loss, metrics = self.backward(batches)
+        loss, norm, metrics = self.backward(batches)
         rate = float(self.schedule.get_last_lr()[0])
-        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, limit))
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self.optimizer.step()
@@ -101,7 +105,7 @@ class Updater:
 
     def _stop(self, batches: Sequence[Batch], step_number: int, loss: float, norm: float) -> None:
         path = self.run_dir / f"nonfinite-step-{step_number}.pt"
-        saved = [{name: value.cpu() for name, value in batch.items()} for batch in batches]
+        saved = [{name: _saved(value) for name, value in batch.items()} for batch in batches]
         torch.save({"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}, path)
         raise NonFiniteError(
             f"step {step_number}: loss {loss}, gradient norm {norm}: not finite "
@@ -111,13 +115,33 @@ class Updater:
         )
 
 
+def _saved(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _to_host(rows: Sequence[Sequence[Tensor]]) -> list[list[float]]:
+    """Scalar tensors as numbers, with one copy."""
+    flat = [value.reshape(()) for row in rows for value in row]
+    device = flat[0].device
+    numbers = iter(torch.stack([value.to(device, torch.float64) for value in flat]).tolist())
+    return [[next(numbers) for _ in row] for row in rows]
+
+
 def merge_metrics(
-    found: Sequence[dict[str, Tensor]], weights: Sequence[float], shares: Sequence[float]
+    names: Sequence[str],
+    rows: Sequence[Sequence[float]],
+    weights: Sequence[float],
+    shares: Sequence[float],
 ) -> Metrics:
-    """Metrics of micro-batches as one: extremes by name, losses as the loss, means by token."""
+    """Metrics of micro-batches as one: extremes by name, losses as the loss, means by token.
+
+    Args:
+        names: M metrics.
+        rows: their values, [micro-batches][M].
+        weights, shares: see ``micro_batch_weights``.
+    """
     merged: Metrics = {}
-    for name in found[0] if found else ():
-        values = [float(metrics[name]) for metrics in found]
+    for name, values in zip(names, zip(*rows, strict=True), strict=True):
         if name.endswith(("/min", "_min")):
             value = min(values)
         elif name.endswith(("/max", "_max")):

@@ -78,10 +78,31 @@ def test_too_many_in_a_row_stop_the_run_with_the_batch_saved(tmp_path):
 
 
 def test_metrics_merge_by_kind():
-    found = [
-        {"entropy": torch.tensor(1.0), "a/max": torch.tensor(5.0), "low_min": torch.tensor(2.0)},
-        {"entropy": torch.tensor(3.0), "a/max": torch.tensor(4.0), "low_min": torch.tensor(1.0)},
-    ]
-    merged = merge_metrics(found, [1.0, 1.0], [0.25, 0.75])
+    names = ["entropy", "a/max", "low_min"]
+    merged = merge_metrics(names, [[1.0, 5.0, 2.0], [3.0, 4.0, 1.0]], [1.0, 1.0], [0.25, 0.75])
     assert merged == {"entropy": 2.5, "a/max": 5.0, "low_min": 1.0}
-    assert merge_metrics([{"kl": torch.tensor(math.inf)}], [1.0], [1.0]) == {"kl": None}
+    assert merge_metrics(["kl"], [[math.inf]], [1.0], [1.0]) == {"kl": None}
+    assert merge_metrics(["policy_loss"], [[2.0], [4.0]], [1.0, 0.5], [0.9, 0.1]) == {
+        "policy_loss": 4.0
+    }
+
+
+def test_the_device_is_read_once_a_backward(tmp_path, monkeypatch):
+    """Whatever the number of micro-batches: each read of a number waits for the device."""
+    reads = []
+    for name in ("item", "__float__", "__bool__", "tolist"):
+        plain = getattr(torch.Tensor, name)
+
+        def counted(self, *args, plain=plain, name=name):
+            reads.append(name)
+            return plain(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    run = Scripted(tmp_path, ["good"] * 5)
+    loss, norm, metrics = run.updater.backward([BATCH] * 5)
+    assert loss == pytest.approx(5 * 6.0)
+    assert norm == pytest.approx(5 * 2.0)
+    assert metrics == pytest.approx({"x": 1.5})
+    assert (
+        reads == ["tolist"] * 2
+    )  # the token counts before the first kernel, all numbers at the end
