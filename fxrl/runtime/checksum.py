@@ -1,0 +1,76 @@
+"""Exact checksums of tensors' bytes, computed where the tensors are.
+
+NOTE [Why a sum of integers]
+A weight that was folded and restored, or that two programs share, must be proven to be the same
+bytes, often, on a GPU. A sum of floats depends on the order of the reduction; a sum of the bits read
+as integers, modulo 2^64, does not. Each row's sum is weighted by an odd number of its own, so rows
+that changed places are seen too. It is a check against mistakes, not against an adversary.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_KNUTH = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio: odd, its multiples spread over the bits
+_MASK = 2**64 - 1
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory read as integers of the same width, any strides.
+
+    Raises:
+        TypeError: an element is no 1, 2, 4 or 8 bytes (complex128).
+    """
+    if tensor.element_size() not in _INTEGERS:
+        raise TypeError(f"checksum of {tensor.dtype}: elements of {tensor.element_size()} bytes")
+    return tensor.detach().view(_INTEGERS[tensor.element_size()])
+
+
+@torch.no_grad()
+def checksum_tensor(tensor: Tensor) -> Tensor:
+    """``checksum`` as a 0-d int64 tensor on the tensor's device: no synchronisation."""
+    rows = bits(tensor.reshape(1) if tensor.dim() == 0 else tensor)
+    if rows.dim() > 1:
+        rows = rows.sum(dim=tuple(range(1, rows.dim())), dtype=torch.int64)
+    index = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int64)
+    return (rows.to(torch.int64) * (index * _KNUTH | 1)).sum()
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number in [-2^63, 2^63) that depends on every bit of the tensor and on its rows' order.
+
+    The same for equal bytes on any device and with any strides; one synchronisation.
+    """
+    return int(checksum_tensor(tensor))
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """``checksum`` of each, with one synchronisation for each device instead of one a tensor."""
+    found = {name: checksum_tensor(tensor) for name, tensor in tensors.items()}
+    result: dict[str, int] = {}
+    for device in {value.device for value in found.values()}:
+        names = [name for name, value in found.items() if value.device == device]
+        result |= zip(names, torch.stack([found[name] for name in names]).tolist(), strict=True)
+    return {name: result[name] for name in found}
+
+
+def model_checksum(model: nn.Module, *, trainable: bool = True) -> int:
+    """One number over all parameters and buffers and their names.
+
+    Args:
+        trainable: count parameters that require grad; without them the number of a frozen base
+            stays what it was while its adapters train.
+    """
+    tensors: dict[str, Tensor] = {
+        name: value for name, value in model.named_parameters() if trainable or not value.requires_grad
+    }
+    tensors |= dict(model.named_buffers())
+    total = 0
+    for name, value in checksums(tensors).items():
+        total += (value & _MASK) * (zlib.crc32(name.encode()) * 2 + 1)
+    return total & _MASK

@@ -1,0 +1,277 @@
+"""The adapter inside the shared weights for the time of a rollout, and out again bit-exactly.
+
+The engine and the trainer read the same storages. vLLM's LoRA kernels cost a quarter to a third of
+a decode step; a weight that already holds W + scaling * B A costs nothing. So, around generation:
+
+    with folded(model):                 # W' = round(float32(W) + scaling * B A), in place
+        completions = engine.generate(...)
+    # here every weight has its old bytes again, which a checksum has confirmed
+
+NOTE [Why a failed restore ends the run]
+A weight that did not come back would be trained on as if it were the base model, and every later
+rollout would fold onto it: an error that grows and shows nowhere. So the restore is checked on
+bits, and after a mismatch the model can be neither folded nor silently used
+(``require_sound(model)``); the only cure is to load the weights again.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fxrl.runtime.checksum import Checksums
+from fxrl.runtime.engine import EngineError
+from fxrl.runtime.lora_merge import Merge, merge_all
+from fxrl.runtime.lora_sites import (
+    AdapterError,
+    active_sites,
+    adapted_layers,
+    check_storages,
+    lora_sites,
+)
+from fxrl.runtime.weight_backup import DeviceBackup, HostBackup, Place, free_device_bytes
+
+# What an automatic choice leaves free beside the backup: the merge's own scratch and a margin.
+_MARGIN_BYTES = 2**29
+
+# By layer, so that it is found through every wrapper of the model: folded, or why it is lost.
+_state: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_FOLDED = "folded"
+
+
+class FoldError(EngineError):
+    """The model cannot be folded, or apply and restore were called out of order."""
+
+
+class RestoreError(EngineError):
+    """Weights did not come back bit for bit; the model is unusable until it is loaded again."""
+
+
+def require_sound(model: nn.Module) -> None:
+    """Refuses a model of which any weight is not the base model's now.
+
+    Raises:
+        FoldError: an adapter is folded into it at the moment.
+        RestoreError: a restore failed earlier.
+    """
+    for state in {_state[module] for module in model.modules() if module in _state}:
+        if state != _FOLDED:
+            raise RestoreError(state)
+        raise FoldError("fold: the adapter is folded into the weights now; restore() first")
+
+
+class Fold:
+    """Folds a PEFT model's active adapter into its weights and restores them.
+
+    Args:
+        model: a PEFT model with plain LoRA on linear layers.
+        backup: where the original bytes wait. ``"device"``: on the GPU, during the rollout only;
+            ``"host"``: in pinned host memory, kept; ``"auto"``: on the device where it has the
+            room at the time of ``apply``, else on the host (see ``backup_place``).
+
+    Attributes:
+        names: the folded modules, as in the checkpoint.
+        num_bytes: of the folded weights, which is what a backup takes.
+        timings: seconds of the last ``"fold"`` and ``"restore"``, device time included.
+
+    Raises:
+        AdapterError: see ``lora_sites``; also a weight that a second parameter reads too.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, backup: Literal["auto", "device", "host"] = "auto"
+    ) -> None:
+        if backup not in ("auto", "device", "host"):
+            raise FoldError(f"fold: backup={backup!r} is unknown; use auto, device or host")
+        self._model = model
+        self._sites = lora_sites(model)
+        self._layers, self._configs = adapted_layers(model), _configs(model)
+        self._weights = [site.weight for site in self._sites]
+        check_storages(model, self._sites)
+        self.names = tuple(site.name for site in self._sites)
+        self.num_bytes = sum(weight.nbytes for weight in self._weights)
+        self.timings: dict[str, float] = {}
+        self._wanted = backup
+        self._checksums = Checksums(self._weights)
+        self._device_backup: DeviceBackup | None = None
+        self._host_backup: HostBackup | None = None
+        self._expected: Tensor | None = None  # checksums of the backup in use
+        self._host_expected: Tensor | None = None
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the weights hold the adapter now."""
+        return self._expected is not None
+
+    @property
+    def backup_place(self) -> Place | None:
+        """Where the backup lies now; ``None`` before the first ``apply`` or once it is freed."""
+        if self._device_backup is not None:
+            return "device"
+        return "host" if self._host_backup is not None else None
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Backs up and folds the adapters that are active now.
+
+        Raises:
+            FoldError: already applied, by this or another ``Fold`` of the model, or no memory.
+            RestoreError: an earlier restore failed.
+            AdapterError: the active adapters have changed into something that cannot be folded.
+        """
+        require_sound(self._model)
+        start = time.perf_counter()
+        merges = self._merges()
+        self._check_addresses()
+        self._back_up()
+        self._mark(_FOLDED)
+        try:
+            merge_all(merges)
+            self._wait()
+        except BaseException:
+            self.restore()
+            raise
+        self.timings["fold"] = time.perf_counter() - start
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Writes the original bytes back and checks them.
+
+        Raises:
+            FoldError: nothing is applied.
+            RestoreError: a checksum differs; names the modules.
+        """
+        if self._expected is None:
+            raise FoldError("fold: nothing to restore; apply() comes first")
+        start = time.perf_counter()
+        backup = self._device_backup or self._host_backup
+        assert backup is not None, "an applied fold has a backup"
+        expected, self._expected = self._expected, None
+        try:
+            self._check_addresses()
+            backup.load()
+            sums = torch.stack([self._checksums.measure(), expected])
+            now, before = sums.tolist()  # the one synchronisation
+        except BaseException as error:
+            raise self._poison(self.names, str(error)) from error
+        wrong = [name for name, a, b in zip(self.names, now, before, strict=True) if a != b]
+        if wrong:
+            raise self._poison(wrong, "the checksums differ")
+        self._device_backup = None
+        self._mark(None)
+        self.timings["restore"] = time.perf_counter() - start
+
+    def _merges(self) -> list[Merge]:
+        """Read anew at every fold: the optimizer may have replaced factors, the user adapters."""
+        # Walking the model takes 5 ms; its layers can only have changed if the adapters have.
+        unchanged = _configs(self._model) == self._configs
+        current = active_sites(self._layers) if unchanged else lora_sites(self._model)
+        if tuple(site.name for site in current) != self.names:
+            raise AdapterError(
+                f"lora: the active adapters now change {len(current)} modules, not the "
+                f"{len(self.names)} that this Fold was made for; make a new Fold"
+            )
+        return [
+            Merge(weight, tuple(site.factors()), site.is_transposed)
+            for site, weight in zip(current, self._weights, strict=True)
+        ]
+
+    def _check_addresses(self) -> None:
+        for site, weight in zip(self._sites, self._weights, strict=True):
+            now = site.weight
+            if now.data_ptr() != weight.data_ptr() or now.shape != weight.shape:
+                raise FoldError(
+                    f"fold: {site.name} has another storage than when the Fold was made "
+                    "(model.to(), or .data was replaced); make a new Fold"
+                )
+
+    def _back_up(self) -> None:
+        expected = self._checksums.measure()
+        if self._place() == "device":
+            self._device_backup = self._new_device_backup()
+        if self._device_backup is not None:
+            self._device_backup.save()
+        elif self._host_backup is None or not torch.equal(expected, self._host_now()):
+            # First use, or the frozen weights were changed on purpose since: copy them anew.
+            self._host_backup = self._host_backup or self._new_host_backup()
+            self._host_backup.save()
+            self._host_expected = expected
+        self._expected = expected
+
+    def _host_now(self) -> Tensor:
+        assert self._host_expected is not None, "a host backup has its checksums"
+        return self._host_expected
+
+    def _place(self) -> Place:
+        if self._wanted != "auto":
+            return self._wanted
+        free = free_device_bytes(self._weights[0].device)
+        return "device" if free is None or free >= self.num_bytes + _MARGIN_BYTES else "host"
+
+    def _new_device_backup(self) -> DeviceBackup | None:
+        """None where the memory is too fragmented for it and the host may do."""
+        try:
+            return DeviceBackup(self._weights)
+        except torch.OutOfMemoryError as error:
+            if self._wanted == "auto":
+                return None
+            raise FoldError(
+                f"fold: no room for the backup of {self.num_bytes} bytes on the device; give the "
+                "KV cache less, or use backup='host'"
+            ) from error
+
+    def _new_host_backup(self) -> HostBackup:
+        try:
+            return HostBackup(self._weights)
+        except RuntimeError as error:  # what torch raises where the host's memory does not do
+            raise FoldError(
+                f"fold: no room for the backup of {self.num_bytes} bytes in pinned host memory "
+                f"({str(error).splitlines()[0]}); use backup='device', or the engine's LoRA"
+            ) from error
+
+    def _mark(self, state: str | None) -> None:
+        for site in self._sites:
+            if state is None:
+                _state.pop(site.layer, None)
+            else:
+                _state[site.layer] = state
+
+    def _wait(self) -> None:
+        if self._weights[0].is_cuda:
+            torch.cuda.synchronize(self._weights[0].device)
+
+    def _poison(self, names: Sequence[str], why: str) -> RestoreError:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        message = (
+            f"fold: {shown} did not come back after the rollout ({why}); the base weights are "
+            "lost. Stop, load the model again and resume from the last checkpoint"
+        )
+        self._mark(message)
+        self._device_backup = None
+        return RestoreError(message)
+
+
+@contextmanager
+def folded(model: nn.Module | Fold) -> Iterator[Fold]:
+    """Folds for the time of a block, and restores also when the block raises.
+
+    Args:
+        model: a PEFT model, or a ``Fold`` of it that is used again (a host backup is then made
+            only once).
+    """
+    fold = model if isinstance(model, Fold) else Fold(model)
+    fold.apply()
+    try:
+        yield fold
+    finally:
+        fold.restore()
+
+
+def _configs(model: nn.Module) -> list[tuple[str, Any]]:
+    return list(getattr(model, "peft_config", {}).items())

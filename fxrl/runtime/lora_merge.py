@@ -1,0 +1,107 @@
+"""W' = round(float32(W) + scaling * B A), in place, for many matrices.
+
+NOTE [Why the factors are split and not the kernel written]
+A GEMM with an accumulator (``addmm_``) already does what is wanted in one pass: read W, add the
+float32 accumulator of B A, round once, write W; no float32 delta lies in memory. It wants factors
+of W's dtype, but the trainer keeps A and B in float32. A float32 number is the sum of two bf16
+numbers to 2^-17 (x = high + low), so B A = B_h A_h + B_l A_h + B_h A_l is one bf16 GEMM of three
+times the rank, [B_h B_l B_h] [A_h; A_h; A_l]. The product left out, B_l A_l, is 2^-18 of B A, while
+W' itself is rounded to 2^-9. At rank 32 this GEMM is still bound by the bytes of W.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxrl.runtime.lora_sites import Factors
+
+
+@dataclass(frozen=True, eq=False)
+class Merge:
+    """One weight to fold into.
+
+    Attributes:
+        weight: [out, in] (or [in, out] where ``is_transposed``), overwritten.
+        factors: not empty.
+    """
+
+    weight: Tensor
+    factors: tuple[Factors, ...]
+    is_transposed: bool = False
+
+
+@torch.no_grad()
+def merge_reference(merge: Merge) -> None:
+    """The definition: the delta in float32 (float64 for a float64 weight), one rounding."""
+    wide = torch.promote_types(merge.weight.dtype, torch.float32)
+    total = merge.weight.to(wide)
+    with torch.autocast(merge.weight.device.type, enabled=False):
+        for pair in merge.factors:
+            delta = pair.scaling * (pair.b.to(wide) @ pair.a.to(wide))
+            total = total + (delta.t() if merge.is_transposed else delta)
+    merge.weight.copy_(total)
+
+
+@torch.no_grad()
+def merge_all(merges: Sequence[Merge]) -> None:
+    """``merge_reference`` for each; on a GPU one GEMM per half-precision weight."""
+    split: dict[tuple[object, ...], list[Merge]] = defaultdict(list)
+    for merge in merges:
+        if not (merge.weight.is_cuda and merge.weight.dtype.itemsize == 2):
+            merge_reference(merge)
+        elif all(f.a.dtype == f.b.dtype == merge.weight.dtype for f in merge.factors):
+            # One rounding per adapter would be one too many: only a single pair goes as it is.
+            if len(merge.factors) == 1:
+                only = merge.factors[0]
+                _accumulate(merge, only.b, only.a, only.scaling)
+            else:
+                split[_shape_key(merge)].append(merge)
+        else:
+            split[_shape_key(merge)].append(merge)
+    for group in split.values():
+        _merge_split(group)
+
+
+def _shape_key(merge: Merge) -> tuple[object, ...]:
+    shapes = tuple((f.a.shape, f.b.shape) for f in merge.factors)
+    return (merge.weight.dtype, merge.weight.device, shapes)
+
+
+def _merge_split(group: Sequence[Merge]) -> None:
+    """Weights of one shape; their factors are split together, in a handful of kernels."""
+    dtype = group[0].weight.dtype
+    pairs = range(len(group[0].factors))
+    scalings = [[m.factors[i].scaling for i in pairs] for m in group]
+    # The factor is applied to the accumulator in float32; several pairs need it on B already.
+    shared = {s for row in scalings for s in row}
+    alpha = shared.pop() if len(shared) == 1 else None
+    left, right = [], []
+    for i in pairs:
+        b = torch.stack([m.factors[i].b for m in group]).float()
+        a = torch.stack([m.factors[i].a for m in group]).float()
+        if alpha is None:
+            b = b * b.new_tensor([row[i] for row in scalings])[:, None, None]
+        (b_high, b_low), (a_high, a_low) = _split(b, dtype), _split(a, dtype)
+        left += [b_high, b_low, b_high]
+        right += [a_high, a_high, a_low]
+    lefts, rights = torch.cat(left, dim=2), torch.cat(right, dim=1)
+    for merge, b, a in zip(group, lefts, rights, strict=True):
+        _accumulate(merge, b, a, 1.0 if alpha is None else alpha)
+
+
+def _split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    high = value.to(dtype)
+    return high, (value - high).to(dtype)
+
+
+def _accumulate(merge: Merge, b: Tensor, a: Tensor, alpha: float) -> None:
+    with torch.autocast(merge.weight.device.type, enabled=False):
+        if merge.is_transposed:
+            merge.weight.addmm_(a.t(), b.t(), alpha=alpha)
+        else:
+            merge.weight.addmm_(b, a, alpha=alpha)
