@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fxrl.runtime.checksum import Checksums
+from fxrl.runtime.bit_sums import BitSums
 from fxrl.runtime.engine import EngineError
 from fxrl.runtime.lora_merge import Merge, merge_all
 from fxrl.runtime.lora_sites import (
@@ -98,7 +98,7 @@ class Fold:
         self.num_bytes = sum(weight.nbytes for weight in self._weights)
         self.timings: dict[str, float] = {}
         self._wanted = backup
-        self._checksums = Checksums(self._weights)
+        self._checksums = BitSums(self._weights)
         self._device_backup: DeviceBackup | None = None
         self._host_backup: HostBackup | None = None
         self._expected: Tensor | None = None  # checksums of the backup in use

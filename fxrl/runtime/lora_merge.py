@@ -48,23 +48,32 @@ def merge_reference(merge: Merge) -> None:
 
 
 @torch.no_grad()
-def merge_all(merges: Sequence[Merge]) -> None:
-    """``merge_reference`` for each; on a GPU one GEMM per half-precision weight."""
+def merge_all(merges: Sequence[Merge], *, by_gemm: bool | None = None) -> None:
+    """``merge_reference`` for each, or one GEMM each (NOTE at the top).
+
+    Args:
+        merges: weights that do not overlap.
+        by_gemm: for half-precision weights; ``None`` is on a GPU only, whose GEMM is known to
+            round once.
+    """
     split: dict[tuple[object, ...], list[Merge]] = defaultdict(list)
     for merge in merges:
-        if not (merge.weight.is_cuda and merge.weight.dtype.itemsize == 2):
+        wanted = merge.weight.is_cuda if by_gemm is None else by_gemm
+        if not wanted or merge.weight.dtype.itemsize != 2:
             merge_reference(merge)
-        elif all(f.a.dtype == f.b.dtype == merge.weight.dtype for f in merge.factors):
-            # One rounding per adapter would be one too many: only a single pair goes as it is.
-            if len(merge.factors) == 1:
-                only = merge.factors[0]
-                _accumulate(merge, only.b, only.a, only.scaling)
-            else:
-                split[_shape_key(merge)].append(merge)
+        elif _is_ready(merge):
+            only = merge.factors[0]
+            _accumulate(merge, only.b, only.a, only.scaling)
         else:
             split[_shape_key(merge)].append(merge)
     for group in split.values():
         _merge_split(group)
+
+
+def _is_ready(merge: Merge) -> bool:
+    """One pair of the weight's own dtype; several would round once each."""
+    only, *others = merge.factors
+    return not others and only.a.dtype == only.b.dtype == merge.weight.dtype
 
 
 def _shape_key(merge: Merge) -> tuple[object, ...]:
