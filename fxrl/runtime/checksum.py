@@ -1,10 +1,10 @@
 """Exact checksums of tensors' bytes, computed where the tensors are.
 
 NOTE [Why a sum of integers]
-A weight that was folded and restored, or that two programs share, must be proven to be the same
-bytes, often, on a GPU. A sum of floats depends on the order of the reduction; a sum of the bits read
-as integers, modulo 2^64, does not. Each row's sum is weighted by an odd number of its own, so rows
-that changed places are seen too. It is a check against mistakes, not against an adversary.
+A weight that two programs share must be proven to be the same bytes, often, on a GPU. A sum of
+floats depends on the order of the reduction; a sum of the bits read as integers, modulo 2^64, does
+not. Each row's sum is weighted by an odd number of its own, so rows that changed places are seen
+too. It is a check against mistakes, not against an adversary.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def model_checksum(model: nn.Module, *, trainable: bool = True) -> int:
         trainable: count parameters that require grad; without them the number of a frozen base
             stays what it was while its adapters train.
     """
+    parameters = model.named_parameters()
     tensors: dict[str, Tensor] = {
-        name: value for name, value in model.named_parameters() if trainable or not value.requires_grad
+        name: value for name, value in parameters if trainable or not value.requires_grad
     }
     tensors |= dict(model.named_buffers())
     total = 0
