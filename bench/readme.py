@@ -34,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIRED = ("title", "command", "machine", "versions", "date", "columns", "rows", "notes")
-SHOWN_VERSIONS = ("python", "torch", "triton", "transformers", "trl", "liger-kernel")
+SHOWN_VERSIONS = ("python", "torch", "triton", "transformers", "vllm", "trl", "liger-kernel")
 
 # What a person wants to know of each pass; a pass of the registry that has no entry is an error.
 PASSES: dict[str, tuple[str, str, str, str]] = {

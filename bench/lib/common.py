@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 GiB = 2**30
-_PACKAGES = ("torch", "triton", "transformers", "peft", "numpy", "trl", "liger-kernel")
+_PACKAGES = ("torch", "triton", "transformers", "peft", "numpy", "vllm", "trl", "liger-kernel")
 
 
 class Results:

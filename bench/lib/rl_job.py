@@ -1,0 +1,188 @@
+"""The rollout benchmarks' job: model folder, questions, reward, configuration, memory sampling."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+PROMPTS, GENERATIONS, RANK = 4, 8, 32
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+TORCHRUN_ENVIRONMENT = {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "WANDB_DISABLED": "true",
+}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def model_path(folder: Path) -> Path:
+    """Where ``make_model`` puts the model."""
+    return folder / "qwen3-1.7b-random"
+
+
+def make_model(folder: Path) -> Path:
+    """Qwen3-1.7B's shape with random bf16 weights and a byte-level tokenizer, once."""
+    path = model_path(folder)
+    if (path / "config.json").is_file():
+        return path
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    path.mkdir(parents=True, exist_ok=True)
+    make_tokenizer().save_pretrained(path)
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    torch.set_default_dtype(torch.float32)
+    model.to("cpu").save_pretrained(path)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return path
+
+
+def make_tokenizer() -> Any:
+    """A byte-level BPE tokenizer trained on the questions themselves; nothing is downloaded."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,
+        special_tokens=["<pad>", "<bos>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(questions(512), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
+
+
+def questions(count: int) -> list[str]:
+    """Sums that need no chat template."""
+    return [f"Question: what is {i % 97} + {i % 89}? Answer:" for i in range(count)]
+
+
+def make_adapter(folder: Path) -> Path:
+    """A LoRA adapter with random A and B on all linear layers, as PEFT saves it, once."""
+    path = folder / "adapter"
+    if path.is_dir():
+        return path
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path(folder), dtype=torch.bfloat16)
+    config = LoraConfig(
+        r=RANK, lora_alpha=RANK, target_modules="all-linear", init_lora_weights=False
+    )
+    get_peft_model(model, config).save_pretrained(path)
+    return path
+
+
+def reward(completions: list[Any], **_: Any) -> list[float]:
+    """Uniform noise: the job measures time, and equal rewards would leave nothing to train."""
+    return [random.random() for _ in completions]
+
+
+def write_config(folder: Path, run_dir: Path, *, length: int, steps: int) -> Path:
+    """The job as a file for ``fxrl train``."""
+    data = folder / "questions.jsonl"
+    rows = [f'{{"prompt": "{text}"}}' for text in questions(512)]
+    data.write_text("\n".join(rows) + "\n")
+    path = folder / "fxrl.toml"
+    path.write_text(
+        f"""
+run_dir = "{run_dir}"
+engine = "vllm"
+steps = {steps}
+save_every = 0
+prompts_per_step = {PROMPTS}
+micro_batch_tokens = {GENERATIONS * (length + 32)}
+tensorboard = false
+log_completions = 0
+
+[model]
+id = "{model_path(folder)}"
+dtype = "bfloat16"
+lora = {{ r = {RANK}, alpha = {RANK}, targets = "all-linear" }}
+
+[data]
+path = "{data}"
+chat = false
+
+[reward]
+functions = ["bench.lib.rl_job:reward"]
+
+[loss]
+name = "dapo"
+
+[sampling]
+num_generations = {GENERATIONS}
+max_tokens = {length}
+extra = {{ ignore_eos = true }}
+
+[optim]
+lr = 1e-5
+"""
+    )
+    return path
+
+
+class PeakMemory:
+    """Highest use of the whole GPU as the driver counts it, from a thread; ``gib`` afterwards."""
+
+    def __init__(self, interval_s: float = 0.02) -> None:
+        self.interval_s = interval_s
+        self.highest = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        if torch.cuda.is_available():
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.interval_s):
+            free, total = torch.cuda.mem_get_info()
+            self.highest = max(self.highest, total - free)
+
+    @property
+    def gib(self) -> float | None:
+        """GiB, this process's own CUDA context (about 0.5) included; ``None`` without a GPU."""
+        return self.highest / 2**30 if self.highest else None

@@ -1,0 +1,272 @@
+"""One GRPO step with rollouts, end to end: fxrl, TRL and vLLM alone, on the same job in one run.
+
+The job: Qwen3-1.7B's shape with random weights, LoRA r=32 on all linear layers, 4 prompts x 8
+completions of exactly 2048 tokens (EOS is ignored), DAPO's loss. Every variant runs in a process of
+its own on the same GPU, so none inherits memory or compiled kernels:
+
+    plain       vLLM alone generates the tokens; no adapter, nothing is trained
+    plain-lora  the same through vLLM's LoRA kernels
+    fxrl        ``fxrl train`` with engine = "vllm"
+    trl         TRL's GRPOTrainer with vLLM colocated and put to sleep
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.lib import common, rl_job
+
+COLUMNS = (
+    "variant",
+    "step_s",
+    "step_s_min",
+    "generate_s",
+    "rest_s",
+    "sync_s",
+    "release_s",
+    "wake_s",
+    "reward_s",
+    "score_s",
+    "train_s",
+    "other_s",
+    "decode_step_ms",
+    "peak_gib",
+    "drift_mean",
+    "init_s",
+    "error",
+)
+MARK = "BENCH "
+
+
+def main() -> None:
+    args = _arguments()
+    if args.worker:
+        _work(args)
+        return
+    notes = [
+        f"{rl_job.PROMPTS} prompts x {rl_job.GENERATIONS} completions x {args.length} tokens, "
+        f"Qwen3-1.7B shape, random weights, LoRA r={rl_job.RANK} on all linear layers, DAPO",
+        f"medians over the steps after the first {args.skip}; rest_s = step_s - generate_s",
+        "peak: memory of the whole GPU (driver), sampled every 20 ms",
+    ]
+    results = common.Results("GRPO step with rollouts", COLUMNS, args.out, notes)
+    folder = Path(args.work)
+    rl_job.make_model(folder)
+    for variant in args.variants:
+        results.add(variant=variant, **_measure(args, variant))
+    results.finish()
+
+
+def _measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
+    """Runs one variant in a process of its own and reads the line it prints."""
+    command = [sys.executable, "-m", "bench.rl_step", "--worker", variant]
+    command += ["--work", args.work, "--length", str(args.length), "--steps", str(args.steps)]
+    command += ["--skip", str(args.skip), *args.override]
+    environment = dict(os.environ)
+    if variant == "trl" and args.peers:
+        environment["PYTHONPATH"] = f"{args.peers}:{environment.get('PYTHONPATH', '')}"
+    with rl_job.PeakMemory() as peak:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=args.time_limit
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if done.returncode or not lines:
+        sys.stderr.write(done.stdout[-3000:] + done.stderr[-6000:])
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"error": f"exit code {done.returncode}: {last}"[:300]}
+    found: dict[str, Any] = json.loads(lines[-1][len(MARK) :])
+    return found | {"peak_gib": peak.gib}
+
+
+def _work(args: argparse.Namespace) -> None:
+    runs = {"plain": _plain, "plain-lora": _plain, "fxrl": _fxrl, "trl": _trl}
+    print(MARK + json.dumps(runs[args.worker](args)), flush=True)
+
+
+def _plain(args: argparse.Namespace) -> dict[str, Any]:
+    """vLLM as its documentation says; the tokens of one step."""
+    os.environ |= rl_job.VLLM_ENVIRONMENT
+    import torch
+    from vllm import LLM, SamplingParams
+
+    start = time.perf_counter()
+    lora: dict[str, Any] = {}
+    request = None
+    if args.worker == "plain-lora":
+        from vllm.lora.request import LoRARequest
+
+        adapter = rl_job.make_adapter(Path(args.work))
+        lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rl_job.RANK}
+        request = LoRARequest("adapter", 1, str(adapter))
+    engine = LLM(
+        str(rl_job.model_path(Path(args.work))),
+        dtype="bfloat16",
+        max_model_len=args.length + 128,
+        max_num_seqs=256,
+        gpu_memory_utilization=0.4,
+        enable_sleep_mode=True,
+        logprobs_mode="processed_logprobs",
+        seed=0,
+        **lora,
+    )
+    init = time.perf_counter() - start
+    params = SamplingParams(
+        max_tokens=args.length, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False
+    )
+    prompts = [p for p in rl_job.questions(rl_job.PROMPTS) for _ in range(rl_job.GENERATIONS)]
+    times = []
+    for _ in range(args.steps):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        engine.generate(prompts, params, use_tqdm=False, lora_request=request)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    generate = statistics.median(times[args.skip :])
+    return {
+        "step_s": generate,
+        "step_s_min": min(times),
+        "generate_s": generate,
+        "decode_step_ms": generate / args.length * 1e3,
+        "init_s": init,
+    }
+
+
+def _fxrl(args: argparse.Namespace) -> dict[str, Any]:
+    """``fxrl train``; the times are those that it writes into metrics.jsonl."""
+    from fxrl.rl.train import main as train
+
+    folder = Path(args.work)
+    run_dir = folder / f"fxrl-{os.getpid()}"
+    config = rl_job.write_config(folder, run_dir, length=args.length, steps=args.steps)
+    start = time.perf_counter()
+    code = train(str(config), args.overrides)
+    total = time.perf_counter() - start
+    if code:
+        raise SystemExit(f"fxrl train: exit code {code}")
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    measured = records[args.skip :]
+
+    def middle(key: str) -> float | None:
+        values = [r[key] for r in measured if r.get(key) is not None]
+        return statistics.median(values) if values else None
+
+    names = ("generate", "sync", "release", "wake", "reward", "score", "train", "other")
+    step, generate = middle("step_time"), middle("time/generate")
+    assert step is not None
+    assert generate is not None
+    return {f"{name}_s": middle(f"time/{name}") for name in names} | {
+        "step_s": step,
+        "step_s_min": min(r["step_time"] for r in measured),
+        "rest_s": step - generate,
+        "decode_step_ms": generate / args.length * 1e3,
+        "drift_mean": middle("sampling/sampling_logp_difference/mean"),
+        "init_s": total - sum(r["step_time"] for r in records),
+    }
+
+
+def _trl(args: argparse.Namespace) -> dict[str, Any]:
+    """TRL's GRPOTrainer as a user would configure it for this job."""
+    os.environ |= rl_job.VLLM_ENVIRONMENT | rl_job.TORCHRUN_ENVIRONMENT
+    import random
+
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    steps: list[float] = []
+    logged: list[dict[str, float]] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            self.begun = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            steps.append(time.perf_counter() - self.begun)
+
+        def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
+            logged.append(dict(logs or {}))
+
+    questions = [{"prompt": text} for text in rl_job.questions(512)]
+    config = GRPOConfig(
+        output_dir=str(Path(args.work) / "trl"),
+        per_device_train_batch_size=rl_job.GENERATIONS,
+        gradient_accumulation_steps=rl_job.PROMPTS,
+        num_generations=rl_job.GENERATIONS,
+        max_completion_length=args.length,
+        max_steps=args.steps,
+        logging_steps=1,
+        report_to=[],
+        bf16=True,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.4,
+        vllm_enable_sleep_mode=True,
+        vllm_max_model_length=args.length + 128,
+        beta=0.0,
+        gradient_checkpointing=True,
+        learning_rate=1e-5,
+        save_strategy="no",
+        temperature=1.0,
+        generation_kwargs={"ignore_eos": True},
+        loss_type="dapo",
+    )
+    start = time.perf_counter()
+    trainer = GRPOTrainer(
+        model=str(rl_job.model_path(Path(args.work))),
+        reward_funcs=lambda completions, **_: [random.random() for _ in completions],
+        args=config,
+        train_dataset=Dataset.from_list(questions),
+        peft_config=LoraConfig(
+            r=rl_job.RANK,
+            lora_alpha=rl_job.RANK,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        ),
+    )
+    init = time.perf_counter() - start
+    trainer.add_callback(Clock())
+    trainer.train()
+    drift = [
+        log["sampling/sampling_logp_difference/mean"]
+        for log in logged[args.skip :]
+        if "sampling/sampling_logp_difference/mean" in log
+    ]
+    return {
+        "step_s": statistics.median(steps[args.skip :]),
+        "step_s_min": min(steps),
+        "drift_mean": statistics.median(drift) if drift else None,
+        "init_s": init,
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "--variants", default="plain,fxrl,trl", type=lambda text: text.split(","), metavar="A,B"
+    )
+    parser.add_argument("--length", type=int, default=2048, help="tokens of each completion")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--skip", type=int, default=1, help="steps that are warm-up")
+    parser.add_argument("--work", default="/tmp/fxrl-rl-step", help="folder for model and runs")
+    parser.add_argument("--peers", help="folder with TRL, put on its PYTHONPATH")
+    parser.add_argument("--override", action="append", default=[], help="KEY=VALUE of fxrl train")
+    parser.add_argument("--time-limit", type=float, default=420, help="seconds for each variant")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
