@@ -160,6 +160,18 @@ def _pretrained(place: str, arguments: dict[str, Any], *, local: bool) -> tuple[
     return model, tokenizer
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a checkpoint's folder, as ``load_model`` gives it.
+
+    Raises:
+        ModelError: the folder has none.
+    """
+    try:
+        return _tokenizer(str(folder), local=True)
+    except (OSError, ValueError) as error:
+        raise _not_found(str(folder), Source.FOLDER, None, error) from error
+
+
 def _tokenizer(place: str, *, local: bool) -> Any:
     hf = optional("transformers", f"loading {place}")
     tokenizer = hf.AutoTokenizer.from_pretrained(place, local_files_only=local, padding_side="left")

@@ -107,7 +107,8 @@ def _construct(cls: type[T], values: dict[str, Any], problems: list[str], path: 
     try:
         return cls(**values)
     except ConfigError as error:
-        problems += [f"{path}{line}" for line in str(error).splitlines()]
+        lines = str(error).splitlines()
+        problems += [line if path and line.startswith(path) else f"{path}{line}" for line in lines]
         return None
 
 

@@ -26,8 +26,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxrl.rl.errors import CheckpointError, MissingPackageError
+from fxrl.rl.errors import CheckpointError, MissingPackageError, StorageError
 from fxrl.rl.load_config import differences
+from fxrl.rl.storage import why
 
 FOLDER = "checkpoints"
 # May differ between a run and its continuation: they change no number of a step.
@@ -40,6 +41,14 @@ _FREE = {
     "tensorboard",
     "max_nonfinite",
     "eval.every",
+    "disk_retries",
+    "disk_wait_s",
+    "reward.timeout_s",
+    "reward.retries",
+    "vllm.generate_timeout_s",
+    "vllm.gpu_memory",
+    "vllm.log_level",
+    "vllm.trainer_reserve",
 }
 
 
@@ -89,23 +98,36 @@ def save_checkpoint(
         state: random states.
         trainer: JSON values.
         keep: how many to keep.
+
+    Raises:
+        StorageError: it could not be written; older checkpoints are untouched.
     """
     folder = run_dir / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step-{step:08d}"
-    work = folder / f".writing-{step:08d}"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    work, former = folder / f".writing-{step:08d}", folder / f".former-{step:08d}"
     weights = {name: value.contiguous() for name, value in trainable(model).items()}
-    _safetensors().save_file(weights, str(work / "trainable.safetensors"))
-    torch.save(dict(optimizer), work / "optimizer.pt")
-    torch.save(dict(state), work / "state.pt")
-    (work / "trainer.json").write_text(json.dumps({"step": step, **trainer}, indent=1))
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(work, target)
-    for old in list_checkpoints(run_dir)[:-keep]:
-        shutil.rmtree(old)
+    safetensors = _safetensors()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left_over in (work, former):
+            shutil.rmtree(left_over, ignore_errors=True)
+        work.mkdir()
+        safetensors.save_file(weights, str(work / "trainable.safetensors"))
+        torch.save(dict(optimizer), work / "optimizer.pt")
+        torch.save(dict(state), work / "state.pt")
+        (work / "trainer.json").write_text(json.dumps({"step": step, **trainer}, indent=1))
+        if target.exists():
+            os.replace(target, former)
+        os.replace(work, target)
+    # A full disk is an OSError, a RuntimeError of torch.save or a SafetensorError.
+    except Exception as error:
+        shutil.rmtree(work, ignore_errors=True)  # it takes the space that is short
+        raise StorageError(
+            f"the checkpoint of step {step} could not be written to {folder}: {why(error)}; free "
+            "some space; older checkpoints are as they were"
+        ) from error
+    for old in [former, *list_checkpoints(run_dir)[:-keep]]:
+        shutil.rmtree(old, ignore_errors=True)
     return target
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from fxrl.config import Config
-from fxrl.rl.checks import at_least, none_of
+from fxrl.rl.checks import at_least, none_of, when
 from fxrl.rl.sections import (
     DataConfig,
     EvalConfig,
@@ -21,6 +21,7 @@ from fxrl.rl.sections import (
     RewardConfig,
     SamplingConfig,
 )
+from fxrl.runtime.vllm_options import VllmOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,16 @@ class TrainConfig:
         max_nonfinite: updates with a non-finite loss or gradient that are skipped in a row before
             the run stops.
         log_completions: sample completions shown and written per step; 0 is none.
+        engine: what draws completions. ``torch`` is embedded and samples with the trained model
+            itself: exact, simple, slow. ``vllm`` is vLLM in this process, over the same weights,
+            set up by the table ``[vllm]``.
+        dynamic_sampling: what becomes of groups whose rewards are all the same, which teach
+            nothing: they are trained on as any other (``off``), left out (``drop``), or replaced by
+            groups of further prompts (``refill``, DAPO's way). The loss is a mean over what is
+            trained on.
+        max_refills: rounds of further prompts in one step at most.
+        disk_retries: tries to write a checkpoint at the end of the run while the disk is full.
+        disk_wait_s: seconds between them.
         optimize: ``false`` runs the loss without ``fxrl.optimize``, for comparison.
     """
 
@@ -75,7 +86,8 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     fxrl: Config = field(default_factory=Config)
-    engine: Literal["torch"] = "torch"
+    vllm: VllmOptions = field(default_factory=VllmOptions)
+    engine: Literal["torch", "vllm"] = "torch"
     steps: int = 100
     seed: int = 0
     save_every: int = 50
@@ -86,6 +98,10 @@ class TrainConfig:
     advantages: Literal["group", "leave_one_out"] = "group"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     max_nonfinite: int = 3
+    dynamic_sampling: Literal["off", "drop", "refill"] = "off"
+    max_refills: int = 3
+    disk_retries: int = 20
+    disk_wait_s: float = 30.0
     log_completions: int = 4
     optimize: bool = True
     tensorboard: bool = True
@@ -93,7 +109,18 @@ class TrainConfig:
     def __post_init__(self) -> None:
         positive = ["steps", "keep_checkpoints", "prompts_per_step", "micro_batch_tokens"]
         positive += ["num_iterations", "max_nonfinite"]
+        not_negative = ["save_every", "log_completions", "seed", "max_refills"]
+        not_negative += ["disk_retries", "disk_wait_s"]
         none_of(
             *(at_least(name, getattr(self, name), 1) for name in positive),
-            *(at_least(n, getattr(self, n), 0) for n in ("save_every", "log_completions", "seed")),
+            *(at_least(name, getattr(self, name), 0) for name in not_negative),
+            when(
+                self.engine != "vllm" and self.sampling.extra,
+                f"sampling.extra={dict(self.sampling.extra)!r} are vLLM's own parameters; leave "
+                'them out, or set engine="vllm"',
+            ),
+            when(
+                self.engine == "vllm" and self.model.dtype == "float64",
+                'engine="vllm": vLLM has no float64; set model.dtype to bfloat16 or float32',
+            ),
         )

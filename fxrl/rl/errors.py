@@ -10,11 +10,15 @@ class DataError(FxrlError, ValueError):
 
 
 class RewardError(FxrlError):
-    """A reward function raised, or returned something else than one number per completion."""
+    """A reward function raised, hung, or returned something else than one number each."""
 
 
 class CheckpointError(FxrlError):
     """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class StorageError(FxrlError):
+    """Something could not be written, most likely because the disk is full."""
 
 
 class NonFiniteError(FxrlError):

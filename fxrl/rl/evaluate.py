@@ -5,11 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+import torch
+
 from fxrl.rl.data import majority_baseline
-from fxrl.rl.rollout import Roller, TrainerState
+from fxrl.rl.judge import TrainerState
+from fxrl.rl.rollout import Roller
 from fxrl.rl.sections import EvalConfig
+from fxrl.rl.timing import Clock
 from fxrl.rl.types import Metrics, Row
 
+CPU = torch.device("cpu")
 RIGHT = 0.99
 """A reward of at least this counts as a right answer."""
 
@@ -28,7 +33,7 @@ def evaluate(
     totals: list[float] = []
     lengths: list[int] = []
     for start in range(0, len(rows), config.batch):
-        judged = roller.judge(rows[start : start + config.batch], params, state)
+        judged = roller.judge(rows[start : start + config.batch], params, state, Clock(CPU))
         scores += [value or 0.0 for value in judged.by_function[name]]
         totals += [total for total in judged.totals if total == total]
         lengths += [len(c.token_ids) for c in judged.completions]

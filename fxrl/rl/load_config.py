@@ -13,6 +13,7 @@ from fxrl.rl.binding import bind, merge_override, parse_override
 from fxrl.rl.config import TrainConfig
 from fxrl.rl.errors import BadConfigError
 from fxrl.rl.named import importable_from
+from fxrl.runtime.vllm_options import VllmOptions
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -42,9 +43,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     if problems or config is None:
         count = f"{len(problems)} mistakes" if len(problems) > 1 else "1 mistake"
         raise BadConfigError("\n".join([f"{path}: {count}", *(f"  {line}" for line in problems)]))
+    if "max_num_seqs" not in table.get("vllm", {}):
+        config = dataclasses.replace(config, vllm=_all_at_once(config))
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     return config
+
+
+MOST_SEQUENCES = 1024
+"""At once: beyond it a decode step's time and the sampler's memory grow with the sequences."""
+
+
+def _all_at_once(config: TrainConfig) -> VllmOptions:
+    """vLLM decodes all completions of a step at the same time, where nothing else is asked for."""
+    completions = config.prompts_per_step * config.sampling.num_generations
+    return dataclasses.replace(config.vllm, max_num_seqs=min(completions, MOST_SEQUENCES))
 
 
 def as_table(config: TrainConfig) -> dict[str, Any]:

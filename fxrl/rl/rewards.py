@@ -2,90 +2,26 @@
 
 A reward is called once a step as ``f(prompts=..., completions=..., completion_ids=..., **columns)``
 with one entry per completion and returns one float, or ``None`` for "does not apply", per
-completion. A function without ``**kwargs`` gets the arguments it names.
+completion. A function without ``**kwargs`` gets the arguments it names. Those built in judge each
+completion by itself, so they are called for each prompt's completions as soon as these are there,
+and so are your own with ``reward.per_group``.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fxrl.errors import ConfigError
 from fxrl.rl.binding import nearest
 from fxrl.rl.errors import RewardError
 from fxrl.rl.named import keywords_of, load_function, wrong_keywords
+from fxrl.rl.reward_call import CallRules, Reward, RewardFunction
 from fxrl.rl.types import Row
 
-RewardFunction = Callable[..., Any]
 ScoreAnswer = Callable[[str, Row], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Reward:
-    """One reward of a run.
-
-    Attributes:
-        name: as in metric keys ``rewards/<name>/mean``.
-        function: TRL's signature.
-        weight: of its value in the total.
-    """
-
-    name: str
-    function: RewardFunction
-    weight: float
-
-    def __call__(self, num: int, arguments: Mapping[str, Any]) -> list[float | None]:
-        """``num`` values.
-
-        Raises:
-            RewardError: the function raised or returned something else.
-        """
-        known = keywords_of(self.function)
-        given = {k: v for k, v in arguments.items() if known is None or k in known}
-        try:
-            values = self.function(**given)
-            if inspect.isawaitable(values):
-                values = asyncio.run(_result(values))
-        # User code may raise anything; the run must be saved and the function named.
-        except Exception as error:
-            raise RewardError(f"reward {self.name!r} raised {error!r}") from error
-        return _checked(self.name, values, num)
-
-
-async def _result(awaitable: Any) -> Any:
-    return await awaitable
-
-
-def _checked(name: str, values: Any, num: int) -> list[float | None]:
-    if hasattr(values, "tolist"):  # a tensor or an array
-        values = values.tolist()
-    if not isinstance(values, list | tuple):
-        raise RewardError(
-            f"reward {name!r} returned {type(values).__name__}; it must return a list with one "
-            "float or None per completion"
-        )
-    if len(values) != num:
-        raise RewardError(
-            f"reward {name!r} returned {len(values)} values for {num} completions; return one each"
-        )
-    checked: list[float | None] = []
-    for index, value in enumerate(values):
-        if hasattr(value, "item"):
-            value = value.item()
-        if value is not None and (
-            not isinstance(value, int | float) or not math.isfinite(float(value))
-        ):
-            raise RewardError(
-                f"reward {name!r} returned {value!r} for completion {index}; return a finite "
-                "float, or None where the reward does not apply"
-            )
-        checked.append(None if value is None else float(value))
-    return checked
 
 
 def combine(values: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
@@ -203,8 +139,11 @@ def build_rewards(
     extract: str | None,
     answer: str,
     score: ScoreAnswer | None,
+    rules: CallRules | None = None,
+    per_group: bool = False,
 ) -> list[Reward]:
     """The run's rewards; keywords of a ``module:function`` reach it as further columns."""
+    rules = rules or CallRules()
     ours = {"extract": extract, "answer": answer, "score": score}
     rewards = []
     for name, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
@@ -213,12 +152,12 @@ def build_rewards(
             factory = BUILT_IN[name]
             takes = keywords_of(factory) or ()
             function = factory(**{k: v for k, v in ours.items() if k in takes}, **keywords)
-            rewards.append(Reward(name, function, weight))
+            rewards.append(Reward(name, function, weight, rules, per_group=True))
         else:
             function = _with_keywords(load_function(name), keywords)
             short = name.partition(":")[2]
             taken = short in {reward.name for reward in rewards}
-            rewards.append(Reward(name if taken else short, function, weight))
+            rewards.append(Reward(name if taken else short, function, weight, rules, per_group))
     return rewards
 
 

@@ -1,11 +1,18 @@
-"""One step's completions: generate, judge, compare within groups."""
+"""One step's completions: generate, judge, compare within groups, drop those that teach nothing.
+
+NOTE [Dynamic sampling]
+Where all completions of a prompt have the same reward, all their advantages are 0: they cost a
+forward and a backward pass and move nothing (but a KL term). ``drop`` leaves such groups out, and
+``refill`` draws further prompts in their place (DAPO, arXiv:2503.14476), at most ``max_refills``
+rounds. The loss then is a mean over the groups that are left. Rewards and lengths are reported over
+all completions that were drawn, so that they still describe the policy.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +20,17 @@ import torch
 
 from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
 from fxrl.rl.config import TrainConfig
+from fxrl.rl.judge import Judge, TrainerState
 from fxrl.rl.prompts import Prompt, PromptBuilder
-from fxrl.rl.rewards import Reward, combine
+from fxrl.rl.reward_call import Reward
+from fxrl.rl.rewards import combine
 from fxrl.rl.sections import SamplingConfig
+from fxrl.rl.timing import Clock
 from fxrl.rl.types import Metrics, Rollout, Row
 from fxrl.runtime import Completion, Engine, SamplingParams
 
-
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """What reward functions may read of the run, under TRL's names (``trainer_state``)."""
-
-    global_step: int
-    max_steps: int
-    epoch: float
+ENGINE_SYNC = ("fold", "restore", "sync")
+"""Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,26 @@ class Judged:
     prompts: list[Prompt]
     by_function: dict[str, list[float | None]]
     totals: list[float]
-    times: dict[str, float]
+
+    def and_also(self, other: Judged) -> Judged:
+        """Both, one behind the other."""
+        return Judged(
+            self.completions + other.completions,
+            self.texts + other.texts,
+            self.prompts + other.prompts,
+            {name: values + other.by_function[name] for name, values in self.by_function.items()},
+            self.totals + other.totals,
+        )
+
+    def only(self, rows: Sequence[int]) -> Judged:
+        """Those numbered ``rows``."""
+        return Judged(
+            [self.completions[row] for row in rows],
+            [self.texts[row] for row in rows],
+            [self.prompts[row] for row in rows],
+            {name: [values[row] for row in rows] for name, values in self.by_function.items()},
+            [self.totals[row] for row in rows],
+        )
 
 
 class Roller:
@@ -73,66 +96,133 @@ class Roller:
             min_p=self.sampling.min_p,
             max_tokens=self.sampling.max_tokens,
             seed=seed,
+            extra=self.sampling.extra,
         )
 
-    def judge(self, rows: Sequence[Row], params: SamplingParams, state: TrainerState) -> Judged:
+    def judge(
+        self, rows: Sequence[Row], params: SamplingParams, state: TrainerState, clock: Clock
+    ) -> Judged:
         """``params.n`` completions of each row and what every reward function says of them.
 
         Raises:
             RewardError: a reward function failed.
+            EngineError: generation failed.
         """
-        start = time.perf_counter()
         prompts = [self.builder.prompt(row) for row in rows]
-        groups = self.engine.generate([self.builder.encode(p) for p in prompts], params)
-        completions = [completion for group in groups for completion in group]
-        generated = time.perf_counter()
-        texts = [
-            self.tokenizer.decode(list(c.token_ids), skip_special_tokens=True) for c in completions
-        ]
-        each_row = [row for row in rows for _ in range(params.n)]
-        each_prompt = [prompt for prompt in prompts for _ in range(params.n)]
-        arguments = _columns(each_row) | {
-            "prompts": each_prompt,
-            "completions": [
-                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                for text, prompt in zip(texts, each_prompt, strict=True)
-            ],
-            "completion_ids": [list(c.token_ids) for c in completions],
-            "rows": each_row,
-            "trainer_state": state,
-        }
-        by_function = {r.name: r(len(completions), arguments) for r in self.rewards}
-        totals = combine(list(by_function.values()), [reward.weight for reward in self.rewards])
-        times = {
-            "time/generate": generated - start,
-            "time/reward": time.perf_counter() - generated,
-        }
-        return Judged(completions, texts, each_prompt, by_function, totals, times)
-
-    def rollout(self, rows: Sequence[Row], config: TrainConfig, state: TrainerState) -> Rollout:
-        """A training step's completions with their advantages."""
-        num = config.sampling.num_generations
-        judged = self.judge(rows, self.params(n=num), state)
-        totals = torch.tensor(judged.totals, dtype=torch.float64)
-        if config.advantages == "group":
-            advantages = group_advantages(totals, num, config.scale_rewards)
-        else:
-            advantages = rloo_advantages(totals, num)
-        metrics: Metrics = {k: _finite(float(v)) for k, v in reward_metrics(totals, num).items()}
-        for name, values in judged.by_function.items():
-            said = [value for value in values if value is not None]
-            metrics[f"rewards/{name}/mean"] = statistics.fmean(said) if said else None
-            metrics[f"rewards/{name}/std"] = statistics.stdev(said) if len(said) > 1 else None
-        return Rollout(
-            completions=judged.completions,
-            advantages=advantages.tolist(),
-            rewards=judged.totals,
-            texts=judged.texts,
-            prompts=judged.prompts,
-            by_function=judged.by_function,
-            metrics=metrics | length_metrics(judged.completions),
-            times=judged.times,
+        judge = Judge(rows, prompts, self.rewards, self.tokenizer, state)
+        try:
+            with clock.phase("generate"):
+                ids = [self.builder.encode(prompt) for prompt in prompts]
+                groups = self.engine.generate(ids, params, on_finished=judge.finished)
+        except BaseException:
+            judge.abandon()
+            raise
+        timings = self.engine.timings
+        clock.move("generate", "sync", sum(timings.get(name, 0.0) for name in ENGINE_SYNC))
+        with clock.phase("reward"):
+            verdict = judge.verdict(groups)
+        weights = [reward.weight for reward in self.rewards]
+        return Judged(
+            completions=[completion for group in groups for completion in group],
+            texts=verdict.texts,
+            prompts=[prompt for prompt in prompts for _ in range(params.n)],
+            by_function=verdict.by_function,
+            totals=combine(list(verdict.by_function.values()), weights),
         )
+
+    def rollout(
+        self,
+        take: Callable[[int], Sequence[Row]],
+        config: TrainConfig,
+        state: Callable[[], TrainerState],
+        clock: Clock,
+    ) -> Rollout:
+        """A training step's completions with their advantages.
+
+        Args:
+            take: the next so many training rows.
+            config: the run's.
+            state: the run's, once the rows have been taken.
+            clock: of the step.
+        """
+        num, wanted = config.sampling.num_generations, config.prompts_per_step
+        params = self.params(n=num)
+        judged = self.judge(take(wanted), params, state(), clock)
+        kept = self._kept(judged, config)
+        refills = 0
+        while (
+            config.dynamic_sampling == "refill"
+            and len(kept) < wanted * num
+            and refills < config.max_refills
+        ):
+            rows = take(wanted - len(kept) // num)
+            judged = judged.and_also(self.judge(rows, params, state(), clock))
+            kept = self._kept(judged, config)
+            refills += 1
+        metrics = _metrics(judged, num)
+        if config.dynamic_sampling != "off":
+            metrics |= {
+                "dynamic_sampling/num_dropped": (len(judged.totals) - len(kept)) / num,
+                "dynamic_sampling/num_refills": float(refills),
+            }
+        trained = judged if len(kept) == len(judged.totals) else judged.only(kept)
+        lengths = [len(c.token_ids) for c in judged.completions]
+        return Rollout(
+            completions=trained.completions,
+            advantages=_advantages(trained.totals, config),
+            rewards=trained.totals,
+            texts=trained.texts,
+            prompts=trained.prompts,
+            by_function=trained.by_function,
+            metrics=metrics,
+            num_tokens=sum(len(c.prompt_token_ids) for c in judged.completions) + sum(lengths),
+            num_completion_tokens=sum(lengths),
+        )
+
+    def failures(self) -> list[str]:
+        """What reward functions skipped since the last call, in words."""
+        told = [text for reward in self.rewards for text in reward.failures]
+        for reward in self.rewards:
+            reward.failures.clear()
+        return told
+
+    def _kept(self, judged: Judged, config: TrainConfig) -> list[int]:
+        """Completions to train on: of the groups that teach something."""
+        num, total = config.sampling.num_generations, len(judged.totals)
+        if config.dynamic_sampling == "off":
+            return list(range(total))
+        groups = [range(first, first + num) for first in range(0, total, num)]
+        telling = [group for group in groups if _differ([judged.totals[i] for i in group])]
+        return [i for group in telling for i in group]
+
+
+def _differ(totals: Sequence[float]) -> bool:
+    """Whether any advantage of the group is not 0; NaN is no reward."""
+    known = [total for total in totals if not math.isnan(total)]
+    return bool(known) and max(known) - min(known) > 1e-8
+
+
+def _advantages(totals: Sequence[float], config: TrainConfig) -> list[float]:
+    if not totals:
+        return []
+    values, num = torch.tensor(totals, dtype=torch.float64), config.sampling.num_generations
+    if config.advantages == "group":
+        found = group_advantages(values, num, config.scale_rewards)
+    else:
+        found = rloo_advantages(values, num)
+    advantages: list[float] = found.tolist()
+    return advantages
+
+
+def _metrics(judged: Judged, num: int) -> Metrics:
+    """Reward and length statistics, under TRL's names."""
+    totals = torch.tensor(judged.totals, dtype=torch.float64)
+    metrics: Metrics = {k: _finite(float(v)) for k, v in reward_metrics(totals, num).items()}
+    for name, values in judged.by_function.items():
+        said = [value for value in values if value is not None]
+        metrics[f"rewards/{name}/mean"] = statistics.fmean(said) if said else None
+        metrics[f"rewards/{name}/std"] = statistics.stdev(said) if len(said) > 1 else None
+    return metrics | length_metrics(judged.completions)
 
 
 def length_metrics(completions: Sequence[Completion]) -> Metrics:
@@ -146,12 +236,6 @@ def length_metrics(completions: Sequence[Completion]) -> Metrics:
         metrics[f"completions/max_{name}length"] = float(max(values, default=0))
     metrics["completions/clipped_ratio"] = 1.0 - len(ended) / len(lengths)
     return metrics
-
-
-def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """All columns; a row that lacks one has ``None`` there."""
-    names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
-    return {str(name): [row.get(name) for row in rows] for name in names}
 
 
 def _finite(value: float) -> float | None:

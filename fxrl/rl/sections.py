@@ -145,12 +145,22 @@ class RewardConfig:
         params: keywords by function name, ``[reward.params.length] target = 8``.
         extract: regular expression; built-ins judge its last match in the completion (the whole
             text where nothing matches).
+        timeout_s: seconds that one call of one function may take; ``none`` waits for ever.
+        retries: further calls of a function that raised or took too long.
+        on_error: then ``stop`` the run (its state is saved), or ``skip``: these completions get no
+            value from this function, as if it had returned ``None``.
+        per_group: call your own functions for each prompt's completions as soon as these are
+            there, while the engine draws others; by default once a step, with all of them.
     """
 
     functions: tuple[str, ...]
     weights: tuple[float, ...] | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     extract: str | None = None
+    timeout_s: float | None = None
+    retries: int = 0
+    on_error: Literal["stop", "skip"] = "stop"
+    per_group: bool = False
 
     def __post_init__(self) -> None:
         num, weights = len(self.functions), self.weights
@@ -161,6 +171,8 @@ class RewardConfig:
                 f"weights has {len(weights or ())} entries for {num} functions",
             ),
             regular_expression("extract", self.extract),
+            above("timeout_s", self.timeout_s, 0.0),
+            at_least("retries", self.retries, 0),
             reward_problems(self.functions, self.params),
         )
 
@@ -185,7 +197,12 @@ class LossConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """``[sampling]``: how completions are drawn; ``num_generations`` per prompt."""
+    """``[sampling]``: how completions are drawn; ``num_generations`` per prompt.
+
+    ``extra`` are further sampling parameters of vLLM by its own names, for ``engine = "vllm"``:
+    ``extra = { repetition_penalty = 1.1 }``. What they do to the distribution the trainer does not
+    repeat; the importance-sampling correction of the losses accounts for it.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -193,6 +210,7 @@ class SamplingConfig:
     min_p: float = 0.0
     max_tokens: int = 256
     num_generations: int = 8
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         none_of(

@@ -16,21 +16,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fxrl import optimize
 from fxrl.errors import ConfigError
-from fxrl.models import load_model, lora
 from fxrl.rl.config import TrainConfig
 from fxrl.rl.data import PromptStream, Source, Split, read_source, split_rows
 from fxrl.rl.errors import BadConfigError
 from fxrl.rl.named import build_loss
 from fxrl.rl.optim import build_optimizer, build_schedule
+from fxrl.rl.policy import Policy, Tell, build_policy
 from fxrl.rl.prompts import PromptBuilder, question_text
-from fxrl.rl.rewards import Reward, build_rewards
+from fxrl.rl.reward_call import CallRules, Reward
+from fxrl.rl.rewards import build_rewards
 from fxrl.rl.rollout import Roller
 from fxrl.rl.scoring import Scorer, reference
 from fxrl.rl.types import Batch
 from fxrl.rl.updater import Updater
-from fxrl.runtime import Engine, TorchEngine
-
-Tell = Callable[[str], None]
+from fxrl.runtime import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +103,8 @@ def read_questions(config: TrainConfig) -> Questions:
         extract=config.reward.extract,
         answer=data.answer,
         score=source.score,
+        rules=CallRules(config.reward.timeout_s, config.reward.retries, config.reward.on_error),
+        per_group=config.reward.per_group,
     )
     names = [reward.name for reward in rewards]
     if config.eval.reward is not None and config.eval.reward not in names:
@@ -119,10 +120,32 @@ def build_parts(config: TrainConfig, questions: Questions, run_dir: Path, tell: 
         ConfigError: something does not go together with this model.
     """
     device = pick_device(config.model.device)
-    model, tokenizer = _model(config, device, tell)
-    builder = PromptBuilder(config.data, questions.source.prompt, questions.split.shots, tokenizer)
+    prompts = functools.partial(
+        PromptBuilder, config.data, questions.source.prompt, questions.split.shots
+    )
+
+    def longest_prompt(tokenizer: Any) -> int:
+        return _longest_prompt(prompts(tokenizer), questions.split, config)
+
+    policy = build_policy(config, device, run_dir, longest_prompt, tell)
+    try:
+        return _around(policy, prompts(policy.tokenizer), config, questions, run_dir, device)
+    except BaseException:
+        policy.engine.close()
+        raise
+
+
+def _around(
+    policy: Policy,
+    builder: PromptBuilder,
+    config: TrainConfig,
+    questions: Questions,
+    run_dir: Path,
+    device: torch.device,
+) -> Parts:
+    """What goes around model and engine."""
+    model, tokenizer, engine = policy
     autocast = getattr(torch, config.model.autocast) if config.model.autocast else None
-    engine = TorchEngine.from_tokenizer(model, tokenizer, seed=config.seed, autocast=autocast)
     make_step: Callable[..., Any] = functools.partial(optimize, config=config.fxrl)
     if not config.optimize:
         make_step = _plain
@@ -165,6 +188,18 @@ def build_parts(config: TrainConfig, questions: Questions, run_dir: Path, tell: 
     )
 
 
+MANY_ROWS = 20_000
+"""Beyond it not every prompt is tokenised in advance; data.max_prompt_tokens bounds them all."""
+
+
+def _longest_prompt(builder: PromptBuilder, split: Split, config: TrainConfig) -> int:
+    """Tokens of the longest prompt of the run, or a bound."""
+    rows = [*split.train, *split.held_out]
+    if len(rows) > MANY_ROWS:
+        return config.data.max_prompt_tokens
+    return max(len(builder.encode(builder.prompt(row))) for row in rows)
+
+
 def pick_device(name: str) -> torch.device:
     """``auto`` is the GPU if there is one.
 
@@ -195,27 +230,3 @@ def with_autocast(
 
 def _plain(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[[Batch], Any]:
     return functools.partial(loss_fn, model)
-
-
-def _model(config: TrainConfig, device: torch.device, tell: Tell) -> tuple[nn.Module, Any]:
-    wanted = config.model
-    tell(f"loading {wanted.id} ({wanted.dtype}, {device})")
-    model, tokenizer = load_model(
-        wanted.id, wanted.dtype, device, seed=config.seed, on_progress=tell
-    )
-    if tokenizer is None:
-        raise ConfigError(f"model.id={wanted.id!r} has no tokenizer; give a folder that has one")
-    if wanted.lora is not None:
-        model = lora(
-            model,
-            wanted.lora.r,
-            wanted.lora.alpha,
-            wanted.lora.targets,
-            dropout=wanted.lora.dropout,
-            seed=config.seed,
-        )
-    if wanted.gradient_checkpointing:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
-        if wanted.lora is not None:
-            model.enable_input_require_grads()  # type: ignore[operator]
-    return model.train(), tokenizer

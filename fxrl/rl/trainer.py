@@ -1,27 +1,27 @@
-"""The loop: roll out, score, update, write down, checkpoint."""
+"""The loop: steps, what they say, evaluation, checkpoints."""
 
 from __future__ import annotations
 
+import functools
+import json
 import math
-import statistics
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fxrl.rl import checkpoint
-from fxrl.rl.batching import make_batches, padding_fraction, plan_micro_batches
 from fxrl.rl.config import TrainConfig
+from fxrl.rl.errors import StorageError
 from fxrl.rl.evaluate import evaluate
 from fxrl.rl.interrupt import StopRequest
+from fxrl.rl.judge import TrainerState
 from fxrl.rl.load_config import as_table
 from fxrl.rl.metrics import COMPLETIONS, METRICS, JsonLines, TensorBoard
 from fxrl.rl.progress import Reporter
-from fxrl.rl.rollout import TrainerState
 from fxrl.rl.setup import Parts
-from fxrl.rl.types import Batch, Metrics, Rollout
+from fxrl.rl.step import Step, hand_over
+from fxrl.rl.storage import keep_trying, why
+from fxrl.rl.types import Metrics, Rollout
 
 
 class Trainer:
@@ -31,11 +31,6 @@ class Trainer:
         config: the run's.
         parts: the run's, as at step 0.
         run_dir: exists.
-
-    NOTE [What a failing step leaves]
-    Until its first optimizer update a step changes nothing but random states and the data position.
-    They are noted when it starts, so a reward function that raises in step 7 leaves a checkpoint of
-    step 6, and the resumed run draws the same completions of step 7 again.
     """
 
     def __init__(self, config: TrainConfig, parts: Parts, run_dir: Path) -> None:
@@ -44,8 +39,9 @@ class Trainer:
         self.num_tokens = 0
         self.initial: Metrics = {}
         self._start_of_step: dict[str, Any] = {}
-        self._updated = False
+        self._step_now: Step | None = None
         self._reported = False
+        self._save_due = False
 
     def resume(self, path: Path) -> None:
         """Goes on from a checkpoint.
@@ -70,17 +66,19 @@ class Trainer:
         """Steps until ``config.steps`` or until ``stop`` is set; then saves.
 
         Raises:
-            FxrlError: a step failed; the state before it is saved.
+            FxrlError: a step failed; its state is saved where that is possible (``Step``).
         """
-        config = self.config
-        metrics = JsonLines(self.run_dir / METRICS, self.done, self._as_in_one_run)
-        completions = JsonLines(self.run_dir / COMPLETIONS, self.done)
-        board = TensorBoard(self.run_dir, self.done + 1) if config.tensorboard else None
+        config, tell = self.config, reporter.message
+        metrics = JsonLines(self.run_dir / METRICS, self.done, self._as_in_one_run, tell)
+        completions = JsonLines(self.run_dir / COMPLETIONS, self.done, tell=tell)
+        board = TensorBoard(self.run_dir, self.done + 1, tell) if config.tensorboard else None
         try:
+            hand_over(config, self.parts, self.parts.engine.policy_version)
+            self._tell_memory(tell)
             if self.done == 0 and config.steps > 0:
                 self._evaluate_untrained(board)
             while self.done < config.steps and not stop:
-                record, rollout = self._guarded_step()
+                record, rollout = self._guarded_step(metrics, reporter)
                 metrics.write(record)
                 samples = self._samples(rollout)
                 for sample in samples:
@@ -88,15 +86,40 @@ class Trainer:
                 if board is not None:
                     board.write(self.done, record)
                 self._tell_report(reporter)
+                for failure in self.parts.roller.failures():
+                    tell(failure)
                 reporter.step(record, samples)
-                last = self.done == config.steps or bool(stop)
-                if last or (config.save_every and self.done % config.save_every == 0):
-                    self.save()
+                self._save_if_due(reporter, last=self.done == config.steps or bool(stop))
+            self._for_sure(metrics.flush, str(metrics.path), reporter)
+            self._for_sure(completions.flush, str(completions.path), reporter)
         finally:
             metrics.close()
             completions.close()
             if board is not None:
                 board.close()
+
+    def _save_if_due(self, reporter: Reporter, *, last: bool) -> None:
+        """At the end for sure; else a full disk only puts it off to after the next step."""
+        every = self.config.save_every
+        if last:
+            self._for_sure(self.save, "the checkpoint", reporter)
+        elif self._save_due or (every and self.done % every == 0):
+            try:
+                self.save()
+                self._save_due = False
+            except StorageError as error:
+                self._save_due = True
+                reporter.message(f"{error}; the run goes on, and tries again after the next step")
+
+    def _for_sure(self, action: Any, what: str, reporter: Reporter) -> Any:
+        config = self.config
+        return keep_trying(
+            action,
+            what,
+            reporter.message,
+            retries=config.disk_retries,
+            wait_s=config.disk_wait_s,
+        )
 
     def save(self) -> Path:
         """Writes a checkpoint of the present state."""
@@ -131,67 +154,61 @@ class Trainer:
             keep=self.config.keep_checkpoints,
         )
 
-    def _guarded_step(self) -> tuple[dict[str, Any], Rollout]:
-        """One step; if it fails before it changed a weight, the state before it is saved."""
-        self._start_of_step, self._updated = self._state(), False
+    def _guarded_step(
+        self, metrics: JsonLines, reporter: Reporter
+    ) -> tuple[dict[str, Any], Rollout]:
+        """One step; if it fails, what it has reached is saved (``Step``)."""
+        self._start_of_step, self._step_now = self._state(), None
         try:
             return self._step()
         except Exception as error:
-            if not self._updated:
-                saved = self._save(self._start_of_step)
-                error.add_note(f"step {self.done + 1} failed; the state before it is in {saved}")
+            self._rescue(error, metrics, reporter)
             raise
 
-    def _step(self) -> tuple[dict[str, Any], Rollout]:
-        start = time.perf_counter()
-        parts, config = self.parts, self.config
-        number = self.done + 1
-        rows = [parts.questions.split.train[i] for i in parts.stream.take(config.prompts_per_step)]
-        rollout = parts.roller.rollout(rows, config, self._trainer_state(number))
-        train_start = time.perf_counter()
-        with parts.engine.standby():
-            batches = self._batches(rollout)
-            updates = []
-            for _ in range(config.num_iterations):
-                updates.append(parts.updater.update(batches, number))
-                self._updated = True
-        parts.engine.update_weights(policy_version=parts.engine.policy_version + 1)
-        self.num_tokens += rollout.num_tokens
-        end = time.perf_counter()
-        self.done = number
-        record: dict[str, Any] = {"step": number} | mean_of(updates) | rollout.metrics
-        record |= {"num_tokens": self.num_tokens, "epoch": parts.stream.epoch}
-        record |= self._evaluation(number)
-        record |= rollout.times
-        record |= {
-            "time/train": end - train_start,
-            "step_time": end - start,
-            "tokens_per_second": rollout.num_completion_tokens / (end - start),
-        }
-        if torch.cuda.is_available():
-            record["memory/peak_bytes"] = torch.cuda.max_memory_allocated()
-        return record, rollout
+    def _rescue(self, error: Exception, metrics: JsonLines, reporter: Reporter) -> None:
+        """Saves the last state there is to go on from, and says so in a note of ``error``."""
+        step, state, number = self._step_now, self._start_of_step, self.done + 1
+        if step is not None and step.updated and not step.trained:
+            error.add_note(
+                f"step {number} failed between two of its updates; go on from the last checkpoint "
+                f"with --resume run_dir={self.run_dir}"
+            )
+            return
+        if step is not None and step.updated and step.rollout is not None:
+            state = state | {
+                "engine": step.engine_state,
+                "random": checkpoint.random_state(),
+                "position": self.parts.stream.position,
+            }
+            self.done = number
+            self.num_tokens += step.rollout.num_tokens
+            epoch = self.parts.stream.epoch
+            metrics.write(step.record | {"num_tokens": self.num_tokens, "epoch": epoch})
+            which = " after its updates; the state with them"
+        else:
+            which = "; the state before it"
+        saving = functools.partial(self._save, state)
+        try:
+            saved = self._for_sure(saving, "the checkpoint", reporter)
+            metrics.flush()
+        except (StorageError, OSError) as failure:
+            error.add_note(
+                f"step {number} failed, and its state could not be saved: {why(failure)}"
+            )
+            return
+        text = f"step {number} failed {which} is in {saved}".replace(" ;", ";")
+        error.add_note(f"{text}; go on with --resume run_dir={self.run_dir}")
 
-    def _batches(self, rollout: Rollout) -> list[Batch]:
-        """Micro-batches with the log-probabilities that the loss compares with."""
-        lengths = [(len(c.prompt_token_ids), len(c.token_ids)) for c in rollout.completions]
-        plan = plan_micro_batches(lengths, self.config.micro_batch_tokens)
-        parameter = next(self.parts.model.parameters())
-        batches = make_batches(
-            rollout.completions,
-            rollout.advantages,
-            plan,
-            pad_token_id=self.parts.tokenizer.pad_token_id,
-            device=parameter.device,
-            dtype=torch.promote_types(parameter.dtype, torch.float32),
-        )
-        self._padding = padding_fraction(lengths, plan)
-        for batch in batches:
-            if self.parts.old_policy is not None:
-                batch["old_logps"] = self.parts.old_policy(batch)
-            if self.parts.reference is not None:
-                batch["ref_logps"] = self.parts.reference(batch)
-        return batches
+    def _step(self) -> tuple[dict[str, Any], Rollout]:
+        number = self.done + 1
+        step = self._step_now = Step(self.config, self.parts, number)
+        rollout = step.run()
+        self.num_tokens += rollout.num_tokens
+        self.done = number
+        record = step.record
+        record |= {"num_tokens": self.num_tokens, "epoch": self.parts.stream.epoch}
+        record |= self._evaluation(number)
+        return record, rollout
 
     def _trainer_state(self, step: int) -> TrainerState:
         return TrainerState(step, self.config.steps, self.parts.stream.epoch)
@@ -234,6 +251,18 @@ class Trainer:
             "eval/majority_baseline": found["eval/majority_baseline"],
         }
 
+    def _tell_memory(self, tell: Any) -> None:
+        """The engine's account of the GPU's memory, if it keeps one; ``ledger.json`` has it too."""
+        ledger = getattr(self.parts.engine, "ledger", None)
+        if ledger is None:
+            return
+        tell(str(ledger))
+        text = json.dumps(ledger.to_dict(), indent=1) + "\n"
+        try:
+            (self.run_dir / "ledger.json").write_text(text)
+        except OSError as error:
+            tell(f"{self.run_dir / 'ledger.json'}: {why(error)}")
+
     def _tell_report(self, reporter: Reporter) -> None:
         """Once per process, when the first step has been captured."""
         report = getattr(self.parts.updater.step, "report", None)
@@ -257,17 +286,6 @@ class Trainer:
             }
             for i in picked
         ]
-
-
-def mean_of(updates: list[Metrics]) -> Metrics:
-    """Metrics of one step's updates as one; ``None`` where no update has a value."""
-    if len(updates) == 1:
-        return updates[0]
-    merged: Metrics = {}
-    for name in updates[0]:
-        values = [v for update in updates if (v := update.get(name)) is not None]
-        merged[name] = statistics.fmean(values) if values else None
-    return merged
 
 
 def _last_text(prompt: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fxrl.runtime import Completion
@@ -18,17 +18,18 @@ Metrics = dict[str, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """All completions of one step, prompt by prompt.
+    """The completions that one step trains on, prompt by prompt.
 
     Attributes:
-        completions: ``num_prompts * num_generations``, those of one prompt next to each other.
+        completions: of one prompt next to each other; none where dynamic sampling dropped all.
         advantages: one per completion.
         rewards: weighted total, NaN where no function applied.
         texts: decoded completions, without special tokens.
         prompts: as the rewards saw them, one per completion.
         by_function: values of each reward function.
-        metrics: reward and length statistics.
-        times: seconds by phase.
+        metrics: reward and length statistics over all completions drawn, dropped ones included.
+        num_tokens: prompt and completion tokens drawn, without padding.
+        num_completion_tokens: sampled tokens.
     """
 
     completions: Sequence[Completion]
@@ -38,14 +39,5 @@ class Rollout:
     prompts: Sequence[Any]
     by_function: Mapping[str, Sequence[float | None]]
     metrics: Metrics
-    times: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and completion tokens, without padding."""
-        return sum(len(c.prompt_token_ids) + len(c.token_ids) for c in self.completions)
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """Sampled tokens."""
-        return sum(len(c.token_ids) for c in self.completions)
+    num_tokens: int
+    num_completion_tokens: int

@@ -103,6 +103,11 @@ class Updater:
             "nonfinite": float(not finite),
         }
 
+    def no_update(self) -> Metrics:
+        """The metrics of an update on nothing, which is none."""
+        rate = float(self.schedule.get_last_lr()[0])
+        return {"loss": None, "grad_norm": None, "learning_rate": rate, "nonfinite": 0.0}
+
     def _stop(self, batches: Sequence[Batch], step_number: int, loss: float, norm: float) -> None:
         path = self.run_dir / f"nonfinite-step-{step_number}.pt"
         saved = [{name: _saved(value) for name, value in batch.items()} for batch in batches]

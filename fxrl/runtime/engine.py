@@ -11,6 +11,13 @@ cut token never gets -inf. Where a filter is on, the token was drawn from the re
 distribution, whose log-probability is higher by the constant -log(kept mass). Greedy decoding
 (temperature 0) has no sampling temperature: it reports log softmax(logits).
 
+vLLM reports one number per token, after everything that changes the distribution. Where nothing
+but the temperature does, both definitions agree; where ``SamplingParams.filtered`` says that
+something else does (a filter, ``min_tokens``, a penalty), ``VllmEngine`` reports the
+log-probability under the distribution that the token was drawn from. That is the right
+denominator of an importance weight, but not what the trainer recomputes: the first ratio is then
+the kept mass and not 1.
+
 NOTE [Stop tokens stay]
 The token that ends a completion (EOS or one of ``stop_token_ids``) is the last entry of
 ``token_ids`` and has a log-probability: the policy chose it, so it must get gradient.
@@ -19,9 +26,9 @@ The token that ends a completion (EOS or one of ``stop_token_ids``) is the last 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -60,6 +67,8 @@ class SamplingParams:
         stop_token_ids: end a completion besides the engine's EOS ids.
         ignore_eos: the engine's EOS ids do not end a completion (``stop_token_ids`` still do).
         min_tokens: ids that end a completion cannot be drawn before this many tokens.
+        extra: further sampling parameters of vLLM by vLLM's names (``repetition_penalty``,
+            ``logit_bias``, ``structured_outputs``, ...); other engines refuse them.
 
     Raises:
         SamplingParamsError: a value is out of range; the message says which, why and the cure.
@@ -75,9 +84,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not isinstance(self.extra, Mapping):
+            raise SamplingParamsError(f"extra={self.extra!r} is no mapping; write {{name: value}}")
         _at_least("n", self.n, 1, "ask for one or more completions")
         _at_least("top_k", self.top_k, 0, "use 0 to keep every token")
         _at_least("max_tokens", self.max_tokens, 1, "a completion has at least one token")
@@ -96,6 +108,12 @@ class SamplingParams:
         )
         _between("top_p", self.top_p, 0.0, 1.0, "use 1 to keep every token", open_low=True)
         _between("min_p", self.min_p, 0.0, 1.0, "use 0 to keep every token")
+
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens are drawn from anything but softmax(logits / temperature)."""
+        narrows = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return (narrows and self.temperature > 0) or self.min_tokens > 0 or bool(self.extra)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +139,10 @@ class Completion:
         assert len(self.token_ids) == len(self.logprobs), "one log-probability per token"
 
 
+OnFinished = Callable[[int, "list[Completion]"], None]
+"""Told of each prompt's completions while others are still being drawn; see ``Engine.generate``."""
+
+
 @runtime_checkable
 class Engine(Protocol):
     """The rollout side of RL fine-tuning.
@@ -138,10 +160,30 @@ class Engine(Protocol):
         """Version of the weights that ``generate`` samples from; starts at 0."""
         ...
 
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Seconds inside the last ``generate`` and the last ``standby``, by part (``"generate"``,
+        ``"fold"``, ``"restore"``, ``"sync"``; ``"release"``, ``"wake"``); empty where an engine
+        measures none."""
+        ...
+
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         """Draws ``params.n`` completions for every prompt.
+
+        Args:
+            prompts: token ids without padding.
+            params: how to draw.
+            on_finished: called as ``on_finished(prompt_index, completions)`` as soon as all
+                ``params.n`` completions of a prompt are there, in the order of the samples; once
+                for each prompt, in any order of prompts, from the thread that called ``generate``
+                and before that returns. It must be quick: the engine waits for it. The same
+                completions are in the result. What it raises ends the call.
 
         Returns:
             One list per prompt, in the order given, each with ``params.n`` completions.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.runtime.decode import CausalLM, Decoded, decode
-from fxrl.runtime.engine import Completion, EngineError, PromptError, SamplingParams
+from fxrl.runtime.engine import Completion, EngineError, OnFinished, PromptError, SamplingParams
 from fxrl.runtime.microbatch import Group, plan_microbatches
 from fxrl.runtime.weights import copy_lora, copy_weights
 
@@ -91,8 +91,17 @@ class TorchEngine:
         """See ``Engine.policy_version``."""
         return self._policy_version
 
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """See ``Engine.timings``; nothing here is worth telling apart."""
+        return {}
+
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         """See ``Engine.generate``."""
         if self._state != "awake":
@@ -100,6 +109,11 @@ class TorchEngine:
                 "leave its block or call wake()" if self._state == "standby" else "make a new one"
             )
             raise EngineError(f"generate: the engine is {self._state}; {cure}")
+        if params.extra:
+            raise EngineError(
+                f"generate: extra sampling parameters {', '.join(params.extra)} are vLLM's, and "
+                "this is the embedded engine; leave them out or use the vLLM engine"
+            )
         given = [tuple(map(int, prompt)) for prompt in prompts]
         for index, prompt in enumerate(given):
             self._check_prompt(index, prompt, params)
@@ -115,6 +129,10 @@ class TorchEngine:
         with _eval_mode(self.model), torch.no_grad(), self._autocast():
             for groups in batches:
                 found.update(self._run(groups, given, params, uniforms))
+                for number in dict.fromkeys(group.prompt for group in groups):
+                    keys = [(number, sample) for sample in range(params.n)]
+                    if on_finished is not None and all(key in found for key in keys):
+                        on_finished(number, [found[key] for key in keys])
         return [[found[i, sample] for sample in range(params.n)] for i in range(len(given))]
 
     def _run(

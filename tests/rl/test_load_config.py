@@ -88,11 +88,18 @@ def test_all_mistakes_at_once_with_the_nearest_names(config_file):
         ("reward.functions=['json:dumpz']", "did you mean dump"),
         ("reward.params.length.tarjet=3", "did you mean target?"),
         ("sampling.temperature=0", "temperature=0.0 must be above 0"),
-        ("engine=vllm", "is not one of 'torch'"),
+        ("engine=sglang", "is not one of 'torch', 'vllm'"),
+        ("vllm.max_num_seq=3", "vllm.max_num_seq: no such key; did you mean vllm.max_num_seqs?"),
+        ("vllm.max_num_seqs=0", "vllm.max_num_seqs=0 is no whole number"),
+        ("vllm.engine_args={seed=3}", "vllm.engine_args: 'seed' is fxrl's own"),
+        ("sampling.extra={presence_penalty=1}", 'set engine="vllm"'),
+        ("reward.timeout_s=0", "reward.timeout_s=0.0 must be above 0"),
     ],
 )
 def test_one_wrong_value(config_file, override, words):
-    assert words in "\n".join(problems(config_file, override))
+    told = "\n".join(problems(config_file, override))
+    assert words in told
+    assert "vllm.vllm" not in told
 
 
 def test_missing_tables_are_named(tmp_path):

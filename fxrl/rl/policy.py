@@ -1,0 +1,129 @@
+"""The model that is trained and the engine that draws from it, built in the order each needs.
+
+The embedded engine samples with the trainer's own model, so the model comes first. vLLM owns the
+weights: it loads them, the trainer's model is made over its storages, the adapter goes on top, and
+then the engine is told which model's policy it serves. Only then may an optimizer be made, since it
+refers to the parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fxrl.errors import ConfigError
+from fxrl.models import load_model, lora
+from fxrl.models.folder import model_folder
+from fxrl.rl.config import TrainConfig
+from fxrl.runtime import Engine, TorchEngine
+
+Tell = Callable[[str], None]
+LongestPrompt = Callable[[Any], int]
+"""From the tokenizer to the tokens of the longest prompt of the run."""
+
+
+class Policy(NamedTuple):
+    """Attributes: model: with its adapter, in train mode. tokenizer: its own. engine: draws."""
+
+    model: nn.Module
+    tokenizer: Any
+    engine: Engine
+
+
+def build_policy(
+    config: TrainConfig,
+    device: torch.device,
+    run_dir: Path,
+    longest_prompt: LongestPrompt,
+    tell: Tell,
+) -> Policy:
+    """Model, tokenizer and engine of a run.
+
+    Raises:
+        ModelError, FetchError: no such model.
+        ConfigError: the model has no tokenizer.
+        EngineError: vLLM is not installed, or cannot be built; the message has the cure.
+    """
+    tell(f"loading {config.model.id} ({config.model.dtype}, {device})")
+    if config.engine == "vllm":
+        return _with_vllm(config, device, run_dir, longest_prompt, tell)
+    wanted = config.model
+    model, tokenizer = load_model(
+        wanted.id, wanted.dtype, device, seed=config.seed, on_progress=tell
+    )
+    if tokenizer is None:
+        raise ConfigError(f"model.id={wanted.id!r} has no tokenizer; give a folder that has one")
+    model = _trainable(model, config)
+    autocast = getattr(torch, wanted.autocast) if wanted.autocast else None
+    engine = TorchEngine.from_tokenizer(model, tokenizer, seed=config.seed, autocast=autocast)
+    return Policy(model, tokenizer, engine)
+
+
+def _with_vllm(
+    config: TrainConfig,
+    device: torch.device,
+    run_dir: Path,
+    longest_prompt: LongestPrompt,
+    tell: Tell,
+) -> Policy:
+    from fxrl.runtime.vllm_engine import VllmEngine
+
+    wanted = config.model
+    folder, tokenizer = model_folder(
+        wanted.id, run_dir / "model", dtype=wanted.dtype, seed=config.seed, on_progress=tell
+    )
+    options = config.vllm
+    if options.max_model_len is None:
+        longest = longest_prompt(tokenizer) + config.sampling.max_tokens
+        options = dataclasses.replace(options, max_model_len=longest)
+    if options.dtype == "auto":
+        options = dataclasses.replace(options, dtype=wanted.autocast or wanted.dtype)
+    tell(
+        f"starting vLLM: max_model_len={options.max_model_len}, "
+        f"max_num_seqs={options.max_num_seqs}, {options.dtype}"
+    )
+    engine = VllmEngine(folder, options, eos_token_ids=eos_ids(folder, tokenizer), seed=config.seed)
+    try:
+        model, report = engine.shared_model(dtype=getattr(torch, wanted.dtype))
+        tell(str(report))
+        model = _trainable(model.to(device), config)
+        engine.attach(model)
+    except BaseException:
+        engine.close()
+        raise
+    return Policy(model, tokenizer, engine)
+
+
+def eos_ids(folder: Path, tokenizer: Any) -> Iterable[int]:
+    """Ids that end a completion: the tokenizer's, and those of the checkpoint's generation."""
+    from transformers import GenerationConfig
+
+    found = {tokenizer.eos_token_id}
+    if (folder / "generation_config.json").is_file():
+        also = GenerationConfig.from_pretrained(str(folder)).eos_token_id
+        found |= set(also) if isinstance(also, list | tuple) else {also}
+    return sorted(found - {None})
+
+
+def _trainable(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """With its adapter and checkpointing, in train mode."""
+    wanted = config.model
+    if wanted.lora is not None:
+        model = lora(
+            model,
+            wanted.lora.r,
+            wanted.lora.alpha,
+            wanted.lora.targets,
+            dropout=wanted.lora.dropout,
+            seed=config.seed,
+        )
+    if wanted.gradient_checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        if wanted.lora is not None:
+            model.enable_input_require_grads()  # type: ignore[operator]
+    return model.train()

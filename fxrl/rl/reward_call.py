@@ -1,0 +1,169 @@
+"""One reward function of a run: how it is called, what is done when it fails, what it may return.
+
+NOTE [Functions that hang]
+Nothing in a process can stop a function that hangs. With a time limit it runs in a thread of its
+own; after the limit the thread is left behind, and the call counts as failed. An async function is
+cancelled first, so one that only waits goes away cleanly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fxrl.rl.errors import RewardError
+from fxrl.rl.limits import Background, TimeLimitError, call_with_limit
+from fxrl.rl.named import keywords_of
+
+RewardFunction = Callable[..., Any]
+GRACE_S = 1.0
+"""An async function gets so long to be cancelled before its thread is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """What is done about a function that raises or hangs.
+
+    Attributes:
+        timeout_s: seconds of one call; ``None`` waits for ever.
+        retries: further calls after one that failed.
+        on_error: ``stop`` the run, or ``skip``: this function has no value for these completions.
+    """
+
+    timeout_s: float | None = None
+    retries: int = 0
+    on_error: Literal["stop", "skip"] = "stop"
+
+
+class CallFailed(RewardError):
+    """A call raised or hung; another try may do better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """One reward of a run.
+
+    Attributes:
+        name: as in metric keys ``rewards/<name>/mean``.
+        function: TRL's signature; may be async.
+        weight: of its value in the total.
+        rules: time limit, retries.
+        per_group: it may be called for each prompt's completions by themselves.
+        failures: what was skipped, in words; the loop empties it.
+    """
+
+    name: str
+    function: RewardFunction
+    weight: float
+    rules: CallRules = CallRules()
+    per_group: bool = False
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the function is a coroutine function."""
+        function = self.function
+        return inspect.iscoroutinefunction(getattr(function, "func", function))
+
+    def __call__(self, num: int, arguments: Mapping[str, Any]) -> list[float | None]:
+        """``num`` values.
+
+        Raises:
+            RewardError: the function raised or hung (after all retries, and where that stops the
+                run), or returned something else.
+        """
+        tries = self.rules.retries + 1
+        for left in reversed(range(tries)):
+            try:
+                return self._once(num, arguments)
+            except CallFailed as error:
+                if left:
+                    continue
+                after = f" ({tries} times)" if tries > 1 else ""
+                if self.rules.on_error == "stop":
+                    raise RewardError(f"{error}{after}") from error.__cause__
+                self.failures.append(f"{error}{after}; {num} completions get no value from it")
+        return [None] * num
+
+    def _once(self, num: int, arguments: Mapping[str, Any]) -> list[float | None]:
+        known = keywords_of(self.function)
+        given = {k: v for k, v in arguments.items() if known is None or k in known}
+        limit = self.rules.timeout_s
+        outer = None if limit is None else limit + (GRACE_S if self.is_async else 0.0)
+
+        def call() -> Any:
+            values = self.function(**given)
+            return asyncio.run(_result(values, limit)) if inspect.isawaitable(values) else values
+
+        try:
+            values = call_with_limit(call, outer, f"reward {self.name}")
+        except TimeLimitError as error:
+            raise CallFailed(
+                f"reward {self.name!r} did not come back within reward.timeout_s={limit:g}"
+                + (f"; it hangs at\n{error.stack.rstrip()}" if error.stack else "")
+            ) from error
+        # User code may raise anything; the run must be saved and the function named.
+        except Exception as error:
+            raise CallFailed(f"reward {self.name!r} raised {error!r}") from error
+        return _checked(self.name, values, num)
+
+
+async def _result(awaitable: Any, limit: float | None) -> Any:
+    task = asyncio.ensure_future(awaitable)
+    done, _ = await asyncio.wait([task], timeout=limit)
+    if not done:
+        task.cancel()
+        raise TimeLimitError(limit or 0.0, "")
+    return task.result()
+
+
+def call_all(
+    rewards: Sequence[Reward], num: int, arguments: Mapping[str, Any]
+) -> dict[str, list[float | None]]:
+    """Every function's values; async ones run beside each other and beside the others.
+
+    Raises:
+        RewardError: see ``Reward``.
+    """
+    waiting = {
+        reward.name: Background(
+            lambda reward=reward: reward(num, arguments),  # type: ignore[misc]
+            f"async reward {reward.name}",
+        )
+        for reward in rewards
+        if reward.is_async and len(rewards) > 1
+    }
+    values = {r.name: r(num, arguments) for r in rewards if r.name not in waiting}
+    values |= {name: call.result() for name, call in waiting.items()}
+    return {reward.name: values[reward.name] for reward in rewards}
+
+
+def _checked(name: str, values: Any, num: int) -> list[float | None]:
+    if hasattr(values, "tolist"):  # a tensor or an array
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise RewardError(
+            f"reward {name!r} returned {type(values).__name__}; it must return a list with one "
+            "float or None per completion"
+        )
+    if len(values) != num:
+        raise RewardError(
+            f"reward {name!r} returned {len(values)} values for {num} completions; return one each"
+        )
+    checked: list[float | None] = []
+    for index, value in enumerate(values):
+        if hasattr(value, "item"):
+            value = value.item()
+        if value is not None and (
+            not isinstance(value, int | float) or not math.isfinite(float(value))
+        ):
+            raise RewardError(
+                f"reward {name!r} returned {value!r} for completion {index}; return a finite "
+                "float, or None where the reward does not apply"
+            )
+        checked.append(None if value is None else float(value))
+    return checked
