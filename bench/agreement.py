@@ -1,0 +1,288 @@
+"""Agreement: how far the log-probs that vLLM samples with are from the trainer's, and why.
+
+A policy is compared with itself: tokens are drawn by vLLM (or at random), then every variant gives
+its log-prob for the same tokens of the same bf16 weights. In fp32 both sides must agree to 1e-4
+nat: then rope, norms, attention and scaling mean the same, and what differs in bf16 is rounding.
+How large rounding is for these weights is seen without vLLM: Hugging Face in bf16 against itself in
+fp32, and fp32 with the embeddings rounded to 9 bits (one unit in the last place of bf16), which
+shows how the network amplifies a disturbance.
+
+Models: ``random:LAYERS:HIDDEN:WEIGHT_STD:EMBED_STD`` (Qwen3, tied embeddings) or a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    "model",
+    "compared",
+    "with",
+    "tokens",
+    "mean_nat",
+    "p99_nat",
+    "max_nat",
+    "logit_std",
+    "mean_logp",
+    "error",
+)
+# One engine in one process each: its dtype and whether the head's product stays in fp32.
+ENGINES = {
+    "vllm fp32": {"dtype": "float32"},
+    "vllm bf16": {"dtype": "bfloat16"},
+    "vllm bf16, fp32 head": {"dtype": "bfloat16", "fp32_head": True},
+}
+PAIRS = (
+    ("hf bf16", "hf fp32"),
+    ("hf bf16, fp32 head", "hf fp32"),
+    ("hf fp32, 1 ulp", "hf fp32"),
+    ("vllm fp32", "hf fp32"),
+    ("vllm bf16", "hf fp32"),
+    ("vllm bf16", "hf bf16"),
+    ("vllm bf16", "hf bf16, fp32 head"),
+    ("vllm bf16, fp32 head", "hf bf16, fp32 head"),
+    ("vllm bf16, fp32 head", "hf fp32"),
+)
+
+
+def main() -> None:
+    if "--child" in sys.argv:
+        _sample(json.loads(Path(sys.argv[-1]).read_text()))
+        return
+    from bench.lib import common
+
+    args = _arguments(common)
+    notes = [
+        "every variant has the same weights, rounded to bf16; tokens drawn at temperature 1",
+        "fp32 head: the head's product of bf16 operands stays in fp32 and is not rounded to bf16",
+        "1 ulp: embeddings of the fp32 model multiplied by 1 +- 2^-9 at random",
+    ]
+    results = common.Results("Agreement of log-probs", COLUMNS, args.out, notes)
+    for model in args.models:
+        with tempfile.TemporaryDirectory(prefix="fxrl-agreement-") as folder:
+            _compare(args, results, model, Path(folder))
+    results.finish()
+
+
+def _arguments(common: Any) -> argparse.Namespace:
+    parser = common.parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=["random:28:256:0.03:0.3"])
+    parser.add_argument("--engines", nargs="*", default=["vllm bf16"], choices=[*ENGINES])
+    parser.add_argument("--prompts", type=int, default=8, help="number of prompts of 32 tokens")
+    parser.add_argument("--tokens", type=int, default=32, help="drawn for each prompt")
+    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for each engine")
+    return parser.parse_args()
+
+
+def _compare(args: argparse.Namespace, results: Any, model: str, folder: Path) -> None:
+    path = _checkpoint(model, folder)
+    prompts = _prompts(path, args.prompts)
+    sampled: dict[str, tuple[list[list[int]], list[list[float]]]] = {}
+    for engine in args.engines:
+        task = {"path": str(path), "prompts": prompts, "tokens": args.tokens, **ENGINES[engine]}
+        task |= {"device": args.device, "eager": args.eager, "out": str(folder / "out.json")}
+        try:
+            sampled[engine] = _in_process(task, folder, args.timeout)
+        except (subprocess.SubprocessError, OSError, ValueError) as error:
+            results.add(model=model, compared=engine, error=str(error)[-300:])
+    drawn = {engine: tokens for engine, (tokens, _) in sampled.items()}
+    drawn = drawn or {"": _random_tokens(path, args.prompts, args.tokens)}
+    for engine, tokens in drawn.items():
+        reference = _HuggingFace(path, args.device, prompts, tokens)
+        values = {name: reference.logps(name) for name in _HuggingFace.VARIANTS}
+        if engine:
+            values[engine] = [p for row in sampled[engine][1] for p in row]
+        for left, right in PAIRS:
+            engine_pair = left.startswith("vllm")
+            if left in values and right in values and (engine_pair or engine == next(iter(drawn))):
+                results.add(
+                    model=model,
+                    compared=left,
+                    **{"with": right},
+                    **_difference(values[left], values[right]),
+                    logit_std=reference.logit_std,
+                )
+
+
+def _difference(left: list[float], right: list[float]) -> dict[str, float]:
+    gaps = sorted(abs(a - b) for a, b in zip(left, right, strict=True))
+    return {
+        "tokens": len(gaps),
+        "mean_nat": sum(gaps) / len(gaps),
+        "p99_nat": gaps[int(0.99 * (len(gaps) - 1))],
+        "max_nat": gaps[-1],
+        "mean_logp": sum(right) / len(right),
+    }
+
+
+class _HuggingFace:
+    """Log-probs of given tokens under one checkpoint, by one full forward per sequence."""
+
+    VARIANTS = ("hf fp32", "hf fp32, 1 ulp", "hf bf16", "hf bf16, fp32 head")
+
+    def __init__(
+        self, path: Path, device: str, prompts: list[list[int]], tokens: list[list[int]]
+    ) -> None:
+        self._path, self._device = path, device
+        self._prompts, self._tokens = prompts, tokens
+        self.logit_std: float | None = None
+
+    def logps(self, variant: str) -> list[float]:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        dtype = torch.float32 if "hf fp32" in variant else torch.bfloat16
+        model = AutoModelForCausalLM.from_pretrained(self._path, dtype=dtype).to(self._device)
+        model.eval()
+        if "1 ulp" in variant:
+            model.get_input_embeddings().register_forward_hook(_disturb)
+        if "fp32 head" in variant:
+            # The input is bf16 numbers; only the product must not be rounded.
+            head = model.get_output_embeddings()
+            weight = head.weight.detach().float()
+            head.forward = lambda hidden: torch.nn.functional.linear(hidden.float(), weight)
+        found: list[float] = []
+        stds = []
+        with torch.no_grad():
+            for prompt, tokens in zip(self._prompts, self._tokens, strict=True):
+                ids = torch.tensor([prompt + tokens], device=self._device)
+                logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+                stds.append(float(logits.std(-1).mean()))
+                logps = torch.log_softmax(logits, -1)
+                found += logps.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+        self.logit_std = sum(stds) / len(stds)
+        return found
+
+
+def _disturb(module: Any, inputs: Any, output: Any) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, output.shape, generator=generator) * 2 - 1
+    return output * (1 + signs.to(output) * 2.0**-9)
+
+
+def _checkpoint(model: str, folder: Path) -> Path:
+    """The folder itself, or a new random one with weights that bf16 holds exactly."""
+    if not model.startswith("random:"):
+        return Path(model)
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    layers, hidden, weight_std, embed_std = model.split(":")[1:]
+    width = int(hidden)
+    config = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=int(layers),
+        num_attention_heads=max(width // 128, 2),
+        num_key_value_heads=max(width // 256, 1),
+        head_dim=128 if width >= 256 else 64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    made = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, float(embed_std if "embed" in name else weight_std))
+    made.to(torch.bfloat16).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def _prompts(path: Path, count: int) -> list[list[int]]:
+    """Text where there is a tokenizer, else random tokens."""
+    if (path / "tokenizer.json").exists():
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        texts = [f"Question: what is {7 * i + 3} + {11 * i + 8}? Answer:" for i in range(count)]
+        return [tokenizer(text)["input_ids"] for text in texts]
+    return _random_tokens(path, count, 32)
+
+
+def _random_tokens(path: Path, count: int, length: int) -> list[list[int]]:
+    import torch
+
+    vocab = json.loads((path / "config.json").read_text())["vocab_size"]
+    generator = torch.Generator().manual_seed(count * 1000 + length)
+    return torch.randint(3, vocab, (count, length), generator=generator).tolist()
+
+
+def _in_process(
+    task: dict[str, Any], folder: Path, timeout: float
+) -> tuple[list[list[int]], list[list[float]]]:
+    """vLLM in a process of its own, since it leaves memory and global state behind."""
+    (folder / "task.json").write_text(json.dumps(task))
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "HF_HUB_OFFLINE": "1",
+    } | ({"TORCHDYNAMO_DISABLE": "1"} if task["device"] == "cpu" else {})
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.agreement", "--child", str(folder / "task.json")],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    if done.returncode:
+        raise ValueError(f"vLLM failed: {done.stderr[-2000:]}")
+    out = json.loads(Path(task["out"]).read_text())
+    return out["tokens"], out["logps"]
+
+
+def _sample(task: dict[str, Any]) -> None:
+    from vllm import LLM, SamplingParams
+
+    on_cpu = task["device"] == "cpu"
+    options: dict[str, Any] = {"distributed_executor_backend": "uni"} if on_cpu else {}
+    if not on_cpu:
+        options["gpu_memory_utilization"] = 0.5
+    if task.get("fp32_head"):
+        options["hf_overrides"] = {"head_dtype": "float32"}  # vLLM 0.32 and later
+    llm = LLM(
+        model=task["path"],
+        skip_tokenizer_init=True,
+        dtype=task["dtype"],
+        max_model_len=512,
+        max_num_seqs=64,
+        enforce_eager=on_cpu or task["eager"],
+        logprobs_mode="processed_logprobs",
+        seed=0,
+        **options,
+    )
+    params = SamplingParams(
+        temperature=1.0,
+        max_tokens=task["tokens"],
+        min_tokens=task["tokens"],
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        seed=0,
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in task["prompts"]]
+    rows = [request.outputs[0] for request in llm.generate(prompts, params, use_tqdm=False)]
+    tokens = [list(row.token_ids) for row in rows]
+    logps = [
+        [places[token].logprob for places, token in zip(row.logprobs, row.token_ids, strict=True)]
+        for row in rows
+    ]
+    Path(task["out"]).write_text(json.dumps({"tokens": tokens, "logps": logps}))
+
+
+if __name__ == "__main__":
+    main()

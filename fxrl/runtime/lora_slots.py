@@ -1,0 +1,214 @@
+"""The trainer's LoRA factors, copied on the device into vLLM's stacked adapter slots.
+
+vLLM keeps, per adapted layer, ``lora_a_stacked[i]`` [slots, 1, max rank, in] and
+``lora_b_stacked[i]`` [slots, 1, out_i, max rank], one i for each part of a fused layer (q, k, v;
+gate, up); the scaling lies in B. Its own way there is by files, or by a model object built anew
+for each version. Here the adapter is activated once by vLLM's own means, so that an id stands for a
+slot, and from then on only bytes are copied: no disk, no allocation, addresses unchanged (CUDA
+graphs stay valid), nothing of the trainer aliased.
+
+After a write the engine must drop its prefix cache: cached keys and values are of the old adapter.
+Works on objects it is handed; which attributes they need is said by ``SlotManager``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fxrl.runtime.engine import EngineError
+from fxrl.runtime.lora_sites import LoraSite
+
+
+class SlotError(EngineError):
+    """vLLM's adapter slots cannot take this adapter, or do not hold what vLLM itself would put."""
+
+
+class SlotManager(Protocol):
+    """What is used of vLLM's ``LoRAModelManager``.
+
+    Attributes:
+        modules: layer by name, each with ``lora_a_stacked`` and ``lora_b_stacked``.
+        packed_modules: the names of the checkpoint's modules inside a fused layer, in order.
+        lora_index_to_id: the adapter id in each slot.
+    """
+
+    modules: Mapping[str, Any]
+    packed_modules: Mapping[str, Sequence[str]]
+    lora_index_to_id: Sequence[int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One slice of a layer: its stacked tensors, and which rows of which site's B belong there."""
+
+    layer: str
+    stacked_a: Tensor
+    stacked_b: Tensor
+    site: LoraSite | None
+    rows: slice
+
+
+class SlotWriter:
+    """Writes one adapter's present factors into its slot.
+
+    Args:
+        manager: vLLM's manager, with the adapter activated (``add_lora``).
+        sites: the trainer's modules, see ``lora_sites``; several active adapters are written one
+            below the other in the rank.
+        lora_id: the adapter's id in vLLM.
+        rename: the trainer's module name to vLLM's; for models whose names differ.
+
+    Raises:
+        SlotError: the slots are not as expected (tensor parallelism, mixture-of-experts layers, no
+            such layer), or the rank is too high. What is missing would be a part of the policy,
+            so nothing is left out silently.
+    """
+
+    def __init__(
+        self,
+        manager: SlotManager,
+        sites: Sequence[LoraSite],
+        lora_id: int,
+        *,
+        rename: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        self._manager, self._id = manager, lora_id
+        self._parts = list(_parts(manager, {rename(site.name): site for site in sites}))
+        self._check_ranks()
+        self._slot: int | None = None
+
+    @property
+    def slot(self) -> int:
+        """The adapter's place now.
+
+        Raises:
+            SlotError: the adapter is not active in vLLM (any more).
+        """
+        if self._id not in self._manager.lora_index_to_id:
+            raise SlotError(
+                f"lora slots: adapter {self._id} is not active in vLLM (active: "
+                f"{[i for i in self._manager.lora_index_to_id if i is not None]}); add it first, "
+                "and give the engine max_loras for all adapters"
+            )
+        return self._manager.lora_index_to_id.index(self._id)
+
+    @torch.no_grad()
+    def write(self, *, verify: bool = False) -> None:
+        """Copies the factors as they are now; launches kernels and waits for nothing.
+
+        Args:
+            verify: the slot holds the same adapter already, put there by vLLM's own path; every
+                byte must stay what it is. Costs a copy of the slot and one synchronisation.
+
+        Raises:
+            SlotError: the adapter is not active, its shapes have changed, or ``verify`` found a
+                difference; names the layer.
+        """
+        slot = self.slot
+        before = self._snapshot(slot) if verify else []
+        if slot != self._slot:  # a slot that is new to us: the padding may hold anything
+            for part in self._parts:
+                part.stacked_a[slot].zero_()
+                part.stacked_b[slot].zero_()
+        targets, sources, scaled, scalings = [], [], [], []
+        for part, rank, factors in self._placed():
+            a = part.stacked_a[slot, 0, rank, : factors.a.shape[1]]
+            b = part.stacked_b[slot, 0, : part.rows.stop - part.rows.start, rank]
+            targets += [a, b]
+            sources += [factors.a, factors.b[part.rows]]
+            scaled.append(b)
+            scalings.append(factors.scaling)
+        torch.ops.aten._foreach_copy_.default(targets, sources)
+        # In the slot's dtype and after the copy: bit for bit what vLLM's own loading computes.
+        torch.ops.aten._foreach_mul_.ScalarList(scaled, scalings)
+        self._slot = slot
+        if verify:
+            self._compare(slot, before)
+
+    def _placed(self) -> Iterator[tuple[_Part, slice, Any]]:
+        """Each pair of factors with its rows of the rank, one adapter after another."""
+        for part in self._parts:
+            at = 0
+            for factors in part.site.factors() if part.site else ():
+                rank, inner = factors.a.shape
+                if factors.b.shape[0] < part.rows.stop or inner > part.stacked_a.shape[-1]:
+                    raise SlotError(
+                        f"lora slots: {part.layer}: A {tuple(factors.a.shape)} and B "
+                        f"{tuple(factors.b.shape)} do not fit the layer's slots "
+                        f"{tuple(part.stacked_a.shape)} and {tuple(part.stacked_b.shape)}"
+                    )
+                yield part, slice(at, at + rank), factors
+                at += rank
+
+    def _check_ranks(self) -> None:
+        for part, rank, _ in self._placed():
+            if rank.stop > part.stacked_a.shape[2]:
+                raise SlotError(
+                    f"lora slots: {part.layer} needs rank {rank.stop}, the engine has "
+                    f"{part.stacked_a.shape[2]}; build it with max_lora_rank >= {rank.stop}"
+                )
+
+    def _snapshot(self, slot: int) -> list[Tensor]:
+        return [t[slot].clone() for p in self._parts for t in (p.stacked_a, p.stacked_b)]
+
+    def _compare(self, slot: int, before: Sequence[Tensor]) -> None:
+        differ = [(old != new).any() for old, new in zip(before, self._snapshot(slot), strict=True)]
+        for index, wrong in enumerate(torch.stack(differ).tolist()):
+            if wrong:
+                part = self._parts[index // 2]
+                raise SlotError(
+                    f"lora slots: {part.layer} ({'B' if index % 2 else 'A'}) differs from what "
+                    "vLLM's own loading wrote; use the engine's own loading, and report the model"
+                )
+
+
+def _parts(manager: SlotManager, sites: Mapping[str, LoraSite]) -> Iterator[_Part]:
+    """Every slice of every layer with its site, if it has one."""
+    if missing := [a for a in ("modules", "packed_modules") if not hasattr(manager, a)]:
+        raise SlotError(f"lora slots: this vLLM's LoRA manager has no {missing}; load by vLLM")
+    left = dict(sites)
+    for name, layer in manager.modules.items():
+        stacked = _stacked(name, layer)
+        at = 0
+        for inner_name in manager.packed_modules.get(name) or [name]:
+            site = left.pop(inner_name, None)
+            rows, taken = 0, 0
+            wanted = site.factors()[0].b.shape[0] if site else stacked[at][1].shape[2]
+            while rows < wanted and at + taken < len(stacked):
+                a, b = stacked[at + taken]
+                size = min(b.shape[2], wanted - rows)
+                yield _Part(name, a, b, site, slice(rows, rows + size))
+                rows, taken = rows + size, taken + 1
+            if rows != wanted:
+                raise SlotError(f"lora slots: {name} has {rows} rows for {inner_name}'s {wanted}")
+            at += taken
+        # Slices behind the last module with an adapter stay, and are zeroed with the rest.
+        for a, b in stacked[at:]:
+            yield _Part(name, a, b, None, slice(0, 0))
+    if left:
+        raise SlotError(
+            f"lora slots: vLLM has no LoRA layer for {', '.join(sorted(left)[:3])}"
+            f"{f' and {len(left) - 3} more' if len(left) > 3 else ''}; leave them out of "
+            "target_modules, or fold the adapter (route 'fold')"
+        )
+
+
+def _stacked(name: str, layer: Any) -> list[tuple[Tensor, Tensor]]:
+    a, b = getattr(layer, "lora_a_stacked", None), getattr(layer, "lora_b_stacked", None)
+    if getattr(layer, "tp_size", 1) != 1:
+        raise SlotError(
+            f"lora slots: {name} is split over {layer.tp_size} devices; slots are written for "
+            "tensor_parallel_size=1 only"
+        )
+    as_list = [[t] if isinstance(t, Tensor) else list(t or ()) for t in (a, b)]
+    if not as_list[0] or any(t.dim() != 4 or t.shape[1] != 1 for t in as_list[0] + as_list[1]):
+        raise SlotError(
+            f"lora slots: {name} ({type(layer).__name__}) does not keep its adapters as "
+            "[slots, 1, rank, in] and [slots, 1, out, rank] (mixture of experts?); load by vLLM"
+        )
+    return list(zip(*as_list, strict=True))
