@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.runtime.engine import EngineError
+from fxrl.runtime.fp8_linear import FP8_DTYPES, dequantize, read_scale
 from fxrl.runtime.hf_skeleton import optional
 
 _INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -30,6 +31,7 @@ class CheckpointTensors:
         self.folder = folder
         self._skeleton = skeleton
         self._files = _safetensors_of(folder)
+        self._block = _fp8_block(getattr(skeleton, "config", None))
         self._open: dict[str, Any] = {}
         self._converted: dict[str, Tensor] | None = None
 
@@ -41,6 +43,8 @@ class CheckpointTensors:
     def get(self, names: Sequence[str], shape: torch.Size) -> Tensor:
         """The tensor of one parameter, on the CPU, in the checkpoint's dtype; not to be written.
 
+        FP8 weights come dequantized, in float32.
+
         Args:
             names: of the parameter; tied ones have several and are stored under one of them.
             shape: that it must have.
@@ -50,7 +54,7 @@ class CheckpointTensors:
         """
         stored = next((name for name in names if name in self._files), None)
         if stored is not None:
-            tensor = self._read(stored)
+            tensor = self._dequantized(stored, self._read(stored))
             if tensor.shape == shape:
                 return tensor
         if self._converted is None:
@@ -63,6 +67,27 @@ class CheckpointTensors:
                 f"the checkpoint {has}; use the folder that vLLM has loaded"
             )
         return found
+
+    def find(self, name: str) -> Tensor | None:
+        """The tensor stored under this very name, as it is stored."""
+        return self._read(name) if name in self._files else None
+
+    def _dequantized(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.dtype not in FP8_DTYPES:
+            return tensor
+        values = self.find(f"{name}_scale_inv")
+        values = self.find(f"{name}_scale") if values is None else values
+        scale = (
+            "it has no scales"
+            if values is None
+            else read_scale(values.float(), tensor.shape, self._block)
+        )
+        if isinstance(scale, str):
+            raise EngineError(
+                f"checkpoint {str(self.folder)!r}: {name!r} is FP8 and {scale}; use the checkpoint "
+                "in bf16, which vLLM can quantize itself (quantization='fp8_per_channel')"
+            )
+        return dequantize(tensor, scale, torch.float32)
 
     def _read(self, name: str) -> Tensor:
         file = self._files[name]
@@ -89,6 +114,14 @@ class CheckpointTensors:
         unset = set(info["missing_keys"])  # transformers has drawn these at random
         named = model.named_parameters(remove_duplicate=False)
         return {name: value.detach() for name, value in named if name not in unset}
+
+
+def _fp8_block(config: Any) -> tuple[int, int]:
+    quantization = getattr(config, "quantization_config", None) or {}
+    if not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    rows, columns = quantization.get("weight_block_size") or (128, 128)
+    return int(rows), int(columns)
 
 
 def _safetensors_of(folder: Path) -> dict[str, str]:

@@ -69,10 +69,21 @@ def build_skeleton(
             f"({str(error).splitlines()[0][:200]}); use a decoder-only language model"
         ) from error
     model.tie_weights()  # registering the parameters on the meta device untied them
+    _init_buffers(model)
     if (checkpoint_dir / "generation_config.json").is_file():
         model.generation_config = hf.GenerationConfig.from_pretrained(where, local_files_only=True)
     assert isinstance(model, nn.Module)
     return model.eval()
+
+
+@torch.no_grad()
+def _init_buffers(model: Any) -> None:
+    """What ``from_pretrained`` does: ``__init__`` ran in the model's dtype, in which some modules
+    (GPT-J's positions) round what their ``_init_weights`` computes in float32."""
+    with torch.random.fork_rng(devices=[]):
+        for module in model.modules():
+            if any(True for _ in module.buffers(recurse=False)):
+                model._init_weights(module)
 
 
 def parameter_groups(model: nn.Module) -> list[tuple[str, ...]]:

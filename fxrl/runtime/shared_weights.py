@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,25 +22,14 @@ from torch import Tensor, nn
 from fxrl.runtime.checkpoint_tensors import CheckpointTensors
 from fxrl.runtime.checksum import checksum, checksums, model_checksum
 from fxrl.runtime.engine import EngineError
-from fxrl.runtime.hf_skeleton import build_skeleton, owner_of, parameter_groups
-from fxrl.runtime.sharing_report import (
-    Binding,
-    SharingError,
-    SharingReport,
-    SharingRow,
-    logical,
-)
-from fxrl.runtime.weight_layout import Placement, Proposal, plan_layout
-from fxrl.runtime.weight_search import equal_bits, find_by_content
+from fxrl.runtime.fp8_linear import Fp8Linear
+from fxrl.runtime.hf_skeleton import build_skeleton
+from fxrl.runtime.sharing_report import SharingError, SharingReport, SharingRow
+from fxrl.runtime.weight_binder import WeightBinder
 
 __all__ = ["SharingError", "SharingReport", "SharingRow", "checksum", "model_checksum", "share"]
 
 log = logging.getLogger(__name__)
-
-PACKED = (
-    "vLLM has packed its weights for its CPU kernels (their shape is (0,)); there is nothing to "
-    "share on a CPU: after training call engine.update_weights(...)"
-)
 
 
 def share(
@@ -58,7 +46,9 @@ def share(
     """Builds the Hugging Face model of a checkpoint that vLLM has loaded, over vLLM's storages.
 
     Every shared parameter is compared with the checkpoint, byte for byte; what differs or finds no
-    place gets a storage of its own, filled from the checkpoint, and the report says why.
+    place gets a storage of its own, filled from the checkpoint, and the report says why. Linear
+    layers that vLLM has quantized to FP8 become ``Fp8Linear`` over vLLM's values and scales, if
+    those are the checkpoint's rounded.
 
     Args:
         vllm_model: the ``nn.Module`` inside vLLM, unsharded, weights loaded and resident.
@@ -88,11 +78,13 @@ def share(
         )
     with building or nullcontext():
         model = build_skeleton(config, folder, dtype, attn_implementation)
-    binder = _Binder(vllm_model, model, CheckpointTensors(folder, model), torch.device(device))
-    for names in parameter_groups(model):
-        binder.bind(names, requires_grad)
+        checkpoint = CheckpointTensors(folder, model)
+        binder = WeightBinder(vllm_model, model, checkpoint, torch.device(device))
+        binder.bind_all(requires_grad)
     model.to(device)  # buffers; every parameter is there already, so none moves
     warnings = derived_tensors(vllm_model)
+    if requires_grad and any(isinstance(module, Fp8Linear) for module in model.modules()):
+        warnings.append("FP8 weights are frozen: only what stayed wider can be trained, or a LoRA")
     bindings = tuple(binder.bindings)
     report = SharingReport(
         rows=tuple(binder.rows),
@@ -108,83 +100,7 @@ def share(
     return model, report
 
 
-class _Binder:
-    """Gives the parameters of a skeleton their storages, one after the other."""
-
-    def __init__(
-        self,
-        vllm_model: nn.Module,
-        model: nn.Module,
-        checkpoint: CheckpointTensors,
-        device: torch.device,
-    ) -> None:
-        self.model, self.checkpoint, self.device = model, checkpoint, device
-        named = dict(vllm_model.named_parameters(remove_duplicate=False))
-        self.packed = any(value.numel() == 0 for value in named.values())
-        self.tensors = {name: logical(value) for name, value in named.items()}
-        wanted = dict(model.named_parameters(remove_duplicate=False))
-        shapes = {name: value.shape for name, value in wanted.items()}
-        self.plan: Mapping[str, Proposal] = plan_layout(vllm_model, self.tensors, shapes)
-        self.taken: dict[tuple[int, int], str] = {}  # address range -> HF name
-        self.rows: list[SharingRow] = []
-        self.bindings: list[Binding] = []
-
-    def bind(self, names: tuple[str, ...], requires_grad: bool) -> None:
-        module, attribute = owner_of(self.model, names[0])
-        wanted = getattr(module, attribute)
-        reference = self.checkpoint.get(names, wanted.shape)
-        place = PACKED if self.packed else self._place(names, wanted, reference)
-        nbytes = wanted.numel() * wanted.element_size()
-        if isinstance(place, Placement):
-            value = place.view(self.tensors[place.name])
-            start = value.data_ptr()
-            self.taken[start, start + nbytes] = names[0]
-            self.bindings.append(Binding(names[0], module, attribute, place.name, place))
-            rows = (place.start, place.length)
-            row = SharingRow(names[0], place.name, rows, nbytes, True, place.how, names[1:])
-        else:
-            value = reference.to(self.device, wanted.dtype, copy=True)
-            row = SharingRow(names[0], "", None, nbytes, False, place, names[1:])
-        self.rows.append(row)
-        parameter = nn.Parameter(value, requires_grad)
-        for name in names:
-            owner, leaf = owner_of(self.model, name)
-            setattr(owner, leaf, parameter)
-
-    def _place(self, names: tuple[str, ...], wanted: Tensor, reference: Tensor) -> Placement | str:
-        """The first proposed place that holds the checkpoint's bytes, or why there is none."""
-        reasons = []
-        for name in names:
-            proposal = self.plan[name]
-            for place in proposal.placements:
-                if not (why := self._why_not(place, wanted, reference)):
-                    return place
-                reasons.append(why)
-            if not proposal.placements:
-                reasons.append(proposal.reason)
-        found = find_by_content(names[0], reference, wanted.dtype, self.tensors)
-        if isinstance(found, str):
-            return f"{reasons[0]}; {found}"
-        return self._why_not(found, wanted, reference) or found
-
-    def _why_not(self, place: Placement, wanted: Tensor, reference: Tensor) -> str:
-        view = place.view(self.tensors[place.name])
-        if view.device.type != self.device.type:
-            return f"vLLM's {place.name} is on {view.device}, the model on {self.device}"
-        if view.dtype != wanted.dtype:
-            return f"vLLM keeps {place.name} in {view.dtype}, the model in {wanted.dtype}"
-        if view.shape != wanted.shape:
-            return f"vLLM's {place.name} gives {list(view.shape)}, not {list(wanted.shape)}"
-        start, end = view.data_ptr(), view.data_ptr() + view.numel() * view.element_size()
-        for (low, high), other in self.taken.items():
-            if start < high and low < end:
-                return f"{place.name} is shared with {other} already, which is not tied to it"
-        if not equal_bits(view, reference):
-            return f"vLLM's {place.name} holds other bytes than the checkpoint's tensor"
-        return ""
-
-
-def derived_tensors(vllm_model: nn.Module, min_elements: int = 2**14) -> list[str]:
+def derived_tensors(vllm_model: nn.Module, min_elements: int = 2**10) -> list[str]:
     """Warns of plain tensors that vLLM's modules keep beside their parameters and buffers.
 
     Some layers (multi-head latent attention) rearrange a weight once, after loading, and use only

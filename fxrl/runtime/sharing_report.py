@@ -143,7 +143,7 @@ class SharingReport:
             for reason, count in Counter(row.reason for row in rows).most_common():
                 size = sum(row.nbytes for row in rows if row.reason == reason)
                 example = next(row.name for row in rows if row.reason == reason)
-                why = reason if row_kind_is_plain(kind) else f"{example}: {reason}"
+                why = reason if kind == "shared" else f"{example}: {reason}"
                 table.add_row(kind, str(count), f"{size / 2**30:.3f}", why)
         out = StringIO()
         console = Console(file=out, width=120, color_system=None)
@@ -156,11 +156,6 @@ class SharingReport:
         for warning in self.warnings:
             console.print(f"warning: {warning}")
         return out.getvalue().rstrip()
-
-
-def row_kind_is_plain(kind: str) -> bool:
-    """Shared rows need no example: their reason is how the place was derived."""
-    return kind == "shared"
 
 
 def logical(parameter: Tensor) -> Tensor:

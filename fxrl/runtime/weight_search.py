@@ -16,12 +16,12 @@ MAX_HITS = 64
 """Rows that may look like the tensor's first row; with more, it is no fingerprint."""
 
 
-def row_blocks(tensor: Tensor) -> list[tuple[int, int]]:
-    """(start, length) of blocks of rows of at most ``BLOCK_BYTES``, at least one row each."""
+def row_blocks(tensor: Tensor, max_bytes: int = BLOCK_BYTES) -> list[tuple[int, int]]:
+    """(start, length) of blocks of rows of at most ``max_bytes``, at least one row each."""
     if tensor.dim() == 0 or tensor.numel() == 0:
         return []
     row_bytes = max(1, tensor[0].numel() * tensor.element_size())
-    step = max(1, BLOCK_BYTES // row_bytes)
+    step = max(1, max_bytes // row_bytes)
     return [(at, min(step, len(tensor) - at)) for at in range(0, len(tensor), step)]
 
 

@@ -1,0 +1,162 @@
+"""A frozen linear layer whose weight is FP8 in a storage that another program owns.
+
+The value of an element is ``weight * scale``, one scale for a rectangle of elements: a row
+(per-channel), a block of 128 x 128, or the whole matrix. The layer dequantizes into the
+activations' dtype, multiplies, and forgets; backward dequantizes again, so nothing of the weight's
+size is kept between the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Scale:
+    """The scales of an [N, K] weight.
+
+    Attributes:
+        values: [P, Q] float32, P and Q rectangles down and across.
+        rows: elements that one scale covers, down.
+        columns: and across.
+        shift: how far into its first rectangle the weight's first row lies (a part of a fused
+            matrix need not begin where a block does).
+    """
+
+    values: Tensor
+    rows: int
+    columns: int
+    shift: int = 0
+
+    def part(self, start: int, length: int) -> Fp8Scale:
+        """The scales of ``length`` rows from row ``start``: a view."""
+        first, last = (self.shift + start) // self.rows, (self.shift + start + length - 1)
+        count = last // self.rows - first + 1
+        shift = (self.shift + start) % self.rows
+        return Fp8Scale(self.values.narrow(0, first, count), self.rows, self.columns, shift)
+
+    def by_row(self, length: int) -> Tensor:
+        """[length, Q], or [1, Q] where all rows have the same scales."""
+        if self.rows == 1 or self.values.shape[0] == 1:
+            return self.values
+        return self.values.repeat_interleave(self.rows, 0)[self.shift : self.shift + length]
+
+
+def read_scale(values: Tensor, shape: torch.Size, block: tuple[int, int]) -> Fp8Scale | str:
+    """What a scale tensor beside an [N, K] weight means, judged by its shape, or why nothing.
+
+    Args:
+        values: one number, [N] or [N, 1], or [ceil(N / block rows), ceil(K / block columns)].
+        shape: N, K.
+        block: rows and columns of a block.
+    """
+    num_rows, num_columns = shape
+    if values.dtype != torch.float32:
+        return f"its scales are {values.dtype}, not float32"
+    if values.numel() == 1:
+        return Fp8Scale(values.reshape(1, 1), num_rows, num_columns)
+    if values.numel() == num_rows and values.shape[0] == num_rows:
+        return Fp8Scale(values.reshape(num_rows, 1), 1, num_columns)
+    blocks = (-(-num_rows // block[0]), -(-num_columns // block[1]))
+    if tuple(values.shape) == blocks:
+        return Fp8Scale(values, *block)
+    return (
+        f"its scales have shape {list(values.shape)}, which is neither one, nor one a row, nor "
+        f"{list(blocks)} blocks of {list(block)}"
+    )
+
+
+@torch.no_grad()
+def dequantize(weight: Tensor, scale: Fp8Scale, dtype: torch.dtype) -> Tensor:
+    """[N, K] in ``dtype``: the product in float32 (or wider), rounded once.
+
+    FP8 values are exact in every wider dtype, so only the product rounds.
+    """
+    out = weight.to(dtype)
+    rows, width = scale.by_row(weight.shape[0]), scale.columns
+    whole = out.shape[1] // width * width
+    if whole:
+        blocks = out.narrow(1, 0, whole).view(-1, whole // width, width)
+        blocks.mul_(rows[:, : whole // width, None])
+    if whole < out.shape[1]:
+        out.narrow(1, whole, out.shape[1] - whole).mul_(rows[:, -1:])
+    return out
+
+
+class _Fp8Product(torch.autograd.Function):
+    """x W^T with the gradient of x alone; saves the FP8 weight, not the dequantized one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, values: Tensor, rows: int, columns: int, shift: int
+    ) -> Tensor:
+        ctx.save_for_backward(weight, values)
+        ctx.where = (rows, columns, shift)
+        return F.linear(x, dequantize(weight, Fp8Scale(values, rows, columns, shift), x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        weight, values = ctx.saved_tensors
+        scale = Fp8Scale(values, *ctx.where)
+        return grad @ dequantize(weight, scale, grad.dtype), None, None, None, None, None
+
+
+class Fp8Linear(nn.Linear):
+    """``nn.Linear`` over a frozen FP8 weight.
+
+    NOTE [Why a subclass of nn.Linear]
+    PEFT puts a LoRA beside what is an ``nn.Linear``, and finds ``compute_dtype`` where the weight's
+    own dtype is no dtype for an adapter. ``merge_and_unload`` would write into the FP8 weight and
+    is not for this layer: a sum of FP8 and a small update rounds the update away.
+
+    Args:
+        weight: [N, K] FP8, any strides; kept as a view.
+        scale: of this weight; its values are kept as a view.
+        bias: [N], or ``None``.
+        compute_dtype: what adapters take as the base's dtype.
+    """
+
+    weight_scale: Tensor
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Fp8Scale,
+        bias: nn.Parameter | None,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would allocate and draw a weight
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_parameter("bias", bias)
+        self.register_buffer("weight_scale", scale.values)
+        self.compute_dtype = compute_dtype
+        self._where = (scale.rows, scale.columns, scale.shift)
+
+    @property
+    def scale(self) -> Fp8Scale:
+        """The scales of ``weight``."""
+        return Fp8Scale(self.weight_scale, *self._where)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] -> [..., N] in the input's dtype."""
+        out = _Fp8Product.apply(input, self.weight, self.weight_scale, *self._where)  # type: ignore[no-untyped-call]
+        assert isinstance(out, Tensor)
+        return out if self.bias is None else out + self.bias
+
+    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight's values [N, K], in ``compute_dtype`` unless another is asked for."""
+        return dequantize(self.weight, self.scale, dtype or self.compute_dtype)
+
+    def extra_repr(self) -> str:
+        rows, columns, _ = self._where
+        return f"{super().extra_repr()}, {self.weight.dtype}, one scale for {rows} x {columns}"
