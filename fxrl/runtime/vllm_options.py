@@ -94,7 +94,7 @@ class VllmOptions:
             ``None`` waits for ever.
         standby: whether the KV cache's memory can be given to the trainer; ``False`` lets vLLM
             allocate as usual.
-        log_level: of vLLM's own log.
+        log_level: of vLLM's own log (its warnings are many and rarely about the run).
         engine_args: further arguments of vLLM's ``EngineArgs`` by vLLM's names.
 
     Raises:
@@ -119,7 +119,7 @@ class VllmOptions:
     cpu_kv_cache: int | str = "1GiB"
     generate_timeout_s: float | None = None
     standby: bool = True
-    log_level: str = "WARNING"
+    log_level: str = "ERROR"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,298 @@
+"""``VllmEngine``: a real vLLM inside the trainer's process. The only file that imports vLLM.
+
+Everything that can be said without vLLM stands elsewhere: options, requests, the KV cache's size,
+standby, the ledger, how the trainer's weights get in. What is left is to build ``vllm.LLM``, to
+find the few objects inside it that fxrl needs, and to give them to those.
+
+NOTE [vLLM's environment variables]
+``_environment`` is the one place that sets any, and it sets only what has no argument:
+``VLLM_ENABLE_V1_MULTIPROCESSING=0`` keeps vLLM's engine in this process (shared weights need it);
+``VLLM_NO_USAGE_STATS`` (nothing is sent anywhere), ``VLLM_LOGGING_LEVEL`` and, where FlashInfer is
+not installed, ``VLLM_USE_FLASHINFER_SAMPLER=0`` are set unless they are set already.
+
+NOTE [Expandable segments]
+``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` suits the trainer and may stay on: with the
+tagged pools that standby needs, vLLM switches it off around its own pools and back on afterwards.
+vLLM 0.25 looks for it under exactly that name, so ``PYTORCH_ALLOC_CONF`` would not do.
+
+NOTE [Why a worker class of our own]
+``worker_cls`` is vLLM's own hook for it. The KV cache's size has to be decided between profiling
+and allocation, which is where ``Worker.determine_available_memory`` stands; and the backend of the
+standby has to be chosen before the worker is built. A subclass does both without touching a
+class of vLLM. vLLM finds it by its import path, here by the module's ``__getattr__``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fxrl.config import parse_bytes
+from fxrl.runtime import kv_budget
+from fxrl.runtime.engine import EngineError
+from fxrl.runtime.ledger import MemoryLedger
+from fxrl.runtime.memory_probe import CpuProbe, CudaProbe, Reading, TagBytes, Tags
+from fxrl.runtime.standby import KV_TAG, Way, map_tag, tag_bytes, unmap_tag
+from fxrl.runtime.vllm_inside import Inside, Names
+from fxrl.runtime.vllm_options import VllmOptions, engine_arguments
+from fxrl.runtime.vllm_serving import Serving
+
+BACKEND = "fxrl_kv_only"
+_ME = "fxrl.runtime.vllm_engine"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+class EngineLoadError(EngineError):
+    """vLLM is missing or could not be built."""
+
+
+class VllmEngine(Serving):
+    """``Engine`` on vLLM.
+
+    One engine per process: vLLM's tagged pools are the process's own. The trainer's model may be
+    made of the engine's weights (``shared_model``) and is then usable as long as the engine lives.
+
+    Args:
+        model_path: the checkpoint's folder.
+        options: see ``VllmOptions``.
+        eos_token_ids: ids that end a completion; may be empty.
+        seed: of the engine's own draws.
+
+    Attributes:
+        ledger: who holds the GPU's memory.
+        timings: seconds of the last ``"generate"``, ``"fold"``, ``"restore"``, ``"release"``,
+            ``"wake"`` and ``"sync"``, each once it has happened.
+        policy: how the trainer's weights get in, see ``attach``.
+
+    Raises:
+        EngineLoadError: vLLM is not installed, or cannot load this model with these options.
+        VllmOptionError: an option that the installed vLLM does not know.
+        KvBudgetError: the GPU has no room.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        options: VllmOptions | None = None,
+        *,
+        eos_token_ids: int | Iterable[int],
+        seed: int = 0,
+    ) -> None:
+        options = options or VllmOptions()
+        eos = (eos_token_ids,) if isinstance(eos_token_ids, int) else tuple(eos_token_ids)
+        names, path = _installed(options), Path(model_path)
+        built: list[Inside] = []
+        if names.device == "cuda":
+            ledger = MemoryLedger(CudaProbe(names.tags))
+        else:
+            ledger = MemoryLedger(CpuProbe(lambda: built[0].cpu_bytes() if built else {}))
+        ledger.before_load()
+        llm = _build(names, options, path, seed, ledger)
+        built.append(Inside(llm, names, options.tensor_parallel_size, options.max_lora_rank))
+        ledger.loaded()
+        super().__init__(
+            built[0],
+            _way(names, options),
+            ledger,
+            options=options,
+            model_path=path,
+            eos_token_ids=frozenset(eos),
+            seed=seed,
+        )
+
+
+def _build(names: Names, options: VllmOptions, path: Path, seed: int, ledger: MemoryLedger) -> Any:
+    arguments = engine_arguments(
+        options,
+        set(names.module.EngineArgs.__dataclass_fields__),
+        model=str(path),
+        seed=seed,
+        device=names.device,
+        utilization=_share(options, ledger.probe.read()) if names.device == "cuda" else 0.0,
+        worker_cls=f"{_ME}.Worker",
+        has_tokenizer=any((path / name).is_file() for name in _TOKENIZER_FILES),
+    )
+    try:
+        return names.module.LLM(**arguments)
+    except EngineError:
+        raise
+    except Exception as error:  # vLLM raises all kinds; all mean the same here
+        raise EngineLoadError(
+            f"vLLM could not load {str(path)!r} ({type(error).__name__}: {error}); "
+            f"memory: {ledger.holders()}"
+        ) from error
+
+
+def _share(options: VllmOptions, reading: Reading) -> float:
+    return kv_budget.utilization(
+        total=reading.total,
+        free=reading.free,
+        held=reading.reserved,
+        gpu_memory=None if options.gpu_memory is None else parse_bytes(options.gpu_memory),
+        trainer_reserve=parse_bytes(options.trainer_reserve),
+    )
+
+
+def _installed(options: VllmOptions) -> Names:
+    """Imports vLLM and finds the names that fxrl needs."""
+    _environment(options)
+    try:
+        import vllm
+        from vllm.inputs import TokensPrompt
+        from vllm.lora.peft_helper import PEFTHelper
+        from vllm.lora.request import LoRARequest
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise EngineLoadError(
+            f"vLLM cannot be imported ({error}); `fxrl doctor` says how to install it"
+        ) from error
+    try:
+        from vllm.lora.lora_model import LoRAModel
+    except ImportError:  # before 0.12
+        from vllm.lora.models import LoRAModel
+    try:
+        from vllm.inputs import tokens_input
+    except ImportError:  # raw prompts, which later versions warn of
+
+        def tokens_input(prompt_token_ids: list[int]) -> Any:
+            return TokensPrompt(prompt_token_ids=prompt_token_ids)
+
+    return Names(
+        module=vllm,
+        device=str(current_platform.device_type),
+        tokens_prompt=tokens_input,
+        lora_request=LoRARequest,
+        lora_model=LoRAModel,
+        peft_helper=PEFTHelper,
+        tags=_tags,
+        quiet_config=_quiet_config,
+    )
+
+
+def _environment(options: VllmOptions) -> None:
+    """See NOTE [vLLM's environment variables]."""
+    if options.tensor_parallel_size == 1 or "vllm" not in sys.modules:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", options.log_level)
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def _tags() -> Tags:
+    try:
+        from vllm.device_allocator.cumem import CuMemAllocator
+    except ImportError:
+        return {}
+    if CuMemAllocator.instance is None:
+        return {}
+    sizes = tag_bytes(CuMemAllocator.instance.pointer_to_data)
+    return {tag: TagBytes(*size) for tag, size in sizes.items()}
+
+
+@contextmanager
+def _quiet_config() -> Iterator[None]:
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))):
+        yield
+
+
+def _way(names: Names, options: VllmOptions) -> Way:
+    if names.device != "cuda" or not options.standby:
+        return "calls only"
+    return "native" if hasattr(names.module.LLM, "release_kv_cache_memory") else "backend"
+
+
+def __getattr__(name: str) -> Any:
+    """The classes that vLLM finds by import path; made on demand, for they need vLLM's."""
+    makers = {"Worker": _worker_class, "KvOnlyBackend": _backend_class}
+    if name not in makers:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return makers[name]()
+
+
+@functools.cache
+def _worker_class() -> type:
+    from vllm import LLM
+    from vllm.platforms import current_platform
+    from vllm.v1.core.kv_cache_utils import max_memory_usage_bytes
+
+    if current_platform.device_type == "cpu":
+        from vllm.v1.worker.cpu_worker import CPUWorker as Base
+    else:
+        from vllm.v1.worker.gpu_worker import Worker as Base
+
+    class Worker(Base):  # type: ignore[misc]
+        """vLLM's own, with a KV cache no larger than can be used."""
+
+        def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            if not hasattr(LLM, "release_kv_cache_memory"):
+                _register_backend(vllm_config.model_config)
+            super().__init__(vllm_config, *args, **kwargs)
+
+        def determine_available_memory(self) -> int:
+            available = int(super().determine_available_memory())
+            specs = list(self.get_kv_cache_spec().values())
+            if not specs:
+                return available
+            if len(set(map(repr, specs))) == 1:
+                per_sequence = max_memory_usage_bytes(self.vllm_config, specs)
+            else:  # several kinds share blocks in ways of vLLM's own: an upper bound
+                sizes = [spec.max_memory_usage_bytes(self.vllm_config) for spec in specs]
+                per_sequence = max(sizes) * len(sizes)
+            return kv_budget.cache_bytes(
+                available,
+                per_sequence=per_sequence,
+                per_block=sum(spec.page_size_bytes for spec in specs),
+                max_num_seqs=self.vllm_config.scheduler_config.max_num_seqs,
+                max_model_len=self.vllm_config.model_config.max_model_len,
+            )
+
+    return Worker
+
+
+def _register_backend(model_config: Any) -> None:
+    """Before 0.32: ``LLM.sleep`` and ``wake_up`` then mean the KV cache alone."""
+    try:
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory as Factory
+    except ImportError as error:
+        if not model_config.enable_sleep_mode:
+            return
+        raise EngineLoadError(
+            "this vLLM has neither LLM.release_kv_cache_memory nor pluggable sleep backends, so "
+            "the KV cache cannot be released alone; set standby=False or install another version"
+        ) from error
+    try:
+        Factory.get_backend_class(BACKEND)
+    except ValueError:
+        Factory.register_backend(BACKEND, _ME, "KvOnlyBackend")
+    model_config.sleep_mode_backend = BACKEND
+
+
+@functools.cache
+def _backend_class() -> type:
+    from vllm.device_allocator import cumem
+    from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+
+    class KvOnlyBackend(CuMemBackend):  # type: ignore[misc]
+        """Unmaps and maps the KV cache, and nothing else, whatever level or tags are given."""
+
+        def suspend(self, level: int = 1) -> None:
+            allocations = cumem.CuMemAllocator.get_instance().pointer_to_data
+            unmap_tag(allocations.values(), KV_TAG, cumem.unmap_and_release)
+            self._state = "SUSPENDED"
+
+        def resume(self, tags: list[str] | None = None) -> None:
+            allocations = cumem.CuMemAllocator.get_instance().pointer_to_data
+            create, unmap = cumem.create_and_map, cumem.unmap_and_release
+            map_tag(allocations.values(), KV_TAG, create, unmap)
+            self._state = "RUNNING"
+
+    return KvOnlyBackend
