@@ -32,7 +32,8 @@ class SlotManager(Protocol):
     """What is used of vLLM's ``LoRAModelManager``.
 
     Attributes:
-        modules: layer by name, each with ``lora_a_stacked`` and ``lora_b_stacked``.
+        modules: layer by name, each with ``lora_a_stacked``, ``lora_b_stacked`` and
+            ``reset_lora(slot)``.
         packed_modules: the names of the checkpoint's modules inside a fused layer, in order.
         lora_index_to_id: the adapter id in each slot.
     """
@@ -78,7 +79,7 @@ class SlotWriter:
         rename: Callable[[str], str] = lambda name: name,
     ) -> None:
         self._manager, self._id = manager, lora_id
-        self._parts = list(_parts(manager, {rename(site.name): site for site in sites}))
+        self._parts, self._idle = _match(manager, {rename(site.name): site for site in sites})
         self._check_ranks()
         self._slot: int | None = None
 
@@ -103,7 +104,8 @@ class SlotWriter:
 
         Args:
             verify: the slot holds the same adapter already, put there by vLLM's own path; every
-                byte must stay what it is. Costs a copy of the slot and one synchronisation.
+                byte must stay what it is. Costs a copy of the slot and one synchronisation. Not
+                for ``rank_pattern`` or ``alpha_pattern``, which vLLM knows since 0.32 only.
 
         Raises:
             SlotError: the adapter is not active, its shapes have changed, or ``verify`` found a
@@ -115,6 +117,8 @@ class SlotWriter:
             for part in self._parts:
                 part.stacked_a[slot].zero_()
                 part.stacked_b[slot].zero_()
+            for layer in self._idle:
+                layer.reset_lora(slot)
         targets, sources, scaled, scalings = [], [], [], []
         for part, rank, factors in self._placed():
             a = part.stacked_a[slot, 0, rank, : factors.a.shape[1]]
@@ -167,35 +171,57 @@ class SlotWriter:
                 )
 
 
-def _parts(manager: SlotManager, sites: Mapping[str, LoraSite]) -> Iterator[_Part]:
-    """Every slice of every layer with its site, if it has one."""
+def _match(manager: SlotManager, sites: Mapping[str, LoraSite]) -> tuple[list[_Part], list[Any]]:
+    """Every slice of the layers that hold a site, and the layers that hold none."""
     if missing := [a for a in ("modules", "packed_modules") if not hasattr(manager, a)]:
         raise SlotError(f"lora slots: this vLLM's LoRA manager has no {missing}; load by vLLM")
-    left = dict(sites)
+    parts: list[_Part] = []
+    idle, left = [], set(sites)
     for name, layer in manager.modules.items():
-        stacked = _stacked(name, layer)
-        at = 0
-        for inner_name in manager.packed_modules.get(name) or [name]:
-            site = left.pop(inner_name, None)
-            rows, taken = 0, 0
-            wanted = site.factors()[0].b.shape[0] if site else stacked[at][1].shape[2]
-            while rows < wanted and at + taken < len(stacked):
-                a, b = stacked[at + taken]
-                size = min(b.shape[2], wanted - rows)
-                yield _Part(name, a, b, site, slice(rows, rows + size))
-                rows, taken = rows + size, taken + 1
-            if rows != wanted:
-                raise SlotError(f"lora slots: {name} has {rows} rows for {inner_name}'s {wanted}")
-            at += taken
-        # Slices behind the last module with an adapter stay, and are zeroed with the rest.
-        for a, b in stacked[at:]:
-            yield _Part(name, a, b, None, slice(0, 0))
+        inner_names = manager.packed_modules.get(name) or [name]
+        if left.isdisjoint(inner_names):
+            idle.append(layer)
+            continue
+        left.difference_update(inner_names)
+        parts += _parts(name, _stacked(name, layer), [sites.get(inner) for inner in inner_names])
     if left:
         raise SlotError(
             f"lora slots: vLLM has no LoRA layer for {', '.join(sorted(left)[:3])}"
             f"{f' and {len(left) - 3} more' if len(left) > 3 else ''}; leave them out of "
             "target_modules, or fold the adapter (route 'fold')"
         )
+    return parts, idle
+
+
+def _parts(
+    name: str, stacked: Sequence[tuple[Tensor, Tensor]], sites: Sequence[LoraSite | None]
+) -> Iterator[_Part]:
+    """The layer's slices in order; a site takes as many as its B has rows for."""
+    one_each = len(stacked) == len(sites)
+    if not one_each and None in sites:
+        # How many slices the absent module covers is written nowhere.
+        raise SlotError(
+            f"lora slots: {name} has {len(stacked)} slices for {len(sites)} modules, and not all "
+            "of them have an adapter; load by vLLM"
+        )
+    at = 0
+    for site in sites:
+        if site is None:
+            yield _Part(name, *stacked[at], None, slice(0, 0))
+            at += 1
+            continue
+        wanted, rows = site.factors()[0].b.shape[0], 0
+        while rows < wanted and at < len(stacked):
+            a, b = stacked[at]
+            size = min(b.shape[2], wanted - rows)  # a head's slot is padded to 64 rows
+            yield _Part(name, a, b, site, slice(rows, rows + size))
+            rows, at = rows + size, at + 1
+            if one_each or (size < b.shape[2] and len(stacked) > 1):
+                break
+        if rows != wanted:
+            raise SlotError(
+                f"lora slots: {name} has {rows} rows for the {wanted} of {site.name}; load by vLLM"
+            )
 
 
 def _stacked(name: str, layer: Any) -> list[tuple[Tensor, Tensor]]:

@@ -21,11 +21,18 @@ WIDTHS = {
 
 def layer(inner, outs, slots=2, rank=MAX_RANK, dtype=torch.bfloat16):
     """Slots full of rubbish, as they are after another adapter."""
-    return SimpleNamespace(
+    made = SimpleNamespace(
         tp_size=1,
         lora_a_stacked=tuple(torch.full((slots, 1, rank, inner), 7.0, dtype=dtype) for _ in outs),
         lora_b_stacked=tuple(torch.full((slots, 1, out, rank), 7.0, dtype=dtype) for out in outs),
     )
+
+    def reset_lora(slot):
+        for stacked in made.lora_a_stacked + made.lora_b_stacked:
+            stacked[slot] = 0
+
+    made.reset_lora = reset_lora
+    return made
 
 
 def manager(dtype=torch.bfloat16):
@@ -179,6 +186,10 @@ def change(slots, name, **attributes):
             "16 rows for .*32",
         ),
         (
+            lambda s: s.modules.update({"model.layers.0.mlp.gate_up_proj": layer(32, [48] * 3)}),
+            "3 slices for 2 modules",
+        ),
+        (
             lambda s: s.modules.update({"model.layers.0.mlp.down_proj": layer(40, [32])}),
             "do not fit",
         ),
@@ -192,4 +203,6 @@ def test_slots_that_cannot_take_it_are_refused_before_anything_is_written(spoil,
     slots = manager()
     spoil(slots)
     with pytest.raises(SlotError, match=reason):
-        SlotWriter(slots, lora_sites(with_lora(llama())), 5)
+        SlotWriter(
+            slots, lora_sites(with_lora(llama(), target_modules=["down_proj", "up_proj"])), 5
+        )
