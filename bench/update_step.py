@@ -1,8 +1,8 @@
 """One GRPO update of a LoRA model: peak memory, time, and how far the gradients are from fp32.
 
-Variants: ``eager`` (Hugging Face gradient checkpointing), ``fxrl`` (``fxrl.optimize`` over the
-same model, checkpointing left on, so it is taken over) and ``compile`` (``torch.compile`` of the
-loss function). Each gets the same weights, batch and a fresh optimizer. An update is forward,
+Variants: ``eager``, ``fxrl`` (``fxrl.optimize`` over the same model), ``fxrl-layers-eager`` (the same
+with the layers run op by op) and ``compile`` (``torch.compile`` of the loss function). Hugging
+Face's gradient checkpointing is on (fxrl takes it over) unless ``--no-checkpointing``. Each gets the same weights, batch and a fresh optimizer. An update is forward,
 backward and optimizer step; its peak is over everything that lives on the device.
 
 Then the gradient of every LoRA parameter in bf16, eager and fxrl, is compared with an fp32
@@ -21,6 +21,7 @@ from torch import nn
 
 import fxrl
 from bench.lib import common, qwen
+from fxrl.passes import REGISTRY
 
 COLUMNS = (
     "variant",
@@ -45,7 +46,8 @@ LossFn = Callable[[nn.Module, Any], Any]
 def main() -> None:
     args = _arguments()
     notes = [
-        f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0",
+        f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0; "
+        f"checkpointing {'off' if args.no_checkpointing else 'on'}",
         f"{args.shape} shape, LoRA r={args.rank}, all linear layers, bf16, random weights; "
         f"rows of {args.prompt} prompt and {args.completion} completion tokens",
         "grad_error columns: relative L2 distance to the fp32 gradient of the same weights; over "
@@ -77,7 +79,8 @@ def make_step(variant: str, model: nn.Module) -> Callable[[Any], Any]:
     if variant == "compile":
         compiled = torch.compile(loss_fn)
         return lambda batch: compiled(model, batch)
-    return fxrl.optimize(model, loss_fn, fxrl.Config(min_saved_bytes=0))
+    names = None if variant == "fxrl" else tuple(n for n in REGISTRY if n != "recompute")
+    return fxrl.optimize(model, loss_fn, fxrl.Config(min_saved_bytes=0, passes=names))
 
 
 def measure_updates(args: argparse.Namespace, results: common.Results) -> None:
@@ -87,6 +90,7 @@ def measure_updates(args: argparse.Namespace, results: common.Results) -> None:
         args.device,
         layers=args.layers,
         rank=args.rank,
+        checkpointing=not args.no_checkpointing,
         input_hook=not args.no_input_hook,
     )
     batch = qwen.make_batch(
@@ -148,6 +152,8 @@ def _one_variant(
     first = common.wall_s(update, args.device)
     low, middle, high = common.spread_ms(update, args.device, warmup=1, repeats=args.repeats)
     peak, over_base = common.peak_bytes(update, args.device)
+    if args.profile:
+        _print_kernels(update)
     if isinstance(step, fxrl.TrainStep):
         print(step.report, flush=True)
         results.extra["report"] = [str(remark) for remark in step.report.remarks]
@@ -160,6 +166,21 @@ def _one_variant(
         "peak_over_base_gib": common.gib(over_base),
         "loss": losses[0].item(),
     }
+
+
+def _print_kernels(update: Callable[[], None]) -> None:
+    """The kernels that take the most time, and how busy the device is."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        update()
+        torch.cuda.synchronize()
+    table = found.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90
+    )
+    for line in table.splitlines():  # name, then device time alone
+        columns = line.split("  ")
+        print(" ".join(filter(None, map(str.strip, columns)))[:260], flush=True)
 
 
 def measure_gradients(args: argparse.Namespace, results: common.Results, seed: int) -> None:
@@ -245,6 +266,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--mask", default="none", choices=("none", "ones", "causal"))
     parser.add_argument("--attention", default="cudnn", choices=("cudnn", "flash", "math", "any"))
     parser.add_argument("--no-input-hook", action="store_true", help="see bench/lib/qwen.py")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one update")
     parser.add_argument("--repeats", type=int, default=7, help="0 leaves the timing out")
     parser.add_argument("--variants", default="eager,fxrl", type=lambda text: text.split(","))
     parser.add_argument("--ref-layers", type=int, default=12)

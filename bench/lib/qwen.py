@@ -24,6 +24,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "qwen3-1.7b": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "vocab_size": 1024,
         "hidden_size": 64,
@@ -62,8 +72,9 @@ def make_model(
     from transformers import AutoModelForCausalLM, Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-    numbers = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
-    config = Qwen3Config(**numbers, max_position_embeddings=2**20, tie_word_embeddings=False)
+    numbers = {"tie_word_embeddings": False} | SHAPES[shape]
+    numbers |= {"num_hidden_layers": layers} if layers else {}
+    config = Qwen3Config(**numbers, max_position_embeddings=2**20)
     config._attn_implementation = "sdpa"
     config.use_cache = False  # as every trainer sets it; else transformers logs while it is traced
     with torch.device("meta"):

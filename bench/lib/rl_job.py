@@ -149,7 +149,7 @@ name = "dapo"
 [sampling]
 num_generations = {GENERATIONS}
 max_tokens = {length}
-extra = {{ ignore_eos = true }}
+ignore_eos = true
 
 [optim]
 lr = 1e-5

@@ -199,6 +199,7 @@ class LossConfig:
 class SamplingConfig:
     """``[sampling]``: how completions are drawn; ``num_generations`` per prompt.
 
+    ``ignore_eos``, ``min_tokens`` and ``stop_token_ids`` are those of ``SamplingParams``.
     ``extra`` are further sampling parameters of vLLM by its own names, for ``engine = "vllm"``:
     ``extra = { repetition_penalty = 1.1 }``. What they do to the distribution the trainer does not
     repeat; the importance-sampling correction of the losses accounts for it.
@@ -210,10 +211,18 @@ class SamplingConfig:
     min_p: float = 0.0
     max_tokens: int = 256
     num_generations: int = 8
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         none_of(
+            at_least("min_tokens", self.min_tokens, 0),
+            when(
+                self.min_tokens > self.max_tokens,
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}",
+            ),
             above("temperature", self.temperature, 0.0),
             within("top_p", self.top_p, 0.0, 1.0),
             above("top_p", self.top_p, 0.0),
