@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from io import StringIO
@@ -140,9 +141,9 @@ class SharingReport:
         for column in ("weights", "tensors", "GiB", "why"):
             table.add_column(column, justify="right" if column in ("tensors", "GiB") else "left")
         for kind, rows in (("shared", shared), ("copied", [r for r in self.rows if not r.shared])):
-            for reason, count in Counter(row.reason for row in rows).most_common():
-                size = sum(row.nbytes for row in rows if row.reason == reason)
-                example = next(row.name for row in rows if row.reason == reason)
+            for reason, count in Counter(_any_layer(row.reason) for row in rows).most_common():
+                alike = [row for row in rows if _any_layer(row.reason) == reason]
+                size, example = sum(row.nbytes for row in alike), alike[0].name
                 why = reason if kind == "shared" else f"{example}: {reason}"
                 table.add_row(kind, str(count), f"{size / 2**30:.3f}", why)
         out = StringIO()
@@ -156,6 +157,10 @@ class SharingReport:
         for warning in self.warnings:
             console.print(f"warning: {warning}")
         return out.getvalue().rstrip()
+
+
+def _any_layer(reason: str) -> str:
+    return re.sub(r"\.\d+(?=\.)", ".*", reason)
 
 
 def logical(parameter: Tensor) -> Tensor:

@@ -1,0 +1,353 @@
+"""Sharing with a fake of vLLM's model: aliases, refusals and their reasons, later checks."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fxrl.models import lora
+from fxrl.runtime.checksum import checksum, checksums, model_checksum
+from fxrl.runtime.engine import EngineError
+from fxrl.runtime.fp8_linear import Fp8Linear
+from fxrl.runtime.shared_weights import SharingError, share
+from fxrl.runtime.weight_search import find_by_content
+from tests.runtime.fake_vllm import (
+    checkpoint,
+    fake_vllm,
+    per_block,
+    per_channel,
+    per_tensor,
+)
+
+IDS = torch.randint(3, 300, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def bound(tmp_path, fake, **options):
+    return share(fake, None, tmp_path, device="cpu", **options)
+
+
+def storages(module):
+    return {value.untyped_storage().data_ptr() for value in module.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fake_options"),
+    [
+        ("qwen3", {}),
+        ("qwen2", {"stacked_mapper": True}),
+        ("gemma3", {"prefix": "language_model.", "stacked_mapper": True}),
+        ("llama", {"lora": True}),
+        ("llama", {"prefix": "lm."}),
+        ("phi3", {}),
+        ("mistral", {"declared": False}),  # found by its bytes alone
+    ],
+)
+def test_everything_is_shared(tmp_path, kind, fake_options):
+    original = checkpoint(tmp_path, kind)
+    fake = fake_vllm(original, **fake_options)
+    model, report = bound(tmp_path, fake)
+    assert report.complete, str(report)
+    assert storages(model) <= storages(fake)
+    assert report.copied_bytes == 0
+    assert report.shared_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    assert not model.training
+    assert all(p.requires_grad and p.is_leaf for p in model.parameters())
+    report.verify_again()
+
+
+def test_writes_go_both_ways(tmp_path):
+    """A real optimizer step is seen in vLLM's fused weight; a write there is seen here."""
+    fake = fake_vllm(checkpoint(tmp_path))
+    model, report = bound(tmp_path, fake)
+    fused = fake.get_submodule("model.layers.0.self_attn.qkv_proj").weight
+    before = fused.clone()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer.step()
+    attention = model.model.layers[0].self_attn
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    assert torch.equal(fused, torch.cat([p.detach() for p in parts]))
+    assert ((fused != before).float().mean(1) > 0.5).all()
+    report.verify_again()  # trainable weights may change
+    fake.get_submodule("lm_head").weight.zero_()
+    assert float(model(input_ids=IDS).logits.detach().abs().max()) == 0
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    fake = fake_vllm(checkpoint(tmp_path, "llama", tie=1))
+    model, report = bound(tmp_path, fake)
+    assert report.complete
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    (row,) = [row for row in report.rows if row.also]
+    assert {row.name, *row.also} == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def interleaved(parts):
+    """Rows of the parts in turns, as GPT-NeoX's checkpoints have them."""
+    count = min(len(p) for p in parts)
+    mixed = torch.stack([p[:count] for p in parts], 1).flatten(0, 1)
+    return torch.cat([mixed, *(p[count:] for p in parts)])
+
+
+def test_a_wrong_layout_is_noticed_and_copied(tmp_path):
+    original = checkpoint(tmp_path)
+    model, report = bound(tmp_path, fake_vllm(original, fuse=interleaved))
+    copied = {row.name.split(".")[-2]: row for row in report.rows if not row.shared}
+    assert copied.keys() == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert "holds other bytes than the checkpoint's tensor" in copied["q_proj"].reason
+    assert "nowhere in vLLM's layer" in copied["q_proj"].reason
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, original.eval()(IDS).logits)
+    assert "copied" in str(report)
+    assert "layers.*.self_attn.qkv_proj.weight holds other bytes" in " ".join(str(report).split())
+    assert len(str(report).splitlines()) < 10  # a line for each reason, not for each layer
+
+
+def test_one_wrong_bit(tmp_path):
+    def flip(name, value):
+        if name == "model.layers.1.mlp.down_proj.weight":
+            value.view(torch.int16)[3, 5] ^= 1
+        return value
+
+    _, report = bound(tmp_path, fake_vllm(checkpoint(tmp_path), change=flip))
+    (row,) = [row for row in report.rows if not row.shared]
+    assert row.name == "model.layers.1.mlp.down_proj.weight"
+
+
+def test_another_dtype_is_copied(tmp_path):
+    fake = fake_vllm(checkpoint(tmp_path))
+    model, report = bound(tmp_path, fake, dtype=torch.float32)
+    assert report.shared_bytes == 0
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert "in torch.bfloat16, the model in torch.float32" in report.rows[0].reason
+
+
+def test_a_checkpoint_in_float32_under_bf16(tmp_path):
+    """vLLM rounds while it loads; so does the comparison."""
+    fake = fake_vllm(checkpoint(tmp_path, dtype="fp32").to(torch.bfloat16))
+    _, report = bound(tmp_path, fake)
+    assert report.complete, str(report)
+
+
+def test_packed_weights_of_a_cpu(tmp_path):
+    """vLLM's CPU kernels keep a copy of their own: sharing the rest would train a stale model."""
+
+    def pack(name, value):
+        return value.new_empty(0) if "mlp" in name else value
+
+    fake = fake_vllm(checkpoint(tmp_path), packed={}, change=pack)
+    model, report = bound(tmp_path, fake)
+    assert report.shared_bytes == 0
+    assert not storages(model) & storages(fake)
+    assert {row.reason for row in report.rows} == {report.rows[0].reason}
+    assert "update_weights" in report.rows[0].reason
+
+
+def test_tensor_parallel_shards_are_not_shared(tmp_path):
+    def half(name, value):
+        return value[: len(value) // 2].clone() if value.dim() == 2 else value
+
+    _, report = bound(tmp_path, fake_vllm(checkpoint(tmp_path), change=half))
+    reasons = {row.name: row.reason for row in report.rows if not row.shared}
+    assert "model.layers.0.self_attn.o_proj.weight" in reasons
+    assert "not [64, 64]" in reasons["model.layers.0.self_attn.o_proj.weight"]
+
+
+def test_two_parameters_never_share_one_place(tmp_path):
+    """Two equal weights in the checkpoint are still two weights."""
+    original = checkpoint(tmp_path)
+    attention = original.model.layers[0].self_attn
+    with torch.no_grad():
+        attention.v_proj.weight.copy_(attention.k_proj.weight)
+    original.save_pretrained(tmp_path)
+    fake = fake_vllm(
+        original, packed={"other": ["k_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    )
+    model, report = bound(tmp_path, fake)
+    attention = model.model.layers[0].self_attn
+    assert attention.v_proj.weight.data_ptr() != attention.k_proj.weight.data_ptr()
+    (row,) = [r for r in report.rows if not r.shared and r.name.startswith("model.layers.0.")]
+    assert row.name.endswith("k_proj.weight")
+    assert "several places" in row.reason
+
+
+def test_what_vllm_ties_and_the_model_does_not(tmp_path):
+    """One storage under two parameters would train both with the sum of two updates."""
+    original = checkpoint(tmp_path, "llama")
+    with torch.no_grad():
+        original.lm_head.weight.copy_(original.model.embed_tokens.weight)
+    original.save_pretrained(tmp_path)
+    fake = fake_vllm(original)
+    fake.lm_head = fake.get_submodule("model.embed_tokens")
+    _, report = bound(tmp_path, fake)
+    (row,) = [row for row in report.rows if not row.shared]
+    assert row.name == "lm_head.weight"
+    assert "shared with model.embed_tokens.weight already" in row.reason
+
+
+def test_bytes_that_show_no_place():
+    tensors = {"l.0.a": torch.zeros(4, 3), "l.0.b": torch.randn(6, 3), "l.1.b": torch.randn(6, 3)}
+    tensors["l.0.c"] = tensors["l.0.b"].clone()
+    part = tensors["l.0.b"][2:4]
+    assert "all its values are equal" in find_by_content(
+        "l.0.x", torch.zeros(4, 3), part.dtype, tensors
+    )
+    assert "several places" in find_by_content("l.0.x", part, part.dtype, tensors)
+    assert "nowhere" in find_by_content("l.1.x", part, part.dtype, tensors)
+    del tensors["l.0.c"]
+    place = find_by_content("l.0.x", part, part.dtype, tensors)
+    assert (place.name, place.start, place.length) == ("l.0.b", 2, 2)
+
+
+@pytest.mark.parametrize("breakage", ["rebind", "move", "engine"])
+def test_broken_aliases_are_found(tmp_path, breakage):
+    fake = fake_vllm(checkpoint(tmp_path))
+    model, report = bound(tmp_path, fake)
+    model = lora(model, r=2)  # wraps the layers, keeps the base's parameters
+    report.verify_again()
+    name = "model.layers.0.mlp.down_proj"
+    layer = model.get_submodule(f"base_model.model.{name}.base_layer")
+    if breakage == "rebind":
+        layer.weight.data = layer.weight.data.clone()
+    elif breakage == "move":
+        layer.to(torch.float32)
+    else:
+        weight = fake.get_submodule(name).weight
+        fake.get_submodule(name).weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    with pytest.raises(SharingError, match=r"down_proj\.weight: lies in another storage"):
+        report.verify_again(contents=False)
+
+
+def test_changed_bytes_of_a_frozen_weight_are_found(tmp_path):
+    fake = fake_vllm(checkpoint(tmp_path))
+    model, report = bound(tmp_path, fake, requires_grad=False)
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    saved = weight.clone()
+    weight[0, 0] += 1
+    with pytest.raises(SharingError, match=r"layers\.1\.self_attn\.v_proj\.weight: other bytes"):
+        report.verify_again()
+    report.verify_again(contents=False)
+    weight.copy_(saved)
+    report.verify_again()
+
+
+def test_a_rearranged_copy_inside_vllm_is_told(tmp_path):
+    fake = fake_vllm(checkpoint(tmp_path))
+    fake.get_submodule("model.layers.0.self_attn").W_UV = torch.randn(64, 64)
+    fake.get_submodule("model.layers.0.self_attn").kv_cache = torch.randn(64, 64)
+    _, report = bound(tmp_path, fake)
+    (warning,) = report.warnings
+    assert "W_UV" in warning
+
+
+def test_checkpoint_faults(tmp_path):
+    fake = fake_vllm(checkpoint(tmp_path))
+    with pytest.raises(EngineError, match="no such folder"):
+        share(fake, None, tmp_path / "nowhere", device="cpu")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(EngineError, match="transformers cannot load it"):
+        bound(tmp_path, fake)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such"}))
+    with pytest.raises(EngineError, match="no causal LM"):
+        bound(tmp_path, fake)
+
+
+def test_a_checkpoint_that_transformers_converts(tmp_path):
+    """Experts are stored one by one and merged while loading: names differ from the model's."""
+    original = checkpoint(tmp_path, "mixtral")
+    fake = fake_vllm(original)
+    experts = {n for n, _ in original.named_parameters() if "experts" in n}
+    model, report = bound(tmp_path, fake)
+    assert report.complete, str(report)
+    assert experts <= {row.name for row in report.rows}
+    assert storages(model) <= storages(fake)
+
+
+@pytest.mark.parametrize("quantize", [per_channel, per_tensor, per_block])
+def test_fp8(tmp_path, quantize):
+    """Linear layers over vLLM's FP8 bytes, the rest as usual; a LoRA learns beside them."""
+    original = checkpoint(tmp_path, "qwen3", hidden=192, intermediate=320, heads=6, head_dim=32)
+    fake = fake_vllm(original, quantize=quantize)
+    model, report = bound(tmp_path, fake, requires_grad=False)
+    assert report.complete, str(report)
+    assert storages(model) <= storages(fake)
+    layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
+    assert len(layers) == 2 * 7
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Linear):
+            exact = original.get_submodule(name).weight.detach().float()
+            error = (module.dequantized(torch.float32) - exact).norm() / exact.norm()
+            assert 0.005 < error < 0.04, name
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    with torch.no_grad():
+        drift = model(IDS).logits.float() - original.eval()(IDS).logits.float()
+        assert 0 < float(drift.norm() / original(IDS).logits.norm()) < 0.2
+    adapted = lora(model, r=4, seed=0)
+    loss = adapted(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    trained = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    assert all(torch.isfinite(p.grad).all() for p in trained.values())
+    assert all(p.grad.abs().sum() > 0 for n, p in trained.items() if "lora_B" in n)
+    report.verify_again()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda t: t | {"weight_scale": t["weight_scale"] * 1.2}, "not the checkpoint's rounded"),
+        (lambda t: t | {"weight_scale": t["weight_scale"].double()}, "scales are torch.float64"),
+        (lambda t: t | {"weight_scale": t["weight_scale"][:3]}, "scales have shape"),
+        (lambda t: {"weight": t["weight"]}, "0 known scale tensors"),
+        (
+            lambda t: {
+                "weight": torch.zeros_like(t["weight"]),
+                "weight_scale": t["weight_scale"] * 1e6,
+            },
+            "too coarse",
+        ),
+    ],
+)
+def test_fp8_that_is_not_the_checkpoint_is_copied(tmp_path, spoil, reason):
+    original = checkpoint(tmp_path)
+    fake = fake_vllm(original, quantize=lambda weight: spoil(per_channel(weight)))
+    model, report = bound(tmp_path, fake)
+    copied = [row for row in report.rows if not row.shared]
+    assert len(copied) == 2 * 7
+    assert all(reason in row.reason for row in copied), str(report)
+    assert not any(isinstance(module, Fp8Linear) for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, original.eval()(IDS).logits)
+
+
+def test_checksums():
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.bool):
+        value = torch.randn(7, 5, 3, generator=generator).to(dtype)
+        assert checksum(value) == checksum(value.clone())
+        assert checksum(value.transpose(1, 2)) == checksum(value.transpose(1, 2).contiguous())
+        other = value.clone()
+        other.view(torch.uint8)[3, 2, 1] ^= 1
+        assert checksum(other) != checksum(value)
+        assert dtype == torch.bool or checksum(value.roll(1, 0)) != checksum(value)
+    assert checksum(torch.tensor(float("nan"))) == checksum(torch.tensor(float("nan")))
+    assert checksum(torch.zeros(3)) != checksum(-torch.zeros(3))
+    with pytest.raises(TypeError, match="16 bytes"):
+        checksum(torch.zeros(1, dtype=torch.complex128))
+    both = {"a": torch.randn(4), "b": torch.randn(2, 2)}
+    assert checksums(both) == {name: checksum(value) for name, value in both.items()}
+
+
+def test_model_checksum():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    frozen = model[0].requires_grad_(False)
+    everything, base = model_checksum(model), model_checksum(model, trainable=False)
+    model[1].weight.data[0, 0] += 1
+    assert model_checksum(model) != everything
+    assert model_checksum(model, trainable=False) == base
+    frozen.bias.data.add_(1)
+    assert model_checksum(model, trainable=False) != base
