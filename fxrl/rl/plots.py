@@ -1,4 +1,4 @@
-"""The reward curve as a PNG."""
+"""The reward curve and the steps' times as PNGs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fxrl.rl.errors import MissingPackageError
+from fxrl.rl.timing import PHASES
 
 
 def plot_curves(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
@@ -17,13 +18,7 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: Path, title: str) ->
         path: the PNG.
         title: above the plot.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise MissingPackageError("matplotlib", "the reward curve") from missing
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure((8, 6))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     steps, reward = _series(records, "reward")
     known = [record for record in records if record.get("reward") is not None]
@@ -52,6 +47,47 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: Path, title: str) ->
         axis.grid(alpha=0.3)
     figure.savefig(str(path), dpi=120)
     return path
+
+
+def plot_times(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
+    """Seconds of each step, stacked by phase (``fxrl.rl.timing``).
+
+    Args:
+        records: lines of ``metrics.jsonl``.
+        path: the PNG.
+        title: above the plot.
+    """
+    figure = _figure((8, 4))
+    axis = figure.subplots()
+    known = [record for record in records if record.get("time/generate") is not None]
+    steps = [record["step"] for record in known]
+    bottom = [0.0] * len(known)
+    total = sum(record["step_time"] for record in known) or 1.0
+    for index, phase in enumerate(PHASES):
+        seconds = [record.get(f"time/{phase}") or 0.0 for record in known]
+        label = f"{phase} {100 * sum(seconds) / total:.0f} %"
+        axis.bar(steps, seconds, 1.0, bottom, label=label, color=f"C{index}", linewidth=0)
+        bottom = [low + high for low, high in zip(bottom, seconds, strict=True)]
+    if len(bottom) > 2:  # the first steps compile; they would flatten all others
+        axis.set_ylim(0, 1.15 * max(sorted(bottom)[: max(2, len(bottom) * 19 // 20)]))
+    axis.set_xlabel("step")
+    axis.set_ylabel("seconds")
+    axis.set_title(title)
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", reverse=True)
+    axis.grid(alpha=0.3, axis="y")
+    figure.savefig(str(path), dpi=120)
+    return path
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise MissingPackageError("matplotlib", "the reward curve") from missing
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _held_out(axis: Any, records: Sequence[Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fxrl.core.remark import RemarkKind, Report, format_bytes
 from fxrl.rl.metrics import jsonable
+from fxrl.rl.timing import PHASES
 
 COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -27,6 +28,7 @@ COLUMNS = (
     ("length", "completions/mean_length", "{:.1f}"),
     ("|grad|", "grad_norm", "{:.3f}"),
     ("tok/s", "tokens_per_second", "{:.0f}"),
+    ("drift", "sampling/sampling_logp_difference/mean", "{:.4f}"),
     ("s", "step_time", "{:.1f}"),
     ("held-out", "eval/accuracy", "{:.3f}"),
 )
@@ -145,14 +147,14 @@ class RichReporter:
         first, self._samples = not self._samples, samples or self._samples
         self._progress.update(self._task, completed=record["step"])
         if self._live is not None:
-            views: list[Any] = [self._progress, steps_table(self._recent)]
+            views: list[Any] = [self._progress, steps_table(self._recent), time_line(record)]
             if self._samples:
                 views.append(completions_table(self._samples))
             self._live.update(Group(*views), refresh=True)
             return
         words = [f"{name} {_cell(record, key, form)}" for name, key, form in COLUMNS[1:]]
         shown = "  ".join(word for word in words if not word.endswith(" -"))
-        self.message(f"step {record['step']}/{self.total}  {shown}")
+        self.message(f"step {record['step']}/{self.total}  {shown}  ({time_line(record)})")
         if first and self._samples:
             self.console.print(completions_table(self._samples))
 
@@ -174,6 +176,14 @@ def steps_table(records: Sequence[Mapping[str, Any]] | deque[Mapping[str, Any]])
     for record in records:
         table.add_row(*(_cell(record, key, form) for _, key, form in used))
     return table
+
+
+def time_line(record: Mapping[str, Any]) -> str:
+    """Where the step's seconds went, the largest part first; parts under a percent are left out."""
+    seconds = {phase: record.get(f"time/{phase}") or 0.0 for phase in PHASES}
+    total = sum(seconds.values())
+    shown = sorted((p for p in PHASES if seconds[p] > total / 100), key=lambda p: -seconds[p])
+    return ", ".join(f"{phase} {seconds[phase]:.2f} s" for phase in shown)
 
 
 def completions_table(samples: Sequence[Mapping[str, Any]]) -> Table:

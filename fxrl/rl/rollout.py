@@ -96,6 +96,9 @@ class Roller:
             min_p=self.sampling.min_p,
             max_tokens=self.sampling.max_tokens,
             seed=seed,
+            ignore_eos=self.sampling.ignore_eos,
+            min_tokens=self.sampling.min_tokens,
+            stop_token_ids=self.sampling.stop_token_ids,
             extra=self.sampling.extra,
         )
 
@@ -110,6 +113,7 @@ class Roller:
         """
         prompts = [self.builder.prompt(row) for row in rows]
         judge = Judge(rows, prompts, self.rewards, self.tokenizer, state)
+        before = dict(self.engine.timings)
         try:
             with clock.phase("generate"):
                 ids = [self.builder.encode(prompt) for prompt in prompts]
@@ -117,8 +121,9 @@ class Roller:
         except BaseException:
             judge.abandon()
             raise
-        timings = self.engine.timings
-        clock.move("generate", "sync", sum(timings.get(name, 0.0) for name in ENGINE_SYNC))
+        # Times that are not of this call stay in ``timings`` as they were.
+        new = {k: v for k, v in self.engine.timings.items() if before.get(k) != v}
+        clock.move("generate", "sync", sum(new.get(name, 0.0) for name in ENGINE_SYNC))
         with clock.phase("reward"):
             verdict = judge.verdict(groups)
         weights = [reward.weight for reward in self.rewards]

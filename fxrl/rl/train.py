@@ -8,6 +8,7 @@ can be resumed (143 for SIGTERM). A second signal kills at once.
 from __future__ import annotations
 
 import json as jsonlib
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from fxrl.rl.interrupt import StopRequest, stop_on_signal
 from fxrl.rl.load_config import as_table, load_config
 from fxrl.rl.metrics import METRICS, read_lines
 from fxrl.rl.named import importable_from
-from fxrl.rl.plots import plot_curves
+from fxrl.rl.plots import plot_curves, plot_times
 from fxrl.rl.progress import JsonReporter, Reporter, RichReporter
 from fxrl.rl.setup import Questions, build_parts, read_questions, seed_everything
+from fxrl.rl.storage import keep_trying, try_to_write, why
 from fxrl.rl.trainer import Trainer
 
 OK, FAILED, BAD_CONFIG = 0, 1, 2
@@ -69,15 +71,14 @@ def main(
 
 def _run(config: TrainConfig, questions: Questions, found: Path | None, reporter: Reporter) -> int:
     run_dir = Path(config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.json").write_text(jsonlib.dumps(as_table(config), indent=1) + "\n")
+    try_to_write(lambda: _start_folder(config, run_dir), str(run_dir))
     seed_everything(config.seed)
     parts = build_parts(config, questions, run_dir, reporter.message)
-    trainer = Trainer(config, parts, run_dir)
-    if found is not None:
-        trainer.resume(found)
-        reporter.message(f"resumed at step {trainer.done} from {found}")
     try:
+        trainer = Trainer(config, parts, run_dir)
+        if found is not None:
+            trainer.resume(found)
+            reporter.message(f"resumed at step {trainer.done} from {found}")
         with stop_on_signal() as stop, reporter:
             trainer.run(reporter, stop)
     finally:
@@ -85,24 +86,50 @@ def _run(config: TrainConfig, questions: Questions, found: Path | None, reporter
     return _finish(trainer, stop, reporter)
 
 
+def _start_folder(config: TrainConfig, run_dir: Path) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.json").write_text(jsonlib.dumps(as_table(config), indent=1) + "\n")
+
+
 def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
     config, run_dir = trainer.config, trainer.run_dir
     records = read_lines(run_dir / METRICS)
-    if records:
-        plot_curves(records, run_dir / "reward_curve.png", f"{config.model.id}: {run_dir.name}")
+    _draw(records, trainer, reporter)
     if stop and trainer.done < config.steps:
         reporter.message(
             f"stopped after step {trainer.done} of {config.steps}; go on with --resume "
             f"run_dir={run_dir}"
         )
         return stop.exit_code
-    final = run_dir / "final"
-    trainer.parts.model.save_pretrained(str(final))  # type: ignore[operator]
-    trainer.parts.tokenizer.save_pretrained(str(final))
     values = summarize(records, trainer)
-    (run_dir / "summary.json").write_text(jsonlib.dumps(values, indent=1) + "\n")
+
+    def write() -> None:
+        final = str(run_dir / "final")
+        trainer.parts.model.save_pretrained(final)  # type: ignore[operator]
+        trainer.parts.tokenizer.save_pretrained(final)
+        (run_dir / "summary.json").write_text(jsonlib.dumps(values, indent=1) + "\n")
+
+    keep_trying(
+        write,
+        "the trained model",
+        reporter.message,
+        retries=config.disk_retries,
+        wait_s=config.disk_wait_s,
+    )
     reporter.summary(values)
     return OK
+
+
+def _draw(records: Sequence[dict[str, Any]], trainer: Trainer, reporter: Reporter) -> None:
+    """The curves; without room on the disk the run goes on without them."""
+    run_dir, title = trainer.run_dir, f"{trainer.config.model.id}: {trainer.run_dir.name}"
+    try:
+        trainer.write_ledger()
+        if records:
+            plot_curves(records, run_dir / "reward_curve.png", title)
+            plot_times(records, run_dir / "time_breakdown.png", title)
+    except OSError as error:
+        reporter.message(f"{run_dir}: {why(error)}; the curves are not drawn")
 
 
 def summarize(records: Sequence[dict[str, Any]], trainer: Trainer) -> dict[str, Any]:
@@ -120,6 +147,7 @@ def summarize(records: Sequence[dict[str, Any]], trainer: Trainer) -> dict[str, 
             "most frequent answer": trainer.initial.get("eval/majority_baseline"),
         }
     return values | {
+        "seconds a step, median": statistics.median(r["step_time"] for r in records),
         "tokens": trainer.num_tokens,
         "seconds": sum(record["step_time"] for record in records),
         "updates skipped": trainer.parts.updater.num_skipped,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -196,7 +195,7 @@ class Trainer:
                 f"step {number} failed, and its state could not be saved: {why(failure)}"
             )
             return
-        text = f"step {number} failed {which} is in {saved}".replace(" ;", ";")
+        text = f"step {number} failed{which} is in {saved}".replace(" ;", ";")
         error.add_note(f"{text}; go on with --resume run_dir={self.run_dir}")
 
     def _step(self) -> tuple[dict[str, Any], Rollout]:
@@ -252,16 +251,19 @@ class Trainer:
         }
 
     def _tell_memory(self, tell: Any) -> None:
-        """The engine's account of the GPU's memory, if it keeps one; ``ledger.json`` has it too."""
-        ledger = getattr(self.parts.engine, "ledger", None)
-        if ledger is None:
-            return
-        tell(str(ledger))
-        text = json.dumps(ledger.to_dict(), indent=1) + "\n"
-        try:
-            (self.run_dir / "ledger.json").write_text(text)
-        except OSError as error:
-            tell(f"{self.run_dir / 'ledger.json'}: {why(error)}")
+        """The engine's account of the GPU's memory, if it keeps one."""
+        if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
+            tell(str(ledger))
+
+    def write_ledger(self) -> None:
+        """``ledger.json``: the engine's account of the GPU's memory, an entry per transition.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
+            text = ",\n".join(ledger.to_json().splitlines())
+            (self.run_dir / "ledger.json").write_text(f"[{text}]\n")
 
     def _tell_report(self, reporter: Reporter) -> None:
         """Once per process, when the first step has been captured."""
