@@ -16,6 +16,7 @@ from fxrl.kernels.sample_rows import choose, summarise
 
 BLOCK = 4096  # logits of one program, all in registers; which token a seed draws depends on it
 _WARPS = 8
+_CHOOSE_WARPS = 8
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -75,7 +76,7 @@ def fused_sample(
         choose[(rows,)](
             logits, temperature, seeds, positions, state_rows, position_rows, partial,
             tokens, logprobs, entropies, logits.stride(0), vocab, blocks,
-            BLOCK, triton.next_power_of_2(blocks), num_warps=_WARPS,
+            BLOCK, triton.next_power_of_2(blocks), num_warps=_CHOOSE_WARPS,
         )  # fmt: skip
     return tokens, logprobs
 

@@ -1,0 +1,134 @@
+"""``decode_attention``: interpreted on the CPU, compiled on a GPU; its argument checks."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fxrl.kernels.decode_attention import (
+    DecodeAttentionError,
+    DecodeTuning,
+    DecodeWorkspace,
+    decode_attention,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+import decode_cases as cases
+
+MIXED = [1000, 0, 1, 16, 17, 4099, 63, 64, 65, 0, 257]
+
+
+def test_interpreted():
+    """In a process of its own: whether Triton interprets is decided when it is imported."""
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    command = [sys.executable, "-W", "ignore", cases.__file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "all agree" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "heads", [(16, 8), (32, 8), (8, 8), (16, 1), (12, 2), (40, 8), (64, 2)], ids=str
+)
+@pytest.mark.parametrize("dim", [64, 128, 256, 96, 80])
+def test_heads_on_gpu(heads, dim):
+    if dim in (96, 80) and heads not in ((16, 8), (12, 2)):
+        pytest.skip("one group size shows padding of D")
+    q_heads, kv_heads = heads
+    for layout, dtype in itertools.product(("NHD", "HND"), (torch.bfloat16, torch.float16)):
+        case = cases.make_case(
+            MIXED, q_heads=q_heads, kv_heads=kv_heads, dim=dim, dtype=dtype, layout=layout,
+            device="cuda",
+        )  # fmt: skip
+        cases.check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 3.0}, {"window": 513, "softcap": 8.0}], ids=str)  # fmt: skip
+def test_options_on_gpu(block_size, options):
+    for lengths in (MIXED, [32768], [1], [0], [500] * 130):
+        case = cases.make_case(
+            lengths, q_heads=8, kv_heads=4, dim=128, block_size=block_size, device="cuda"
+        )
+        cases.check(case, **options)
+    fp8 = cases.make_case(
+        MIXED, q_heads=8, kv_heads=4, dim=128, block_size=block_size, device="cuda",
+        cache_dtype=torch.float8_e4m3fn,
+    )  # fmt: skip
+    cases.check(fp8, k_scale=0.3, v_scale=2.5, **options)
+
+
+@pytest.mark.gpu
+def test_any_cut_of_the_work_on_gpu():
+    case = cases.make_case(MIXED, q_heads=16, kv_heads=8, dim=128, device="cuda")
+    for per_sm, items, min_tiles in itertools.product((1, 3), (1, 8), (1, 9)):
+        tuning = DecodeTuning(programs_per_sm=per_sm, items_per_program=items, min_tiles=min_tiles)
+        cases.check(case, tuning=tuning)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_with_other_lengths():
+    case = cases.make_case([900, 31, 512, 2000], q_heads=16, kv_heads=8, dim=128, device="cuda")
+    space = DecodeWorkspace(4, 16, 8, 128, torch.device("cuda"))
+    decode_attention(*case.tensors(), 0.1, workspace=space)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(*case.tensors(), 0.1, workspace=space)
+    full = case.seq_lens.clone()
+    for shares in ((1, 1, 1, 1), (0.5, 0, 1, 0.01), (0, 0, 0, 1)):
+        case.seq_lens.copy_((full * torch.tensor(shares, device="cuda")).int())
+        graph.replay()
+        lengths = case.seq_lens.tolist()
+        cut = cases.dataclasses.replace(
+            case,
+            keys=[k[:n] for k, n in zip(case.keys, lengths, strict=True)],
+            values=[v[:n] for v, n in zip(case.values, lengths, strict=True)],
+        )
+        want = cases.reference(cut, 0.1)
+        torch.testing.assert_close(out.double().cpu(), want, rtol=2**-7, atol=2**-6)
+
+
+def arguments(**changes):
+    made = {
+        "q": torch.zeros(2, 4, 64, dtype=torch.bfloat16),
+        "k_cache": torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16),
+        "v_cache": torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16),
+        "block_table": torch.zeros(2, 4, dtype=torch.int32),
+        "seq_lens": torch.zeros(2, dtype=torch.int32),
+        "scale": 1.0,
+    }
+    return made | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(2, 4, 64)}, "float32"),
+        ({"q": torch.zeros(2, 4, 257, dtype=torch.bfloat16)}, "257"),
+        ({"q": torch.zeros(2, 64, 4, dtype=torch.bfloat16).mT}, "q has stride"),
+        ({"q": torch.zeros(2, 3, 64, dtype=torch.bfloat16)}, "no multiple"),
+        ({"k_cache": torch.zeros(5, 16, 2, 32, dtype=torch.bfloat16)}, "k_cache"),
+        ({"v_cache": torch.zeros(5, 16, 1, 64, dtype=torch.bfloat16)}, "v_cache"),
+        ({"v_cache": torch.zeros(5, 16, 2, 64, dtype=torch.float16)}, "v_cache"),
+        ({"block_table": torch.zeros(2, 4, dtype=torch.int64)}, "int64"),
+        ({"seq_lens": torch.zeros(1, dtype=torch.int32)}, "2 rows"),
+        ({"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")}, "meta"),
+        ({"out": torch.zeros(2, 4, 32, dtype=torch.bfloat16)}, "as q"),
+        ({"workspace": DecodeWorkspace(1, 4, 2, 64, torch.device("cpu"))}, "do not fit"),
+    ],
+)
+def test_bad_arguments(changes, message):
+    with pytest.raises(DecodeAttentionError, match=message):
+        decode_attention(**arguments(**changes))
