@@ -38,6 +38,7 @@ ENGINES = {
     "vllm fp32": {"dtype": "float32"},
     "vllm bf16": {"dtype": "bfloat16"},
     "vllm bf16, fp32 head": {"dtype": "bfloat16", "fp32_head": True},
+    "vllm fp16": {"dtype": "float16"},
 }
 PAIRS = (
     ("hf bf16", "hf fp32"),
@@ -49,6 +50,9 @@ PAIRS = (
     ("vllm bf16", "hf bf16, fp32 head"),
     ("vllm bf16, fp32 head", "hf bf16, fp32 head"),
     ("vllm bf16, fp32 head", "hf fp32"),
+    ("hf fp16", "hf fp32"),
+    ("vllm fp16", "hf fp32"),
+    ("vllm fp16", "hf fp16"),
 )
 
 
@@ -126,7 +130,7 @@ def _difference(left: list[float], right: list[float]) -> dict[str, float]:
 class _HuggingFace:
     """Log-probs of given tokens under one checkpoint, by one full forward per sequence."""
 
-    VARIANTS = ("hf fp32", "hf fp32, 1 ulp", "hf bf16", "hf bf16, fp32 head")
+    VARIANTS = ("hf fp32", "hf fp32, 1 ulp", "hf bf16", "hf bf16, fp32 head", "hf fp16")
 
     def __init__(
         self, path: Path, device: str, prompts: list[list[int]], tokens: list[list[int]]
@@ -139,7 +143,8 @@ class _HuggingFace:
         import torch
         from transformers import AutoModelForCausalLM
 
-        dtype = torch.float32 if "hf fp32" in variant else torch.bfloat16
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = dtypes[variant[3:7]]
         model = AutoModelForCausalLM.from_pretrained(self._path, dtype=dtype).to(self._device)
         model.eval()
         if "1 ulp" in variant:
@@ -267,8 +272,8 @@ def _sample(task: dict[str, Any]) -> None:
     )
     params = SamplingParams(
         temperature=1.0,
+        # No min_tokens: it takes the end token out of the distribution, and its mass with it.
         max_tokens=task["tokens"],
-        min_tokens=task["tokens"],
         ignore_eos=True,
         logprobs=0,
         detokenize=False,

@@ -103,9 +103,11 @@ class SlotWriter:
         """Copies the factors as they are now; launches kernels and waits for nothing.
 
         Args:
-            verify: the slot holds the same adapter already, put there by vLLM's own path; every
-                byte must stay what it is. Costs a copy of the slot and one synchronisation. Not
-                for ``rank_pattern`` or ``alpha_pattern``, which vLLM knows since 0.32 only.
+            verify: the slot holds the same adapter already, put there by vLLM's own path from
+                tensors that hold the scaling (``vllm_adapter.adapter_tensors``); every byte must
+                stay what it is. Costs a copy of the slot and one synchronisation. A path that
+                leaves the scaling to vLLM rounds once more where the slots are bf16 and the
+                scaling is no power of two, and before 0.32 knows no ``alpha_pattern``.
 
         Raises:
             SlotError: the adapter is not active, its shapes have changed, or ``verify`` found a
@@ -119,17 +121,16 @@ class SlotWriter:
                 part.stacked_b[slot].zero_()
             for layer in self._idle:
                 layer.reset_lora(slot)
-        targets, sources, scaled, scalings = [], [], [], []
+        targets_a, targets_b, a, b, scalings = [], [], [], [], []
         for part, rank, factors in self._placed():
-            a = part.stacked_a[slot, 0, rank, : factors.a.shape[1]]
-            b = part.stacked_b[slot, 0, : part.rows.stop - part.rows.start, rank]
-            targets += [a, b]
-            sources += [factors.a, factors.b[part.rows]]
-            scaled.append(b)
+            targets_a.append(part.stacked_a[slot, 0, rank, : factors.a.shape[1]])
+            targets_b.append(part.stacked_b[slot, 0, : part.rows.stop - part.rows.start, rank])
+            a.append(factors.a)
+            b.append(factors.b[part.rows])
             scalings.append(factors.scaling)
-        torch.ops.aten._foreach_copy_.default(targets, sources)
-        # In the slot's dtype and after the copy: bit for bit what vLLM's own loading computes.
-        torch.ops.aten._foreach_mul_.ScalarList(scaled, scalings)
+        # Scaled in the trainer's precision, then rounded once to the slot's.
+        scaled = torch.ops.aten._foreach_mul.ScalarList(b, scalings)
+        torch.ops.aten._foreach_copy_.default(targets_a + targets_b, a + list(scaled))
         self._slot = slot
         if verify:
             self._compare(slot, before)

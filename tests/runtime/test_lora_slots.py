@@ -53,9 +53,8 @@ def delta_in(layer, part, slot):
     return b.double() @ a.double()
 
 
-def by_vllms_rule(factors, dtype):
-    """Cast, then the scaling into B in the slot's dtype."""
-    return factors.a.to(dtype), factors.b.to(dtype) * factors.scaling
+def rounded_once(factors, dtype):
+    return factors.a.to(dtype), (factors.b * factors.scaling).to(dtype)
 
 
 @pytest.mark.parametrize("fp32_adapter", [True, False])
@@ -67,7 +66,7 @@ def test_every_part_lands_in_its_slice_and_the_rest_is_zero(fp32_adapter):
     assert_same_bits(model, before)  # nothing aliased, nothing scaled
     for name, made in slots.modules.items():
         for part, inner in enumerate(slots.packed_modules.get(name, [name])):
-            a, b = by_vllms_rule(sites[inner].factors()[0], torch.bfloat16)
+            a, b = rounded_once(sites[inner].factors()[0], torch.bfloat16)
             assert torch.equal(made.lora_a_stacked[part][1, 0, :4], a)
             assert torch.equal(made.lora_b_stacked[part][1, 0, :, :4], b)
             assert not made.lora_a_stacked[part][1, 0, 4:].any()

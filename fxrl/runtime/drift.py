@@ -1,0 +1,174 @@
+"""How far the log-probs that tokens were sampled with are from the trainer's for the same tokens.
+
+With the same weights on both sides d = log p_trainer - log p_sampler is rounding, and small. What
+else it can be (another temperature, a stale prefix cache, weights that were not updated) makes
+every importance ratio wrong, so it is measured at each step.
+
+NOTE [What the mean ratio tells]
+Tokens are drawn from the sampler's distribution q, so E[exp d] = sum q p / q = 1, whatever the two
+models are, as long as the recorded number is log q. A mean ratio that is many standard errors away
+from 1 therefore says that the recorded log-prob is not that of the distribution the token was
+drawn from (raw instead of processed, another temperature). A mean of 1 with a large d says that
+the two sides have different weights, or that rounding is amplified.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Level = Literal["ok", "high", "severe"]
+
+# Mean |d| in nat. A ratio's usual clip range is 0.2 wide: a tenth of it, and all of it.
+HIGH, SEVERE = 0.02, 0.2
+_SURE = 6.0  # standard errors
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """One step's comparison; differences in nat, d = trainer's minus sampler's.
+
+    Attributes:
+        num_tokens: compared, i.e. in the mask and finite on both sides.
+        num_broken: in the mask, but nan or infinite on either side.
+        mean, max: of |d|.
+        ratio_min, ratio_mean, ratio_max: of exp(d), before any correction cuts it.
+        ratio_error: standard error of ``ratio_mean``.
+        kl: estimate (k3) of KL(sampler || trainer) per token, never negative.
+    """
+
+    num_tokens: int
+    num_broken: int
+    mean: float
+    max: float
+    ratio_min: float
+    ratio_mean: float
+    ratio_max: float
+    ratio_error: float
+    kl: float
+
+    def metrics(self) -> dict[str, float]:
+        """By TRL's names. The losses report the ratio as their correction has cut it, by the same
+        names: theirs take precedence where there are both."""
+        return {
+            "sampling/sampling_logp_difference/mean": self.mean,
+            "sampling/sampling_logp_difference/max": self.max,
+            "sampling/importance_sampling_ratio/min": self.ratio_min,
+            "sampling/importance_sampling_ratio/mean": self.ratio_mean,
+            "sampling/importance_sampling_ratio/max": self.ratio_max,
+            "sampling/kl": self.kl,
+        }
+
+    def level(self, high: float = HIGH, severe: float = SEVERE) -> Level:
+        """By the mean difference; a broken token is severe."""
+        if self.num_broken or self.mean > severe:
+            return "severe"
+        return "high" if self.mean > high else "ok"
+
+    def warning(self, high: float = HIGH, severe: float = SEVERE) -> str | None:
+        """What is wrong and what to do about it; ``None`` while all is well."""
+        if self.level(high, severe) == "ok":
+            return None
+        if self.num_broken:
+            return (
+                f"drift: {self.num_broken} sampled tokens have a log-prob that is nan or infinite; "
+                "the engine has to report log-probs before its filters cut the distribution"
+            )
+        off = abs(self.ratio_mean - 1)
+        limit = high if self.mean <= severe else severe
+        found = f"drift: sampler and trainer differ by {self.mean:.3g} nat on average (>{limit:g})"
+        if off > _SURE * self.ratio_error and off > 0.01:
+            return (
+                f"{found}, and their mean ratio is {self.ratio_mean:.3f}, not 1: the recorded "
+                "log-probs are not those the tokens were drawn with; check the temperature on both "
+                "sides, and that the engine reports processed log-probs"
+            )
+        if self.level(high, severe) == "severe":
+            return (
+                f"{found}: the two sides hardly have the same weights; check that the engine got "
+                "the last update, that its prefix cache was reset, and the adapter"
+            )
+        return (
+            f"{found}; keep vllm_importance_sampling_correction on. If it was so from the first "
+            "step it is rounding: an fp32 head in the engine, dtype float16, or no FP8 weights or "
+            "KV cache make it smaller"
+        )
+
+
+class DriftMeter:
+    """Collects the micro-batches of a step on the device; one synchronisation in ``result``."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+        self._lows: list[Tensor] = []
+        self._highs: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> None:
+        """One micro-batch.
+
+        Args:
+            logps: trainer's log-probs of the sampled tokens, before its first update, at the
+                sampling temperature; any shape.
+            rollout_logps: the sampler's, same shape.
+            mask: same shape, true (or 1) where a token counts; the rest may hold anything.
+        """
+        counted = mask.bool()
+        d = logps.double() - rollout_logps.double()
+        fine = counted & d.isfinite()
+        d = torch.where(fine, d, 0.0)
+        ratio = torch.exp(d)
+        kept = fine.double()
+        self._sums.append(
+            torch.stack(
+                [
+                    kept.sum(),
+                    (counted & ~fine).double().sum(),
+                    d.abs().sum(),
+                    (ratio * kept).sum(),
+                    (ratio.square() * kept).sum(),
+                    (torch.expm1(d) - d).sum(),
+                ]
+            )
+        )
+        gap = torch.where(fine, d, -torch.inf)
+        self._highs.append(torch.stack([d.abs().amax(), gap.amax()]))
+        self._lows.append(torch.where(fine, d, torch.inf).amin())
+
+    def result(self) -> Drift | None:
+        """All that was added; ``None`` where no token counted."""
+        if not self._sums:
+            return None
+        device = self._sums[0].device
+        sums = torch.stack([s.to(device) for s in self._sums]).sum(0)
+        highs = torch.stack([h.to(device) for h in self._highs]).amax(0)
+        low = torch.stack([value.to(device) for value in self._lows]).amin(0, keepdim=True)
+        values = torch.cat([sums, highs, low]).tolist()
+        count, broken, total, ratios, squares, kl, widest, top, bottom = values
+        if not count:
+            return None if not broken else _nothing_but_broken(int(broken))
+        mean = ratios / count
+        return Drift(
+            num_tokens=int(count),
+            num_broken=int(broken),
+            mean=total / count,
+            max=widest,
+            ratio_min=math.exp(bottom),
+            ratio_mean=mean,
+            ratio_max=_exp(top),
+            ratio_error=math.sqrt(max(squares / count - mean * mean, 0.0) / count),
+            kl=kl / count,
+        )
+
+
+def _nothing_but_broken(count: int) -> Drift:
+    nan = math.nan
+    return Drift(0, count, nan, nan, nan, nan, nan, nan, nan)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 709 else math.inf
