@@ -2,13 +2,16 @@
 
 One process: vLLM's model classes are instantiated and loaded by vLLM's own loader, one after the
 other, without an engine. Prints one JSON line for each architecture. ``test_vllm_shared_weights``
-runs it for two; by hand: ``python tests/runtime/sharing_sweep.py all``.
+runs it for a few; by hand: ``python tests/runtime/sharing_sweep.py all``. A kind's suffix only
+tells variants apart, but ``-packed``: there vLLM packs the weights for its CPU kernels, as it does
+unasked.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -81,6 +84,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "ernie4_5": {},
     "helium": {},
+    "llama-packed": {},
     "llama-tied": {"tie_word_embeddings": True},
     "llama-bias": {"attention_bias": True, "mlp_bias": True},
     "mixtral": MOE,
@@ -98,13 +102,12 @@ def main(kinds: list[str]) -> None:
     import vllm.model_executor.layers.utils as layer_utils
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-    # vLLM packs weights for its CPU kernels; on a GPU they stay as they are.
-    layer_utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
-        layer, "cpu_linear", torch.nn.functional.linear
-    )
+    pack = layer_utils.dispatch_cpu_unquantized_gemm
     torch.accelerator.empty_cache = lambda: None  # the loader calls it on a machine without one
     initialized = False
     for kind in kinds:
+        # On a GPU nothing is packed; there the weights stay as they are.
+        layer_utils.dispatch_cpu_unquantized_gemm = pack if "-packed" in kind else keep
         with tempfile.TemporaryDirectory() as folder:
             try:
                 config = engine_config(kind, Path(folder))
@@ -120,6 +123,13 @@ def main(kinds: list[str]) -> None:
             except Exception as error:
                 line = {"kind": kind, "error": f"{type(error).__name__}: {error}"[:300]}
         print(json.dumps(line), flush=True)
+
+
+def keep(layer: Any, remove_weight: bool) -> None:
+    """In place of packing: multiply with the weight itself."""
+    import torch
+
+    layer.cpu_linear = torch.nn.functional.linear
 
 
 def engine_config(kind: str, folder: Path) -> Any:
@@ -171,6 +181,7 @@ def sharing(kind: str, folder: Path, config: Any) -> dict[str, Any]:
         "shared": len(report.rows) - len(copied),
         "copied": len(copied),
         "complete": report.complete,
+        "plain_parameters": all(type(p) is torch.nn.Parameter for p in model.parameters()),
         "logits_equal": equal,
         "how": sorted({row.reason for row in report.rows if row.shared}),
         "why": sorted({f"{row.name}: {row.reason}" for row in copied})[:2],
@@ -180,4 +191,11 @@ def sharing(kind: str, folder: Path, config: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    main(list(KINDS) if sys.argv[1:] == ["all"] else sys.argv[1:])
+    if sys.argv[1:] == [
+        "all"
+    ]:  # vLLM makes its expert-parallel group with the first model or never
+        experts = [kind for kind in KINDS if "num_experts_per_tok" in KINDS[kind]]
+        for group in ([kind for kind in KINDS if kind not in experts], experts):
+            subprocess.run([sys.executable, __file__, *group], check=True)
+    else:
+        main(sys.argv[1:])
