@@ -12,15 +12,8 @@ from typing import ClassVar, Literal
 
 from fxrl.config import Config
 from fxrl.rl.checks import at_least, none_of, when
-from fxrl.rl.sections import (
-    DataConfig,
-    EvalConfig,
-    LossConfig,
-    ModelConfig,
-    OptimConfig,
-    RewardConfig,
-    SamplingConfig,
-)
+from fxrl.rl.rollout_sections import EvalConfig, RewardConfig, SamplingConfig
+from fxrl.rl.sections import DataConfig, LossConfig, ModelConfig, OptimConfig
 from fxrl.runtime.vllm_options import VllmOptions
 
 

@@ -10,7 +10,7 @@ import torch
 from fxrl.rl.data import majority_baseline
 from fxrl.rl.judge import TrainerState
 from fxrl.rl.rollout import Roller
-from fxrl.rl.sections import EvalConfig
+from fxrl.rl.rollout_sections import EvalConfig
 from fxrl.rl.timing import Clock
 from fxrl.rl.types import Metrics, Row
 

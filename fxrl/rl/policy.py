@@ -91,8 +91,19 @@ def _with_vllm(
     try:
         model, report = engine.shared_model(dtype=getattr(torch, wanted.dtype))
         tell(str(report))
-        model = _trainable(model.to(device), config)
-        engine.attach(model)
+        if (place := next(model.parameters()).device).type != device.type:
+            raise ConfigError(
+                f"model.device={wanted.device!r}, but vLLM and the model made of its weights are "
+                f"on {place.type}; use auto"
+            )
+        model = _trainable(model, config)
+        completions = config.prompts_per_step * config.sampling.num_generations
+        engine.attach(
+            model,
+            decode_steps=config.sampling.max_tokens,
+            num_sequences=min(completions, options.max_num_seqs),
+        )
+        tell(f"rollouts take the trained weights by {engine.policy.way!r}: {engine.policy.reason}")
     except BaseException:
         engine.close()
         raise

@@ -24,7 +24,7 @@ from fxrl.rl.judge import Judge, TrainerState
 from fxrl.rl.prompts import Prompt, PromptBuilder
 from fxrl.rl.reward_call import Reward
 from fxrl.rl.rewards import combine
-from fxrl.rl.sections import SamplingConfig
+from fxrl.rl.rollout_sections import SamplingConfig
 from fxrl.rl.timing import Clock
 from fxrl.rl.types import Metrics, Rollout, Row
 from fxrl.runtime import Completion, Engine, SamplingParams
