@@ -24,11 +24,11 @@ def evaluate(
 ) -> Metrics:
     """``eval/accuracy``, ``eval/reward``, ``eval/majority_baseline``, ``eval/mean_length``.
 
-    The training run's random state is left alone: greedy decoding draws nothing, sampling uses a
-    seed of its own.
+    The training run's random state is left alone: a seed of its own says so to any engine, greedy
+    or not.
     """
     name = config.reward or roller.rewards[0].name
-    params = roller.params(n=1, greedy=config.greedy, seed=None if config.greedy else 0)
+    params = roller.params(n=1, greedy=config.greedy, seed=0)
     scores: list[float] = []
     totals: list[float] = []
     lengths: list[int] = []
