@@ -211,8 +211,11 @@ def _prompts(path: Path, count: int) -> list[list[int]]:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(path)
-        texts = [f"Question: what is {7 * i + 3} + {11 * i + 8}? Answer:" for i in range(count)]
-        return [tokenizer(text)["input_ids"] for text in texts]
+        texts = [f"What is {7 * i + 3} + {11 * i + 8}? Explain each step." for i in range(count)]
+        if tokenizer.chat_template:
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+        return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     return _random_tokens(path, count, 32)
 
 
@@ -270,6 +273,9 @@ def _sample(task: dict[str, Any]) -> None:
         seed=0,
         **options,
     )
+    head = llm.llm_engine.vllm_config.model_config.head_dtype
+    if task.get("fp32_head") and str(head) != "torch.float32":
+        raise ValueError(f"this vLLM keeps its head in {head}: head_dtype needs 0.32")
     params = SamplingParams(
         temperature=1.0,
         # No min_tokens: it takes the end token out of the distribution, and its mass with it.

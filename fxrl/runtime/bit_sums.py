@@ -29,23 +29,24 @@ class BitSums:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tuple(tensors)
-        self._rows = [_words(tensor).shape[0] for tensor in tensors]
+        self._words = [_words(tensor) for tensor in tensors]
+        rows = [words.shape[0] for words in self._words]
         device = tensors[0].device
         generator = torch.Generator().manual_seed(0x5EED)
-        factors = torch.randint(-(2**62), 2**62, (sum(self._rows),), generator=generator) * 2 + 1
+        factors = torch.randint(-(2**62), 2**62, (sum(rows),), generator=generator) * 2 + 1
         self._factors = factors.to(device)
-        owners = torch.arange(len(self._rows)).repeat_interleave(torch.tensor(self._rows))
+        owners = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
         self._owners = owners.to(device)
+        self._sums = torch.empty_like(self._factors)
+        self._parts = torch.split(self._sums, rows)
 
     @torch.no_grad()
     def measure(self) -> Tensor:
         """int64 [number of tensors], on the device; launches kernels and waits for nothing."""
-        sums = torch.empty_like(self._factors)
-        for tensor, part in zip(self._tensors, torch.split(sums, self._rows), strict=True):
-            torch.sum(_words(tensor), dim=1, dtype=torch.int64, out=part)
-        total = sums.new_zeros(len(self._tensors))
-        return total.index_add_(0, self._owners, sums.mul_(self._factors))
+        for words, part in zip(self._words, self._parts, strict=True):
+            torch.sum(words, dim=1, dtype=torch.int64, out=part)
+        total = self._sums.new_zeros(len(self._words))
+        return total.index_add_(0, self._owners, self._sums.mul_(self._factors))
 
 
 def _words(tensor: Tensor) -> Tensor:
