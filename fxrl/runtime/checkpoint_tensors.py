@@ -72,6 +72,14 @@ class CheckpointTensors:
         """The tensor stored under this very name, as it is stored."""
         return self._read(name) if name in self._files else None
 
+    def find_buffer(self, name: str) -> Tensor | None:
+        """A persistent buffer; ``None`` if transformers finds none in the checkpoint either."""
+        stored = self.find(name)
+        if stored is None:
+            self._converted = self._converted or self._convert()
+            stored = self._converted.get(name)
+        return stored
+
     def _dequantized(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype not in FP8_DTYPES:
             return tensor
@@ -112,8 +120,9 @@ class CheckpointTensors:
                 "has loaded, with its weights"
             ) from error
         unset = set(info["missing_keys"])  # transformers has drawn these at random
-        named = model.named_parameters(remove_duplicate=False)
-        return {name: value.detach() for name, value in named if name not in unset}
+        values = dict(model.named_parameters(remove_duplicate=False))
+        values |= dict(model.named_buffers())
+        return {name: value.detach() for name, value in values.items() if name not in unset}
 
 
 def _fp8_block(config: Any) -> tuple[int, int]:

@@ -74,6 +74,13 @@ def read_scale(values: Tensor, shape: torch.Size, block: tuple[int, int]) -> Fp8
     )
 
 
+def logical(parameter: Tensor) -> Tensor:
+    """A vLLM weight as [out, in]: FP8 ones are kept as [in, out] views of such a storage."""
+    value = parameter.detach()
+    column_major = value.dim() == 2 and value.stride() == (1, value.shape[0])
+    return value.t() if value.element_size() == 1 and column_major else value
+
+
 @torch.no_grad()
 def dequantize(weight: Tensor, scale: Fp8Scale, dtype: torch.dtype) -> Tensor:
     """[N, K] in ``dtype``: the product in float32 (or wider), rounded once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import StringIO
 
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 from fxrl.runtime.checksum import checksums
 from fxrl.runtime.engine import EngineError
-from fxrl.runtime.weight_layout import Placement
 
 _SHOWN = 5
 
@@ -47,13 +47,16 @@ class SharingRow:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Which attribute of which module aliases what. (PEFT wraps such modules, it keeps them.)"""
+    """Which attribute of which module aliases what. (PEFT wraps such modules, it keeps them.)
+
+    ``view`` makes what the attribute should be of vLLM's parameter.
+    """
 
     name: str
     module: nn.Module
     attribute: str
     vllm_name: str
-    placement: Placement
+    view: Callable[[Tensor], Tensor]
 
     def tensor(self) -> Tensor:
         value = getattr(self.module, self.attribute)
@@ -89,6 +92,12 @@ class SharingReport:
     def copied_bytes(self) -> int:
         """Bytes that exist twice."""
         return sum(row.nbytes for row in self.rows if not row.shared)
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """Names of the parameters that have a storage of their own: updates of these reach vLLM
+        only if somebody copies them."""
+        return tuple(n for row in self.rows if not row.shared for n in (row.name, *row.also))
 
     @property
     def complete(self) -> bool:
@@ -129,7 +138,7 @@ class SharingReport:
         here = binding.tensor()
         if owner.numel() == 0:
             return f"vLLM has packed {binding.vllm_name}"
-        there = binding.placement.view(logical(owner))
+        there = binding.view(owner)
         if here.data_ptr() != there.data_ptr():
             return "lies in another storage than vLLM's weight"
         if (here.shape, here.stride(), here.dtype) != (there.shape, there.stride(), there.dtype):
@@ -161,13 +170,6 @@ class SharingReport:
 
 def _any_layer(reason: str) -> str:
     return re.sub(r"\.\d+(?=\.)", ".*", reason)
-
-
-def logical(parameter: Tensor) -> Tensor:
-    """A vLLM weight as [out, in]: FP8 ones are kept as [in, out] views of such a storage."""
-    value = parameter.detach()
-    column_major = value.dim() == 2 and value.stride() == (1, value.shape[0])
-    return value.t() if value.element_size() == 1 and column_major else value
 
 
 def _requires_grad(binding: Binding) -> bool:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.runtime.checkpoint_tensors import CheckpointTensors
-from fxrl.runtime.fp8_linear import FP8_DTYPES, Fp8Linear, Fp8Scale
+from fxrl.runtime.fp8_linear import FP8_DTYPES, Fp8Linear, logical
 from fxrl.runtime.fp8_sharing import find_scale, why_not_quantized
 from fxrl.runtime.hf_skeleton import owner_of, parameter_groups
-from fxrl.runtime.sharing_report import Binding, SharingRow, logical
+from fxrl.runtime.sharing_report import Binding, SharingRow
 from fxrl.runtime.weight_layout import Placement, Proposal, plan_layout
 from fxrl.runtime.weight_search import equal_bits, find_by_content
 
@@ -132,7 +132,7 @@ class WeightBinder:
         parent, _, child = path.rpartition(".")
         setattr(self.model.get_submodule(parent), child, module)
         self._record((name,), module, "weight", place, module.weight)
-        self._record_scale(f"{path}.weight_scale", scale_name, scale)
+        self._record_scale(f"{path}.weight_scale", scale_name, module, place)
         return ""
 
     def _record(
@@ -145,12 +145,20 @@ class WeightBinder:
     ) -> None:
         nbytes, start = value.numel() * value.element_size(), value.data_ptr()
         self.taken[start, start + nbytes] = names[0]
-        self.bindings.append(Binding(names[0], module, attribute, place.name, place))
+        self.bindings.append(
+            Binding(names[0], module, attribute, place.name, lambda own: place.view(logical(own)))
+        )
         rows = (place.start, place.length)
         self.rows.append(SharingRow(names[0], place.name, rows, nbytes, True, place.how, names[1:]))
 
-    def _record_scale(self, name: str, vllm_name: str, scale: Fp8Scale) -> None:
-        values = scale.values
+    def _record_scale(self, name: str, vllm_name: str, module: Fp8Linear, place: Placement) -> None:
+        def view(_: Tensor) -> Tensor:
+            weight = logical(self.vllm_model.get_parameter(place.name))
+            found = find_scale(self.vllm_model, weight, place)
+            return module.weight_scale.new_empty(0) if isinstance(found, str) else found[1].values
+
+        values = module.weight_scale
+        self.bindings.append(Binding(name, module, "weight_scale", vllm_name, view))
         nbytes, rows = values.numel() * values.element_size(), (0, values.shape[0])
         self.rows.append(SharingRow(name, vllm_name, rows, nbytes, True, "FP8 scales"))
 
@@ -159,6 +167,6 @@ class WeightBinder:
         kept = self.model.state_dict().keys()
         for name, value in self.model.named_buffers():
             if name in kept and not name.endswith(".weight_scale"):
-                stored = self.checkpoint.find(name)
+                stored = self.checkpoint.find_buffer(name)
                 if stored is not None and stored.shape == value.shape:
                     value.copy_(stored)

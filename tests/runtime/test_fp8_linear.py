@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fxrl.runtime.fp8_linear import Fp8Linear, Fp8Scale, dequantize, read_scale
+from fxrl.runtime.fp8_linear import Fp8Linear, Fp8Scale, dequantize, logical, read_scale
 from fxrl.runtime.fp8_sharing import why_not_quantized
-from fxrl.runtime.sharing_report import logical
 from tests.runtime.fake_vllm import FP8, per_block, per_channel, per_tensor
 
 BLOCK = 128

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxrl.models import lora
 from fxrl.runtime.checksum import checksum, checksums, model_checksum
@@ -296,6 +297,67 @@ def test_fp8(tmp_path, quantize):
     report.verify_again()
 
 
+def test_broken_fp8_scales_are_found(tmp_path):
+    fake = fake_vllm(checkpoint(tmp_path), quantize=per_channel)
+    model, report = bound(tmp_path, fake, requires_grad=False)
+    layer = model.model.layers[0].self_attn.k_proj
+    layer.weight_scale = layer.weight_scale.clone()
+    with pytest.raises(SharingError, match=r"k_proj\.weight_scale: lies in another storage"):
+        report.verify_again()
+
+
+def test_fp8_is_frozen_and_says_so(tmp_path):
+    fake = fake_vllm(checkpoint(tmp_path), quantize=per_channel)
+    model, report = bound(tmp_path, fake)
+    assert any("frozen" in warning for warning in report.warnings)
+    assert not model.model.layers[0].self_attn.k_proj.weight.requires_grad
+    assert model.model.norm.weight.requires_grad
+
+
+def test_an_fp8_checkpoint(tmp_path):
+    """Values and scales are in the files: vLLM loads them as they are, transformers cannot."""
+    original = checkpoint(tmp_path, hidden=128, intermediate=256, heads=8, kv_heads=8)
+    stored = {}
+    for name, value in original.state_dict().items():
+        is_linear = isinstance(original.get_submodule(name.rpartition(".")[0]), torch.nn.Linear)
+        if is_linear and "lm_head" not in name:
+            tensors = per_block(value)
+            stored[name] = tensors["weight"]
+            stored[f"{name}_scale_inv"] = tensors["weight_scale_inv"]
+        else:
+            stored[name] = value
+    save_file(stored, tmp_path / "model.safetensors")
+    model, report = bound(tmp_path, fake_vllm(original, quantize=per_block))
+    assert report.complete, str(report)
+    layer = model.model.layers[1].mlp.up_proj
+    scale = stored["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    assert torch.equal(layer.weight_scale, scale)
+    model, report = bound(tmp_path, fake_vllm(original))  # a vLLM that has dequantized it
+    assert "model.layers.1.mlp.up_proj.weight" in report.copied
+    close = model.model.layers[1].mlp.up_proj.weight.detach()
+    torch.testing.assert_close(close, layer.dequantized())
+    del stored["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(EngineError, match=r"up_proj\.weight' is FP8 and it has no scales"):
+        bound(tmp_path, fake_vllm(original))
+
+
+def test_buffers_of_the_checkpoint_count(tmp_path):
+    """DeepSeek-V3's routing bias is a buffer, and it is trained."""
+    config = AutoConfig.for_model(
+        "deepseek_v3", vocab_size=330, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, moe_intermediate_size=32, n_routed_experts=8,
+        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=0, kv_lora_rank=16,
+        q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    original = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    gate = original.model.layers[0].mlp.gate
+    gate.e_score_correction_bias.copy_(torch.arange(8.0))
+    original.save_pretrained(tmp_path)
+    model, _ = bound(tmp_path, fake_vllm(original, packed={}))
+    assert model.model.layers[0].mlp.gate.e_score_correction_bias.tolist() == list(range(8))
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -318,6 +380,7 @@ def test_fp8_that_is_not_the_checkpoint_is_copied(tmp_path, spoil, reason):
     model, report = bound(tmp_path, fake)
     copied = [row for row in report.rows if not row.shared]
     assert len(copied) == 2 * 7
+    assert report.copied == tuple(row.name for row in copied)
     assert all(reason in row.reason for row in copied), str(report)
     assert not any(isinstance(module, Fp8Linear) for module in model.modules())
     with torch.no_grad():
