@@ -13,7 +13,9 @@ not installed, ``VLLM_USE_FLASHINFER_SAMPLER=0`` are set unless they are set alr
 NOTE [Expandable segments]
 ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` suits the trainer and may stay on: with the
 tagged pools that standby needs, vLLM switches it off around its own pools and back on afterwards.
-vLLM 0.25 looks for it under exactly that name, so ``PYTORCH_ALLOC_CONF`` would not do.
+vLLM 0.25 looks for it under exactly that name, so where ``PYTORCH_ALLOC_CONF`` (PyTorch's newer
+name) says it, the older name is set to the same: unnoticed, the pools would be built of expandable
+segments, which cannot be unmapped and mapped again.
 
 NOTE [Why a worker class of our own]
 ``worker_cls`` is vLLM's own hook for it. The KV cache's size has to be decided between profiling
@@ -27,7 +29,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,6 +149,7 @@ def _installed(options: VllmOptions) -> Names:
         from vllm.lora.peft_helper import PEFTHelper
         from vllm.lora.request import LoRARequest
         from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind
     except ImportError as error:
         raise EngineLoadError(
             f"vLLM cannot be imported ({error}); `fxrl doctor` says how to install it"
@@ -167,6 +169,7 @@ def _installed(options: VllmOptions) -> Names:
         module=vllm,
         device=str(current_platform.device_type),
         tokens_prompt=tokens_input,
+        final_only=RequestOutputKind.FINAL_ONLY,
         lora_request=LoRARequest,
         lora_model=LoRAModel,
         peft_helper=PEFTHelper,
@@ -177,12 +180,13 @@ def _installed(options: VllmOptions) -> Names:
 
 def _environment(options: VllmOptions) -> None:
     """See NOTE [vLLM's environment variables]."""
-    if options.tensor_parallel_size == 1 or "vllm" not in sys.modules:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", options.log_level)
     if importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if "expandable_segments:True" in (general := os.environ.get("PYTORCH_ALLOC_CONF", "")):
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", general)
 
 
 def _tags() -> Tags:

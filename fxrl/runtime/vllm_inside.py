@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fxrl.runtime.engine import EngineError
 from fxrl.runtime.lora_sites import LoraSite
 from fxrl.runtime.memory_probe import Tags
-from fxrl.runtime.vllm_adapter import ADAPTER_ID, ADAPTER_NAME, adapter_tensors, set_adapter
+from fxrl.runtime.vllm_adapter import ADAPTER_ID, ADAPTER_NAME, Adapter
 from fxrl.runtime.vllm_requests import EngineFailedError, step
 
 DRAIN_S = 60.0
@@ -32,6 +32,7 @@ class Names:
         module: ``vllm`` itself (``LLM``, ``EngineArgs``, ``SamplingParams``).
         device: ``"cuda"`` or ``"cpu"``.
         tokens_prompt: token ids to what ``add_request`` takes.
+        final_only: vLLM's output kind of that name: nothing is said of unfinished requests.
         lora_request, lora_model, peft_helper: classes of those names.
         tags: asks the tagged allocator for its pools; empty where there is none.
         quiet_config: enters a vLLM configuration that compiles nothing (vLLM patches Hugging Face's
@@ -41,6 +42,7 @@ class Names:
     module: Any
     device: str
     tokens_prompt: Callable[[list[int]], Any]
+    final_only: Any
     lora_request: Any
     lora_model: Any
     peft_helper: Any
@@ -63,6 +65,8 @@ class Inside:
     ) -> None:
         self.llm, self.names = llm, names
         self._ranks, self._max_lora_rank = tensor_parallel_size, max_lora_rank
+        self._adapter: Adapter | None = None
+        self._adapter_sites: tuple[LoraSite, ...] = ()
         self._sampling_fields = tuple(names.module.SamplingParams.__struct_fields__)
 
     @property
@@ -149,6 +153,7 @@ class Inside:
             ValueError: vLLM refuses a sampling parameter.
         """
         make, each = self.names.module.SamplingParams, len(seeds) // len(prompts)
+        arguments = {**arguments, "output_kind": self.names.final_only}
         found = []
         for index, prompt in enumerate(prompts):
             for seed in seeds[index * each : (index + 1) * each]:
@@ -169,12 +174,14 @@ class Inside:
 
     def set_adapter(self, sites: tuple[LoraSite, ...]) -> None:
         """See ``policy.Served``."""
-        set_adapter(
-            self.worker,
-            adapter_tensors(sites),
-            lora_model=self.names.lora_model,
-            peft_helper=self.names.peft_helper,
-        )
+        if self._adapter is None or self._adapter_sites is not sites:
+            names = self.names
+            self._adapter = Adapter(
+                self.worker, sites, lora_model=names.lora_model, peft_helper=names.peft_helper
+            )
+            self._adapter_sites = sites
+        else:
+            self._adapter.refresh()
 
     def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """See ``policy.Served``; in other processes' case the tensors travel through host memory.

@@ -45,6 +45,7 @@ OWNED_ENGINE_ARGS: Mapping[str, str] = MappingProxyType(
         "generation_config": "stop tokens and sampling parameters come from fxrl alone",
         "distributed_executor_backend": "it follows from tensor_parallel_size",
         "skip_tokenizer_init": "it follows from whether the model's folder has a tokenizer",
+        "use_tqdm_on_load": "nothing is printed but by the command line",
         "disable_log_stats": "nothing reads vLLM's statistics",
         "data_parallel_size": "one engine serves one trainer",
     }
@@ -211,6 +212,7 @@ def engine_arguments(
         "skip_tokenizer_init": not has_tokenizer,
         "disable_log_stats": True,
         "worker_cls": worker_cls,
+        "use_tqdm_on_load": False,
     }
     for name in _NAMED_BY_VLLM:
         if (value := getattr(options, name)) is not None:

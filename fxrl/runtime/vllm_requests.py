@@ -201,7 +201,7 @@ def run_requests(
 def _add(engine: Any, name: str, prompt: Any, params: Any, lora_request: Any) -> None:
     try:
         engine.add_request(name, prompt, params, lora_request=lora_request)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # later versions' validation errors are no ValueError
         raise PromptError(f"vLLM refuses the request: {error}") from error
 
 

@@ -146,7 +146,7 @@ class Serving:
         seeds = [None if greedy else sample_seed(base, call, index) for index in range(count)]
         try:
             requests = self._inside.requests(given, seeds, arguments)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # later versions' validation errors are no ValueError
             raise SamplingParamsError(f"vLLM refuses a sampling parameter: {error}") from error
         if params.seed is None:
             self._calls += 1
