@@ -1,11 +1,13 @@
-"""A real vLLM on the CPU whose weights a trainer shares and updates; prints what happened as JSON.
+"""A real vLLM whose weights a trainer shares and updates; prints what happened as JSON.
 
 A process of its own (one engine per process): ``python tests/runtime/sharing_engine.py FOLDER``.
-vLLM's packing for CPU kernels is off, as on a GPU; LoRA is on, so that layers are wrapped.
+On the CPU vLLM's packing for CPU kernels is off, as it is on a GPU; LoRA is on, so that layers are
+wrapped. On a GPU in bf16, with ``--quantization fp8_per_channel`` or another as well.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -20,7 +22,12 @@ PROMPTS = [[5, 17, 99, 23], [200, 7, 41], [3, 3, 3, 250, 120]]
 NUM_TOKENS = 8
 
 
-def main(folder: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--quantization")
+    parser.add_argument("--hidden", type=int, default=SIZES["hidden_size"])
+    arguments = parser.parse_args()
     os.environ.update(ENVIRONMENT)  # before vLLM is imported
     warnings.simplefilter("ignore")
     import torch
@@ -30,21 +37,27 @@ def main(folder: str) -> None:
 
     from fxrl.runtime.shared_weights import share
 
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     layer_utils.dispatch_cpu_unquantized_gemm = keep
-    config = transformers.AutoConfig.for_model("qwen3", **SIZES | KINDS["qwen3"])
+    sizes = {"hidden_size": arguments.hidden, "intermediate_size": 2 * arguments.hidden}
+    config = transformers.AutoConfig.for_model("qwen3", **SIZES | KINDS["qwen3"] | sizes)
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    trained = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    trained.save_pretrained(arguments.folder)
     llm = vllm.LLM(
-        folder,
-        dtype="float32",
+        arguments.folder,
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=arguments.quantization,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        enable_lora=True,
+        enable_lora=arguments.quantization is None,
         distributed_executor_backend="uni",
         max_model_len=64,
+        **({"gpu_memory_utilization": 0.2} if on_gpu else {}),
     )
-    inside = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-    model, report = share(inside, None, folder, dtype=torch.float32, device="cpu")
+    inside = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    model, report = share(inside, None, arguments.folder, dtype=dtype, device=device)
     facts: dict[str, Any] = {
         "complete": report.complete,
         "report": str(report),
@@ -52,7 +65,7 @@ def main(folder: str) -> None:
         "before": generate(llm, model),
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    ids = torch.tensor([PROMPTS[0] + facts["before"]["tokens"][0]])
+    ids = torch.tensor([PROMPTS[0] + facts["before"]["tokens"][0]], device=device)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     llm.reset_prefix_cache()
@@ -74,8 +87,9 @@ def generate(llm: Any, model: Any) -> dict[str, Any]:
         drawn = list(best.token_ids)
         rows = zip(best.logprobs, drawn, strict=True)
         theirs = torch.tensor([row[token].logprob for row, token in rows])
+        whole = torch.tensor([prompt + drawn], device=model.device)
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1]
+            logits = model(input_ids=whole).logits[0, len(prompt) - 1 : -1].float().cpu()
         ours = logits.log_softmax(-1).gather(-1, torch.tensor(drawn)[:, None])[:, 0]
         tokens.append(drawn)
         logprobs.append(theirs.tolist())
@@ -84,4 +98,4 @@ def generate(llm: Any, model: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
