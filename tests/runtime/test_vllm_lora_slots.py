@@ -10,7 +10,6 @@ from fxrl.runtime.lora_slots import SlotError, SlotWriter
 from tests.runtime.lora_models import fill, with_lora
 
 pytestmark = pytest.mark.vllm
-pytest.importorskip("vllm")
 
 PROMPTS = [[5, 9, 77, 31, 8], [101, 44, 3, 60, 61, 62, 7], [12] * 20]
 LENGTH = 12
@@ -35,7 +34,7 @@ def make_model():
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(tmp_path_factory, vllm_process):
     """A vLLM engine with the adapter loaded by vLLM itself, and the trainer's model beside it."""
     folder = tmp_path_factory.mktemp("slots")
     make_model().save_pretrained(folder / "base")
@@ -45,34 +44,28 @@ def served(tmp_path_factory):
             if "lora_" in name:
                 parameter.mul_(2)
     model.save_pretrained(folder / "adapter")
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-        }.items():
-            patch.setenv(key, value)
-        from vllm import LLM
-        from vllm.lora.request import LoRARequest
+    for key in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_NO_USAGE_STATS"):
+        vllm_process.setenv(key, "1")
+    vllm_process.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
 
-        llm = LLM(
-            model=str(folder / "base"),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=64,
-            max_num_seqs=8,
-            enforce_eager=True,
-            enable_lora=True,
-            max_lora_rank=8,
-            max_loras=1,
-            distributed_executor_backend="uni",
-        )
-        request = LoRARequest("policy", 3, str(folder / "adapter"))
-        worker = llm.llm_engine.model_executor.driver_worker.worker
-        manager = worker.model_runner.lora_manager._adapter_manager
-        yield SimpleNamespace(llm=llm, model=model, request=request, manager=manager)
+    llm = LLM(
+        model=str(folder / "base"),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=8,
+        enforce_eager=True,
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=1,
+        distributed_executor_backend="uni",
+    )
+    request = LoRARequest("policy", 3, str(folder / "adapter"))
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    manager = worker.model_runner.lora_manager._adapter_manager
+    return SimpleNamespace(llm=llm, model=model, request=request, manager=manager)
 
 
 def generate(served, lora=True):
