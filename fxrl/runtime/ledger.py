@@ -94,6 +94,7 @@ class MemoryLedger:
 
     def before_load(self) -> Entry:
         """To be called right before vLLM is built."""
+        self.probe.empty_cache()
         self._before = self.probe.read()
         return self._enter("before load", self._before)
 
