@@ -20,6 +20,9 @@ from torch import Tensor
 
 from fxrl.runtime.lora_sites import Factors
 
+# Factors that are split at a time; about 14 bytes of scratch each, at most 230 MB.
+_SCRATCH_ELEMENTS = 2**24
+
 
 @dataclass(frozen=True, eq=False)
 class Merge:
@@ -67,7 +70,10 @@ def merge_all(merges: Sequence[Merge], *, by_gemm: bool | None = None) -> None:
         else:
             split[_shape_key(merge)].append(merge)
     for group in split.values():
-        _merge_split(group)
+        elements = sum(f.a.numel() + f.b.numel() for f in group[0].factors)
+        step = max(1, _SCRATCH_ELEMENTS // elements)
+        for start in range(0, len(group), step):
+            _merge_split(group[start : start + step])
 
 
 def _is_ready(merge: Merge) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fxrl.runtime import lora_merge
 from fxrl.runtime.lora_merge import Merge, merge_all, merge_reference
 from fxrl.runtime.lora_sites import Factors
 
@@ -42,11 +43,15 @@ def test_reference_rounds_once(weight, factors, transposed):
         assert (merge.weight != want.to(weight)).float().mean() < 5e-3
 
 
+@pytest.mark.parametrize("scratch", [1, 2**24])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("factors", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scalings", [(2.0,), (1.7,), (2.0, 2.0), (0.5, 1.7)])
-def test_the_gemm_is_the_reference_but_for_ties(factors, scalings, transposed):
+def test_the_gemm_is_the_reference_but_for_ties(
+    factors, scalings, transposed, scratch, monkeypatch
+):
     """At most one unit in the last place, at the few numbers that lie between two."""
+    monkeypatch.setattr(lora_merge, "_SCRATCH_ELEMENTS", scratch)
     merges, references = [], []
     for out, inner, rank in [(48, 32, 4), (48, 32, 4), (64, 32, 8)]:
         shape = (inner, out) if transposed else (out, inner)
