@@ -129,13 +129,15 @@ class Fold:
         start = time.perf_counter()
         merges = self._merges()
         self._check_addresses()
-        self._back_up()
-        self._mark(_FOLDED)
         try:
+            self._back_up()
+            self._mark(_FOLDED)
             merge_all(merges)
             self._wait()
         except BaseException:
-            self.restore()
+            if self.is_applied:
+                self.restore()
+            self._device_backup = None
             raise
         self.timings["fold"] = time.perf_counter() - start
 
@@ -150,22 +152,32 @@ class Fold:
         if self._expected is None:
             raise FoldError("fold: nothing to restore; apply() comes first")
         start = time.perf_counter()
-        backup = self._device_backup or self._host_backup
-        assert backup is not None, "an applied fold has a backup"
         expected, self._expected = self._expected, None
+        interrupt = None
         try:
-            self._check_addresses()
-            backup.load()
-            sums = torch.stack([self._checksums.measure(), expected])
-            now, before = sums.tolist()  # the one synchronisation
-        except BaseException as error:
-            raise self._poison(self.names, str(error)) from error
-        wrong = [name for name, a, b in zip(self.names, now, before, strict=True) if a != b]
+            wrong = self._load(expected)
+        except KeyboardInterrupt as stop:  # it takes milliseconds: finish first
+            interrupt, wrong = stop, self._load(expected)
         if wrong:
             raise self._poison(wrong, "the checksums differ")
         self._device_backup = None
         self._mark(None)
         self.timings["restore"] = time.perf_counter() - start
+        if interrupt is not None:
+            raise interrupt
+
+    def _load(self, expected: Tensor) -> list[str]:
+        """Copies the backup back; the modules whose bits are not as expected."""
+        backup = self._device_backup or self._host_backup
+        assert backup is not None, "an applied fold has a backup"
+        try:
+            self._check_addresses()
+            backup.load()
+            sums = torch.stack([self._checksums.measure(), expected])
+            now, before = sums.tolist()  # the one synchronisation
+        except Exception as error:
+            raise self._poison(self.names, str(error)) from error
+        return [name for name, a, b in zip(self.names, now, before, strict=True) if a != b]
 
     def _merges(self) -> list[Merge]:
         """Read anew at every fold: the optimizer may have replaced factors, the user adapters."""

@@ -218,6 +218,25 @@ def test_a_restore_that_missed_a_bit_poisons_the_model(backup, monkeypatch):
             attempt()
 
 
+def test_an_interrupt_during_the_restore_waits_for_its_end(monkeypatch):
+    model = with_lora(llama(torch.bfloat16))
+    before, load = snapshot(model), lora_fold.DeviceBackup.load
+    calls = []
+
+    def interrupted(self):
+        load(self)
+        calls.append(1)
+        if len(calls) == 1:
+            self._tensors[3].zero_()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(lora_fold.DeviceBackup, "load", interrupted)
+    with pytest.raises(KeyboardInterrupt), folded(model):
+        pass
+    assert_same_bits(model, before)
+    require_sound(model)
+
+
 def test_the_rollouts_own_error_stays_visible_beside_a_failed_restore(monkeypatch):
     model = with_lora(llama())
     monkeypatch.setattr(lora_fold.DeviceBackup, "load", lambda self: None)
