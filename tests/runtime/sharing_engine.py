@@ -38,7 +38,8 @@ def main() -> None:
     from fxrl.runtime.shared_weights import share
 
     on_gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    device = "cuda" if on_gpu else "cpu"
+    dtype = torch.bfloat16 if on_gpu or arguments.quantization else torch.float32
     layer_utils.dispatch_cpu_unquantized_gemm = keep
     sizes = {"hidden_size": arguments.hidden, "intermediate_size": 2 * arguments.hidden}
     config = transformers.AutoConfig.for_model("qwen3", **SIZES | KINDS["qwen3"] | sizes)
