@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxrl.losses.batch import Batch, Metrics, Tokens, per_token
+from fxrl.losses.batch import Metrics, Tokens, per_token
 from fxrl.losses.logprobs import bounded_exp, exponent_bound
 from fxrl.losses.options import KLEstimator, PolicyOptions
 from fxrl.losses.reduce import masked_mean, masked_sum, row_mean
@@ -64,15 +64,22 @@ def importance_weights(
         bounded = ratio if low is None and high is None else ratio.clamp(low, high)
         weights = bounded if truncate else torch.where(outside, 0.0, ratio)
         counted = mask.any(-1, keepdim=True) if per_sequence else mask
-        gap = difference.abs()
-        metrics = {
-            "sampling/sampling_logp_difference/mean": masked_mean(gap, mask),
-            "sampling/sampling_logp_difference/max": gap.amax(),
+        metrics = logp_difference(old_logps, rollout_logps, mask) | {
             "sampling/importance_sampling_ratio/min": _masked_min(weights, counted),
             "sampling/importance_sampling_ratio/mean": masked_mean(weights, counted),
             "sampling/importance_sampling_ratio/max": torch.where(counted, weights, 0.0).amax(),
         }
     return weights, metrics
+
+
+def logp_difference(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Metrics:
+    """How far the sampler's log-probs are from the policy's, in nat; reported in any case."""
+    with torch.no_grad():
+        gap = per_token(old_logps - rollout_logps, mask).abs()
+        return {
+            "sampling/sampling_logp_difference/mean": masked_mean(gap, mask),
+            "sampling/sampling_logp_difference/max": gap.amax(),
+        }
 
 
 def _masked_min(values: Tensor, mask: Tensor) -> Tensor:
@@ -108,11 +115,3 @@ def high_entropy_keep(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
         below, above = ordered.gather(0, ends).unbind(0)
         cut = below + (above - below) * (place - place.floor())
         return (entropy >= cut) & mask
-
-
-def rollout_logps_of(batch: Batch, options: PolicyOptions) -> Tensor | None:
-    """The sampler's log-probs where they are there and to be corrected for."""
-    if not options.vllm_importance_sampling_correction:
-        return None
-    value: Tensor | None = batch.get("rollout_logps")
-    return value

@@ -19,8 +19,8 @@ from fxrl.losses.corrections import (
     high_entropy_keep,
     importance_weights,
     kl_estimate,
+    logp_difference,
     off_policy_keep,
-    rollout_logps_of,
 )
 from fxrl.losses.logprobs import EntropyUse, bounded_exp, completion_logits, token_stats
 from fxrl.losses.options import PolicyOptions
@@ -109,10 +109,14 @@ def _weights(
     """Constant weights of the policy term, [B, C] or [B, 1]; None is 1 everywhere."""
     factors: list[Tensor] = []
     metrics: Metrics = {}
-    rollout_logps = rollout_logps_of(batch, options)
-    if rollout_logps is not None:
-        weights, metrics = importance_weights(tokens.old_logps, rollout_logps, tokens.mask, options)
-        factors.append(weights)
+    if (rollout_logps := batch.get("rollout_logps")) is not None:
+        if options.vllm_importance_sampling_correction:
+            weights, metrics = importance_weights(
+                tokens.old_logps, rollout_logps, tokens.mask, options
+            )
+            factors.append(weights)
+        else:
+            metrics = logp_difference(tokens.old_logps, rollout_logps, tokens.mask)
     if options.off_policy_mask_threshold is not None:
         behaviour = batch.get("rollout_logps", tokens.old_logps)
         keep = off_policy_keep(tokens, behaviour, options.off_policy_mask_threshold)

@@ -18,6 +18,7 @@ from fxrl import optimize
 from fxrl.errors import ConfigError
 from fxrl.rl.config import TrainConfig
 from fxrl.rl.data import PromptStream, Source, Split, read_source, split_rows
+from fxrl.rl.drift import loss_measures
 from fxrl.rl.errors import BadConfigError
 from fxrl.rl.named import build_loss
 from fxrl.rl.optim import build_optimizer, build_schedule
@@ -60,6 +61,7 @@ class Parts:
         updater: makes the updates; ``updater.step`` is the train step.
         old_policy: scores completions before the first of several updates; else ``None``.
         reference: scores them under the reference policy; ``None`` without a KL.
+        probe: scores some of them for the drift, where the loss does not measure it.
     """
 
     model: nn.Module
@@ -71,6 +73,7 @@ class Parts:
     updater: Updater
     old_policy: Callable[[Batch], torch.Tensor] | None
     reference: Callable[[Batch], torch.Tensor] | None
+    probe: Callable[[Batch], torch.Tensor] | None
 
 
 def seed_everything(seed: int) -> None:
@@ -164,6 +167,7 @@ def _around(
     scorer = functools.partial(
         Scorer, optimize=make_step, temperature=config.sampling.temperature, wrap=wrap
     )
+    old_policy = scorer(model) if config.num_iterations > 1 else None
     needs_reference = bool(config.loss.options.get("beta", 0.0))
     ref_model, context = reference(model) if needs_reference else (model, None)
     return Parts(
@@ -183,8 +187,9 @@ def _around(
             max_nonfinite=config.max_nonfinite,
             run_dir=run_dir,
         ),
-        old_policy=scorer(model) if config.num_iterations > 1 else None,
+        old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
+        probe=None if loss_measures(config.loss.name) else old_policy or scorer(model),
     )
 
 

@@ -11,6 +11,7 @@ the last checkpoint counts.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ import torch
 
 from fxrl.rl.batching import make_batches, padding_fraction, plan_micro_batches
 from fxrl.rl.config import TrainConfig
+from fxrl.rl.drift import measured, probe_rows
 from fxrl.rl.judge import TrainerState
 from fxrl.rl.setup import Parts
 from fxrl.rl.timing import Clock
@@ -92,14 +94,15 @@ class Step:
             return []
         plan = plan_micro_batches(lengths, self.config.micro_batch_tokens)
         parameter = next(self.parts.model.parameters())
-        batches = make_batches(
+        make = functools.partial(
+            make_batches,
             rollout.completions,
             rollout.advantages,
-            plan,
             pad_token_id=self.parts.tokenizer.pad_token_id,
             device=self.device,
             dtype=torch.promote_types(parameter.dtype, torch.float32),
         )
+        batches = make(plan)
         self.record["padding/fraction"] = padding_fraction(lengths, plan)
         self.record["padding/micro_batches"] = len(plan)
         for batch in batches:
@@ -107,6 +110,10 @@ class Step:
                 batch["old_logps"] = self.parts.old_policy(batch)
             if self.parts.reference is not None:
                 batch["ref_logps"] = self.parts.reference(batch)
+        if self.parts.probe is not None:
+            rows = probe_rows(plan, [sum(pair) for pair in lengths])
+            [batch] = make([rows])
+            self.record |= measured(self.parts.probe(batch), batch)
         return batches
 
     def _updates(self, batches: list[Batch]) -> list[Metrics]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fxrl.rl import checkpoint
 from fxrl.rl.config import TrainConfig
+from fxrl.rl.drift import DriftWatch
 from fxrl.rl.errors import StorageError
 from fxrl.rl.evaluate import evaluate
 from fxrl.rl.interrupt import StopRequest
@@ -41,6 +42,7 @@ class Trainer:
         self._step_now: Step | None = None
         self._reported = False
         self._save_due = False
+        self._drift = DriftWatch()
 
     def resume(self, path: Path) -> None:
         """Goes on from a checkpoint.
@@ -87,6 +89,8 @@ class Trainer:
                 self._tell_report(reporter)
                 for failure in self.parts.roller.failures():
                     tell(failure)
+                if (warning := self._drift.warning(record)) is not None:
+                    tell(f"step {self.done}: {warning}")
                 reporter.step(record, samples)
                 self._save_if_due(reporter, last=self.done == config.steps or bool(stop))
             self._for_sure(metrics.flush, str(metrics.path), reporter)
