@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,7 @@ from fxrl.runtime.lora_sites import (
     check_storages,
     lora_sites,
 )
-from fxrl.runtime.weight_backup import DeviceBackup, HostBackup, Place, free_device_bytes
-
-# What an automatic choice leaves free beside the backup: the merge's own scratch and a margin.
-_MARGIN_BYTES = 2**29
+from fxrl.runtime.weight_backup import Place, WantedPlace, WeightBackup
 
 # By layer, so that it is found through every wrapper of the model: folded, or why it is lost.
 _state: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -84,11 +81,7 @@ class Fold:
         AdapterError: see ``lora_sites``; also a weight that a second parameter reads too.
     """
 
-    def __init__(
-        self, model: nn.Module, *, backup: Literal["auto", "device", "host"] = "auto"
-    ) -> None:
-        if backup not in ("auto", "device", "host"):
-            raise FoldError(f"fold: backup={backup!r} is unknown; use auto, device or host")
+    def __init__(self, model: nn.Module, *, backup: WantedPlace = "auto") -> None:
         self._model = model
         self._sites = lora_sites(model)
         self._layers, self._configs = adapted_layers(model), _configs(model)
@@ -97,12 +90,9 @@ class Fold:
         self.names = tuple(site.name for site in self._sites)
         self.num_bytes = sum(weight.nbytes for weight in self._weights)
         self.timings: dict[str, float] = {}
-        self._wanted = backup
-        self._checksums = BitSums(self._weights)
-        self._device_backup: DeviceBackup | None = None
-        self._host_backup: HostBackup | None = None
-        self._expected: Tensor | None = None  # checksums of the backup in use
-        self._host_expected: Tensor | None = None
+        self._sums = BitSums(self._weights)
+        self._backup = WeightBackup(self._weights, backup)
+        self._expected: Tensor | None = None  # sums of the bits while the backup is in use
 
     @property
     def is_applied(self) -> bool:
@@ -112,16 +102,15 @@ class Fold:
     @property
     def backup_place(self) -> Place | None:
         """Where the backup lies now; ``None`` before the first ``apply`` or once it is freed."""
-        if self._device_backup is not None:
-            return "device"
-        return "host" if self._host_backup is not None else None
+        return self._backup.place
 
     @torch.no_grad()
     def apply(self) -> None:
         """Backs up and folds the adapters that are active now.
 
         Raises:
-            FoldError: already applied, by this or another ``Fold`` of the model, or no memory.
+            FoldError: already applied, by this or another ``Fold`` of the model.
+            BackupError: no memory for the backup; nothing has changed.
             RestoreError: an earlier restore failed.
             AdapterError: the active adapters have changed into something that cannot be folded.
         """
@@ -130,14 +119,16 @@ class Fold:
         merges = self._merges()
         self._check_addresses()
         try:
-            self._back_up()
+            sums = self._sums.measure()
+            self._backup.save(sums)
+            self._expected = sums
             self._mark(_FOLDED)
             merge_all(merges)
             self._wait()
         except BaseException:
             if self.is_applied:
                 self.restore()
-            self._device_backup = None
+            self._backup.release()
             raise
         self.timings["fold"] = time.perf_counter() - start
 
@@ -160,7 +151,7 @@ class Fold:
             interrupt, wrong = stop, self._load(expected)
         if wrong:
             raise self._poison(wrong, "the checksums differ")
-        self._device_backup = None
+        self._backup.release()
         self._mark(None)
         self.timings["restore"] = time.perf_counter() - start
         if interrupt is not None:
@@ -168,12 +159,10 @@ class Fold:
 
     def _load(self, expected: Tensor) -> list[str]:
         """Copies the backup back; the modules whose bits are not as expected."""
-        backup = self._device_backup or self._host_backup
-        assert backup is not None, "an applied fold has a backup"
         try:
             self._check_addresses()
-            backup.load()
-            sums = torch.stack([self._checksums.measure(), expected])
+            self._backup.load()
+            sums = torch.stack([self._sums.measure(), expected])
             now, before = sums.tolist()  # the one synchronisation
         except Exception as error:
             raise self._poison(self.names, str(error)) from error
@@ -203,50 +192,6 @@ class Fold:
                     "(model.to(), or .data was replaced); make a new Fold"
                 )
 
-    def _back_up(self) -> None:
-        expected = self._checksums.measure()
-        if self._place() == "device":
-            self._device_backup = self._new_device_backup()
-        if self._device_backup is not None:
-            self._device_backup.save()
-        elif self._host_backup is None or not torch.equal(expected, self._host_now()):
-            # First use, or the frozen weights were changed on purpose since: copy them anew.
-            self._host_backup = self._host_backup or self._new_host_backup()
-            self._host_backup.save()
-            self._host_expected = expected
-        self._expected = expected
-
-    def _host_now(self) -> Tensor:
-        assert self._host_expected is not None, "a host backup has its checksums"
-        return self._host_expected
-
-    def _place(self) -> Place:
-        if self._wanted != "auto":
-            return self._wanted
-        free = free_device_bytes(self._weights[0].device)
-        return "device" if free is None or free >= self.num_bytes + _MARGIN_BYTES else "host"
-
-    def _new_device_backup(self) -> DeviceBackup | None:
-        """None where the memory is too fragmented for it and the host may do."""
-        try:
-            return DeviceBackup(self._weights)
-        except torch.OutOfMemoryError as error:
-            if self._wanted == "auto":
-                return None
-            raise FoldError(
-                f"fold: no room for the backup of {self.num_bytes} bytes on the device; give the "
-                "KV cache less, or use backup='host'"
-            ) from error
-
-    def _new_host_backup(self) -> HostBackup:
-        try:
-            return HostBackup(self._weights)
-        except RuntimeError as error:  # what torch raises where the host's memory does not do
-            raise FoldError(
-                f"fold: no room for the backup of {self.num_bytes} bytes in pinned host memory "
-                f"({str(error).splitlines()[0]}); use backup='device', or the engine's LoRA"
-            ) from error
-
     def _mark(self, state: str | None) -> None:
         for site in self._sites:
             if state is None:
@@ -265,7 +210,7 @@ class Fold:
             "lost. Stop, load the model again and resume from the last checkpoint"
         )
         self._mark(message)
-        self._device_backup = None
+        self._backup.release()
         return RestoreError(message)
 
 

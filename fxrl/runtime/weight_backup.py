@@ -12,15 +12,107 @@ reads (about 50 GB/s). Whether they changed after all is checked by checksum bef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from fxrl.runtime.engine import EngineError
+
 Place = Literal["device", "host"]
+WantedPlace = Literal["auto", "device", "host"]
+
+# What an automatic choice leaves free on the device: the merge's own scratch and a margin.
+_MARGIN_BYTES = 2**29
 
 # Pinned blocks are rounded up to a power of two, so the copy is cut into blocks of that size.
 _BLOCK_BYTES = 2**28
+
+
+class BackupError(EngineError):
+    """There is no memory for a copy of the weights; they have not been touched."""
+
+
+class WeightBackup:
+    """Keeps the bytes of a fixed list of weights where there is room.
+
+    Args:
+        tensors: contiguous, on one device.
+        wanted: ``"device"``, ``"host"``, or ``"auto"``: the device where it has the room at the
+            time of ``save``, else the host.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], wanted: WantedPlace) -> None:
+        if wanted not in get_args(WantedPlace):
+            raise BackupError(f"backup={wanted!r} is unknown; use one of {get_args(WantedPlace)}")
+        self._tensors, self._wanted = list(tensors), wanted
+        self._num_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._on_device: DeviceBackup | None = None
+        self._on_host: HostBackup | None = None
+        self._host_sums: Tensor | None = None  # of the bytes that the host has
+
+    @property
+    def place(self) -> Place | None:
+        """Where a copy lies now; the host's stays, the device's goes with ``release``."""
+        if self._on_device is not None:
+            return "device"
+        return "host" if self._on_host is not None else None
+
+    def save(self, sums: Tensor) -> None:
+        """Copies the tensors; from the device to the host only where the host has other bytes.
+
+        Args:
+            sums: checksums of the tensors' present bytes.
+
+        Raises:
+            BackupError: no memory.
+        """
+        if self._choose() == "device":
+            self._on_device = self._new_device_backup()
+        if self._on_device is not None:
+            self._on_device.save()
+        elif self._host_sums is None or not torch.equal(sums, self._host_sums):
+            # First use, or the frozen weights were changed on purpose since: copy them anew.
+            self._on_host = self._on_host or self._new_host_backup()
+            self._on_host.save()
+            self._host_sums = sums
+
+    def load(self) -> None:
+        """Writes the saved bytes back."""
+        backup = self._on_device or self._on_host
+        assert backup is not None, "save() comes first"
+        backup.load()
+
+    def release(self) -> None:
+        """Frees the device's copy."""
+        self._on_device = None
+
+    def _choose(self) -> Place:
+        if self._wanted != "auto":
+            return self._wanted
+        free = free_device_bytes(self._tensors[0].device)
+        return "device" if free is None or free >= self._num_bytes + _MARGIN_BYTES else "host"
+
+    def _new_device_backup(self) -> DeviceBackup | None:
+        """None where the memory is too fragmented for it and the host may do."""
+        try:
+            return DeviceBackup(self._tensors)
+        except torch.OutOfMemoryError as error:
+            if self._wanted == "auto":
+                return None
+            raise BackupError(
+                f"no room for a backup of {self._num_bytes} bytes of weights on the device; give "
+                "the KV cache less, or use backup='host'"
+            ) from error
+
+    def _new_host_backup(self) -> HostBackup:
+        try:
+            return HostBackup(self._tensors)
+        except RuntimeError as error:  # what torch raises where the host's memory does not do
+            raise BackupError(
+                f"no room for a backup of {self._num_bytes} bytes of weights in pinned host memory "
+                f"({str(error).splitlines()[0]}); use backup='device', or the engine's LoRA"
+            ) from error
 
 
 class DeviceBackup:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from fxrl.runtime import lora_fold
+from fxrl.runtime import lora_fold, weight_backup
 from fxrl.runtime.lora_fold import Fold, FoldError, RestoreError, folded, require_sound
 from fxrl.runtime.lora_sites import AdapterError
+from fxrl.runtime.weight_backup import BackupError
 from tests.runtime.lora_models import assert_same_bits, fill, gpt2, llama, snapshot, with_lora
 
 IDS = torch.arange(24).view(2, 12)
@@ -105,8 +106,10 @@ def test_the_factors_are_read_at_each_fold_and_a_host_copy_is_made_once(monkeypa
     model = with_lora(llama(torch.bfloat16))
     before = snapshot(model)
     saves = []
-    save = lora_fold.HostBackup.save
-    monkeypatch.setattr(lora_fold.HostBackup, "save", lambda self: (saves.append(1), save(self)))
+    save = weight_backup.HostBackup.save
+    monkeypatch.setattr(
+        weight_backup.HostBackup, "save", lambda self: (saves.append(1), save(self))
+    )
     fold = Fold(model, backup="host")
     seen = []
     for seed in range(3):
@@ -201,7 +204,7 @@ def test_restored_when_the_fold_itself_raises_half_way(interrupt, monkeypatch):
 @pytest.mark.parametrize("backup", ["device", "host"])
 def test_a_restore_that_missed_a_bit_poisons_the_model(backup, monkeypatch):
     model = with_lora(llama(torch.bfloat16))
-    kind = lora_fold.DeviceBackup if backup == "device" else lora_fold.HostBackup
+    kind = weight_backup.DeviceBackup if backup == "device" else weight_backup.HostBackup
     load = kind.load
     fold = Fold(model, backup=backup)
     victim = fold._sites[5]
@@ -220,7 +223,7 @@ def test_a_restore_that_missed_a_bit_poisons_the_model(backup, monkeypatch):
 
 def test_an_interrupt_during_the_restore_waits_for_its_end(monkeypatch):
     model = with_lora(llama(torch.bfloat16))
-    before, load = snapshot(model), lora_fold.DeviceBackup.load
+    before, load = snapshot(model), weight_backup.DeviceBackup.load
     calls = []
 
     def interrupted(self):
@@ -230,7 +233,7 @@ def test_an_interrupt_during_the_restore_waits_for_its_end(monkeypatch):
             self._tensors[3].zero_()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(lora_fold.DeviceBackup, "load", interrupted)
+    monkeypatch.setattr(weight_backup.DeviceBackup, "load", interrupted)
     with pytest.raises(KeyboardInterrupt), folded(model):
         pass
     assert_same_bits(model, before)
@@ -239,7 +242,7 @@ def test_an_interrupt_during_the_restore_waits_for_its_end(monkeypatch):
 
 def test_the_rollouts_own_error_stays_visible_beside_a_failed_restore(monkeypatch):
     model = with_lora(llama())
-    monkeypatch.setattr(lora_fold.DeviceBackup, "load", lambda self: None)
+    monkeypatch.setattr(weight_backup.DeviceBackup, "load", lambda self: None)
     with pytest.raises(RestoreError) as caught, folded(model):
         raise ValueError("generation failed")
     assert isinstance(caught.value.__context__, ValueError)
@@ -290,14 +293,14 @@ def test_a_tied_weight_is_not_folded():
 
 
 def test_an_unknown_place_is_named():
-    with pytest.raises(FoldError, match="'disk'"):
+    with pytest.raises(BackupError, match="'disk'"):
         Fold(with_lora(llama()), backup="disk")
 
 
 def test_the_host_serves_where_the_device_is_full(monkeypatch):
     model = with_lora(llama())
     before = snapshot(model)
-    monkeypatch.setattr(lora_fold, "free_device_bytes", lambda device: 2**20)
+    monkeypatch.setattr(weight_backup, "free_device_bytes", lambda device: 2**20)
     with folded(Fold(model)) as fold:
         assert fold.backup_place == "host"
     assert_same_bits(model, before)
@@ -310,13 +313,13 @@ def test_no_memory_at_all_says_so_and_changes_nothing(monkeypatch):
     def full(tensors):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(lora_fold, "DeviceBackup", full)
-    with pytest.raises(FoldError, match="give the KV cache less"):
+    monkeypatch.setattr(weight_backup, "DeviceBackup", full)
+    with pytest.raises(BackupError, match="give the KV cache less"):
         Fold(model, backup="device").apply()
     with folded(Fold(model, backup="auto")) as fold:  # fragmented: the host does
         assert fold.backup_place == "host"
-    monkeypatch.setattr(lora_fold, "HostBackup", full)
-    with pytest.raises(FoldError, match="pinned host memory"):
+    monkeypatch.setattr(weight_backup, "HostBackup", full)
+    with pytest.raises(BackupError, match="pinned host memory"):
         Fold(model, backup="host").apply()
     assert_same_bits(model, before)
     require_sound(model)

@@ -79,8 +79,7 @@ def test_a_bit_lost_on_the_gpu_is_seen():
     model = with_lora(llama(torch.bfloat16)).cuda()
     fold = Fold(model, backup="device")
     fold.apply()
-    assert fold._device_backup is not None
-    fold._device_backup._copies[2].view(torch.int16)[1, 1] ^= 1
+    fold._backup._on_device._copies[2].view(torch.int16)[1, 1] ^= 1
     with pytest.raises(RestoreError, match=fold.names[2].replace(".", r"\.")):
         fold.restore()
 
