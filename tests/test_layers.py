@@ -128,7 +128,7 @@ def is_private_torch(name: str) -> bool:
     twin; every other underscore is private."""
     if name.startswith(("torch.ops.", "torch.utils._pytree")):
         return False
-    head, *rest = name.split(".")
+    head, *rest = name.split("(")[0].split(".")  # of a call, not its arguments
     return head == "torch" and any(p.startswith("_") and not p.startswith("__") for p in rest)
 
 

@@ -164,11 +164,15 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "train",
         "train with GRPO as a TOML file says",
-        about="Writes metrics.jsonl, checkpoints, TensorBoard events and the reward curve to\n"
-        "run_dir. Ctrl-C saves a checkpoint and stops.",
+        about="Writes metrics.jsonl, checkpoints, TensorBoard events, the reward curve and the\n"
+        "steps' times to run_dir. Ctrl-C saves a checkpoint and stops; so does whatever fails:\n"
+        "the engine, a reward function (reward.timeout_s limits its calls), a full disk.\n\n"
+        "engine=torch samples with the trained model itself. engine=vllm runs vLLM in this\n"
+        "process over the same weights (pip install 'fxrl[vllm]'); [vllm] sets it up.",
         examples="  fxrl train examples/tiny.toml\n"
         "  fxrl train examples/smollm2.toml steps=20 seed=1 run_dir=runs/a save_every=10\n"
-        "  fxrl train examples/smollm2.toml run_dir=runs/a --resume",
+        "  fxrl train examples/smollm2.toml run_dir=runs/a --resume\n"
+        "  fxrl train examples/smollm2_h200_vllm.toml vllm.gpu_memory=75GiB",
     )
     sub.add_argument("config", metavar="CONFIG.toml", help="what to train, on what, and how")
     sub.add_argument(
