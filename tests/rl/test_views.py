@@ -9,12 +9,13 @@ from rich.console import Console
 
 from fxrl.core.remark import Remark, RemarkKind, Report
 from fxrl.rl.metrics import JsonLines, TensorBoard, read_lines
-from fxrl.rl.plots import plot_curves, running_mean
+from fxrl.rl.plots import plot_curves, plot_times, running_mean
 from fxrl.rl.progress import JsonReporter, RichReporter
 
 RECORDS = [
     {"step": i, "reward": i / 9, "reward_std": 0.1, "kl": 0.01 * i, "loss": None}
     | {"completions/mean_length": 10.0 - i, "tokens_per_second": 7.0, "step_time": 0.5}
+    | {"time/generate": 0.3, "time/train": 0.1996, "time/wake": 0.0004}
     for i in range(1, 10)
 ]
 SAMPLE = {"question": "[bold]1 + 1?\n", "completion": "2\x07[/x]", "reward": 1.0, "advantage": -0.5}
@@ -56,6 +57,7 @@ def test_a_log_file_gets_one_line_per_step():
     assert "reward 0.111" in lines[0]
     assert "KL 0.0100" in lines[0]
     assert "loss" not in lines[0]
+    assert lines[0].endswith("(generate 0.30 s, train 0.20 s)"), "the largest first, no crumbs"
 
 
 def test_json_lines_are_json():
@@ -111,3 +113,24 @@ def test_the_curve_is_drawn_with_and_without_optional_series(tmp_path):
 
 def test_running_mean():
     assert running_mean([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]
+
+
+def test_the_time_plot_stacks_phases_to_the_step(tmp_path, monkeypatch):
+    drawn = []
+    from matplotlib.axes import Axes
+
+    plain = Axes.bar
+
+    def bar(self, steps, heights, width, bottom, **kw):
+        drawn.append((kw["label"], heights, bottom))
+        return plain(self, steps, heights, width, bottom, **kw)
+
+    monkeypatch.setattr(Axes, "bar", bar)
+    records = [*RECORDS, {"step": 10, "reward": 1.0}]  # of an older run: no times
+    file = plot_times(records, tmp_path / "times.png", "a run")
+    assert file.read_bytes().startswith(b"\x89PNG")
+    tops = [sum(heights[0] for _, heights, _ in drawn[:n]) for n in range(len(drawn))]
+    assert [bottom[0] for _, _, bottom in drawn] == pytest.approx(tops)
+    assert [len(heights) for _, heights, _ in drawn] == [9] * len(drawn)
+    assert "generate 60 %" in [label for label, _, _ in drawn]
+    assert plot_times([], tmp_path / "none.png", "nothing yet").is_file()
