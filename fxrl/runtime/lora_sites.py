@@ -157,7 +157,7 @@ def _why_not_a_weight(layer: Any) -> str | None:
     if getattr(layer, "quantization_backend", None) is not None or weight is None:
         return f"its base layer {type(layer.get_base_layer()).__name__} is quantized"
     if weight.dim() != 2 or not weight.is_floating_point() or weight.dtype.itemsize < 2:
-        return f"its weight is {weight.dtype} of shape {tuple(weight.shape)}, not a float matrix"
+        return f"its weight is {weight.dtype} {tuple(weight.shape)}, not an unquantized matrix"
     if weight.is_meta:
         return "its weight is on the meta device (offloaded or never loaded)"
     return None
