@@ -59,8 +59,8 @@ def test_an_optimizer_step_is_seen_by_the_next_rollout(tmp_path):
 
 
 def test_fp8_of_a_real_vllm(tmp_path):
-    """Online per-channel quantization: values and scales are vLLM's, and they are the checkpoint's
-    rounded. vLLM rounds activations too, so log-probs agree only so far; what stayed bf16 trains."""
+    """Online per-channel quantization: values and scales are vLLM's, and the checkpoint's rounded.
+    vLLM rounds activations too, so log-probs agree only so far; what stayed bf16 trains."""
     (facts,) = run("sharing_engine.py", str(tmp_path), "--quantization", "fp8_per_channel")
     assert facts["complete"], facts["report"]
     assert "FP8 scales" in facts["report"]
