@@ -1,9 +1,10 @@
 """One GRPO update of a LoRA model: peak memory, time, and how far the gradients are from fp32.
 
-Variants: ``eager``, ``fxrl`` (``fxrl.optimize`` over the same model), ``fxrl-layers-eager`` (the same
-with the layers run op by op) and ``compile`` (``torch.compile`` of the loss function). Hugging
-Face's gradient checkpointing is on (fxrl takes it over) unless ``--no-checkpointing``. Each gets the same weights, batch and a fresh optimizer. An update is forward,
-backward and optimizer step; its peak is over everything that lives on the device.
+Variants: ``eager``, ``fxrl`` (``fxrl.optimize`` over the same model), ``fxrl-layers-eager`` (with
+the layers run op by op) and ``compile`` (``torch.compile`` of the loss function). Hugging Face's
+gradient checkpointing is on (fxrl takes it over) unless ``--no-checkpointing``. Each gets the same
+weights, batch and a fresh optimizer. An update is forward, backward and optimizer step; its peak is
+over everything that lives on the device.
 
 Then the gradient of every LoRA parameter in bf16, eager and fxrl, is compared with an fp32
 reference that has the same weights: ``norm(g - g32) / norm(g32)``. Two correct bf16
@@ -40,6 +41,7 @@ COLUMNS = (
     "loss_error",
     "error",
 )
+_TOP_KERNELS = 40
 LossFn = Callable[[nn.Module, Any], Any]
 
 
@@ -175,12 +177,13 @@ def _print_kernels(update: Callable[[], None]) -> None:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
         update()
         torch.cuda.synchronize()
-    table = found.key_averages().table(
-        sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90
-    )
-    for line in table.splitlines():  # name, then device time alone
-        columns = line.split("  ")
-        print(" ".join(filter(None, map(str.strip, columns)))[:260], flush=True)
+    kernels = [e for e in found.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in kernels)
+    print(f"KERNELS {total / 1e3:.1f} ms in all", flush=True)
+    for event in kernels[:_TOP_KERNELS]:
+        time_ms = event.self_device_time_total / 1e3
+        print(f"KERNEL {time_ms:8.2f} ms {event.count:5d} x {event.key[:110]}", flush=True)
 
 
 def measure_gradients(args: argparse.Namespace, results: common.Results, seed: int) -> None:

@@ -12,6 +12,7 @@ from fxrl.core.graph_pass import RewritePass
 from fxrl.errors import ConfigError
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
+from fxrl.passes.recompute import Recompute
 from fxrl.passes.restore_causal_attention import RestoreCausalAttention
 
 #: Every pass by name, in the order in which they run: the special before the general.
@@ -19,6 +20,7 @@ REGISTRY: dict[str, type[RewritePass[Any]]] = {
     RestoreCausalAttention.name: RestoreCausalAttention,
     FuseLinearLogprob.name: FuseLinearLogprob,
     ChunkVocabRegion.name: ChunkVocabRegion,
+    Recompute.name: Recompute,
 }
 
 

@@ -17,12 +17,23 @@ from fxrl.core.source import user_source
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LARGEST_HEAD = 256  # features a head up to which the fused kernels take grouped queries
 
 
 def group_queries(gm: fx.GraphModule) -> Report:
     """Undo repeated keys where no mask is left; one remark for the masks that are."""
+    masked = _group(gm)
+    for call in gm.graph.find_nodes(op="call_function", target=_CHECKPOINT):
+        body = getattr(gm, str(call.args[0].target))
+        inputs = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True))
+        masked += [(attention, inputs.get(mask, mask)) for attention, mask in _group(body)]
+    return _explain(masked)
+
+
+def _group(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
+    """Group the queries of one graph; returns the calls that keep a mask, and their masks."""
     masked = []
     for call in gm.graph.find_nodes(op="call_function", target=_SDPA):
         options = dict(zip(_OPTIONS, call.args[3:], strict=False)) | call.kwargs
@@ -35,7 +46,7 @@ def group_queries(gm: fx.GraphModule) -> Report:
             call.args, call.kwargs = (query, keys, values), options | {"enable_gqa": True}
     eliminate_dead_code(gm.graph)
     gm.recompile()
-    return _explain(masked)
+    return masked
 
 
 def _explain(masked: list[tuple[fx.Node, fx.Node]]) -> Report:

@@ -33,6 +33,7 @@ from fxrl.core.region import Region, regions_of
 from fxrl.core.remark import Remark, RemarkKind, Report
 from fxrl.core.source import source_of_trace
 from fxrl.passes import pipeline
+from fxrl.passes.recompute import Recompute
 
 
 @dataclass(slots=True)
@@ -103,13 +104,16 @@ class Backend:
             return None
         before = print_graph(lowered)
         for rewrite in pipeline(self.config.passes):
+            if isinstance(rewrite, Recompute):  # it outlines what makes attention's operands
+                capture.report += group_queries(lowered)
             report = rewrite.run(lowered, self.plan)
             after = print_graph(lowered)
             capture.stages.append(Stage(rewrite.name, before, after, report))
             capture.report += report
             before = after
         drop_unused_inputs(lowered)
-        capture.report += group_queries(lowered)
+        if not any(stage.name == Recompute.name for stage in capture.stages):
+            capture.report += group_queries(lowered)
         capture.regions = dict(regions_of(lowered))
         judge_misses(capture.report, self.config.on_miss)
         return lowered

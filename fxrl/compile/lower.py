@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fxrl.compile.floats import use_tensors_for_floats
+from fxrl.compile.lower_bodies import lower_checkpointed
 from fxrl.compile.opaque import OpaqueCalls, is_opaque
 from fxrl.core.canonical import fold_broadcast_products
 from fxrl.core.graph import eliminate_dead_code, is_call, propagate_requires_grad, shape_of
@@ -72,6 +74,7 @@ def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
     if not grad_enabled:
         for node in lowered.graph.nodes:
             node.meta["requires_grad"] = False
+    lower_checkpointed(lowered, partial(lower, grad_enabled=grad_enabled))
     _equate_gathers(lowered.graph)
     lowered.recompile()
     return lowered

@@ -13,6 +13,8 @@ from fxrl.core.printer import print_graph
 from fxrl.core.region import Region
 from fxrl.ops.region import registered
 
+_CALLS = ("fxrl.region.default", "fxrl.kept_region.default")
+
 
 def record_of(capture: Capture) -> CaptureRecord:
     """All stages of one capture as text.
@@ -43,8 +45,10 @@ def _input_lines(gm: fx.GraphModule) -> Iterator[str]:
 def _sites(graph: fx.Graph) -> dict[str, list[str]]:
     """Region id -> names of the values that its calls give."""
     found: dict[str, list[str]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and str(node.target) == "fxrl.region.default":
+    owner = graph.owning_module
+    bodies = [m.graph for m in owner.children() if isinstance(m, fx.GraphModule)] if owner else []
+    for node in (node for g in (graph, *bodies) for node in g.nodes):
+        if node.op == "call_function" and str(node.target) in _CALLS:
             names = [user.name for user in node.users] or [node.name]
             found.setdefault(str(node.args[1]), []).extend(names)
     return found

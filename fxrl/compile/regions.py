@@ -13,11 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxrl.compile.inductor import InductorOptions, compile_body, generated_source
-from fxrl.compile.trace_region import TracedRegion, sizes_of
+from fxrl.compile.keep import TracedKept
+from fxrl.compile.region_sizes import SizePlaces, size_at
+from fxrl.compile.trace_region import TracedRegion
+from fxrl.core.graph import Size
 from fxrl.core.region import Region
+from fxrl.ops.kept_region import KeptBody, KeptCall
 from fxrl.ops.region import RegionKernels, TensorFunction, register, registered
 
 #: More variants than this of one region hint at a size that should not have been specialised.
@@ -43,6 +48,7 @@ class _Bodies:
     def __init__(self, region: Region, options: InductorOptions | None) -> None:
         self._region = region
         self._options = options
+        self.places = SizePlaces(region)
         self.first = self._build(None)
         self._variants = [self.first]
         self._chosen: dict[tuple[int, ...], _Variant] = {}
@@ -56,11 +62,13 @@ class _Bodies:
         return vjp(*values)
 
     def _for(self, inputs: Sequence[Tensor]) -> _Variant:
-        sizes = sizes_of(self._region, inputs)
-        key = tuple(sizes.values())
-        if key not in self._chosen:
-            self._chosen[key] = self._find(sizes)
-        return self._chosen[key]
+        return self.at(tuple(map(int, self.places.read(inputs))))
+
+    def at(self, sizes: tuple[int, ...]) -> _Variant:
+        """The variant for these sizes, built where none serves."""
+        if sizes not in self._chosen:
+            self._chosen[sizes] = self._find(dict(zip(self.places.names, sizes, strict=True)))
+        return self._chosen[sizes]
 
     def _find(self, sizes: dict[str, int]) -> _Variant:
         for variant in self._variants:
@@ -80,7 +88,7 @@ class _Bodies:
         return self._variants[-1]
 
     def _build(self, sizes: dict[str, int] | None) -> _Variant:
-        traced = TracedRegion(self._region, sizes)
+        traced = (TracedKept if self._region.keep else TracedRegion)(self._region, sizes)
         if self._options is None:
             return _Variant(traced, traced.forward, traced.vjp)
         forward = compile_body(traced.forward, traced.mode, self._options)
@@ -102,6 +110,60 @@ class _Bodies:
         return files
 
 
+class _KeptBodies:
+    """The same for a region whose backward keeps."""
+
+    def __init__(self, region: Region, bodies: _Bodies) -> None:
+        self._region, self._bodies = region, bodies
+        self._calls: dict[tuple[int, ...], KeptCall] = {}
+
+    def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[Size, ...]:
+        return self._bodies.places.read(inputs)
+
+    def body(self, sizes: Sequence[Size]) -> KeptBody:
+        if all(isinstance(size, int) for size in sizes):
+            return self.call(sizes).body  # type: ignore[arg-type]  # all are numbers
+        return _kept_body(self._bodies.first)
+
+    def call(self, sizes: Sequence[int]) -> KeptCall:
+        key = tuple(sizes)
+        if key not in self._calls:
+            named = dict(zip(self._bodies.places.names, key, strict=True))
+            self._calls[key] = _kept_call(self._bodies.at(key), named)
+        return self._calls[key]
+
+    def grad_shapes(self, sizes: Sequence[Size]) -> list[tuple[tuple[Size, ...], torch.dtype]]:
+        named = dict(zip(self._bodies.places.names, sizes, strict=True))
+        return [
+            (tuple(size_at(size, named) for size in spec.example.shape), spec.example.dtype)
+            for spec in self._region.inputs
+            if spec.needs_grad
+        ]
+
+
+def _kept_body(variant: _Variant) -> KeptBody:
+    traced = variant.traced
+    assert isinstance(traced, TracedKept)
+    assert variant.vjp is not None
+    halves = (traced.forward, traced.vjp)
+    return KeptBody(variant.forward, variant.vjp, traced.sources, halves, traced.num_outputs)
+
+
+def _kept_call(variant: _Variant, sizes: dict[str, int]) -> KeptCall:
+    traced = variant.traced
+    assert isinstance(traced, TracedKept)
+
+    def strides(examples: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(traced.number(s, sizes) for s in x.stride()) for x in examples)
+
+    return KeptCall(
+        _kept_body(variant),
+        strides(traced.input_examples),
+        strides(traced.grad_examples),
+        tuple(traced.number(size, sizes) for size in traced.sizes),
+    )
+
+
 def build_region(region: Region, options: InductorOptions | None) -> RegionKernels:
     """Trace, compile (``options`` None: run op by op) and register a region.
 
@@ -118,6 +180,7 @@ def build_region(region: Region, options: InductorOptions | None) -> RegionKerne
         None if traced.vjp is None else bodies.vjp,
         traced.grad_outputs,
         min_rows=1 if options is None else 2,
+        kept=_KeptBodies(region, bodies) if region.keep else None,
         options=options,
         traced=(traced.forward, traced.vjp),
         generated=bodies.generated,

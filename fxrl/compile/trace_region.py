@@ -10,7 +10,7 @@ as they are is what AOTAutograd does, and works on every version.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from fxrl.compile.region_sizes import symbol_places
 from fxrl.core.graph import Size, hint
 from fxrl.core.region import InputSpec, Region
 
@@ -40,7 +41,7 @@ class TracedRegion:
     """
 
     def __init__(self, region: Region, sizes: Mapping[str, int] | None = None) -> None:
-        """Trace a region for ``sizes`` (by symbol; see ``sizes_of``) and all alike them."""
+        """Trace a region for ``sizes`` (by symbol; see ``SizePlaces``) and all alike them."""
         self.region = region
         self.mode = FakeTensorMode(
             shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False
@@ -48,7 +49,7 @@ class TracedRegion:
         self._sizes = dict(sizes or {})
         self._seen = {
             name: max(2, hint(region.inputs[i].example.shape[dim]))
-            for name, i, dim in _symbol_places(region)
+            for name, i, dim in symbol_places(region)
         }
         self._symbols: dict[str, Size] = {}
         inputs = self._inputs()
@@ -59,8 +60,11 @@ class TracedRegion:
         )
         self.vjp: fx.GraphModule | None = None
         if any(spec.needs_grad for spec in region.inputs) and self.grad_outputs:
-            grads = [self._like(outputs[i]) for i in self.grad_outputs]
-            self.vjp = self._trace(self._vjp, [*self._inputs(), *grads])
+            self._trace_backward([outputs[i] for i in self.grad_outputs])
+
+    def _trace_backward(self, outputs: Sequence[Tensor]) -> None:
+        grads = [self._like(output) for output in outputs]
+        self.vjp = self._trace(self._vjp, [*self._inputs(), *grads])
 
     def serves(self, sizes: Mapping[str, int]) -> bool:
         """Whether what was traced (and compiled since) holds for these sizes."""
@@ -111,6 +115,17 @@ class TracedRegion:
         size: Size = env.create_symintnode(symbol, hint=example, source=source)
         return size
 
+    def number(self, size: Size, sizes: Mapping[str, int]) -> int:
+        """What a size of these graphs is where the symbols are ``sizes``."""
+        if isinstance(size, int):
+            return size
+        values = {
+            symbol.node._expr: sympy.Integer(sizes[name])
+            for name, symbol in self._symbols.items()
+            if not isinstance(symbol, int) and name in sizes
+        }
+        return int(size.node.expr.xreplace(values))
+
     def _size(self, size: Size) -> Size:
         """A size of the outer graph in this region's own symbols."""
         if isinstance(size, int):
@@ -144,8 +159,14 @@ class TracedRegion:
         return list(self.region.forward(*inputs))
 
     def _vjp(self, *values: Tensor) -> list[Tensor]:
+        count = len(self.region.inputs)
+        return self._with_grads(values[:count], values[count:])[1]
+
+    def _with_grads(
+        self, inputs: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs, and the gradients of the inputs that need one."""
         specs = self.region.inputs
-        inputs, grads = values[: len(specs)], values[len(specs) :]
         with torch.enable_grad():
             live = [
                 x.detach().requires_grad_(spec.needs_grad)
@@ -159,13 +180,17 @@ class TracedRegion:
             ]
             wanted = [x for x in live if x.requires_grad]
             if not pairs:
-                return [torch.zeros_like(x) for x in wanted]
+                return outputs, [torch.zeros_like(x) for x in wanted]
             found = torch.autograd.grad(
                 [o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
             )
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+        return outputs, [
+            torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)
+        ]
 
-    def _trace(self, function: Any, inputs: Sequence[Tensor]) -> fx.GraphModule:
+    def _trace(
+        self, function: Any, inputs: Sequence[Any], decompositions: Any = None
+    ) -> fx.GraphModule:
         # The body already holds the casts that autocast asked for where it was captured.
         with (
             self.mode,
@@ -173,25 +198,10 @@ class TracedRegion:
             torch.no_grad(),
             torch._C._DisableAutocast(),
         ):
-            gm = make_fx(function)(*inputs)
+            gm = make_fx(function, decomposition_table=decompositions)(*inputs)
         gm.graph.eliminate_dead_code()
         gm.recompile()
         return gm
-
-
-def sizes_of(region: Region, inputs: Sequence[Tensor]) -> dict[str, int]:
-    """What the sizes that vary are in these inputs, by symbol."""
-    return {name: int(inputs[i].shape[dim]) for name, i, dim in _symbol_places(region)}
-
-
-def _symbol_places(region: Region) -> Iterator[tuple[str, int, int]]:
-    """Symbol, input and dim of every size that is one symbol."""
-    for index, spec in enumerate(region.inputs):
-        for dim, size in enumerate(spec.example.shape):
-            if spec.tiled and dim == 0:
-                yield "rows", index, 0
-            elif isinstance(size, torch.SymInt) and not size.node.expr.is_Integer:
-                yield str(size.node.expr), index, dim
 
 
 def _outputs_of(gm: fx.GraphModule) -> list[Tensor]:

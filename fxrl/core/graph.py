@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeGuard
@@ -138,19 +139,38 @@ def _has_effect(node: fx.Node) -> bool:
 def topological_sort(graph: fx.Graph) -> None:
     """Reorder the graph so that producers come first, keeping the old order where it is legal.
 
+    What draws random numbers keeps its order in any case, so that it draws the same.
+
     Raises:
         AssertionError: the graph has a cycle.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     pending = {node: len(set(node.all_input_nodes)) for node in graph.nodes}
+    draws = dict(itertools.pairwise(node for node in graph.nodes if draws_random(node)))
+    for node in draws.values():
+        pending[node] += 1
     last: fx.Node | None = None
-    for node in _kahn(order, pending):
+    for node in _kahn(order, pending, draws):
         if last is not None and last.next is not node:
             last.append(node)
         last = node
 
 
-def _kahn(order: dict[fx.Node, int], pending: dict[fx.Node, int]) -> Iterator[fx.Node]:
+def draws_random(node: fx.Node) -> bool:
+    """Whether a call draws from a random generator; attention does where it has dropout."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
+        return True
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return bool(dropout != 0.0)
+
+
+def _kahn(
+    order: dict[fx.Node, int], pending: dict[fx.Node, int], draws: dict[fx.Node, fx.Node]
+) -> Iterator[fx.Node]:
     import heapq
 
     by_index = {index: node for node, index in order.items()}
@@ -162,7 +182,7 @@ def _kahn(order: dict[fx.Node, int], pending: dict[fx.Node, int]) -> Iterator[fx
         node = by_index[heapq.heappop(ready)]
         result.append(node)
         emitted += 1
-        for user in node.users:
+        for user in (*node.users, *([draws[node]] if node in draws else ())):
             pending[user] -= 1
             if pending[user] == 0:
                 heapq.heappush(ready, order[user])

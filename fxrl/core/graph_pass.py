@@ -72,6 +72,10 @@ class RewritePass(ABC, Generic[S]):
     def rewrite(self, gm: fx.GraphModule, site: S, choice: Choice) -> Applied:
         """Rewrite one site; raise ``Refusal`` (with the graph unchanged but for dead nodes)."""
 
+    def decline(self, site: S, plan: Plan) -> str | None:
+        """Why a legal site is better left alone, which is no miss; None where it is not."""
+        return None
+
     @final
     def run(self, gm: fx.GraphModule, plan: Plan) -> Report:
         """Match, ask the plan, rewrite, and say what happened at each site."""
@@ -92,6 +96,8 @@ class RewritePass(ABC, Generic[S]):
             if found.at is not None and found.at is not anchor:
                 reason += f" (at %{found.at})"
             return Remark(RemarkKind.MISSED, self.name, name, source, reason, found.cure)
+        if (declined := self.decline(found, plan)) is not None:
+            return Remark(RemarkKind.ANALYSIS, self.name, name, source, declined)
         weight = found.saved_bytes if self.saves_memory else None
         choice = plan.choice_for(self.name, name, weight)
         if isinstance(choice, Keep):

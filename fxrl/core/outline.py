@@ -19,10 +19,7 @@ import torch
 from torch import fx
 
 from fxrl.core.graph import (
-    HigherOrderOperator,
-    OpOverload,
     SizeTable,
-    ancestors,
     eliminate_dead_code,
     is_call,
     is_tensor,
@@ -31,13 +28,12 @@ from fxrl.core.graph import (
     tensor_val,
     topological_sort,
 )
+from fxrl.core.legality import illegal
 from fxrl.core.region import InputSpec, Region, call_region
 from fxrl.core.tile_body import TileLayout, TileRefusal
 from fxrl.errors import FxrlError
 
 aten = torch.ops.aten
-
-_SDPA = aten.scaled_dot_product_attention.default
 
 
 class OutlineError(FxrlError, ValueError):
@@ -72,10 +68,10 @@ def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
     inside = _closed(order, {node for node in nodes if _computes(node)})
     if not inside:
         raise OutlineError("none of the nodes computes a tensor")
-    for node in inside:
-        if (reason := _illegal(node)) is not None:
-            raise OutlineError(f"%{node} {reason}")
     ordered = tuple(n for n in order if n in inside)
+    for node in ordered:
+        if (reason := illegal(node)) is not None:
+            raise OutlineError(f"%{node} {reason}")
     # In the order of first use, which is the same for equal parts wherever their inputs come from.
     inputs = dict.fromkeys(arg for node in ordered for arg in node.all_input_nodes)
     return Outline(
@@ -91,6 +87,8 @@ def outline(
     *,
     token_dims: Mapping[fx.Node, int] | None = None,
     tile: int = 0,
+    keep: bool = False,
+    finish: bool = True,
 ) -> Region:
     """Replace a part of the graph by a region call, in place.
 
@@ -101,6 +99,8 @@ def outline(
             region that runs in tiles; the other inputs are shared by all tiles. Each token's
             result must depend on that token's row alone, which is not checked here.
         tile: tokens per tile, 0 for all at once.
+        keep: the backward gets what it needs from the forward; by default it recomputes.
+        finish: clean the graph up afterwards; False where more follows (``finish_outlines``).
 
     Raises:
         OutlineError: it cannot be outlined; the graph is unchanged.
@@ -119,10 +119,22 @@ def outline(
         val = _example(node)
         assert val is not None
         example = layout.rows_val(node) if layout is not None and tiled else val
-        specs.append(InputSpec(example, tiled, needs_grad(node)))
-    region = Region(body, tuple(specs))
+        alive = node.op in ("placeholder", "get_attr")
+        specs.append(InputSpec(example, tiled, needs_grad(node), alive and keep))
+    region = Region(body, tuple(specs), keep and any(spec.needs_grad for spec in specs))
     _replace(gm, found, region, layout, tile)
+    if finish:
+        finish_outlines(gm)
     return region
+
+
+def finish_outlines(gm: fx.GraphModule) -> None:
+    """Leave a graph in order from which parts were outlined."""
+    topological_sort(gm.graph)
+    eliminate_dead_code(gm.graph)
+    propagate_requires_grad(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
 
 
 # ---------------------------------------------------------------------------- what is inside
@@ -136,6 +148,9 @@ def _computes(node: fx.Node) -> bool:
 
 def _closed(order: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
     """``inside`` and all that lies between, until nothing is added."""
+    places = [place for place, node in enumerate(order) if node in inside]
+    if places:  # what lies between two nodes has its place between theirs
+        order = order[places[0] : places[-1] + 1]
     while True:
         before = len(inside)
         inside = {n for n in inside if not is_call(n, operator.getitem) or n.args[0] in inside}
@@ -144,30 +159,21 @@ def _closed(order: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
         for node in order:
             if node in inside or any(arg in reached for arg in node.all_input_nodes):
                 reached.add(node)
-        inside |= {n for n in reached & ancestors(inside) if _computes(n)}
+        inside |= {n for n in reached & _ancestors(inside, reached) if _computes(n)}
         if len(inside) <= before:
             return inside
 
 
-def _illegal(node: fx.Node) -> str | None:
-    if isinstance(node.target, HigherOrderOperator):
-        return f"calls {node.target}, which has a graph for a body"
-    if not isinstance(node.target, OpOverload):
-        return None if node.target is operator.getitem else f"calls {node.target}, no ATen op"
-    if node.target.namespace == "fxrl":
-        return f"is {node.target} already"
-    if node.target._schema.is_mutable:
-        return f"({node.target}) writes into its input"
-    if torch.Tag.nondeterministic_seeded in node.target.tags and not _no_dropout(node):
-        return f"({node.target}) draws random numbers, which a recompute would draw again"
-    return None
-
-
-def _no_dropout(node: fx.Node) -> bool:
-    if node.target is not _SDPA:
-        return False
-    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-    return bool(dropout == 0.0)
+def _ancestors(nodes: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
+    """Those ``among`` the given that one of ``nodes`` depends on through them alone."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(arg for arg in node.all_input_nodes if arg in among)
+    return seen
 
 
 def _example(node: fx.Node) -> torch.Tensor | None:
@@ -250,10 +256,6 @@ def _replace(
         if not node.users:
             gm.graph.erase_node(node)
     topological_sort(gm.graph)
-    eliminate_dead_code(gm.graph)
-    propagate_requires_grad(gm.graph)
-    gm.graph.lint()
-    gm.recompile()
 
 
 def _hangs_on(node: fx.Node, inside: set[fx.Node]) -> bool:

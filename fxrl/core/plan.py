@@ -29,6 +29,11 @@ class Chunks:
 
 Choice = Keep | Chunks
 
+#: Hidden values (tokens x width) of a layer, by device, from where compiling the layer pays. A tiny
+#: model would wait longer for the compiler than for all its steps; on a CPU a layer's time is its
+#: matrix products', which no compiler makes faster. ``meta`` stands for a CPU.
+_LEAST_HIDDEN = {"cpu": 2**24, "meta": 2**24, "cuda": 2**20}
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -39,17 +44,28 @@ class Plan:
         chunk_tokens: rows per tile, 0 to let the tile's bytes decide.
         min_saved_bytes: sites predicted to save less are kept.
         switched_off: sites that every pass keeps, whatever the rest says.
+        least_hidden: device type -> hidden values of a layer below which it runs op by op.
+        compile_regions: whether region bodies will be compiled.
     """
 
     choices: Mapping[tuple[str, str], Choice] = field(default_factory=dict)
     chunk_tokens: int = 0
     min_saved_bytes: int = 0
     switched_off: frozenset[str] = frozenset()
+    least_hidden: Mapping[str, int] = field(default_factory=dict)
+    compile_regions: bool = True
 
     @classmethod
     def from_config(cls, config: Config) -> Plan:
-        """The plan that a configuration asks for."""
-        return cls({}, config.chunk_tokens or 0, config.min_saved_bytes)
+        """The plan that a configuration asks for; a pass that it names works at every size."""
+        named = "recompute" in (config.passes or ())
+        return cls(
+            {},
+            config.chunk_tokens or 0,
+            config.min_saved_bytes,
+            least_hidden={} if named else dict(_LEAST_HIDDEN),
+            compile_regions=named or config.compile_regions,
+        )
 
     def without(self, sites: frozenset[str]) -> Plan:
         """The same plan with every pass told to keep ``sites``."""

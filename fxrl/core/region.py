@@ -1,7 +1,8 @@
 """Region: a subgraph that owns its backward and runs behind one opaque op.
 
 A pass outlines a region by building its forward graph and putting one ``fxrl::region`` call in
-the graph. The backend derives the vjp (the recompute and the gradients, one graph, so what the
+the graph (``fxrl::kept_region`` where the backward keeps instead of recomputing). The backend
+derives the vjp (the recompute and the gradients, one graph, so what the
 backward does not need is dead code), compiles both once per distinct body and registers them
 under the region's id. The id is a hash of the content, so equal bodies are compiled once and a
 second process finds Inductor's caches.
@@ -27,11 +28,14 @@ class InputSpec:
         example: the (fake) tensor the region was outlined with: dtype, device, sizes, strides.
         tiled: its dim 0 is rows; each tile gets its part.
         needs_grad: the region returns a gradient for it.
+        alive: it lives until the backward whether the region needs it there or not (a weight),
+            so keeping it costs nothing.
     """
 
     example: torch.Tensor = field(repr=False)
     tiled: bool
     needs_grad: bool
+    alive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,13 @@ class Region:
         forward: takes the inputs in order, returns a tuple of tensors; functional ATen, no
             random numbers. If any input is tiled, all outputs have the rows in dim 0.
         inputs: one spec per input.
+        keep: the forward hands the backward what it needs; otherwise the backward recomputes.
+            Not for tiles.
     """
 
     forward: fx.GraphModule
     inputs: tuple[InputSpec, ...]
+    keep: bool = False
 
     @property
     def tiled(self) -> bool:
@@ -57,7 +64,7 @@ class Region:
         """Content hash: body, input types and which gradients are wanted."""
         symbols = Symbols()
         inputs = [_signature(spec, symbols) for spec in self.inputs]
-        text = "\n".join([print_graph(self.forward), *inputs])
+        text = "\n".join([print_graph(self.forward), *inputs, "keep" if self.keep else ""])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -67,7 +74,7 @@ def _signature(spec: InputSpec, symbols: Symbols) -> str:
     sizes = [_text(size, symbols) for size in example.shape[1 if spec.tiled else 0 :]]
     strides = [] if spec.tiled else [_text(stride, symbols) for stride in example.stride()]
     kind = f"{example.dtype} {example.device.type} {sizes} {strides}"
-    return f"{kind} {spec.tiled} {spec.needs_grad}"
+    return f"{kind} {spec.tiled} {spec.needs_grad}" + (" alive" if spec.alive else "")
 
 
 def _text(size: int | torch.SymInt, symbols: Symbols) -> str:
@@ -96,7 +103,10 @@ def call_region(
 
     region_id = region.id
     regions_of(gm)[region_id] = region
-    call = gm.graph.call_function(torch.ops.fxrl.region.default, (inputs, region_id, tile))
+    if region.keep:
+        call = gm.graph.call_function(torch.ops.fxrl.kept_region.default, (inputs, region_id))
+    else:
+        call = gm.graph.call_function(torch.ops.fxrl.region.default, (inputs, region_id, tile))
     call.meta["val"] = list(results)
     values = []
     for index, val in enumerate(results):
@@ -104,3 +114,12 @@ def call_region(
         item.meta["val"] = val
         values.append(item)
     return values
+
+
+def replace_region(gm: fx.GraphModule, old: Region, new: Region) -> None:
+    """Let the calls of ``old`` in ``gm`` call ``new``, which takes and returns the same."""
+    regions_of(gm).pop(old.id, None)
+    regions_of(gm)[new.id] = new
+    for call in gm.graph.find_nodes(op="call_function", target=torch.ops.fxrl.kept_region.default):
+        if call.args[1] == old.id:
+            call.args = (call.args[0], new.id)

@@ -31,6 +31,7 @@ class RegionKernels:
     Attributes:
         region: the region itself; its forward also gives shapes on fake tensors.
         forward: inputs -> outputs.
+        kept: the two halves of a region whose backward keeps (``fxrl::kept_region``).
         vjp: inputs and the gradients of the floating-point outputs -> gradients of the inputs
             that need one. None without a gradient.
         grad_outputs: which outputs take an incoming gradient.
@@ -45,6 +46,7 @@ class RegionKernels:
     vjp: TensorFunction | None
     grad_outputs: tuple[int, ...]
     min_rows: int = 1
+    kept: Any = None
     options: Any = None
     traced: tuple[fx.GraphModule, fx.GraphModule | None] | None = None
     generated: Callable[[], dict[str, str]] = dict
@@ -63,7 +65,7 @@ def registered(region_id: str) -> RegionKernels | None:
     return _KERNELS.get(region_id)
 
 
-def _lookup(region_id: str) -> RegionKernels:
+def lookup(region_id: str) -> RegionKernels:
     kernels = _KERNELS.get(region_id)
     assert kernels is not None, f"region {region_id} was never built"
     return kernels
@@ -115,7 +117,7 @@ def _pad(grad: Tensor, padding: int) -> Tensor:
     return torch.cat([grad, grad.new_zeros((padding, *grad.shape[1:]))])
 
 
-class _WithoutAutocast:
+class WithoutAutocast:
     """Bodies already contain the casts that autocast asked for when they were captured."""
 
     def __init__(self, device: torch.device) -> None:
@@ -136,10 +138,10 @@ class _WithoutAutocast:
 )
 def region(inputs: list[Tensor], region_id: str, tile: int) -> list[Tensor]:
     """Run a region's forward, whole or in tiles of ``tile`` rows."""
-    kernels = _lookup(region_id)
-    with _WithoutAutocast(inputs[0].device):
+    kernels = lookup(region_id)
+    with WithoutAutocast(inputs[0].device):
         if not kernels.region.tiled:
-            return _fresh(list(kernels.forward(*inputs)), inputs)
+            return fresh(list(kernels.forward(*inputs)), inputs)
         rows = _rows_of(kernels, inputs)
         results: list[Tensor] = []
         for start, stop in tile_bounds(rows, int(tile), kernels.min_rows):
@@ -152,7 +154,7 @@ def region(inputs: list[Tensor], region_id: str, tile: int) -> list[Tensor]:
         return results or list(kernels.region.forward(*inputs))
 
 
-def _fresh(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def fresh(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs that share no storage with the inputs or each other, as an op must return."""
     seen = {x.untyped_storage().data_ptr() for x in inputs}
     result = []
@@ -165,7 +167,7 @@ def _fresh(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
 @region.register_fake
 def _(inputs: list[Tensor], region_id: str, tile: int) -> list[Tensor]:
-    outputs = _lookup(region_id).region.forward(*inputs)
+    outputs = lookup(region_id).region.forward(*inputs)
     return [torch.empty_like(output) for output in outputs]
 
 
@@ -179,14 +181,14 @@ def region_vjp(
     inputs: list[Tensor], grads: list[Tensor], region_id: str, tile: int
 ) -> list[Tensor]:
     """Gradients of the inputs that need one; gradients of shared inputs are summed in fp32."""
-    kernels = _lookup(region_id)
+    kernels = lookup(region_id)
     assert kernels.vjp is not None, f"region {region_id} was captured without a gradient"
     specs = [spec for spec in kernels.region.inputs if spec.needs_grad]
     wanted = [x for x, spec in zip(inputs, kernels.region.inputs, strict=True) if spec.needs_grad]
-    with _WithoutAutocast(inputs[0].device):
+    with WithoutAutocast(inputs[0].device):
         if not kernels.region.tiled:
             result = kernels.vjp(*inputs, *(grad.contiguous() for grad in grads))
-            return _fresh(list(result), [*inputs, *grads])
+            return fresh(list(result), [*inputs, *grads])
         rows = _rows_of(kernels, inputs)
         bounds = tile_bounds(rows, int(tile), kernels.min_rows)
         sums = [_accumulator(x, spec.tiled, bounds) for x, spec in zip(wanted, specs, strict=True)]
@@ -218,7 +220,7 @@ def _accumulator(x: Tensor, tiled: bool, bounds: list[tuple[int, int]]) -> Tenso
 
 @region_vjp.register_fake
 def _(inputs: list[Tensor], grads: list[Tensor], region_id: str, tile: int) -> list[Tensor]:
-    specs = _lookup(region_id).region.inputs
+    specs = lookup(region_id).region.inputs
     return [
         torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for x, spec in zip(inputs, specs, strict=True)
@@ -233,7 +235,7 @@ def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None, None]:
-    kernels = _lookup(ctx.region_id)
+    kernels = lookup(ctx.region_id)
     inputs = list(ctx.saved_tensors)
     given = []
     for index in kernels.grad_outputs:

@@ -1,0 +1,67 @@
+"""Small models of repeated layers: what a pass over layers meets, in a few milliseconds."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Block(nn.Module):
+    """Norm, attention, residual, MLP, residual."""
+
+    def __init__(self, width=8, heads=2, dropout=0.0, scale=1.0):
+        super().__init__()
+        self.heads, self.scale = heads, scale
+        self.norm = nn.Parameter(torch.rand(width) + 0.5)
+        self.qkv = nn.ModuleDict({n: nn.Linear(width, width, bias=False) for n in "qkv"})
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        rows, length, width = x.shape
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.norm
+
+        def heads(name):
+            flat = self.qkv[name](normed)
+            return flat.view(rows, length, self.heads, width // self.heads).transpose(1, 2)
+
+        attended = F.scaled_dot_product_attention(
+            heads("q"), heads("k"), heads("v"), is_causal=True
+        )
+        attended = attended.transpose(1, 2).reshape(rows, length, width)
+        x = x + self.dropout(self.out(attended))
+        return x + self.dropout(self.down(F.silu(self.up(x)) * self.scale))
+
+
+class Stack(nn.Module):
+    """Embedding, blocks (each checkpointed, if asked for), a small head."""
+
+    def __init__(self, blocks, *, width=8, vocab=11, checkpointed=False):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, 3)
+        self.checkpointed = checkpointed
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x)
+
+
+def make_stack(layers=3, *, seed=0, checkpointed=False, **options):
+    torch.manual_seed(seed)
+    blocks = [Block(**options) for _ in range(layers)]
+    return Stack(blocks, checkpointed=checkpointed).double()
+
+
+def ids_batch(rows=2, length=5, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return {"ids": torch.randint(0, 11, (rows, length), generator=generator)}
+
+
+def square_loss(model, batch):
+    return model(batch["ids"]).square().mean()

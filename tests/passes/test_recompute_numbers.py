@@ -1,0 +1,131 @@
+"""``recompute`` at run time: float64 numbers and gradients of eager, what is kept, what is shown."""
+
+import pytest
+import torch
+
+import fxrl
+from fxrl.ops.region import registered
+from tests.compile.region_cases import assert_same, saved_bytes
+from tests.passes.layered import ids_batch, make_stack, square_loss
+
+ONLY = fxrl.Config(passes=("recompute",), compile_regions=False, on_miss="error")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------------------- numbers
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["keep", "recompute"])
+def test_numerics_and_gradients(checkpointed):
+    model = make_stack(3, checkpointed=checkpointed)
+    step = fxrl.optimize(model, square_loss, ONLY)
+    for shape in ((2, 5), (3, 7), (4, 9)):
+        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
+    (capture,) = step._backend.captures
+    assert len(capture.regions) == 2
+    for key in capture.regions:
+        assert len(registered(key).kept._bodies._variants) == 1, "one body for every shape"
+
+
+def test_one_row_and_then_many():
+    model = make_stack(2)
+    step = fxrl.optimize(model, square_loss, ONLY)
+    for shape in ((1, 4), (3, 4), (1, 6), (2, 1)):
+        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
+
+
+def test_frozen_weights_and_embeddings_share_bodies_and_get_no_gradient():
+    model = make_stack(4)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("up" in name or ".q." in name)
+    step = fxrl.optimize(model, square_loss, ONLY)
+    assert_same(step, square_loss, model, ids_batch(), tolerance=1e-12)
+    assert len(step._backend.captures[0].regions) == 2
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["keep", "recompute"])
+def test_dropout_draws_what_eager_draws(checkpointed):
+    model = make_stack(2, dropout=0.5, checkpointed=checkpointed)
+    step = fxrl.optimize(model, square_loss, ONLY)
+    batch = ids_batch(3, 7)
+    results = []
+    for function in (step, lambda b: square_loss(model, b)):
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(5)
+        function(batch).backward()
+        results.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    for name, found in results[0].items():
+        torch.testing.assert_close(found, results[1][name], rtol=1e-12, atol=1e-14, msg=name)
+    assert any(r.kind == "applied" for r in step.report.remarks)
+
+
+def test_scoring_without_grad():
+    model = make_stack(2)
+    step = fxrl.optimize(model, square_loss, ONLY)
+    with torch.no_grad():
+        torch.testing.assert_close(step(ids_batch()), square_loss(model, ids_batch()))
+
+
+def test_autocast_inside_a_checkpointed_body():
+    model = make_stack(2, checkpointed=True).float()
+    step = fxrl.optimize(model, square_loss, ONLY)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, wanted = step(ids_batch()), square_loss(model, ids_batch())
+    got.backward()
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-3)
+    exact = square_loss(model, ids_batch())
+    assert got != exact, "the body ran in bf16"
+
+
+# ---------------------------------------------------------------------------- memory
+def eager_of(model):
+    return lambda batch: square_loss(model, batch)
+
+
+def activations(model, function, batch):
+    """Bytes that autograd keeps besides the parameters."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return saved_bytes(lambda: function(batch), without=weights)
+
+
+def test_keep_saves_less_than_eager_does():
+    model = make_stack(3)
+    step = fxrl.optimize(model, square_loss, ONLY)
+    batch = ids_batch(4, 32)
+    step(batch)
+    assert activations(model, step, batch) < activations(model, eager_of(model), batch)
+
+
+def test_recompute_keeps_the_layers_inputs():
+    eager, model = make_stack(3), make_stack(3, checkpointed=True)
+    step = fxrl.optimize(model, square_loss, ONLY)
+    batch = ids_batch(4, 32)
+    step(batch)
+    assert activations(model, step, batch) <= activations(model, eager_of(model), batch)
+    assert activations(model, step, batch) < 0.5 * activations(eager, eager_of(eager), batch)
+
+
+# ---------------------------------------------------------------------------- compiled
+def test_compiled_layers_equal_eager():
+    model = make_stack(3).float()
+    config = fxrl.Config(passes=("recompute",), on_miss="error")
+    step = fxrl.optimize(model, square_loss, config)
+    for shape in ((2, 5), (3, 8)):
+        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-5)
+    for key in step._backend.captures[0].regions:
+        assert "def call" in registered(key).generated()["forward.py"]
+
+
+def test_dump_and_verify_show_the_layers(tmp_path):
+    model = make_stack(2)
+    step = fxrl.optimize(model, square_loss, ONLY)
+    step(ids_batch())
+    text = step.dump(tmp_path).read_text()
+    assert "recompute" in text
+    assert len(list(tmp_path.glob("capture_0/regions/*/vjp.txt"))) == 2
+    assert (tmp_path / "capture_0/aot/backward.py").read_text().count(
+        "kept_region_vjp.default("
+    ) == 4
+    step.verify(ids_batch()).raise_if_failed()
