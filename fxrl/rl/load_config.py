@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fxrl.rl.binding import bind, merge_override, parse_override
+from fxrl.rl.binding import Text, bind, merge_override, parse_override
 from fxrl.rl.config import TrainConfig
 from fxrl.rl.errors import BadConfigError
 from fxrl.rl.named import importable_from
@@ -43,7 +43,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     if problems or config is None:
         count = f"{len(problems)} mistakes" if len(problems) > 1 else "1 mistake"
         raise BadConfigError("\n".join([f"{path}: {count}", *(f"  {line}" for line in problems)]))
-    if "max_num_seqs" not in table.get("vllm", {}):
+    given = table.get("vllm", {})
+    if "max_num_seqs" not in (given.value if isinstance(given, Text) else given):
         config = dataclasses.replace(config, vllm=_all_at_once(config))
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))

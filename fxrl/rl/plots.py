@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: Path, title: str) ->
 
 
 def plot_times(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
-    """Seconds of each step, stacked by phase (``fxrl.rl.timing``).
+    """Seconds of each step, stacked by phase (``fxrl.rl.timing``), with each phase's median.
 
     Args:
         records: lines of ``metrics.jsonl``.
@@ -62,10 +63,9 @@ def plot_times(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> 
     known = [record for record in records if record.get("time/generate") is not None]
     steps = [record["step"] for record in known]
     bottom = [0.0] * len(known)
-    total = sum(record["step_time"] for record in known) or 1.0
     for index, phase in enumerate(PHASES):
         seconds = [record.get(f"time/{phase}") or 0.0 for record in known]
-        label = f"{phase} {100 * sum(seconds) / total:.0f} %"
+        label = f"{phase} {statistics.median(seconds or [0.0]):.2f} s"
         axis.bar(steps, seconds, 1.0, bottom, label=label, color=f"C{index}", linewidth=0)
         bottom = [low + high for low, high in zip(bottom, seconds, strict=True)]
     if len(bottom) > 2:  # the first steps compile; they would flatten all others

@@ -132,5 +132,5 @@ def test_the_time_plot_stacks_phases_to_the_step(tmp_path, monkeypatch):
     tops = [sum(heights[0] for _, heights, _ in drawn[:n]) for n in range(len(drawn))]
     assert [bottom[0] for _, _, bottom in drawn] == pytest.approx(tops)
     assert [len(heights) for _, heights, _ in drawn] == [9] * len(drawn)
-    assert "generate 60 %" in [label for label, _, _ in drawn]
+    assert "generate 0.30 s" in [label for label, _, _ in drawn]
     assert plot_times([], tmp_path / "none.png", "nothing yet").is_file()
