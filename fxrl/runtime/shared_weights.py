@@ -86,13 +86,14 @@ def share(
     if requires_grad and any(isinstance(module, Fp8Linear) for module in model.modules()):
         warnings.append("FP8 weights are frozen: only what stayed wider can be trained, or a LoRA")
     bindings = tuple(binder.bindings)
+    baseline = checksums({binding.name: binding.tensor() for binding in bindings})
     report = SharingReport(
         rows=tuple(binder.rows),
         warnings=tuple(warnings),
         seconds=time.perf_counter() - started,
         vllm_model=vllm_model,
         bindings=bindings,
-        baseline=checksums({binding.name: binding.tensor() for binding in bindings}),
+        baseline=baseline,
     )
     report.verify_again(contents=False)
     if not report.complete:
