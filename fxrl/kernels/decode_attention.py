@@ -26,16 +26,20 @@ class DecodeTuning:
     tile: keys of one step, a power of two of at least 16.
     warps, stages: of a program, and tiles it has in flight.
     programs_per_sm: the grid is this times the number of multiprocessors.
-    items_per_program: work items that a program gets if all are alike.
-    min_tiles: a split is no smaller than this, or merging would cost more than it saves.
+    min_tiles: a split has at least so many tiles, or merging would cost more than it saves.
+    max_tiles, rounds: a program whose share is above ``max_tiles`` gets it in up to ``rounds``
+        items, which evens out lengths that do not divide well.
+    early: launch before the kernel ahead in the stream has quite ended (programmatic launch).
     """
 
     tile: int = 64
     warps: int = 4
     stages: int = 3
     programs_per_sm: int = 2
-    items_per_program: int = 2
     min_tiles: int = 4
+    max_tiles: int = 16
+    rounds: int = 4
+    early: bool = False
 
 
 class DecodeWorkspace:
@@ -59,14 +63,13 @@ class DecodeWorkspace:
         if device.type == "cuda":
             processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.programs = processors * self.tuning.programs_per_sm
-        self.slots = self.programs * self.tuning.items_per_program
         floats = self._floats(rows, q_heads, kv_heads, head_dim)
         self.partial = torch.empty(floats, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
 
     def _floats(self, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> int:
-        splits = rows + triton.cdiv(self.slots, kv_heads)
-        width: int = triton.next_power_of_2(head_dim) + 2  # accumulator, maximum and sum
+        splits = rows + -(-self.programs * self.tuning.rounds // kv_heads)
+        width = int(triton.next_power_of_2(head_dim)) + 2  # accumulator, maximum and sum
         return splits * q_heads * width
 
     def check(self, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> None:
@@ -133,16 +136,16 @@ def decode_attention(
     with torch.cuda.device(q.device.index if q.is_cuda else -1):
         attend[(workspace.programs,)](
             q, k_cache, v_cache, block_table, seq_lens, out, k_scale, v_scale,
-            workspace.partial, workspace.arrived, rows, workspace.slots,
-            tuning.min_tiles, float(scale),
+            workspace.partial, workspace.arrived, rows, tuning.min_tiles,
+            tuning.max_tiles, tuning.rounds, float(scale),
             q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
             block_table.stride(0), out.stride(0), out.stride(1),
             softcap=float(softcap), window=int(window), kv_heads=kv_heads, group=group,
             group_padded=max(16, triton.next_power_of_2(group)), head_dim=dim,
             dim_padded=max(16, triton.next_power_of_2(dim)), block_size=block_size,
             tile=tuning.tile,
-            rows_padded=triton.next_power_of_2(rows), stages=tuning.stages,
-            num_warps=tuning.warps,
+            rows_padded=triton.next_power_of_2(rows), stages=tuning.stages, early=tuning.early,
+            num_warps=tuning.warps, launch_pdl=tuning.early,
         )  # fmt: skip
     return out
 
@@ -154,35 +157,33 @@ def _check(
         raise DecodeAttentionError(
             f"q {tuple(q.shape)} {q.dtype}: must be [R, Hq, D <= 256] of {_QUERIES}"
         )
-    rows, q_heads, dim = q.shape
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        what = f"{name} {tuple(cache.shape)} {cache.dtype}"
-        if cache.dim() != 4 or cache.shape[3] != dim or cache.shape != k_cache.shape:
-            raise DecodeAttentionError(f"{what}: must be [num_blocks, block_size, Hkv, {dim}]")
-        if cache.dtype not in (q.dtype, torch.float8_e4m3fn) or cache.dtype != k_cache.dtype:
-            raise DecodeAttentionError(f"{what}: must be {q.dtype} or float8_e4m3fn, as k_cache")
-        if q_heads % cache.shape[2]:
-            raise DecodeAttentionError(
-                f"{what}: {q_heads} query heads are no multiple of its heads"
-            )
-        if cache.shape[1] & (cache.shape[1] - 1):
-            raise DecodeAttentionError(f"{what}: the block size must be a power of two")
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
-        if tensor.stride(-1) != 1 and dim > 1:
-            raise DecodeAttentionError(f"{name} has stride {tensor.stride(-1)} in D: must be 1")
+    _check_cache("k_cache", k_cache, q, k_cache)
+    _check_cache("v_cache", v_cache, q, k_cache)
     if out.shape != q.shape:
         raise DecodeAttentionError(f"out {tuple(out.shape)}: must be {tuple(q.shape)}, as q")
     for name, index, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
-        if index.dim() != dims or index.dtype != torch.int32 or index.shape[0] < rows:
+        if index.dim() != dims or index.dtype != torch.int32 or index.shape[0] < q.shape[0]:
             raise DecodeAttentionError(
-                f"{name} {tuple(index.shape)} {index.dtype}: must be int32 with {rows} rows"
+                f"{name} {tuple(index.shape)} {index.dtype}: must be int32 with {q.shape[0]} rows"
             )
-        if index.stride(-1) != 1 and index.shape[-1] > 1:
-            raise DecodeAttentionError(f"{name} must be contiguous in its last dimension")
-    for name, tensor in (
-        ("k_cache", k_cache),
-        ("block_table", block_table),
-        ("seq_lens", seq_lens),
-    ):
+    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
+    named |= {"block_table": block_table, "seq_lens": seq_lens}
+    for name, tensor in named.items():
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise DecodeAttentionError(
+                f"{name} has stride {tensor.stride(-1)} in its last dimension: must be 1"
+            )
         if tensor.device != q.device:
             raise DecodeAttentionError(f"{name} is on {tensor.device}, q on {q.device}")
+
+
+def _check_cache(name: str, cache: Tensor, q: Tensor, k_cache: Tensor) -> None:
+    what = f"{name} {tuple(cache.shape)} {cache.dtype}"
+    if cache.dim() != 4 or cache.shape[3] != q.shape[2] or cache.shape != k_cache.shape:
+        raise DecodeAttentionError(f"{what}: must be [num_blocks, block_size, Hkv, {q.shape[2]}]")
+    if cache.dtype not in (q.dtype, torch.float8_e4m3fn) or cache.dtype != k_cache.dtype:
+        raise DecodeAttentionError(f"{what}: must be {q.dtype} or float8_e4m3fn, as k_cache")
+    if q.shape[1] % cache.shape[2]:
+        raise DecodeAttentionError(f"{what}: {q.shape[1]} query heads are no multiple of its heads")
+    if cache.shape[1] & (cache.shape[1] - 1):
+        raise DecodeAttentionError(f"{what}: the block size must be a power of two")

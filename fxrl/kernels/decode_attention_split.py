@@ -13,10 +13,12 @@ The item that finishes a (sequence, KV head) last merges the splits, in their or
 
 NOTE [Why the work list is made on the device]
 A CUDA graph freezes the grid, and lengths change at each replay. So a fixed number of programs
-walks a list that each derives from the lengths: a split's size is the number of all keys over the
-number of slots, in tiles, and at least ``min_tiles``. That bounds the splits by R + slots / heads,
-whatever the lengths: the scratch is fixed too. The list is a function of the lengths and the grid
-alone and merging has an order, so results repeat bit for bit; they do change with the batch.
+walks a list that each derives from the lengths: a split has all tiles over the number of programs,
+at least ``min_tiles``, and a bit more if rounding up left some programs a second item; above
+``max_tiles``, programs get several items (at most ``rounds``). That bounds the splits by
+R + programs rounds / heads, whatever the lengths: the scratch is fixed too. The list is a function
+of the lengths and the grid alone and merging has an order, so results repeat bit for bit; they do
+change with the batch.
 
 NOTE [Why neighbouring items are neighbouring heads]
 In vLLM's NHD layout the heads of a token are adjacent in memory; programs that run at the same
@@ -30,6 +32,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -49,8 +52,9 @@ def attend(
     partial: tl.tensor,
     arrived: tl.tensor,
     rows: tl.tensor,
-    slots: tl.tensor,
     min_tiles: tl.tensor,
+    max_tiles: tl.tensor,
+    rounds: tl.tensor,
     scale: tl.tensor,
     q_row: tl.tensor,
     q_head: tl.tensor,
@@ -74,15 +78,18 @@ def attend(
     tile: tl.constexpr,
     rows_padded: tl.constexpr,
     stages: tl.constexpr,
+    early: tl.constexpr,
 ) -> None:
     """One program: its share of the items."""
+    if early:
+        gdc_wait()
     r = tl.arange(0, rows_padded)
     lens = tl.load(seq_lens + r, mask=r < rows, other=0)
-    tiles = (_span(lens, window) + tile - 1) // tile
-    per_split = tl.maximum((tl.sum(tiles, 0) * kv_heads + slots - 1) // slots, min_tiles)
-    # An empty sequence (a row that pads a graph's batch) has one split, of nothing: it writes 0.
-    splits = tl.where(r < rows, tl.maximum((tiles + per_split - 1) // per_split, 1), 0)
+    spans = _span(lens, window)
+    tiles = (spans + tile - 1) // tile
+    splits = _splits(tiles, r < rows, tl.num_programs(0), kv_heads, min_tiles, max_tiles, rounds)
     ends = tl.cumsum(splits, 0)
+    items = tl.sum(splits, 0) * kv_heads
 
     g = tl.arange(0, group_padded)
     d = tl.arange(0, dim_padded)
@@ -95,17 +102,17 @@ def attend(
     if softcap == 0.0:
         factor = factor * to_bits
 
-    for item in range(tl.program_id(0), tl.sum(splits, 0) * kv_heads, tl.num_programs(0)):
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
         head = item % kv_heads
         unit = item // kv_heads
-        row = tl.sum((ends <= unit).to(tl.int32), 0)
-        count = tl.sum(tl.where(r == row, splits, 0), 0)
-        first = tl.sum(tl.where(r == row, ends, 0), 0) - count
-        length = tl.load(seq_lens + row)
-        start = length - _span(length, window)
-        row_tiles = (length - start + tile - 1) // tile
-        step = (row_tiles + count - 1) // count * tile
-        low = start + (unit - first) * step
+        mine = (ends > unit) & (ends - splits <= unit)
+        row = tl.sum(tl.where(mine, r, 0), 0)
+        count = tl.sum(tl.where(mine, splits, 0), 0)
+        first = tl.sum(tl.where(mine, ends - splits, 0), 0)
+        length = tl.sum(tl.where(mine, lens, 0), 0)
+        span = tl.sum(tl.where(mine, spans, 0), 0)
+        step = ((span + tile - 1) // tile + count - 1) // count * tile
+        low = length - span + (unit - first) * step
         high = tl.minimum(low + step, length)
 
         row64 = row.to(tl.int64)
@@ -172,6 +179,37 @@ def attend(
                         mask=d < head_dim,
                     )
                 tl.store(arrived + row * kv_heads + head, 0)
+
+
+@_jit
+def _splits(
+    tiles: tl.tensor,
+    real: tl.tensor,
+    programs: tl.tensor,
+    kv_heads: tl.constexpr,
+    min_tiles: tl.tensor,
+    max_tiles: tl.tensor,
+    rounds: tl.tensor,
+) -> tl.tensor:
+    """Into how many splits each row is cut; see NOTE [Why the work list is made on the device]."""
+    even = (tl.sum(tiles, 0) * kv_heads + programs - 1) // programs
+    size = tl.maximum(even, min_tiles)
+    if even > max_tiles:  # long enough for several items a program, which even out
+        parts = tl.minimum((even + max_tiles - 1) // max_tiles, rounds)
+        size = (even + parts - 1) // parts
+    else:  # rounding up gave more items than programs: grow until there is one each
+        limit = 2 * size
+        for _ in tl.static_range(3):
+            items = tl.sum(_cut(tiles, real, size), 0) * kv_heads
+            excess = tl.maximum(items - programs, 0)
+            size = tl.minimum(size + (size * excess + programs - 1) // programs, limit)
+    return _cut(tiles, real, size)
+
+
+@_jit
+def _cut(tiles: tl.tensor, real: tl.tensor, size: tl.tensor) -> tl.tensor:
+    """An empty sequence (a row that pads a graph's batch) has one split: it writes zeros."""
+    return tl.where(real, tl.maximum((tiles + size - 1) // size, 1), 0)
 
 
 @_jit

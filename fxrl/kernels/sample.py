@@ -14,9 +14,10 @@ from torch import Tensor
 from fxrl.errors import FxrlError
 from fxrl.kernels.sample_rows import choose, summarise
 
-BLOCK = 4096  # logits of one program, all in registers; which token a seed draws depends on it
-_WARPS = 8
-_CHOOSE_WARPS = 8
+BLOCK = 2048  # logits of one program, all in registers; which token a seed draws depends on it
+_WARPS = 4
+_CHOOSE_WARPS = 4
+EARLY = True
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -67,16 +68,17 @@ def fused_sample(
     if rows == 0:
         return tokens, logprobs
     blocks = triton.cdiv(vocab, BLOCK)
+    early = EARLY and logits.is_cuda and torch.cuda.get_device_capability(logits.device) >= (9, 0)
     partial = torch.empty(rows, blocks, 3, dtype=torch.float32, device=logits.device)
     with torch.cuda.device(logits.device.index if logits.is_cuda else -1):
         summarise[(blocks, rows)](
             logits, temperature, state_rows, partial, logits.stride(0), vocab, BLOCK,
-            num_warps=_WARPS,
+            entropies is not None, num_warps=_WARPS,
         )  # fmt: skip
         choose[(rows,)](
             logits, temperature, seeds, positions, state_rows, position_rows, partial,
             tokens, logprobs, entropies, logits.stride(0), vocab, blocks,
-            BLOCK, triton.next_power_of_2(blocks), num_warps=_CHOOSE_WARPS,
+            BLOCK, triton.next_power_of_2(blocks), early, num_warps=_CHOOSE_WARPS, launch_pdl=early,
         )  # fmt: skip
     return tokens, logprobs
 

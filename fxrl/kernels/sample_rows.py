@@ -25,6 +25,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -51,8 +52,9 @@ def summarise(
     stride: tl.tensor,
     vocab: tl.tensor,
     block: tl.constexpr,
+    wants_entropy: tl.constexpr,
 ) -> None:
-    """``partial[row, b] = (m_b, S_b, U_b)``, U_b in bits."""
+    """``partial[row, b] = (m_b, S_b, U_b)``, U_b in bits and only if wanted."""
     b = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     scale, _, _ = _row_scale(temperature, state_rows, row)
@@ -65,7 +67,8 @@ def summarise(
     out = partial + (row * tl.num_programs(0) + b) * 3
     tl.store(out, m)
     tl.store(out + 1, tl.sum(e, 0))
-    tl.store(out + 2, tl.sum(tl.where(e == 0.0, 0.0, e * d), 0))
+    if wants_entropy:
+        tl.store(out + 2, tl.sum(tl.where(e == 0.0, 0.0, e * d), 0))
 
 
 @_jit
@@ -85,8 +88,11 @@ def choose(
     blocks: tl.tensor,
     block: tl.constexpr,
     blocks_padded: tl.constexpr,
+    early: tl.constexpr,
 ) -> None:
     """One row: the block, the token, its log-probability, and the entropy if asked for."""
+    if early:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     scale, greedy, state = _row_scale(temperature, state_rows, row)
     seed = tl.load(seeds + state)
