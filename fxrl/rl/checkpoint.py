@@ -43,6 +43,7 @@ _FREE = {
     "eval.every",
     "disk_retries",
     "disk_wait_s",
+    "engine_retries",
     "reward.timeout_s",
     "reward.retries",
     "vllm.generate_timeout_s",

@@ -42,6 +42,9 @@ class TrainConfig:
         engine: what draws completions. ``torch`` is embedded and samples with the trained model
             itself: exact, simple, slow. ``vllm`` is vLLM in this process, over the same weights,
             set up by the table ``[vllm]``.
+        engine_retries: further tries where drawing a step's completions takes longer than
+            ``vllm.generate_timeout_s``. An engine that fails otherwise stops the run, with its
+            state saved.
         dynamic_sampling: what becomes of groups whose rewards are all the same, which teach
             nothing: they are trained on as any other (``off``), left out (``drop``), or replaced by
             groups of further prompts (``refill``, DAPO's way). The loss is a mean over what is
@@ -91,6 +94,7 @@ class TrainConfig:
     advantages: Literal["group", "leave_one_out"] = "group"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     max_nonfinite: int = 3
+    engine_retries: int = 0
     dynamic_sampling: Literal["off", "drop", "refill"] = "off"
     max_refills: int = 3
     disk_retries: int = 20
@@ -103,7 +107,7 @@ class TrainConfig:
         positive = ["steps", "keep_checkpoints", "prompts_per_step", "micro_batch_tokens"]
         positive += ["num_iterations", "max_nonfinite"]
         not_negative = ["save_every", "log_completions", "seed", "max_refills"]
-        not_negative += ["disk_retries", "disk_wait_s"]
+        not_negative += ["disk_retries", "disk_wait_s", "engine_retries"]
         none_of(
             *(at_least(name, getattr(self, name), 1) for name in positive),
             *(at_least(name, getattr(self, name), 0) for name in not_negative),

@@ -28,6 +28,7 @@ from fxrl.rl.rollout_sections import SamplingConfig
 from fxrl.rl.timing import Clock
 from fxrl.rl.types import Metrics, Rollout, Row
 from fxrl.runtime import Completion, Engine, SamplingParams
+from fxrl.runtime.vllm_requests import GenerateTimeoutError
 
 ENGINE_SYNC = ("fold", "restore", "sync")
 """Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""
@@ -73,6 +74,7 @@ class Roller:
         rewards: reward functions.
         sampling: how to draw.
         tokenizer: decodes completions.
+        retries: further tries of a generation that took too long.
     """
 
     def __init__(
@@ -82,9 +84,11 @@ class Roller:
         rewards: Sequence[Reward],
         sampling: SamplingConfig,
         tokenizer: Any,
+        retries: int = 0,
     ) -> None:
         self.engine, self.builder, self.rewards = engine, builder, rewards
-        self.sampling, self.tokenizer = sampling, tokenizer
+        self.sampling, self.tokenizer, self.retries = sampling, tokenizer, retries
+        self._retried: list[str] = []
 
     def params(self, *, n: int, greedy: bool = False, seed: int | None = None) -> SamplingParams:
         """``[sampling]`` with ``n`` completions; ``greedy`` overrides the temperature."""
@@ -112,15 +116,12 @@ class Roller:
             EngineError: generation failed.
         """
         prompts = [self.builder.prompt(row) for row in rows]
-        judge = Judge(rows, prompts, self.rewards, self.tokenizer, state)
         before = dict(self.engine.timings)
-        try:
-            with clock.phase("generate"):
-                ids = [self.builder.encode(prompt) for prompt in prompts]
-                groups = self.engine.generate(ids, params, on_finished=judge.finished)
-        except BaseException:
-            judge.abandon()
-            raise
+        with clock.phase("generate"):
+            ids = [self.builder.encode(prompt) for prompt in prompts]
+            judge, groups = self._generate(
+                ids, params, lambda: Judge(rows, prompts, self.rewards, self.tokenizer, state)
+            )
         # Times that are not of this call stay in ``timings`` as they were.
         new = {k: v for k, v in self.engine.timings.items() if before.get(k) != v}
         clock.move("generate", "sync", sum(new.get(name, 0.0) for name in ENGINE_SYNC))
@@ -134,6 +135,25 @@ class Roller:
             by_function=verdict.by_function,
             totals=combine(list(verdict.by_function.values()), weights),
         )
+
+    def _generate(
+        self, ids: Sequence[list[int]], params: SamplingParams, new_judge: Callable[[], Judge]
+    ) -> tuple[Judge, list[list[Completion]]]:
+        """Draws, again where that took too long; each try draws the same."""
+        for left in reversed(range(self.retries + 1)):
+            judge, sampler = new_judge(), self.engine.state_dict()
+            try:
+                return judge, self.engine.generate(ids, params, on_finished=judge.finished)
+            except GenerateTimeoutError as error:
+                judge.abandon()
+                if not left:
+                    raise
+                self.engine.load_state_dict(sampler)
+                self._retried.append(f"{error}; drawing again, {left} tries left")
+            except BaseException:
+                judge.abandon()
+                raise
+        raise AssertionError("unreachable: the last try returns or raises")
 
     def rollout(
         self,
@@ -185,10 +205,10 @@ class Roller:
         )
 
     def failures(self) -> list[str]:
-        """What reward functions skipped since the last call, in words."""
-        told = [text for reward in self.rewards for text in reward.failures]
-        for reward in self.rewards:
-            reward.failures.clear()
+        """What was retried or skipped since the last call, in words."""
+        told = [*self._retried, *(text for reward in self.rewards for text in reward.failures)]
+        for failures in (self._retried, *(reward.failures for reward in self.rewards)):
+            failures.clear()
         return told
 
     def _kept(self, judged: Judged, config: TrainConfig) -> list[int]:

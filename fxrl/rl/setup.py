@@ -175,7 +175,9 @@ def _around(
         tokenizer=tokenizer,
         engine=engine,
         questions=questions,
-        roller=Roller(engine, builder, questions.rewards, config.sampling, tokenizer),
+        roller=Roller(
+            engine, builder, questions.rewards, config.sampling, tokenizer, config.engine_retries
+        ),
         stream=PromptStream(len(questions.split.train), config.seed, shuffle=config.data.shuffle),
         updater=Updater(
             step=make_step(model, wrap(loss_fn)),

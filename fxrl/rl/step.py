@@ -42,6 +42,7 @@ class Step:
     def __init__(self, config: TrainConfig, parts: Parts, number: int) -> None:
         self.config, self.parts, self.number = config, parts, number
         self.device = next(parts.model.parameters()).device
+        self.clock = Clock(self.device)
         self.updated = self.trained = False
         self.record: dict[str, Any] = {"step": number}
         self.rollout: Rollout | None = None
@@ -53,7 +54,7 @@ class Step:
         Raises:
             FxrlError: something failed; the attributes say how far it got.
         """
-        clock, parts, config = Clock(self.device), self.parts, self.config
+        clock, parts, config = self.clock, self.parts, self.config
         rollout = self.rollout = parts.roller.rollout(self._take, config, self._state, clock)
         self.engine_state = parts.engine.state_dict()
         with ExitStack() as standby:
@@ -69,16 +70,18 @@ class Step:
                 standby.close()
         with clock.phase("sync"):
             hand_over(config, parts, parts.engine.policy_version + 1)
-        seconds = clock.elapsed()
-        self.record |= clock.metrics()
-        self.record |= {
-            "step_time": seconds,
-            "tokens_per_second": rollout.num_completion_tokens / seconds,
-        }
-        self.record |= {f"engine/{k}_s": v for k, v in parts.engine.timings.items()}
+        self.add_times()
+        return rollout
+
+    def add_times(self) -> None:
+        """Puts the seconds up to now into the record."""
+        seconds = self.clock.elapsed()
+        self.record |= self.clock.metrics() | {"step_time": seconds}
+        if self.rollout is not None:
+            self.record["tokens_per_second"] = self.rollout.num_completion_tokens / seconds
+        self.record |= {f"engine/{k}_s": v for k, v in self.parts.engine.timings.items()}
         if self.device.type == "cuda":
             self.record["memory/peak_bytes"] = torch.cuda.max_memory_allocated()
-        return rollout
 
     def _take(self, count: int) -> list[Row]:
         rows = self.parts.questions.split.train

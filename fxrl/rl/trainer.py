@@ -186,6 +186,7 @@ class Trainer:
             self.done = number
             self.num_tokens += step.rollout.num_tokens
             epoch = self.parts.stream.epoch
+            step.add_times()
             metrics.write(step.record | {"num_tokens": self.num_tokens, "epoch": epoch})
             which = " after its updates; the state with them"
         else:

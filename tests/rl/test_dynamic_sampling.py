@@ -25,6 +25,9 @@ class Engine:
         self.timings = {}
         self.calls = []
 
+    def state_dict(self):
+        return {}
+
     def generate(self, prompts, params, *, on_finished=None):
         self.calls.append(len(prompts))
         self.timings = {"fold": 0.0, "generate": 1.0}

@@ -11,12 +11,13 @@ from fxrl.rl import checkpoint, policy
 from fxrl.rl.metrics import JsonLines
 from fxrl.rl.train import main
 from fxrl.runtime import EngineError, TorchEngine
+from fxrl.runtime.vllm_requests import GenerateTimeoutError
 
 
 class FailingEngine(TorchEngine):
     """Dies where and when the class says, once."""
 
-    where, when = "generate", 3
+    where, when, error = "generate", 3, EngineError
     made: list["FailingEngine"] = []
 
     def __init__(self, *args, **kw):
@@ -27,12 +28,14 @@ class FailingEngine(TorchEngine):
     def fail_at(self, place):
         if self.where == place and self.generations == self.when:
             type(self).when = -1
-            raise EngineError(f"vLLM died in {place}")
+            raise self.error(f"vLLM died in {place}")
 
     def generate(self, prompts, params, *, on_finished=None):
         self.generations += 1
         self.fail_at("generate")
-        return super().generate(prompts, params, on_finished=on_finished)
+        found = super().generate(prompts, params, on_finished=on_finished)
+        self.fail_at("the end of generate")
+        return found
 
     @contextmanager
     def standby(self):
@@ -52,8 +55,8 @@ class FailingEngine(TorchEngine):
 
 @pytest.fixture
 def failing(monkeypatch):
-    def arm(where, when=3):
-        FailingEngine.where, FailingEngine.when = where, when
+    def arm(where, when=3, error=EngineError):
+        FailingEngine.where, FailingEngine.when, FailingEngine.error = where, when, error
         FailingEngine.made = []
         monkeypatch.setattr(policy, "TorchEngine", FailingEngine)
 
@@ -94,6 +97,17 @@ def test_a_dead_engine_costs_no_step_that_was_done(config_file, failing, capsys,
     assert train(config_file, "out", resume="") == 0
     assert metrics("out") == metrics("whole")
     assert weights("out") == weights("whole")
+
+
+@pytest.mark.parametrize("where", ["generate", "the end of generate"])
+def test_a_generation_that_took_too_long_is_drawn_again(config_file, failing, capsys, where):
+    assert train(config_file, "whole") == 0
+    failing(where, error=GenerateTimeoutError)
+    assert train(config_file, "out", "engine_retries=1") == 0
+    assert "drawing again, 1 tries left" in capsys.readouterr().out
+    assert metrics("out") == metrics("whole"), "the same completions"
+    failing(where, error=GenerateTimeoutError)
+    assert train(config_file, "no", "engine_retries=0") == 1
 
 
 def weights(run_dir):
