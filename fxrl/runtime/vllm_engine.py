@@ -4,19 +4,6 @@ Everything that can be said without vLLM stands elsewhere: options, requests, th
 standby, the ledger, how the trainer's weights get in. What is left is to build ``vllm.LLM``, to
 find the few objects inside it that fxrl needs, and to give them to those.
 
-NOTE [vLLM's environment variables]
-``_environment`` is the one place that sets any, and it sets only what has no argument:
-``VLLM_ENABLE_V1_MULTIPROCESSING=0`` keeps vLLM's engine in this process (shared weights need it);
-``VLLM_NO_USAGE_STATS`` (nothing is sent anywhere), ``VLLM_LOGGING_LEVEL`` and, where FlashInfer is
-not installed, ``VLLM_USE_FLASHINFER_SAMPLER=0`` are set unless they are set already.
-
-NOTE [Expandable segments]
-``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` suits the trainer and may stay on: with the
-tagged pools that standby needs, vLLM switches it off around its own pools and back on afterwards.
-vLLM 0.25 looks for it under exactly that name, so where ``PYTORCH_ALLOC_CONF`` (PyTorch's newer
-name) says it, the older name is set to the same: unnoticed, the pools would be built of expandable
-segments, which cannot be unmapped and mapped again.
-
 NOTE [Why a worker class of our own]
 ``worker_cls`` is vLLM's own hook for it. The KV cache's size has to be decided between profiling
 and allocation, which is where ``Worker.determine_available_memory`` stands; and the backend of the
@@ -27,30 +14,24 @@ class of vLLM. vLLM finds it by its import path, here by the module's ``__getatt
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fxrl.config import parse_bytes
 from fxrl.runtime import kv_budget
-from fxrl.runtime.engine import EngineError
 from fxrl.runtime.ledger import MemoryLedger
-from fxrl.runtime.memory_probe import CpuProbe, CudaProbe, Reading, TagBytes, Tags
+from fxrl.runtime.memory_probe import CpuProbe, CudaProbe, TagBytes, Tags
 from fxrl.runtime.standby import KV_TAG, Way, map_tag, tag_bytes, unmap_tag
+from fxrl.runtime.vllm_build import EngineLoadError, build, set_environment
 from fxrl.runtime.vllm_inside import Inside, Names
-from fxrl.runtime.vllm_options import VllmOptions, engine_arguments
+from fxrl.runtime.vllm_options import VllmOptions
 from fxrl.runtime.vllm_serving import Serving
+
+__all__ = ["EngineLoadError", "VllmEngine"]
 
 BACKEND = "fxrl_kv_only"
 _ME = "fxrl.runtime.vllm_engine"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-
-
-class EngineLoadError(EngineError):
-    """vLLM is missing or could not be built."""
 
 
 class VllmEngine(Serving):
@@ -94,7 +75,7 @@ class VllmEngine(Serving):
         else:
             ledger = MemoryLedger(CpuProbe(lambda: built[0].cpu_bytes() if built else {}))
         ledger.before_load()
-        llm = _build(names, options, path, seed, ledger)
+        llm = build(names, options, path, seed, ledger, f"{_ME}.Worker")
         built.append(Inside(llm, names, options.tensor_parallel_size, options.max_lora_rank))
         ledger.loaded()
         super().__init__(
@@ -108,41 +89,9 @@ class VllmEngine(Serving):
         )
 
 
-def _build(names: Names, options: VllmOptions, path: Path, seed: int, ledger: MemoryLedger) -> Any:
-    arguments = engine_arguments(
-        options,
-        set(names.module.EngineArgs.__dataclass_fields__),
-        model=str(path),
-        seed=seed,
-        device=names.device,
-        utilization=_share(options, ledger.probe.read()) if names.device == "cuda" else 0.0,
-        worker_cls=f"{_ME}.Worker",
-        has_tokenizer=any((path / name).is_file() for name in _TOKENIZER_FILES),
-    )
-    try:
-        return names.module.LLM(**arguments)
-    except EngineError:
-        raise
-    except Exception as error:  # vLLM raises all kinds; all mean the same here
-        raise EngineLoadError(
-            f"vLLM could not load {str(path)!r} ({type(error).__name__}: {error}); "
-            f"memory: {ledger.holders()}"
-        ) from error
-
-
-def _share(options: VllmOptions, reading: Reading) -> float:
-    return kv_budget.utilization(
-        total=reading.total,
-        free=reading.free,
-        held=reading.reserved,
-        gpu_memory=None if options.gpu_memory is None else parse_bytes(options.gpu_memory),
-        trainer_reserve=parse_bytes(options.trainer_reserve),
-    )
-
-
 def _installed(options: VllmOptions) -> Names:
     """Imports vLLM and finds the names that fxrl needs."""
-    _environment(options)
+    set_environment(options)
     try:
         import vllm
         from vllm.inputs import TokensPrompt
@@ -176,17 +125,6 @@ def _installed(options: VllmOptions) -> Names:
         tags=_tags,
         quiet_config=_quiet_config,
     )
-
-
-def _environment(options: VllmOptions) -> None:
-    """See NOTE [vLLM's environment variables]."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", options.log_level)
-    if importlib.util.find_spec("flashinfer") is None:
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if "expandable_segments:True" in (general := os.environ.get("PYTORCH_ALLOC_CONF", "")):
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", general)
 
 
 def _tags() -> Tags:

@@ -210,8 +210,8 @@ class Inside:
 
     def shutdown(self) -> None:
         """Ends vLLM and frees what nobody else holds."""
-        engine = self.llm.llm_engine
-        self.llm = None
+        engine, self.llm = self.llm.llm_engine, None
+        self._adapter, self._adapter_sites = None, ()
         engine.engine_core.shutdown()
         del engine
         gc.unfreeze()  # vLLM freezes what exists after its start-up, cycles included

@@ -91,8 +91,9 @@ class VllmOptions:
         trainer_reserve: kept free of KV cache while generating, for what the trainer keeps resident
             then: adapter, optimizer state, buffers.
         cpu_kv_cache: most for the KV cache on a machine without GPU.
-        generate_timeout_s: a call of ``generate`` that takes longer is aborted and raises;
-            ``None`` waits for ever.
+        generate_timeout_s: a call of ``generate`` that takes longer is aborted between two steps
+            and raises (one that hangs within a step is only reported, in the log); ``None`` waits
+            for ever.
         standby: whether the KV cache's memory can be given to the trainer; ``False`` lets vLLM
             allocate as usual.
         log_level: of vLLM's own log (its warnings are many and rarely about the run).

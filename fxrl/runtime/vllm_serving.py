@@ -25,14 +25,8 @@ from fxrl.runtime.shared_weights import SharingReport, share
 from fxrl.runtime.standby import Standby, Way
 from fxrl.runtime.vllm_inside import Inside
 from fxrl.runtime.vllm_options import VllmOptions
-from fxrl.runtime.vllm_requests import (
-    EngineFailedError,
-    Gather,
-    check_prompts,
-    run_requests,
-    sample_seed,
-    sampling_arguments,
-)
+from fxrl.runtime.vllm_params import check_prompts, sample_seed, sampling_arguments
+from fxrl.runtime.vllm_requests import EngineFailedError, Gather, run_requests
 
 
 class Serving:
@@ -186,8 +180,8 @@ class Serving:
             attn_implementation=attn_implementation,
             building=self._inside.names.quiet_config(),
         )
-        if report.shared_bytes:
-            self.policy.share(model)
+        if report.shared_bytes or report.mirrors:
+            self.policy.share(model, copied=report.copied, mirrors=report.mirrors)
         return model, report
 
     def attach(
@@ -227,7 +221,11 @@ class Serving:
             WakeError: at the end, if the memory is not free again; the engine stays in standby.
         """
         self._must_be_awake("standby")
-        self._standby.release()
+        try:
+            self._standby.release()
+        except BaseException:  # what is mapped and what not is vLLM's secret then
+            self._state = "failed"
+            raise
         self._state = "standby"
         try:
             yield
@@ -288,4 +286,5 @@ class Serving:
         cannot be built again in this process before that model is gone too."""
         if self._state != "closed":
             self._state = "closed"
+            self._standby.llm = None
             self._inside.shutdown()

@@ -1,6 +1,8 @@
 """Sampling parameters, seeds and the loop around vLLM's engine, on an engine that is made up."""
 
 import itertools
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,15 +10,13 @@ import pytest
 from fxrl.runtime import EngineError, PromptError, SamplingParams
 from fxrl.runtime.engine import SamplingParamsError
 from fxrl.runtime.vllm_options import VllmOptionError
+from fxrl.runtime.vllm_params import OWNED_SAMPLING, sample_seed, sampling_arguments
 from fxrl.runtime.vllm_requests import (
-    OWNED_SAMPLING,
     EngineFailedError,
     Gather,
     GenerateTimeoutError,
     completion,
     run_requests,
-    sample_seed,
-    sampling_arguments,
 )
 
 KNOWN = {
@@ -206,3 +206,21 @@ def test_a_failing_engine_is_not_touched_again():
         run(engine)
     assert engine.steps == 3
     assert not engine.aborted
+
+
+def test_a_step_that_does_not_return_is_reported(monkeypatch, caplog):
+    monkeypatch.setattr("fxrl.runtime.vllm_requests.GRACE_S", 0.05)
+    engine = FakeEngine()
+    real = engine.step
+    engine.step = lambda: time.sleep(0.1) or real()
+    with pytest.raises(GenerateTimeoutError):
+        run(engine, timeout_s=0.01)
+    assert "the GPU or its driver hangs" in caplog.text
+
+
+def test_a_call_that_ends_leaves_no_watchdog(monkeypatch):
+    before = set(threading.enumerate())
+    run(FakeEngine(), timeout_s=100.0)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=5)
+        assert not thread.is_alive()

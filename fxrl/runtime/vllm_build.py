@@ -1,0 +1,94 @@
+"""Builds ``vllm.LLM`` out of options: environment, memory, arguments. Imports no vLLM.
+
+NOTE [vLLM's environment variables]
+``set_environment`` is the one place that sets any, and it sets only what has no argument:
+``VLLM_ENABLE_V1_MULTIPROCESSING=0`` keeps vLLM's engine in this process (shared weights need it);
+``VLLM_NO_USAGE_STATS`` (nothing is sent anywhere), ``VLLM_LOGGING_LEVEL`` and, where FlashInfer is
+not installed, ``VLLM_USE_FLASHINFER_SAMPLER=0`` are set unless they are set already.
+
+NOTE [Expandable segments]
+``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` suits the trainer and may stay on: with the
+tagged pools that standby needs, vLLM switches it off around its own pools and back on afterwards.
+vLLM 0.25 looks for it under exactly that name, so where ``PYTORCH_ALLOC_CONF`` (PyTorch's newer
+name) says it, the older name is set to the same: unnoticed, the pools would be built of expandable
+segments, which cannot be unmapped and mapped again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from fxrl.config import parse_bytes
+from fxrl.runtime import kv_budget
+from fxrl.runtime.engine import EngineError
+from fxrl.runtime.ledger import MemoryLedger
+from fxrl.runtime.memory_probe import Reading
+from fxrl.runtime.vllm_inside import Names
+from fxrl.runtime.vllm_options import VllmOptions, engine_arguments
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+class EngineLoadError(EngineError):
+    """vLLM is missing or could not be built."""
+
+
+def set_environment(options: VllmOptions) -> None:
+    """To be called before vLLM is imported; see NOTE [vLLM's environment variables]."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", options.log_level)
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if "expandable_segments:True" in (general := os.environ.get("PYTORCH_ALLOC_CONF", "")):
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", general)
+
+
+def build(
+    names: Names,
+    options: VllmOptions,
+    path: Path,
+    seed: int,
+    ledger: MemoryLedger,
+    worker_cls: str,
+) -> Any:
+    """A ``vllm.LLM`` of the checkpoint in ``path``.
+
+    Args:
+        worker_cls: import path of the worker class.
+
+    Raises:
+        EngineLoadError: vLLM cannot load it with these options.
+    """
+    arguments = engine_arguments(
+        options,
+        set(names.module.EngineArgs.__dataclass_fields__),
+        model=str(path),
+        seed=seed,
+        device=names.device,
+        utilization=_share(options, ledger.probe.read()) if names.device == "cuda" else 0.0,
+        worker_cls=worker_cls,
+        has_tokenizer=any((path / name).is_file() for name in _TOKENIZER_FILES),
+    )
+    try:
+        return names.module.LLM(**arguments)
+    except EngineError:
+        raise
+    except Exception as error:  # vLLM raises all kinds; all mean the same here
+        raise EngineLoadError(
+            f"vLLM could not load {str(path)!r} ({type(error).__name__}: {error}); "
+            f"memory: {ledger.holders()}"
+        ) from error
+
+
+def _share(options: VllmOptions, reading: Reading) -> float:
+    return kv_budget.utilization(
+        total=reading.total,
+        free=reading.free,
+        held=reading.reserved,
+        gpu_memory=None if options.gpu_memory is None else parse_bytes(options.gpu_memory),
+        trainer_reserve=parse_bytes(options.trainer_reserve),
+    )
