@@ -3,6 +3,7 @@
 | trainer | engine | way |
 | --- | --- | --- |
 | full fine-tuning, shared weights | reads the trainer's storages | ``shared``: nothing moves |
+| fp32 master weights, or LoRA on them | has them in half precision | ``mirror``: written in place |
 | LoRA on shared weights | reads the base's storages | ``fold`` or ``slots``, by cost |
 | LoRA, weights not shared | has a copy of the base | ``slots`` if it has any, else ``copy`` |
 | full fine-tuning, not shared | has a copy | ``copy``: all weights, at each update |
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fxrl.runtime.engine import EngineError
@@ -57,14 +59,16 @@ class Policy:
         timings: gets ``"fold"``, ``"restore"``, ``"sync"``, seconds.
 
     Attributes:
-        way: ``"shared"``, ``"fold"``, ``"slots"``, ``"copy"``, or ``"own"`` as long as nothing is
-            attached and the engine serves the checkpoint it has loaded.
+        way: ``"shared"``, ``"mirror"``, ``"fold"``, ``"slots"``, ``"copy"``, or ``"own"`` as long
+            as nothing is attached and the engine serves the checkpoint it has loaded.
         reason: why that way.
     """
 
     def __init__(self, engine: Served, timings: dict[str, float]) -> None:
         self._engine, self._timings = engine, timings
         self._shared: nn.Module | None = None
+        self._copied: frozenset[str] = frozenset()
+        self._mirrors: dict[str, Tensor] = {}
         self._model: nn.Module | None = None
         self._fold: Fold | None = None
         self._sites: tuple[LoraSite, ...] = ()
@@ -78,11 +82,24 @@ class Policy:
         """Whether requests have to name the adapter."""
         return self.way == "slots"
 
-    def share(self, model: nn.Module) -> None:
-        """``model`` is made of the engine's weights; it is what is served unless wrapped."""
-        self._shared = model
-        self._model, self.way = model, "shared"
-        self.reason = "the trainer's parameters are views of the engine's"
+    def share(
+        self,
+        model: nn.Module,
+        *,
+        copied: Collection[str] = (),
+        mirrors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """``model`` is made of the engine's weights; it is what is served unless wrapped.
+
+        Args:
+            copied: names of its parameters that have a storage of their own after all.
+            mirrors: for some of these, the engine's tensor to write their values into.
+        """
+        self._shared, self._copied = model, frozenset(copied)
+        self._mirrors = dict(mirrors or {})
+        self._model = model
+        self.way, self.reason = self._full(is_shared=True)
+        self._stale = False  # the engine has loaded the same checkpoint
 
     def attach(
         self,
@@ -101,18 +118,34 @@ class Policy:
         if not has_lora:
             if force in ("fold", "slots"):
                 raise EngineError(f"attach: route {force!r} needs a LoRA adapter; it has none")
-            self.way = "shared" if is_shared else "copy"
-            self.reason = (
-                "the trainer's parameters are views of the engine's"
-                if is_shared
-                else "the trainer has weights of its own; all are copied at each update"
-            )
+            self.way, self.reason = self._full(is_shared)
+        elif is_shared and force is None and self._adapted(model) <= self._mirrors.keys():
+            self.way = "mirror"
+            self.reason = "merged into the engine's weights, of which the trainer has its own"
         else:
             route = self._choose(model, is_shared, force, decode_steps, num_sequences)
             self.way, self.reason = route.kind, route.reason
         self._model = model
         self._stale = self.way != "shared"
         log.info("rollouts take the trainer's weights by %r: %s", self.way, self.reason)
+
+    def _full(self, is_shared: bool) -> tuple[str, str]:
+        """(way, reason) of a model without an adapter."""
+        if not is_shared:
+            return "copy", "the trainer has weights of its own; all are copied at each update"
+        if not self._copied:
+            return "shared", "the trainer's parameters are views of the engine's"
+        count, apart = len(self._copied), sorted(self._copied - self._mirrors.keys())
+        if not apart:
+            return "mirror", f"{count} parameters are written into the engine's at each update"
+        return "copy", (
+            f"{len(apart)} parameters could not be shared ({apart[0]}, ...); all are copied at "
+            "each update"
+        )
+
+    def _adapted(self, model: nn.Module) -> set[str]:
+        """Names of the weights that an adapter changes."""
+        return {f"{site.name}.weight" for site in adapted_layers(model)}
 
     def _choose(
         self,
@@ -126,9 +159,12 @@ class Policy:
         no_slots, no_copy = self._engine.takes_adapters, why_not_mergeable(model)
         if is_shared:
             no_copy = "copying would overwrite the trainer's base weights"
+            apart = sorted(self._adapted(model) & self._copied)
             try:
                 self._fold = Fold(model)
                 no_fold, folded_bytes = "", self._fold.num_bytes
+                if apart:
+                    no_fold = f"{len(apart)} adapted weights are not shared ({apart[0]}, ...)"
             except AdapterError as error:
                 no_fold = str(error)
         try:
@@ -204,4 +240,9 @@ class Policy:
             self.costs.observe("slots", time.perf_counter() - start)
         elif self.way == "copy":
             self._engine.reload(merged_weights(self._model))
+        elif self.way == "mirror":
+            with torch.no_grad():
+                for name, value in merged_weights(self._model):
+                    if name in self._mirrors:
+                        self._mirrors[name].copy_(value)
         self._stale = False

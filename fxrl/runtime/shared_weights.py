@@ -91,6 +91,7 @@ def share(
         rows=tuple(binder.rows),
         warnings=tuple(warnings),
         seconds=time.perf_counter() - started,
+        mirrors=binder.mirrors,
         vllm_model=vllm_model,
         bindings=bindings,
         baseline=baseline,

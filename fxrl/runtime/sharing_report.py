@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from io import StringIO
 
@@ -74,11 +74,14 @@ class SharingReport:
         rows: one for every tensor.
         warnings: what a user should know though it works.
         seconds: how long sharing took, the comparison with the checkpoint included.
+        mirrors: for copied parameters that vLLM has in another dtype, by HF name: vLLM's values in
+            the parameter's shape. ``mirrors[name].copy_(parameter)`` is an update.
     """
 
     rows: tuple[SharingRow, ...]
     warnings: tuple[str, ...]
     seconds: float
+    mirrors: Mapping[str, Tensor] = field(repr=False)
     vllm_model: nn.Module = field(repr=False)
     bindings: tuple[Binding, ...] = field(repr=False)
     baseline: dict[str, int] = field(repr=False)

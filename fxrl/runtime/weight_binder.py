@@ -22,7 +22,7 @@ PACKED = (
 
 
 class WeightBinder:
-    """Binds every parameter once; ``rows`` and ``bindings`` say what came of it."""
+    """Binds every parameter once; ``rows``, ``bindings`` and ``mirrors`` say what came of it."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class WeightBinder:
         self.taken: dict[tuple[int, int], str] = {}  # address range -> HF name
         self.rows: list[SharingRow] = []
         self.bindings: list[Binding] = []
+        self.mirrors: dict[str, Tensor] = {}
 
     def bind_all(self, requires_grad: bool) -> None:
         """Every parameter, then the buffers that the checkpoint has."""
@@ -60,7 +61,7 @@ class WeightBinder:
         if self.packed or why_no_fp8:
             place: Placement | str = why_no_fp8 or PACKED
         else:
-            place = self._place(names, wanted, reference)
+            place = self._mirror(names, wanted, reference) or self._place(names, wanted, reference)
         if isinstance(place, Placement):
             value = place.view(self.tensors[place.name])
             self._record(names, module, attribute, place, value)
@@ -72,6 +73,22 @@ class WeightBinder:
         for name in names:
             owner, leaf = owner_of(self.model, name)
             setattr(owner, leaf, parameter)
+
+    def _mirror(self, names: tuple[str, ...], wanted: Tensor, reference: Tensor) -> str:
+        """Notes where vLLM has the same values in another dtype: fp32 master weights beside it.
+
+        Returns:
+            Why the parameter is copied; empty if there is no such place.
+        """
+        for name in names:
+            for place in self.plan[name].placements:
+                view = place.view(self.tensors[place.name])
+                if view.dtype in (wanted.dtype, *FP8_DTYPES):
+                    continue
+                if not self._why_not_there(place, view, wanted) and equal_bits(view, reference):
+                    self.mirrors |= dict.fromkeys(names, view)
+                    return f"vLLM keeps it in {view.dtype}; rounded into it at each update"
+        return ""
 
     def _place(self, names: tuple[str, ...], wanted: Tensor, reference: Tensor) -> Placement | str:
         """The first proposed place that holds the checkpoint's bytes, or why there is none."""

@@ -124,7 +124,7 @@ def test_another_dtype_is_copied(tmp_path):
     model, report = bound(tmp_path, fake, dtype=torch.float32)
     assert report.shared_bytes == 0
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert "in torch.bfloat16, the model in torch.float32" in report.rows[0].reason
+    assert "in torch.bfloat16; rounded into it" in report.rows[0].reason
 
 
 def test_a_checkpoint_in_float32_under_bf16(tmp_path):
