@@ -76,7 +76,8 @@ class Step:
     def add_times(self) -> None:
         """Puts the seconds up to now into the record."""
         seconds = self.clock.elapsed()
-        self.record |= self.clock.metrics() | {"step_time": seconds}
+        self.record |= self.clock.metrics()
+        self.record["step_time"] = seconds
         if self.rollout is not None:
             self.record["tokens_per_second"] = self.rollout.num_completion_tokens / seconds
         self.record |= {f"engine/{k}_s": v for k, v in self.parts.engine.timings.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from fxrl.rl.judge import TrainerState
 from fxrl.rl.load_config import as_table
 from fxrl.rl.metrics import COMPLETIONS, METRICS, JsonLines, TensorBoard
 from fxrl.rl.progress import Reporter
+from fxrl.rl.samples import sample_completions
 from fxrl.rl.setup import Parts
 from fxrl.rl.step import Step, hand_over
 from fxrl.rl.storage import keep_trying, why
@@ -81,7 +81,7 @@ class Trainer:
             while self.done < config.steps and not stop:
                 record, rollout = self._guarded_step(metrics, reporter)
                 metrics.write(record)
-                samples = self._samples(rollout)
+                samples = sample_completions(rollout, config.log_completions)
                 for sample in samples:
                     completions.write({"step": self.done, **sample})
                 if board is not None:
@@ -170,7 +170,8 @@ class Trainer:
 
     def _rescue(self, error: Exception, metrics: JsonLines, reporter: Reporter) -> None:
         """Saves the last state there is to go on from, and says so in a note of ``error``."""
-        step, state, number = self._step_now, self._start_of_step, self.done + 1
+        step, state = self._step_now, self._start_of_step
+        number = self.done + 1 if step is None else step.number
         if step is not None and step.updated and not step.trained:
             error.add_note(
                 f"step {number} failed between two of its updates; go on from the last checkpoint "
@@ -183,10 +184,11 @@ class Trainer:
                 "random": checkpoint.random_state(),
                 "position": self.parts.stream.position,
             }
-            self.done = number
-            self.num_tokens += step.rollout.num_tokens
+            if self.done < number:  # else only the evaluation after it has failed
+                self.done = number
+                self.num_tokens += step.rollout.num_tokens
+                step.add_times()
             epoch = self.parts.stream.epoch
-            step.add_times()
             metrics.write(step.record | {"num_tokens": self.num_tokens, "epoch": epoch})
             which = " after its updates; the state with them"
         else:
@@ -276,24 +278,3 @@ class Trainer:
         if report is not None and not self._reported:
             reporter.report(report)
         self._reported = True
-
-    def _samples(self, rollout: Rollout) -> list[dict[str, Any]]:
-        """Some completions, spread over the step's prompts."""
-        total, wanted = len(rollout.texts), self.config.log_completions
-        count = min(wanted, total)
-        picked = [i * total // count for i in range(count)]
-        return [
-            {
-                "question": _last_text(rollout.prompts[i]),
-                "prompt": rollout.prompts[i],
-                "completion": rollout.texts[i],
-                "reward": rollout.rewards[i] if math.isfinite(rollout.rewards[i]) else None,
-                "advantage": rollout.advantages[i],
-                **{f"rewards/{name}": v[i] for name, v in rollout.by_function.items()},
-            }
-            for i in picked
-        ]
-
-
-def _last_text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])

@@ -99,6 +99,19 @@ def test_a_dead_engine_costs_no_step_that_was_done(config_file, failing, capsys,
     assert weights("out") == weights("whole")
 
 
+def test_an_engine_that_dies_evaluating_costs_no_step(config_file, failing, capsys):
+    extra = ("eval.size=2", "eval.every=1")
+    assert train(config_file, "whole", *extra) == 0
+    failing("generate", when=5)  # evaluations before and after step 1, then after step 2
+    assert train(config_file, "out", *extra) == 1
+    assert "step 2 failed after its updates" in error_of(capsys)
+    assert len(metrics("out")) == 2
+    assert metrics("out")[1]["num_tokens"] == metrics("whole")[1]["num_tokens"]
+    assert train(config_file, "out", *extra, resume="") == 0
+    assert metrics("out")[2:] == metrics("whole")[2:]
+    assert weights("out") == weights("whole")
+
+
 @pytest.mark.parametrize("where", ["generate", "the end of generate"])
 def test_a_generation_that_took_too_long_is_drawn_again(config_file, failing, capsys, where):
     assert train(config_file, "whole") == 0
