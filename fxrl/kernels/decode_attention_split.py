@@ -13,12 +13,11 @@ The item that finishes a (sequence, KV head) last merges the splits, in their or
 
 NOTE [Why the work list is made on the device]
 A CUDA graph freezes the grid, and lengths change at each replay. So a fixed number of programs
-walks a list that each derives from the lengths: a split has all tiles over the number of programs,
-at least ``min_tiles``, and a bit more if rounding up left some programs a second item; above
-``max_tiles``, programs get several items (at most ``rounds``). That bounds the splits by
-R + programs rounds / heads, whatever the lengths: the scratch is fixed too. The list is a function
-of the lengths and the grid alone and merging has an order, so results repeat bit for bit; they do
-change with the batch.
+works off a list that each derives from the lengths (``splits_of_rows``): a split has all tiles over
+the number of programs, so that each gets one, or a fraction of that where there is much to do. That
+bounds the splits by R + programs rounds / heads, whatever the lengths: the scratch is fixed too.
+Which program takes an item is first come, first served; what it computes is not, and merging has an
+order: results repeat bit for bit. They do change with the batch.
 
 NOTE [Why neighbouring items are neighbouring heads]
 In vLLM's NHD layout the heads of a token are adjacent in memory; programs that run at the same
@@ -33,6 +32,8 @@ from typing import Any
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
+
+from fxrl.kernels.decode_attention_work import merge_group, next_item, span_of, splits_of_rows
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -85,9 +86,11 @@ def attend(
         gdc_wait()
     r = tl.arange(0, rows_padded)
     lens = tl.load(seq_lens + r, mask=r < rows, other=0)
-    spans = _span(lens, window)
+    spans = span_of(lens, window)
     tiles = (spans + tile - 1) // tile
-    splits = _splits(tiles, r < rows, tl.num_programs(0), kv_heads, min_tiles, max_tiles, rounds)
+    splits = splits_of_rows(
+        tiles, r < rows, tl.num_programs(0), kv_heads, min_tiles, max_tiles, rounds
+    )
     ends = tl.cumsum(splits, 0)
     items = tl.sum(splits, 0) * kv_heads
 
@@ -102,7 +105,10 @@ def attend(
     if softcap == 0.0:
         factor = factor * to_bits
 
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+    # arrived: [0] how many items were taken beyond the first of each program; [1:] finished splits
+    programs = tl.num_programs(0)
+    item = tl.program_id(0)
+    while item < items:
         head = item % kv_heads
         unit = item // kv_heads
         mine = (ends > unit) & (ends - splits <= unit)
@@ -159,95 +165,22 @@ def attend(
             result = acc * (v_factor / tl.where(l == 0.0, 1.0, l))[:, None]
             tl.store(target, result.to(out.dtype.element_ty), mask=valid)
         else:
-            # partial: [units, kv_heads, group, dim_padded + 2]
+            # partial: [splits of all rows, kv_heads, group, dim_padded + 2]
             width: tl.constexpr = dim_padded + 2
             here = partial + (unit * kv_heads + head).to(tl.int64) * (group * width) + g * width
             tl.store(here[:, None] + d[None, :], acc, mask=valid)
             tl.store(here + dim_padded, m, mask=g < group)
             tl.store(here + dim_padded + 1, l, mask=g < group)
             tl.debug_barrier()  # all threads' stores, then the count that publishes them
-            before = tl.atomic_add(arrived + row * kv_heads + head, 1, sem="acq_rel")
+            done = arrived + 1 + row * kv_heads + head
+            before = tl.atomic_add(done, 1, sem="acq_rel")
             if before == count - 1:
                 tl.debug_barrier()
-                for i in range(group):
-                    result = _merge(
-                        partial + i * width, first, count, head, kv_heads, group * width, dim_padded
-                    )
-                    tl.store(
-                        out + row64 * out_row + (head * group + i) * out_head + d,
-                        (result * v_factor).to(out.dtype.element_ty),
-                        mask=d < head_dim,
-                    )
-                tl.store(arrived + row * kv_heads + head, 0)
+                merge_group(
+                    partial + (first * kv_heads + head).to(tl.int64) * (group * width), count,
+                    out + row64 * out_row + head * group * out_head, out_head, v_factor,
+                    kv_heads, group, head_dim, dim_padded,
+                )  # fmt: skip
+                tl.store(done, 0)
 
-
-@_jit
-def _splits(
-    tiles: tl.tensor,
-    real: tl.tensor,
-    programs: tl.tensor,
-    kv_heads: tl.constexpr,
-    min_tiles: tl.tensor,
-    max_tiles: tl.tensor,
-    rounds: tl.tensor,
-) -> tl.tensor:
-    """Into how many splits each row is cut; see NOTE [Why the work list is made on the device]."""
-    even = (tl.sum(tiles, 0) * kv_heads + programs - 1) // programs
-    size = tl.maximum(even, min_tiles)
-    if even > max_tiles:  # long enough for several items a program, which even out
-        parts = tl.minimum((even + max_tiles - 1) // max_tiles, rounds)
-        size = (even + parts - 1) // parts
-    else:  # rounding up gave more items than programs: grow until there is one each
-        limit = 2 * size
-        for _ in tl.static_range(3):
-            items = tl.sum(_cut(tiles, real, size), 0) * kv_heads
-            excess = tl.maximum(items - programs, 0)
-            size = tl.minimum(size + (size * excess + programs - 1) // programs, limit)
-    return _cut(tiles, real, size)
-
-
-@_jit
-def _cut(tiles: tl.tensor, real: tl.tensor, size: tl.tensor) -> tl.tensor:
-    """An empty sequence (a row that pads a graph's batch) has one split: it writes zeros."""
-    return tl.where(real, tl.maximum((tiles + size - 1) // size, 1), 0)
-
-
-@_jit
-def _span(length: tl.tensor, window: tl.constexpr) -> tl.tensor:
-    """How many of the last keys the query sees."""
-    if window > 0:
-        length = tl.minimum(length, window)
-    return length
-
-
-@_jit
-def _merge(
-    partial: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
-    head: tl.tensor,
-    kv_heads: tl.constexpr,
-    item_width: tl.constexpr,
-    dim_padded: tl.constexpr,
-) -> tl.tensor:
-    """One query head's splits, 16 at a time: their loads are in flight together."""
-    d = tl.arange(0, dim_padded)
-    m = float("-inf")
-    l = 0.0  # noqa: E741
-    acc = tl.zeros([dim_padded], tl.float32)
-    for j in range(0, count, 16):
-        split = j + tl.arange(0, 16)
-        here = partial + ((first + split) * kv_heads + head).to(tl.int64) * item_width
-        live = split < count
-        m_j = tl.load(here + dim_padded, mask=live, other=float("-inf"), cache_modifier=".cg")
-        l_j = tl.load(here + dim_padded + 1, mask=live, other=0.0, cache_modifier=".cg")
-        a_j = tl.load(
-            here[:, None] + d[None, :], mask=live[:, None], other=0.0, cache_modifier=".cg"
-        )
-        m_new = tl.maximum(m, tl.max(m_j, 0))
-        weight = tl.exp2(m_j - m_new)
-        decay = tl.exp2(m - m_new)
-        l = l * decay + tl.sum(weight * l_j, 0)  # noqa: E741
-        acc = acc * decay + tl.sum(weight[:, None] * a_j, 0)
-        m = m_new
-    return acc / l
+        item = next_item(arrived, items, programs)

@@ -45,8 +45,8 @@ def fused_sample(
         temperature: ``[R]`` fp32. 0 takes the largest logit (of equal ones the first) and gives
             its log-probability at temperature 1; otherwise at least 1e-30.
         seeds: ``[R]`` int64, all 64 bits count. Equal (seed, position, logits, temperature) give
-            the equal token whatever the other rows are; other seeds and other positions give
-            independent ones.
+            the equal token whatever the other rows are (and, in logits of equal strides, the
+            equal bits of its log-probability); other seeds and positions give independent ones.
         positions: ``[R]`` int64, e.g. of the token in its sequence.
         state_rows: ``[R]`` integers; row r then reads ``temperature`` and ``seeds``, of any length,
             at ``state_rows[r]`` (must be in range, not checked).

@@ -123,6 +123,7 @@ def arguments(**changes):
         ({"seq_lens": torch.zeros(1, dtype=torch.int32)}, "2 rows"),
         ({"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")}, "meta"),
         ({"out": torch.zeros(2, 4, 32, dtype=torch.bfloat16)}, "as q"),
+        ({"window": -1}, "window=-1"),
         ({"workspace": DecodeWorkspace(1, 4, 2, 64, torch.device("cpu"))}, "do not fit"),
     ],
 )
