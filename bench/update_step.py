@@ -49,7 +49,8 @@ def main() -> None:
     args = _arguments()
     notes = [
         f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0; "
-        f"checkpointing {'off' if args.no_checkpointing else 'on'}",
+        f"checkpointing {'off' if args.no_checkpointing else 'on'}; "
+        f"{args.micro_batches} micro-batches an update",
         f"{args.shape} shape, LoRA r={args.rank}, all linear layers, bf16, random weights; "
         f"rows of {args.prompt} prompt and {args.completion} completion tokens",
         "grad_error columns: relative L2 distance to the fp32 gradient of the same weights; over "
@@ -147,7 +148,8 @@ def _one_variant(
     losses: list[torch.Tensor] = []
 
     def update() -> None:
-        losses.append(qwen.backward_fn(step, batch)())
+        for _ in range(args.micro_batches):
+            losses.append(qwen.backward_fn(step, batch)())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -270,6 +272,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--attention", default="cudnn", choices=("cudnn", "flash", "math", "any"))
     parser.add_argument("--no-input-hook", action="store_true", help="see bench/lib/qwen.py")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument("--micro-batches", type=int, default=1, help="backwards in an update")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one update")
     parser.add_argument("--repeats", type=int, default=7, help="0 leaves the timing out")
     parser.add_argument("--variants", default="eager,fxrl", type=lambda text: text.split(","))

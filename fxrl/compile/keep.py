@@ -22,6 +22,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from fxrl.compile.trace_region import TracedRegion
 from fxrl.core.graph import Size
 from fxrl.core.layers import is_view
+from fxrl.core.products import tidy_products
 
 aten = torch.ops.aten
 Source = tuple[str, int]
@@ -68,6 +69,11 @@ class TracedKept(TracedRegion):
         halves = _Halves(*pair, self.num_outputs)
         self.sources, self.sizes = halves.settle()
         self.forward, self.vjp = halves.forward, halves.backward
+        for half in (self.forward, self.vjp):
+            with self.mode:
+                tidy_products(half.graph)
+            half.graph.lint()
+            half.recompile()
 
     def _joint(self) -> Any:
         # The partitioner tells inputs and gradients by these names.
