@@ -98,3 +98,17 @@ def test_another_configuration_is_refused_where_it_matters(tmp_path):
     linear = {"steps": 3, "optim": {"schedule": "linear"}}
     with pytest.raises(CheckpointError, match="steps: was 3, is 9"):
         checkpoint.check_same_run(tmp_path, linear, linear | {"steps": 9})
+
+
+def test_parameters_that_are_views_of_one_storage(tmp_path):
+    """As those of a model made of vLLM's fused weights: saved apart, restored in place."""
+    fused = torch.randn(12, 4)
+    model = nn.Module()
+    for name, rows in (("q", fused[:4]), ("k", fused[4:8]), ("v", fused[8:])):
+        setattr(model, name, nn.Parameter(rows))
+    before = fused.clone()
+    path = save(tmp_path, 1, model)
+    assert (path / "trainable.safetensors").stat().st_size < 2 * fused.nbytes + 400
+    fused.zero_()
+    checkpoint.load_checkpoint(path, model)
+    assert torch.equal(fused, before), "the storage that the engine reads"

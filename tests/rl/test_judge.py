@@ -22,7 +22,7 @@ def group(text, count=2):
     ]
 
 
-GROUPS = [group("one"), group("three")]
+GROUPS = [group("ones"), group("threes")]
 
 
 class Spy:
@@ -51,13 +51,13 @@ def judged(early, late, finish=()):
 def test_values_are_in_order_whenever_they_were_made(finish):
     early, late = Spy(), Spy()
     verdict = judged(early, late, finish)
-    assert verdict.texts == ["one", "on", "three", "thre"]
+    assert verdict.texts == ["ones", "one", "threes", "three"]
     assert list(verdict.by_function) == ["late", "early"]
-    assert verdict.by_function["early"] == verdict.by_function["late"] == [3.0, 2.0, 5.0, 4.0]
+    assert verdict.by_function["early"] == verdict.by_function["late"] == [4.0, 3.0, 6.0, 5.0]
     [(thread, completions, prompts, rest)] = late.calls  # once, with everything
     assert thread is threading.main_thread()
-    assert completions[:2] == ["one", "on"]
-    assert completions[2] == [{"role": "assistant", "content": "three"}]
+    assert completions[:2] == ["ones", "one"]
+    assert completions[2] == [{"role": "assistant", "content": "threes"}]
     assert prompts[:2] == ["a", "a"]
     assert rest["answer"] == ["1", "1", "2", "2"]
     assert rest["level"] == [None, None, 3, 3]
