@@ -122,15 +122,22 @@ class Inside:
             "kv_cache": sum(cache.nbytes for cache in tensors),
         }
 
-    def drain(self) -> None:
+    def drain(self, *, all_the_way: bool = False) -> None:
         """Ends what is in flight: asynchronous scheduling runs a step ahead.
+
+        Args:
+            all_the_way: the scheduler must not even have finished requests left that it has not
+                told the worker of, which it does at its next step; vLLM's own release of the KV
+                cache asks for that.
 
         Raises:
             EngineFailedError: it fails, or does not end.
         """
         core = getattr(self.engine.engine_core, "engine_core", None)
         deadline = time.monotonic() + DRAIN_S
-        while getattr(core, "batch_queue", None):
+        while getattr(core, "batch_queue", None) or (
+            all_the_way and core is not None and core.scheduler.has_requests()
+        ):
             step(self.engine)
             if time.monotonic() > deadline:
                 raise EngineFailedError(f"vLLM has had work in flight for {DRAIN_S:g} s; it hangs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,8 @@ class Serving:
         self.options, self.model_path, self.eos_token_ids = options, model_path, eos_token_ids
         self.timings: dict[str, float] = {}
         self.policy = Policy(inside, self.timings)
-        self._standby = Standby(inside.llm, way, ledger, inside.drain, self.timings)
+        drain = functools.partial(inside.drain, all_the_way=True)
+        self._standby = Standby(inside.llm, way, ledger, drain, self.timings)
         self._seed, self._calls, self._policy_version = seed, 0, 0
         self._state = "awake"
 

@@ -74,6 +74,27 @@ def test_the_kv_cache_is_released_natively():
     assert "tags" in inspect.signature(LLM.wake_up).parameters
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_the_native_release_gets_as_far_as_the_worker(engine, aborted):
+    """vLLM refuses it while its scheduler has anything left, finished requests included."""
+    from fxrl.runtime import SamplingParams
+
+    llm = engine._inside.llm
+    engine.generate([[5, 6]], SamplingParams(max_tokens=3))
+    if aborted:
+        with pytest.raises(ZeroDivisionError):
+            engine.generate(
+                [[5], [6]], SamplingParams(max_tokens=9), on_finished=lambda i, group: 1 / 0
+            )
+    engine._inside.drain(all_the_way=True)
+    llm.sleep(level=0)
+    with pytest.raises(RuntimeError, match="discard is not supported on CPU"):
+        llm.release_kv_cache_memory()
+    llm.wake_up(tags=["kv_cache"])
+    assert not llm.llm_engine.is_sleeping()
+    engine.generate([[5, 6]], SamplingParams(max_tokens=3))
+
+
 def test_the_tagged_allocator_says_what_it_holds():
     from vllm.device_allocator import AllocationData
     from vllm.device_allocator.cumem import CuMemAllocator
