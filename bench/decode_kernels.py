@@ -2,10 +2,10 @@
 
 Each is captured in a CUDA graph that runs it once on each of several data sets, together larger
 than the L2 cache (but for the shortest sequences); a time is the median replay over the number of
-sets, so it holds the launch gap. ``of_copy`` is the time that a device copy of as many bytes as must
-be read takes (reads and writes counted), as a share of the time taken. Peers: PyTorch's SDPA on a
-dense cache, and vLLM's FlashAttention 3 and sampler as vLLM 0.25 calls them in its CUDA graphs,
-where vLLM is installed.
+sets, so it holds the launch gap. ``of_copy``: how long a device copy takes that moves (reads and
+writes) as many bytes as must be read, as a share of the time. Peers: PyTorch's SDPA on a dense
+cache, and vLLM's FlashAttention 3 and sampler as vLLM 0.25 calls them in its CUDA graphs, where
+vLLM is installed.
 """
 
 from __future__ import annotations

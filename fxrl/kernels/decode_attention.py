@@ -27,6 +27,7 @@ class DecodeTuning:
     warps, stages: of a program, and tiles it has in flight.
     programs_per_sm: the grid is this times the number of multiprocessors.
     min_tiles: a split has at least so many tiles, or merging would cost more than it saves.
+    slack: by how many percent a split may grow so that each program has one item.
     max_tiles, rounds: a program whose share is above ``max_tiles`` gets it in up to ``rounds``
         items; the programs that are done first take what is left.
     early: launch while the kernel ahead in the stream ends (needs compute capability 9).
@@ -34,9 +35,10 @@ class DecodeTuning:
 
     tile: int = 16
     warps: int = 1
-    stages: int = 4
+    stages: int = 3
     programs_per_sm: int = 8
     min_tiles: int = 4
+    slack: int = 100
     max_tiles: int = 64
     rounds: int = 4
     early: bool = False
@@ -158,7 +160,7 @@ def decode_attention(
         attend[(workspace.programs,)](
             q, k_cache, v_cache, block_table, seq_lens, out, k_scale, v_scale,
             workspace.partial, workspace.arrived, rows, tuning.min_tiles,
-            tuning.max_tiles, tuning.rounds, float(scale),
+            tuning.slack, tuning.max_tiles, tuning.rounds, float(scale),
             q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
             block_table.stride(0), out.stride(0), out.stride(1),
             softcap=float(softcap), window=int(window), kv_heads=kv_heads, group=group,

@@ -54,6 +54,7 @@ def attend(
     arrived: tl.tensor,
     rows: tl.tensor,
     min_tiles: tl.tensor,
+    slack: tl.tensor,
     max_tiles: tl.tensor,
     rounds: tl.tensor,
     scale: tl.tensor,
@@ -89,7 +90,7 @@ def attend(
     spans = span_of(lens, window)
     tiles = (spans + tile - 1) // tile
     splits = splits_of_rows(
-        tiles, r < rows, tl.num_programs(0), kv_heads, min_tiles, max_tiles, rounds
+        tiles, r < rows, tl.num_programs(0), kv_heads, min_tiles, slack, max_tiles, rounds
     )
     ends = tl.cumsum(splits, 0)
     items = tl.sum(splits, 0) * kv_heads

@@ -20,6 +20,7 @@ def splits_of_rows(
     programs: tl.tensor,
     kv_heads: tl.constexpr,
     min_tiles: tl.tensor,
+    slack: tl.tensor,
     max_tiles: tl.tensor,
     rounds: tl.tensor,
 ) -> tl.tensor:
@@ -33,7 +34,9 @@ def splits_of_rows(
         for _ in tl.static_range(3):
             items = tl.sum(_cut(tiles, real, size), 0) * kv_heads
             excess = tl.maximum(items - programs, 0)
-            size = tl.minimum(size + (size * excess + programs - 1) // programs, 2 * even)
+            size = tl.minimum(
+                size + (size * excess + programs - 1) // programs, even + even * slack // 100
+            )
     return _cut(tiles, real, size)
 
 
