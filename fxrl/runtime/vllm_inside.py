@@ -6,6 +6,7 @@ Each access to something that is not vLLM's public interface is one small method
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from fxrl.runtime.lora_sites import LoraSite
 from fxrl.runtime.memory_probe import Tags
 from fxrl.runtime.vllm_adapter import ADAPTER_ID, ADAPTER_NAME, Adapter
 from fxrl.runtime.vllm_requests import EngineFailedError, step
+
+log = logging.getLogger(__name__)
 
 DRAIN_S = 60.0
 """How long work in flight may take to end; a step takes milliseconds."""
@@ -110,6 +113,17 @@ class Inside:
         model = self.worker.model_runner.get_model()
         assert isinstance(model, nn.Module), "vLLM runs a torch module"
         return model
+
+    def model_to_share(self) -> nn.Module:
+        """As ``model``; where it is in other processes an empty one, in which nothing is found."""
+        if self._ranks == 1:
+            return self.model()
+        log.warning(
+            "tensor_parallel_size=%d: vLLM's weights are in other processes and cannot be shared; "
+            "the trainer has its own, and all of them are copied at each update",
+            self._ranks,
+        )
+        return nn.Module()
 
     def cpu_bytes(self) -> Mapping[str, int]:
         """Sizes of weights and KV cache where no tagged allocator knows them."""

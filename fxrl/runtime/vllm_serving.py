@@ -166,6 +166,10 @@ class Serving:
     ) -> tuple[nn.Module, SharingReport]:
         """The trainer's model, made of this engine's weights, and what is shared and what not.
 
+        What cannot be shared has a storage of its own, filled from the checkpoint, and is copied to
+        the engine at each update: with ``tensor_parallel_size`` above 1 or packed weights all of
+        it. The report says so.
+
         Returns:
             (model, ``SharingReport``); see ``fxrl.runtime.shared_weights.share``.
 
@@ -174,7 +178,7 @@ class Serving:
         """
         self._must_be_awake("shared_model")
         model, report = share(
-            self.vllm_model,
+            self._inside.model_to_share(),
             config,
             self.model_path,
             dtype=dtype,
