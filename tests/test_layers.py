@@ -24,7 +24,7 @@ LAYERS = {
     "compile": BASE | {"core", "ops", "kernels", "planner", "passes"},
     "losses": BASE,
     "models": BASE,
-    "runtime": BASE,
+    "runtime": BASE | {"kernels"},
     "rl": BASE | {"core", "losses", "models", "runtime", "compile"},
 }
 # The public API: importable by name from `fxrl` itself, so it counts as the layer that makes it.

@@ -1,25 +1,28 @@
 """``VllmEngine``: a real vLLM inside the trainer's process. The only file that imports vLLM.
 
 Everything that can be said without vLLM stands elsewhere: options, requests, the KV cache's size,
-standby, the ledger, how the trainer's weights get in. What is left is to build ``vllm.LLM``, to
-find the few objects inside it that fxrl needs, and to give them to those.
+standby, the ledger, how the trainer's weights get in. This file finds what those need in vLLM.
 
 NOTE [Why a worker class of our own]
 ``worker_cls`` is vLLM's own hook for it. The KV cache's size has to be decided between profiling
 and allocation, which is where ``Worker.determine_available_memory`` stands; and the backend of the
-standby has to be chosen before the worker is built. A subclass does both without touching a
-class of vLLM. vLLM finds it by its import path, here by the module's ``__getattr__``.
+standby has to be chosen before the worker is built. vLLM finds the subclass by its import path,
+here by the module's ``__getattr__``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fxrl.runtime import kv_budget
+from fxrl.runtime.fast_attention import FlashClasses, make_backend
+from fxrl.runtime.fast_sampler import FastSampler, SamplerParts
 from fxrl.runtime.ledger import MemoryLedger
 from fxrl.runtime.memory_probe import CpuProbe, CudaProbe, TagBytes, Tags
 from fxrl.runtime.standby import KV_TAG, Way, map_tag, tag_bytes, unmap_tag
@@ -75,8 +78,12 @@ class VllmEngine(Serving):
         else:
             ledger = MemoryLedger(CpuProbe(lambda: built[0].cpu_bytes() if built else {}))
         ledger.before_load()
+        if options.decode_attention == "fxrl" and names.device == "cuda":
+            _register_attention()
         llm = build(names, options, path, seed, ledger, f"{_ME}.Worker")
         built.append(Inside(llm, names, options.tensor_parallel_size, options.max_lora_rank))
+        if options.fused_sampler and names.device == "cuda" and options.tensor_parallel_size == 1:
+            _use_fused_sampler(built[0].worker.model_runner)
         ledger.loaded()
         super().__init__(
             built[0],
@@ -95,6 +102,7 @@ def _installed(options: VllmOptions) -> Names:
     try:
         import vllm
         from vllm.inputs import TokensPrompt
+        from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
         from vllm.lora.request import LoRARequest
         from vllm.platforms import current_platform
@@ -103,10 +111,6 @@ def _installed(options: VllmOptions) -> Names:
         raise EngineLoadError(
             f"vLLM cannot be imported ({error}); `fxrl doctor` says how to install it"
         ) from error
-    try:
-        from vllm.lora.lora_model import LoRAModel
-    except ImportError:  # before 0.12
-        from vllm.lora.models import LoRAModel
     try:
         from vllm.inputs import tokens_input
     except ImportError:  # raw prompts, which later versions warn of
@@ -154,7 +158,11 @@ def _way(names: Names, options: VllmOptions) -> Way:
 
 def __getattr__(name: str) -> Any:
     """The classes that vLLM finds by import path; made on demand, for they need vLLM's."""
-    makers = {"Worker": _worker_class, "KvOnlyBackend": _backend_class}
+    makers: dict[str, Callable[[], type]] = {
+        "Worker": _worker_class,
+        "KvOnlyBackend": _backend_class,
+        "DecodeAttentionBackend": _attention_class,
+    }
     if name not in makers:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return makers[name]()
@@ -164,7 +172,6 @@ def __getattr__(name: str) -> Any:
 def _worker_class() -> type:
     from vllm import LLM
     from vllm.platforms import current_platform
-    from vllm.v1.core.kv_cache_utils import max_memory_usage_bytes
 
     if current_platform.device_type == "cpu":
         from vllm.v1.worker.cpu_worker import CPUWorker as Base
@@ -184,14 +191,11 @@ def _worker_class() -> type:
             specs = list(self.get_kv_cache_spec().values())
             if not specs:
                 return available
-            if len(set(map(repr, specs))) == 1:
-                per_sequence = max_memory_usage_bytes(self.vllm_config, specs)
-            else:  # several kinds share blocks in ways of vLLM's own: an upper bound
-                sizes = [spec.max_memory_usage_bytes(self.vllm_config) for spec in specs]
-                per_sequence = max(sizes) * len(sizes)
+            # Kinds of layers share blocks in ways of vLLM's own; as if all were the largest kind.
+            sizes = [spec.max_memory_usage_bytes(self.vllm_config) for spec in specs]
             return kv_budget.cache_bytes(
                 available,
-                per_sequence=per_sequence,
+                per_sequence=max(sizes) * len(sizes),
                 per_block=sum(spec.page_size_bytes for spec in specs),
                 max_num_seqs=self.vllm_config.scheduler_config.max_num_seqs,
                 max_model_len=self.vllm_config.model_config.max_model_len,
@@ -238,3 +242,56 @@ def _backend_class() -> type:
             self._state = "RUNNING"
 
     return KvOnlyBackend
+
+
+def _use_fused_sampler(runner: Any) -> None:
+    """Puts fxrl's sampler around vLLM's, where this version's runner has one that it knows."""
+    from vllm import SamplingParams
+    from vllm.v1.outputs import LogprobsTensors
+
+    try:
+        from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+        from vllm.v1.worker.gpu.sample.output import SamplerOutput
+        from vllm.v1.worker.gpu.sample.sampler import Sampler
+    except ImportError:  # before the V2 runner
+        return
+    from fxrl.kernels.sample import fused_sample
+
+    if isinstance(getattr(runner, "sampler", None), Sampler):
+        count, default = get_num_sampled_and_rejected, SamplingParams()
+        parts = SamplerParts(SamplerOutput, LogprobsTensors, count, default)
+        runner.sampler = FastSampler(runner.sampler, fused_sample, parts, runner.device)
+
+
+def _register_attention() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, f"{_ME}.DecodeAttentionBackend")
+
+
+def _attention_class() -> type:
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    graphs = config.compilation_config.cudagraph_capture_sizes or ()
+    return _attention_backend(max((config.scheduler_config.max_num_seqs, *graphs)))
+
+
+@functools.cache
+def _attention_backend(max_rows: int) -> type:
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.attention.backends import flash_attn
+
+    from fxrl.kernels.decode_attention import DecodeWorkspace, decode_attention
+
+    def workspace(q_heads: int, kv_heads: int, head_dim: int) -> DecodeWorkspace:
+        device = torch.device("cuda", torch.cuda.current_device())
+        return DecodeWorkspace(max_rows, q_heads, kv_heads, head_dim, device)
+
+    classes = FlashClasses(
+        flash_attn.FlashAttentionBackend,
+        flash_attn.FlashAttentionImpl,
+        flash_attn.FlashAttentionMetadataBuilder,
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+    )
+    return make_backend(classes, decode_attention, workspace, max_rows=max_rows)

@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from fxrl.config import parse_bytes
 from fxrl.errors import ConfigError
@@ -82,6 +82,11 @@ class VllmOptions:
         enforce_eager: no CUDA graphs and no compilation.
         enable_prefix_caching: lets the samples of one prompt share its prefill.
         async_scheduling: schedule a step while the GPU runs the one before; ``None`` is vLLM's own.
+        fused_sampler: tokens and their log-probabilities come from fxrl's one-pass kernel where
+            temperature alone shapes the distribution (vLLM's V2 runner on a GPU, one rank); other
+            requests and settings take vLLM's own sampler.
+        decode_attention: ``"fxrl"`` runs steps of one new token a sequence through fxrl's kernel,
+            everything else and ``"vllm"`` through vLLM's FlashAttention.
         attention_config: vLLM's, e.g. ``{"backend": "FLASH_ATTN"}``.
         compilation_config: vLLM's, a mapping or a mode's number.
         max_lora_rank: slots for an adapter of this rank and vLLM's LoRA kernels, which cost 25 to
@@ -113,6 +118,8 @@ class VllmOptions:
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
+    fused_sampler: bool = True
+    decode_attention: Literal["vllm", "fxrl"] = "vllm"
     attention_config: Mapping[str, Any] | None = None
     compilation_config: Mapping[str, Any] | int | None = None
     max_lora_rank: int | None = None
@@ -133,6 +140,7 @@ class VllmOptions:
         for name in ("gpu_memory", "trainer_reserve", "cpu_kv_cache"):
             if (value := getattr(self, name)) is not None:
                 parse_bytes(value, name=f"vllm.{name}")
+        self._check_attention()
         timeout = self.generate_timeout_s
         if timeout is not None and not timeout > 0:
             raise VllmOptionError(
@@ -155,6 +163,17 @@ class VllmOptions:
                 raise VllmOptionError(
                     f"vllm.engine_args: {name!r} is fxrl's own: {OWNED_ENGINE_ARGS[name]}"
                 )
+
+    def _check_attention(self) -> None:
+        if self.decode_attention not in ("vllm", "fxrl"):
+            raise VllmOptionError(
+                f"vllm.decode_attention={self.decode_attention!r} is neither 'vllm' nor 'fxrl'"
+            )
+        if self.decode_attention == "fxrl" and "backend" in (self.attention_config or {}):
+            raise VllmOptionError(
+                "vllm.decode_attention='fxrl' is an attention backend of its own; leave "
+                "vllm.attention_config.backend away"
+            )
 
 
 def check_names(what: str, names: Collection[str], known: Collection[str]) -> None:
@@ -218,6 +237,8 @@ def engine_arguments(
     for name in _NAMED_BY_VLLM:
         if (value := getattr(options, name)) is not None:
             arguments[name] = dict(value) if isinstance(value, Mapping) else value
+    if options.decode_attention == "fxrl" and device != "cpu":
+        arguments["attention_config"] = dict(options.attention_config or {}) | {"backend": "CUSTOM"}
     if options.max_lora_rank is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.max_lora_rank}
     if device == "cpu":
