@@ -62,6 +62,15 @@ PASSES: dict[str, tuple[str, str, str, str]] = {
         "the tile's matmul once more in backward",
         "logits escape (returned, hooked, stored, sampled from) or tokens are mixed",
     ),
+    "recompute": (
+        "the model's repeated layers (members of a module list), or the bodies of activation "
+        "checkpointing that is switched on",
+        "what autograd keeps of every small op; a layer becomes compiled bodies around its "
+        "attention call, compiled once for all layers that are alike",
+        "seconds of compilation; norms and activations once more in backward",
+        "random numbers, writes and data-dependent sizes cut a layer into more than eight parts "
+        "(they run op by op in between), or a checkpointed body cannot be lowered",
+    ),
 }
 
 

@@ -43,6 +43,7 @@ from fxrl.core.row_rules import Refusal
 from fxrl.core.saved import predict_saved
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
+_RARE = 3  # one call in so many may compute gradients that nobody reads
 _MANY_PARTS = 8  # more calls than that in a layer cost what fusing them gives
 
 
@@ -157,7 +158,7 @@ def _judged(
     except OutlineError as error:
         yield Miss(anchor, f"{_names(layers)}: {error}")
         return
-    saved = sum(max(0, predict_saved(part)) for part in layer.parts) * len(layers)
+    saved = sum(map(predict_saved, layer.parts)) * len(layers)
     recompute = owner is not gm
     yield LayerSite(anchor, 0 if recompute else saved, layers, recompute)
 
@@ -194,25 +195,29 @@ def _share(regions: list[tuple[fx.GraphModule, Region]]) -> int:
     The first layer's input needs none where the embeddings are frozen. A body of its own would cost
     its compile time; a gradient that nobody reads costs a few products of one layer.
     """
-    alike: dict[str, list[tuple[fx.GraphModule, Region]]] = {}
+    alike: dict[str, dict[str, list[tuple[fx.GraphModule, Region]]]] = {}
     for owner, region in regions:
-        alike.setdefault(_without_grads(region).id, []).append((owner, region))
+        variants = alike.setdefault(_without_grads(region).id, {})
+        variants.setdefault(region.id, []).append((owner, region))
     count = 0
-    for group in alike.values():
-        variants = {region.id: region for _, region in group}
-        widest = max(variants.values(), key=lambda r: sum(s.needs_grad for s in r.inputs))
-        for owner, region in group:
-            rare = 3 * sum(r.id == region.id for _, r in group) <= len(group)
-            if region.id != widest.id and region.keep and rare and _covers(widest, region):
-                replace_region(owner, region, widest)
-                variants.pop(region.id, None)
-        count += len(variants)
+    for variants in alike.values():
+        calls = sum(map(len, variants.values()))
+        firsts = [group[0][1] for group in variants.values()]
+        widest = max(firsts, key=lambda region: sum(spec.needs_grad for spec in region.inputs))
+        for group in variants.values():
+            first = group[0][1]
+            rare = _RARE * len(group) <= calls
+            if first is not widest and rare and _covers(widest, first):
+                for owner, region in group:
+                    replace_region(owner, region, widest)
+            else:
+                count += 1
     return count
 
 
 def _without_grads(region: Region) -> Region:
     specs = tuple(replace(spec, needs_grad=False) for spec in region.inputs)
-    return replace(region, inputs=specs, keep=False)
+    return replace(region, inputs=specs)
 
 
 def _covers(wide: Region, narrow: Region) -> bool:

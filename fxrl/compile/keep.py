@@ -11,7 +11,7 @@ elementwise ops and norms are computed again where that is less memory.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from fxrl.compile.trace_region import TracedRegion
-from fxrl.core.graph import Size
+from fxrl.core.graph import Size, is_call, tensor_val
 from fxrl.core.layers import is_view
 from fxrl.core.products import tidy_products
+from fxrl.core.region import Region
 
 aten = torch.ops.aten
 Source = tuple[str, int]
@@ -46,18 +47,36 @@ class TracedKept(TracedRegion):
     input_examples: Sequence[Tensor] = ()
     grad_examples: Sequence[Tensor] = ()
 
+    def __init__(
+        self, region: Region, sizes: Mapping[str, int] | None = None, *, decompose: bool = False
+    ) -> None:
+        super().__init__(region, sizes, decompose=decompose)
+        if self.vjp is None:
+            self.num_outputs = self._count_outputs()
+            self.input_examples = self._inputs()
+        for half in filter(None, (self.forward, self.vjp)):
+            with self.mode:
+                tidy_products(half.graph)
+            half.graph.lint()
+            half.recompile()
+
+    def _count_outputs(self) -> int:
+        (output,) = self.forward.graph.find_nodes(op="output")
+        return len(output.args[0])
+
     def _trace_backward(self, outputs: Sequence[Tensor]) -> None:
         from torch._inductor.decomposition import select_decomp_table
 
-        (output,) = self.forward.graph.find_nodes(op="output")
-        self.num_outputs = len(output.args[0])
+        self.num_outputs = self._count_outputs()
         self.input_examples = self._inputs()
         self.grad_examples = [self._like_strided(output) for output in outputs]
         values = [self.input_examples, self.grad_examples]
-        joint = self._trace(self._joint(), values, select_decomp_table())
+        table = select_decomp_table() if self.decompose else None
+        joint = self._trace(self._joint(), values, table)
         if is_mutating(joint):
             joint = self._trace(_functional(joint), values)
         _drop_detaches(joint.graph)
+        _drop_round_trips(joint.graph)
         alive = [i for i, spec in enumerate(self.region.inputs) if spec.alive]
         with self.mode, functorch_config.patch(activation_memory_budget=1.0):
             pair = min_cut_rematerialization_partition(
@@ -69,11 +88,6 @@ class TracedKept(TracedRegion):
         halves = _Halves(*pair, self.num_outputs)
         self.sources, self.sizes = halves.settle()
         self.forward, self.vjp = halves.forward, halves.backward
-        for half in (self.forward, self.vjp):
-            with self.mode:
-                tidy_products(half.graph)
-            half.graph.lint()
-            half.recompile()
 
     def _joint(self) -> Any:
         # The partitioner tells inputs and gradients by these names.
@@ -96,6 +110,31 @@ def _drop_detaches(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _drop_round_trips(graph: fx.Graph) -> None:
+    """``x`` for ``x`` cast to a wider dtype and back, as adapters in fp32 ask for under autocast.
+
+    Here and not in the compiler, for the cut and the products should see one value, not three.
+    """
+    for node in graph.nodes:
+        cast = _cast_of(node)
+        source = _cast_of(cast)
+        value, wide = tensor_val(source), tensor_val(cast)
+        if source is None or value is None or wide is None or node.meta["val"].dtype != value.dtype:
+            continue
+        if value.is_floating_point() and torch.promote_types(value.dtype, wide.dtype) == wide.dtype:
+            node.replace_all_uses_with(source)
+    graph.eliminate_dead_code()
+
+
+def _cast_of(node: object) -> fx.Node | None:
+    """What ``node`` casts, if it does nothing else."""
+    if is_call(node, torch.ops.prims.convert_element_type.default):
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    if is_call(node, aten._to_copy.default) and set(node.kwargs) == {"dtype"}:
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    return None
 
 
 def _functional(joint: fx.GraphModule) -> Any:

@@ -88,7 +88,8 @@ class _Bodies:
         return self._variants[-1]
 
     def _build(self, sizes: dict[str, int] | None) -> _Variant:
-        traced = (TracedKept if self._region.keep else TracedRegion)(self._region, sizes)
+        kind = TracedKept if self._region.keep else TracedRegion
+        traced = kind(self._region, sizes, decompose=self._options is not None)
         if self._options is None:
             return _Variant(traced, traced.forward, traced.vjp)
         forward = compile_body(traced.forward, traced.mode, self._options)
@@ -144,7 +145,6 @@ class _KeptBodies:
 def _kept_body(variant: _Variant) -> KeptBody:
     traced = variant.traced
     assert isinstance(traced, TracedKept)
-    assert variant.vjp is not None
     halves = (traced.forward, traced.vjp)
     return KeptBody(variant.forward, variant.vjp, traced.sources, halves, traced.num_outputs)
 

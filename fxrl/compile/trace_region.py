@@ -40,9 +40,17 @@ class TracedRegion:
         grad_outputs: which outputs have an incoming gradient.
     """
 
-    def __init__(self, region: Region, sizes: Mapping[str, int] | None = None) -> None:
-        """Trace a region for ``sizes`` (by symbol; see ``SizePlaces``) and all alike them."""
+    def __init__(
+        self, region: Region, sizes: Mapping[str, int] | None = None, *, decompose: bool = False
+    ) -> None:
+        """Trace a region for ``sizes`` (by symbol; see ``SizePlaces``) and all alike them.
+
+        Args:
+            decompose: a kept region's ops as Inductor's own, so that the cut sees what is cheap;
+                otherwise they are eager's kernels and as exact.
+        """
         self.region = region
+        self.decompose = decompose
         self.mode = FakeTensorMode(
             shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False
         )

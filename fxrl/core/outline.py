@@ -121,7 +121,7 @@ def outline(
         example = layout.rows_val(node) if layout is not None and tiled else val
         alive = node.op in ("placeholder", "get_attr")
         specs.append(InputSpec(example, tiled, needs_grad(node), alive and keep))
-    region = Region(body, tuple(specs), keep and any(spec.needs_grad for spec in specs))
+    region = Region(body, tuple(specs), keep)
     _replace(gm, found, region, layout, tile)
     if finish:
         finish_outlines(gm)

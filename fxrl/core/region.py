@@ -118,8 +118,9 @@ def call_region(
 
 def replace_region(gm: fx.GraphModule, old: Region, new: Region) -> None:
     """Let the calls of ``old`` in ``gm`` call ``new``, which takes and returns the same."""
-    regions_of(gm).pop(old.id, None)
-    regions_of(gm)[new.id] = new
+    old_id, new_id = old.id, new.id
+    regions_of(gm).pop(old_id, None)
+    regions_of(gm)[new_id] = new
     for call in gm.graph.find_nodes(op="call_function", target=torch.ops.fxrl.kept_region.default):
-        if call.args[1] == old.id:
-            call.args = (call.args[0], new.id)
+        if call.args[1] == old_id:
+            call.args = (call.args[0], new_id)

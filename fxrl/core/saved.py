@@ -1,8 +1,8 @@
 """What autograd keeps of a part of a graph op by op, and what a region of it keeps, in bytes.
 
 A prediction from the graph alone. Eager: the operands and results that each op's derivative reads.
-Region: the same values, each replaced by the matrix products and inputs it is computed from where
-these are smaller, since elementwise ops are computed again.
+Region: operands of matrix products, and what elementwise derivatives read only where it cannot be
+computed again from something smaller that is kept anyway.
 """
 
 from __future__ import annotations
@@ -45,11 +45,18 @@ _BY_NOTHING = (
 
 def predict_saved(nodes: Sequence[fx.Node]) -> int:
     """Bytes that a region of these nodes keeps less than autograd does op by op."""
-    kept = {_base(value) for node in nodes if needs_grad(node) for value in _read_later(node)}
-    kept = {value for value in kept if not _is_parameter(value)}
     inside = set(nodes)
-    sources = {source for value in kept for source in _sources(value, inside)}
-    return _bytes(kept) - min(_bytes(sources), _bytes(kept))
+    eager: dict[fx.Node, bool] = {}  # value -> whether a product reads it
+    for node in nodes:
+        if needs_grad(node):
+            for value in map(_base, _read_later(node)):
+                if not _is_parameter(value):
+                    eager[value] = eager.get(value, False) or is_product(node)
+    kept: set[fx.Node] = set()
+    for value, whole in eager.items():
+        sources = {value} if whole else _sources(value, inside, kept)
+        kept |= sources if _bytes(sources - kept) < nbytes(value) else {value}
+    return max(0, _bytes(eager) - _bytes(kept))
 
 
 def _bytes(values: Iterable[fx.Node]) -> int:
@@ -84,8 +91,8 @@ def _is_parameter(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr") and val is not None and val.dim() <= 2
 
 
-def _sources(value: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
-    """The products and inputs that ``value`` is computed from; itself where it is one."""
+def _sources(value: fx.Node, inside: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
+    """What ``value`` is computed from: values kept already, products, inputs; maybe itself."""
     found: set[fx.Node] = set()
     seen: set[fx.Node] = set()
     stack = [value]
@@ -94,7 +101,7 @@ def _sources(value: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
         if node in seen:
             continue
         seen.add(node)
-        if node not in inside or is_product(node):
+        if node in kept or node not in inside or is_product(node):
             if not _is_parameter(node):
                 found.add(node)
         else:

@@ -29,7 +29,8 @@ class KeptBody:
 
     Attributes:
         forward: inputs -> outputs, then the values kept for the backward.
-        backward: the values that ``sources`` names -> gradients of the inputs that need one.
+        backward: the values that ``sources`` names -> gradients of the inputs that need one; None
+            where none does.
         sources: where each argument of ``backward`` is from: ``("input", i)``, ``("output", i)``
             (kept values count on), ``("grad", i)`` or ``("size", i)``.
         traced: the two as graphs, for fake tensors and for people.
@@ -37,7 +38,7 @@ class KeptBody:
     """
 
     forward: Callable[..., Sequence[Tensor]]
-    backward: Callable[..., Sequence[Tensor]]
+    backward: Callable[..., Sequence[Tensor]] | None
     sources: tuple[tuple[str, int], ...]
     traced: tuple[Any, Any]
     num_outputs: int
@@ -143,6 +144,7 @@ def kept_region_vjp(
         given[i] if kind == "grad" else numbers[i] if kind == "size" else next(queue)
         for kind, i in call.body.sources
     ]
+    assert call.body.backward is not None, f"region {region_id} was captured without a gradient"
     with WithoutAutocast(grads[0].device):
         return fresh(list(call.body.backward(*values)), [*kept, *grads])
 

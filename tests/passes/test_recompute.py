@@ -87,7 +87,7 @@ return %mean_2""",
     )
     assert_expected_inline(
         plain(report),
-        """applied: recompute @ pow_1: keep: blocks.0 to blocks.1 in 4 calls of 2 compiled bodies (saves 3.906 KiB)""",
+        """applied: recompute @ pow_1: keep: blocks.0 to blocks.1 in 4 calls of 2 compiled bodies (saves 1.406 KiB)""",
     )
 
 
@@ -141,8 +141,8 @@ def test_layers_that_differ_are_sites_of_their_own():
     assert_expected_inline(
         plain(report),
         """\
-applied: recompute @ pow_1: keep: blocks.0, blocks.2 in 4 calls of 2 compiled bodies (saves 3.906 KiB)
-applied: recompute @ pow_2: keep: blocks.1, blocks.3 in 4 calls of 2 compiled bodies (saves 3.906 KiB)""",
+applied: recompute @ pow_1: keep: blocks.0, blocks.2 in 4 calls of 2 compiled bodies (saves 1.406 KiB)
+applied: recompute @ pow_2: keep: blocks.1, blocks.3 in 4 calls of 2 compiled bodies (saves 1.406 KiB)""",
     )
 
 

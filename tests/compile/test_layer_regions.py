@@ -1,0 +1,90 @@
+"""Layers of real architectures as regions: which share a body, and that gradients are eager's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import transformers
+
+import fxrl.compile.step
+from fxrl import losses
+from fxrl.compile.step import optimize
+from fxrl.config import Config
+from fxrl.models import lora, tiny_config
+from fxrl.passes import REGISTRY
+from tests.compile.test_architectures import TARGETS, gradients, padded_batch
+
+#: Naming the pass asks for it at every size; see ``Plan.from_config``.
+CONFIG = Config(
+    min_saved_bytes=0,
+    chunk_tokens=8,
+    compile_regions=False,
+    on_miss="error",
+    passes=tuple(REGISTRY),
+)
+
+
+def tiny_model(kind: str, layers: int, *, checkpointed: bool) -> nn.Module:
+    config = tiny_config(kind, layers=layers, hidden=16, intermediate=24, head_dim=4, experts=2)
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).double()
+    targets = TARGETS.get(kind, "all-linear")
+    model = lora(model, r=2, target_modules=targets, fp32_adapter=False)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero to begin with, which would hide A's gradient
+            nn.init.normal_(parameter, std=0.1)
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "calls", "bodies", "checkpointed"),
+    [
+        ("qwen3", 3, 6, 2, False),
+        ("qwen3", 3, 6, 2, True),
+        ("gemma3", 2, 4, 4, False),
+        ("gpt2", 3, 6, 2, False),
+        ("mixtral", 2, 6, 5, False),
+    ],
+)
+def test_layers_become_regions(
+    kind: str,
+    layers: int,
+    calls: int,
+    bodies: int,
+    checkpointed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fxrl.compile.step, "mark_batch", lambda batch: None)  # fixed sizes: faster
+    model, batch = tiny_model(kind, layers, checkpointed=checkpointed), padded_batch()
+    loss_fn = losses.grpo(beta=0.0)
+    expected, _ = loss_fn(model, batch)
+    wanted = gradients(model, expected)
+
+    step = optimize(model, loss_fn, CONFIG)
+    loss, _ = step(batch)
+    got = gradients(model, loss)
+
+    (remark,) = (r for r in step.report.of_kind("applied") if r.pass_name == "recompute")
+    assert remark.reason.startswith("recompute: " if checkpointed else "keep: ")
+    assert f"in {calls} calls of {bodies} compiled bodies" in remark.reason
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    assert got.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        error = (got[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+        assert error < 1e-10, (name, float(error))
