@@ -31,10 +31,19 @@ COLUMNS = (
     "rise_points",
     "reward_first_10",
     "reward_last_10",
+    "step_s",
+    "generate_s",
+    "drift_mean",
     "wall_s",
     "error",
 )
 STOP_GRACE_S = 45
+MEDIANS = {
+    "step_s": "step_time",
+    "generate_s": "time/generate",
+    "drift_mean": "sampling/sampling_logp_difference/mean",
+}
+"""Column: metric of the run whose median over the steps it is."""
 
 
 def main() -> None:
@@ -111,6 +120,9 @@ def _collect(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if values:
         row["reward_first_10"] = statistics.fmean(values[:10])
         row["reward_last_10"] = statistics.fmean(values[-10:])
+    for column, key in MEDIANS.items():
+        found = [line[key] for line in lines if line.get(key) is not None]
+        row[column] = statistics.median(found) if found else None
     if held_out:
         before, after = held_out[0], held_out[-1]
         row |= {"accuracy_before": before["accuracy"], "accuracy_after": after["accuracy"]}

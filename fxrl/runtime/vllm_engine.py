@@ -294,4 +294,6 @@ def _attention_backend(max_rows: int) -> type:
         flash_attn.FlashAttentionMetadataBuilder,
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
     )
-    return make_backend(classes, decode_attention, workspace, max_rows=max_rows)
+    made = make_backend(classes, decode_attention, workspace, max_rows=max_rows)
+    made.__module__, made.__qualname__ = _ME, "DecodeAttentionBackend"  # vLLM imports it by these
+    return made
