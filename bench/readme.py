@@ -17,7 +17,8 @@ A result file is one JSON object:
     columns    names
     rows       lists in the order of columns; null is what was not measured
     notes      sentences below the table
-    readme     optional: false leaves the file out; {"columns": [...]} shows only these
+    readme     optional: false leaves the file out; {"columns": [...]} shows only these columns,
+               {"where": {column: [values]}} only the rows with one of these values
 
 Further keys (curves, the configuration) are for other readers.
 """
@@ -114,11 +115,12 @@ def _result(file: Path) -> str:
     choice = record.get("readme", {})
     if choice is False:
         return ""
-    shown = choice.get("columns") or _measured(columns, record["rows"])
+    chosen = _where(columns, record["rows"], choice.get("where", {}))
+    shown = choice.get("columns") or _measured(columns, chosen)
     if unknown := [name for name in shown if name not in columns]:
         raise ReadmeError(f"{file.name}: readme.columns has {unknown}, columns are {columns}")
     picks = [columns.index(name) for name in shown]
-    rows = [[_cell(row[i]) for i in picks] for row in record["rows"]]
+    rows = [[_cell(row[i]) for i in picks] for row in chosen]
     versions = [f"{k} {record['versions'][k]}" for k in SHOWN_VERSIONS if k in record["versions"]]
     source = f"{record['machine']}, {', '.join(versions)}, {record['date']}; `{record['command']}`"
     notes = [f"- {note}" for note in record["notes"]]
@@ -126,6 +128,16 @@ def _result(file: Path) -> str:
     return "\n".join(
         [f"### {record['title']}", "", body, "", source, *([""] if notes else []), *notes]
     )
+
+
+def _where(
+    columns: list[str], rows: list[list[Any]], wanted: dict[str, list[Any]]
+) -> list[list[Any]]:
+    """The rows that have one of the wanted values in each of the columns."""
+    if unknown := set(wanted) - set(columns):
+        raise ReadmeError(f"readme.where has {sorted(unknown)}, columns are {columns}")
+    places = {columns.index(name): values for name, values in wanted.items()}
+    return [row for row in rows if all(row[i] in values for i, values in places.items())]
 
 
 def _measured(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

@@ -86,6 +86,9 @@ def test_results_table(tmp_path):
     )
     write(tmp_path, readme={"columns": ["variant"]}, notes=[])
     assert "peak" not in readme.results(tmp_path)
+    write(tmp_path, readme={"where": {"variant": ["eager"]}})
+    assert "0.3333" not in readme.results(tmp_path)
+    assert "1950" in readme.results(tmp_path)
     write(tmp_path, readme=False)
     assert readme.results(tmp_path) == "Nothing is measured yet."
 
@@ -95,6 +98,7 @@ def test_results_table(tmp_path):
     [
         ({"rows": [["eager"]]}, "1 of 3 columns"),
         ({"readme": {"columns": ["peak"]}}, "readme.columns"),
+        ({"readme": {"where": {"peak": [1]}}}, "readme.where"),
     ],
 )
 def test_bad_results(tmp_path, changes, says):
