@@ -134,7 +134,6 @@ log_completions = 0
 [model]
 id = "{model_path(folder)}"
 dtype = "bfloat16"
-autocast = "bfloat16"  # PEFT keeps adapters in fp32; as TRL's bf16 = true, products run in bf16
 lora = {{ r = {RANK}, alpha = {RANK}, targets = "all-linear" }}
 
 [data]

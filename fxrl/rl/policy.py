@@ -59,8 +59,9 @@ def build_policy(
     if tokenizer is None:
         raise ConfigError(f"model.id={wanted.id!r} has no tokenizer; give a folder that has one")
     model = _trainable(model, config)
-    autocast = getattr(torch, wanted.autocast) if wanted.autocast else None
-    engine = TorchEngine.from_tokenizer(model, tokenizer, seed=config.seed, autocast=autocast)
+    engine = TorchEngine.from_tokenizer(
+        model, tokenizer, seed=config.seed, autocast=wanted.autocast_dtype
+    )
     return Policy(model, tokenizer, engine)
 
 
@@ -82,7 +83,9 @@ def _with_vllm(
         longest = longest_prompt(tokenizer) + config.sampling.max_tokens
         options = dataclasses.replace(options, max_model_len=longest)
     if options.dtype == "auto":
-        options = dataclasses.replace(options, dtype=wanted.autocast or wanted.dtype)
+        compute = wanted.autocast_dtype
+        dtype = wanted.dtype if compute is None else str(compute).removeprefix("torch.")
+        options = dataclasses.replace(options, dtype=dtype)
     tell(
         f"starting vLLM: max_model_len={options.max_model_len}, "
         f"max_num_seqs={options.max_num_seqs}, {options.dtype}"

@@ -44,6 +44,9 @@ class ModelConfig:
         id: local folder, hub id, or ``tiny:<kind>`` (random weights, made on the fly).
         dtype: of the weights; the optimizer works in it.
         autocast: dtype of matrix products in the train step, ``none`` for the weights' own.
+            ``auto`` is bfloat16 for an adapter on bfloat16 weights: PEFT keeps adapters in float32,
+            whose products would run without tensor cores (1.77 s instead of 1.22 s for a step's
+            updates, Qwen3-1.7B on an H200).
         device: ``auto`` takes the GPU if there is one.
         gradient_checkpointing: Hugging Face's own, taken over by ``fxrl.optimize``.
         lora: adapter; ``none`` trains all weights.
@@ -51,13 +54,19 @@ class ModelConfig:
 
     id: str
     dtype: Dtype = "float32"
-    autocast: Literal["bfloat16"] | None = None
+    autocast: Literal["auto", "bfloat16"] | None = "auto"
     device: str = "auto"
     gradient_checkpointing: bool = False
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         none_of(_model_problems(self.id), _device_problems(self.device))
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What ``autocast`` comes to; ``None`` is no autocast."""
+        auto = self.autocast == "auto" and self.dtype == "bfloat16" and self.lora is not None
+        return torch.bfloat16 if auto or self.autocast == "bfloat16" else None
 
 
 @dataclass(frozen=True, slots=True)

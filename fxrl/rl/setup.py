@@ -148,7 +148,7 @@ def _around(
 ) -> Parts:
     """What goes around model and engine."""
     model, tokenizer, engine = policy
-    autocast = getattr(torch, config.model.autocast) if config.model.autocast else None
+    autocast = config.model.autocast_dtype
     make_step: Callable[..., Any] = functools.partial(optimize, config=config.fxrl)
     if not config.optimize:
         make_step = _plain

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fxrl.models import load_model
+from fxrl.rl.sections import LoraConfig, ModelConfig
 from fxrl.rl.train import main
 from fxrl.runtime import EngineError, TorchEngine, vllm_engine
 
@@ -111,3 +112,17 @@ def test_float64_is_refused_before_anything_is_built(config_file, fake, capsys):
     assert train(config_file, "model.dtype=float64") == 2
     assert "vLLM has no float64" in capsys.readouterr().out
     assert CALLS == []
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"dtype": "bfloat16", "lora": LoraConfig()}, torch.bfloat16),  # the adapter is float32
+        ({"dtype": "bfloat16"}, None),
+        ({"dtype": "float32", "lora": LoraConfig()}, None),
+        ({"dtype": "bfloat16", "lora": LoraConfig(), "autocast": None}, None),
+        ({"dtype": "float32", "autocast": "bfloat16"}, torch.bfloat16),
+    ],
+)
+def test_auto_is_autocast_where_adapters_are_wider_than_the_weights(options, dtype):
+    assert ModelConfig(id="tiny:llama", **options).autocast_dtype is dtype
