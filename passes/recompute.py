@@ -24,7 +24,7 @@ layer saves is reported, not weighed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -197,7 +197,7 @@ def _share(regions: list[tuple[fx.GraphModule, Region]]) -> int:
     """
     alike: dict[str, dict[str, list[tuple[fx.GraphModule, Region]]]] = {}
     for owner, region in regions:
-        variants = alike.setdefault(_without_grads(region).id, {})
+        variants = alike.setdefault(region.id_without_grads, {})
         variants.setdefault(region.id, []).append((owner, region))
     count = 0
     for variants in alike.values():
@@ -213,11 +213,6 @@ def _share(regions: list[tuple[fx.GraphModule, Region]]) -> int:
             else:
                 count += 1
     return count
-
-
-def _without_grads(region: Region) -> Region:
-    specs = tuple(replace(spec, needs_grad=False) for spec in region.inputs)
-    return replace(region, inputs=specs)
 
 
 def _covers(wide: Region, narrow: Region) -> bool:

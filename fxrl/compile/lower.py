@@ -22,7 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 from torch.utils import _pytree as pytree
 
 from fxrl.compile.floats import use_tensors_for_floats
@@ -99,7 +99,12 @@ def _tracing(examples: list[Any]) -> Iterator[None]:
 
 
 def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with in-place ops made functional; writes into inputs become final copies."""
+    """``function`` with in-place ops made functional; writes into inputs become final copies.
+
+    NOTE [Why thunks]: sizes are compared and multiplied all the time while tensors are traced (20
+    times for each op), and each result would become a node of the graph, to be erased as dead. As
+    a thunk it becomes one only where a call takes it. AOTAutograd traces so too.
+    """
 
     def run(*args: Any) -> Any:
         with (
@@ -107,6 +112,7 @@ def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
                 torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
             ),
             FunctionalTensorMode(),
+            maybe_enable_thunkify(),
         ):
             wrapped = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, args)
             results = function(*wrapped)

@@ -40,11 +40,12 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
     after = _downstream(graph, products)
     heads = []
     for node in products:
-        if not is_amplifier(node) or _from_activations(node):
+        if not is_amplifier(node):
             continue
         width = hint(shape_of(node)[-1])
-        later = [p for i, p in enumerate(products) if after[node] >> i & 1 and p is not node]
-        if all(_keeps_width(p, width) for p in later) or _feeds_class_op(node):
+        later = (p for i, p in enumerate(products) if after[node] >> i & 1 and p is not node)
+        last = all(_keeps_width(p, width) for p in later) or _feeds_class_op(node)
+        if last and not _from_activations(node):  # which looks at all that comes before
             heads.append(node)
     return heads
 

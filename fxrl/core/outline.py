@@ -236,10 +236,15 @@ def _body(gm: fx.GraphModule, found: Outline, layout: TileLayout | None) -> fx.G
 def _replace(
     gm: fx.GraphModule, found: Outline, region: Region, layout: TileLayout | None, tile: int
 ) -> None:
+    # Looking at all of the graph for each of many outlines adds up; most need no sizes, and fit in.
     inside = set(found.nodes)
-    sizes = SizeTable(gm.graph, (n for n in list(gm.graph.nodes) if not _hangs_on(n, inside)))
+    readers = [u for n in found.nodes for u in n.users if _is_size(u) and u.users]
+    looks = layout is not None or bool(readers)
+    known = [n for n in gm.graph.nodes if not _hangs_on(n, inside)] if looks else []
+    sizes = SizeTable(gm.graph, known)
+    fits = not looks and all(node < found.outputs[0] for node in found.inputs)
     with gm.graph.inserting_before(found.outputs[0]):
-        _detach_sizes(inside, sizes)
+        _detach_sizes(readers, sizes)
         if layout is None:
             feeds = list(found.inputs)
             vals = [tensor_val(node) for node in found.outputs]
@@ -255,22 +260,21 @@ def _replace(
     for node in reversed(found.nodes):
         if not node.users:
             gm.graph.erase_node(node)
-    topological_sort(gm.graph)
+    if not fits:
+        topological_sort(gm.graph)
 
 
 def _hangs_on(node: fx.Node, inside: set[fx.Node]) -> bool:
     return node in inside or any(arg in inside for arg in node.all_input_nodes)
 
 
-def _detach_sizes(inside: Iterable[fx.Node], sizes: SizeTable) -> None:
+def _detach_sizes(readers: Iterable[fx.Node], sizes: SizeTable) -> None:
     """Let sizes that were read off inner values come from elsewhere."""
-    for node in inside:
-        for user in list(node.users):
-            if _is_size(user) and user.users:
-                value = sizes.arg(user.meta["val"])
-                if value is None:
-                    raise OutlineError(f"%{user} is known from inside only")
-                _substitute(user, value)
+    for reader in readers:
+        value = sizes.arg(reader.meta["val"])
+        if value is None:
+            raise OutlineError(f"%{reader} is known from inside only")
+        _substitute(reader, value)
 
 
 def _substitute(node: fx.Node, value: fx.Node | int) -> None:

@@ -11,7 +11,9 @@ second process finds Inductor's caches.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class InputSpec:
     alive: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Region:
     """A subgraph outlined from the graph.
 
@@ -59,12 +61,24 @@ class Region:
         """Whether the region runs tile by tile over rows."""
         return any(spec.tiled for spec in self.inputs)
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Content hash: body, input types and which gradients are wanted."""
+        return self._hash(self.inputs)
+
+    @cached_property
+    def id_without_grads(self) -> str:
+        """What the id would be if no gradient were wanted: equal where only those differ."""
+        return self._hash([replace(spec, needs_grad=False) for spec in self.inputs])
+
+    @cached_property
+    def _text(self) -> str:
+        return print_graph(self.forward)  # once: the layers of a model have many lines
+
+    def _hash(self, specs: Sequence[InputSpec]) -> str:
         symbols = Symbols()
-        inputs = [_signature(spec, symbols) for spec in self.inputs]
-        text = "\n".join([print_graph(self.forward), *inputs, "keep" if self.keep else ""])
+        inputs = [_signature(spec, symbols) for spec in specs]
+        text = "\n".join([self._text, *inputs, "keep" if self.keep else ""])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
