@@ -90,12 +90,14 @@ class Recompute(RewritePass[LayerSite]):
     def rewrite(self, gm: fx.GraphModule, site: LayerSite, choice: Choice) -> Applied:
         regions: list[tuple[fx.GraphModule, Region]] = []
         failed: list[OutlineError] = []
+        lost = 0  # bytes, predicted for parts that are not outlined
         for owner, layer in site.layers:
             for part in part_views(owner.graph, layer.parts):
                 try:
                     regions.append((owner, outline(owner, part, keep=True, finish=False)))
                 except OutlineError as error:
                     failed.append(error)
+                    lost += predict_saved(part)
         if not regions:
             raise Refusal(f"{_names(site.layers)}: {failed[0]}")
         bodies = _share(regions)
@@ -107,7 +109,7 @@ class Recompute(RewritePass[LayerSite]):
         return Applied(
             f"{what}: {_names(site.layers)} in {len(regions)} calls of {bodies} compiled bodies"
             f"{left}",
-            site.saved_bytes,
+            max(0, site.saved_bytes - lost),
         )
 
 

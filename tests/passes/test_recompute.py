@@ -169,6 +169,125 @@ def test_missed_too_many_parts():
     assert re.search(r"test_recompute\.py:\d+$", report.remarks[0].source)
 
 
+@pytest.fixture
+def look():
+    """A library's op that returns a view of its input, which PyTorch cannot make functional."""
+    library = torch.library.Library("fxrl_recompute_test", "FRAGMENT")
+    library.define("look(Tensor(a) x) -> Tensor(a)")
+    library.impl("look", lambda x: x.view(x.shape), "CompositeExplicitAutograd")
+    torch.library.register_fake("fxrl_recompute_test::look", lambda x: x.view(x.shape), lib=library)
+    yield torch.ops.fxrl_recompute_test.look
+    library._destroy()
+
+
+class Looking(nn.Module):
+    """A layer that gates by what an op of a library sees."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def forward(self, x):
+        return torch.tanh(x * 2 + 1) * torch.sigmoid(self.look(x.detach()))
+
+
+def test_missed_body_that_cannot_be_lowered(look):
+    gm = graph_of(Stack([Looking(look), Looking(look)], checkpointed=True).double())
+    before = print_graph(gm)
+    report = Recompute().run(gm, Plan())
+    assert_expected_inline(
+        plain(report).partition(". We only support")[0],  # the rest is PyTorch's advice
+        """missed: recompute @ x: blocks.0 to blocks.1: the checkpointed body could not be lowered: RuntimeError: Found a custom (non-ATen) operator whose output has alias annotations: fxrl_recompute_test::look(Tensor(a) x) -> Tensor(a)""",
+    )
+    assert print_graph(gm) == before
+    assert re.search(r"test_recompute\.py:\d+$", report.remarks[0].source)
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, so that its caller can do something in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, *, back):
+        return torch.tanh(self.down(x)) + x if back else F.silu(self.up(x))
+
+
+class DropoutBetween(Stack):
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(F.dropout(block(x, back=False), 0.5), back=True)
+        return self.head(x)
+
+
+def test_missed_random_numbers_between_the_calls_of_a_layer():
+    gm = graph_of(DropoutBetween([Twice(), Twice()]).double())
+    before = print_graph(gm)
+    report = Recompute().run(gm, Plan())
+    assert_expected_inline(
+        plain(report),
+        """missed: recompute @ view: blocks.0 to blocks.1: %native_dropout (aten.native_dropout.default) draws random numbers, which a recompute would draw again""",
+    )
+    assert print_graph(gm) == before
+    assert re.search(r"test_recompute\.py:\d+$", report.remarks[0].source)
+
+
+class Halves(nn.Module):
+    """A layer that treats halves of the tokens apart; no input says how many these are."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y, half = self.linear(x), x.shape[1] // 2
+        return torch.tanh(torch.cat([y[:, :half] * 2, torch.sigmoid(y[:, half:])], 1)) * torch.exp(
+            x
+        )
+
+
+class AttentionThenHalves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.halves = nn.Linear(8, 8), Halves()
+
+    def forward(self, x):
+        x = F.silu(self.gate(x)) * x
+        return self.halves(F.scaled_dot_product_attention(x, x, x))
+
+
+def varying_length(rows=4, length=6):
+    batch = ids_batch(rows, length)
+    torch._dynamo.mark_dynamic(batch["ids"], 1)
+    return batch
+
+
+def test_missed_size_that_no_input_has():
+    gm = graph_of(Stack([Halves(), Halves()]).double(), varying_length())
+    before = print_graph(gm)
+    report = Recompute().run(gm, Plan())
+    assert_expected_inline(
+        re.sub(r"\(s\d+//2\)", "(s//2)", plain(report)),
+        """missed: recompute @ view: blocks.0 to blocks.1: %floordiv = (s//2) cannot be read off the input tensors""",
+    )
+    assert print_graph(gm) == before
+    assert not regions_of(gm)
+    assert re.search(r"test_recompute\.py:\d+$", report.remarks[0].source)
+
+
+def test_a_part_that_cannot_be_outlined_is_left_and_named():
+    gm = graph_of(Stack([AttentionThenHalves(), AttentionThenHalves()]).double(), varying_length())
+    report = Recompute().run(gm, Plan())
+    assert_expected_inline(
+        re.sub(r"\(s\d+//2\)", "(s//2)", plain(report)),
+        """applied: recompute @ view: keep: blocks.0 to blocks.1 in 2 calls of 1 compiled bodies; 2 parts run op by op: %floordiv = (s//2) cannot be read off the input tensors (saves 3 KiB)""",
+    )
+    assert printed(gm).count("fxrl.kept_region.default") == 2
+    assert printed(gm).count("aten.tanh.default") == 2
+
+
 def test_missed_by_the_plan():
     gm = graph_of(make_stack(2))
     before = print_graph(gm)
