@@ -9,6 +9,8 @@ from typing import Any, Self
 
 import torch
 
+from bench.lib import qwen
+
 PROMPTS, GENERATIONS, RANK = 4, 8, 32
 VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -25,16 +27,8 @@ TORCHRUN_ENVIRONMENT = {
     "WORLD_SIZE": "1",
     "WANDB_DISABLED": "true",
 }
-SHAPE: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
+SHAPE: dict[str, Any] = qwen.SHAPES["qwen3-1.7b"] | {
     "max_position_embeddings": 16384,
-    "tie_word_embeddings": True,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,

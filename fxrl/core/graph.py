@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -98,15 +98,19 @@ def _has_float(val: object) -> bool:
     return False
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Every node that one of ``nodes`` depends on, themselves included."""
+def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
+    """Every node that one of ``nodes`` depends on, themselves included.
+
+    Args:
+        among: only dependences that go through these nodes alone; ``None`` is all.
+    """
     seen: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            stack.extend(node.all_input_nodes)
+            stack.extend(arg for arg in node.all_input_nodes if among is None or arg in among)
     return seen
 
 

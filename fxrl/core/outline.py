@@ -20,6 +20,7 @@ from torch import fx
 
 from fxrl.core.graph import (
     SizeTable,
+    ancestors,
     eliminate_dead_code,
     is_call,
     is_tensor,
@@ -159,21 +160,9 @@ def _closed(order: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
         for node in order:
             if node in inside or any(arg in reached for arg in node.all_input_nodes):
                 reached.add(node)
-        inside |= {n for n in reached & _ancestors(inside, reached) if _computes(n)}
+        inside |= {n for n in reached & ancestors(inside, reached) if _computes(n)}
         if len(inside) <= before:
             return inside
-
-
-def _ancestors(nodes: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
-    """Those ``among`` the given that one of ``nodes`` depends on through them alone."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(arg for arg in node.all_input_nodes if arg in among)
-    return seen
 
 
 def _example(node: fx.Node) -> torch.Tensor | None:

@@ -26,21 +26,14 @@ time then read the same DRAM pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from fxrl.kernels.decode_attention_work import merge_group, next_item, span_of, splits_of_rows
+from fxrl.kernels.jit import jit
 
 
-def _jit(function: Callable[..., Any]) -> Any:
-    return triton.jit(function)
-
-
-@_jit
+@jit
 def attend(
     q: tl.tensor,
     k_cache: tl.tensor,

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import triton
 import triton.language as tl
 
-
-def _jit(function: Callable[..., Any]) -> Any:
-    return triton.jit(function)
+from fxrl.kernels.jit import jit
 
 
-@_jit
+@jit
 def splits_of_rows(
     tiles: tl.tensor,
     real: tl.tensor,
@@ -40,13 +34,13 @@ def splits_of_rows(
     return _cut(tiles, real, size)
 
 
-@_jit
+@jit
 def _cut(tiles: tl.tensor, real: tl.tensor, size: tl.tensor) -> tl.tensor:
     """An empty sequence (a row that pads a graph's batch) has one split: it writes zeros."""
     return tl.where(real, tl.maximum((tiles + size - 1) // size, 1), 0)
 
 
-@_jit
+@jit
 def span_of(length: tl.tensor, window: tl.constexpr) -> tl.tensor:
     """How many of the last keys the query sees."""
     if window > 0:
@@ -54,7 +48,7 @@ def span_of(length: tl.tensor, window: tl.constexpr) -> tl.tensor:
     return length
 
 
-@_jit
+@jit
 def next_item(arrived: tl.tensor, items: tl.tensor, programs: tl.tensor) -> tl.tensor:
     """An item beyond each program's first, or ``items`` if there is none."""
     item = items
@@ -66,7 +60,7 @@ def next_item(arrived: tl.tensor, items: tl.tensor, programs: tl.tensor) -> tl.t
     return item
 
 
-@_jit
+@jit
 def merge_group(
     partial: tl.tensor,
     count: tl.tensor,
@@ -91,7 +85,7 @@ def merge_group(
         tl.store(out + i * out_head + d, result, mask=d < head_dim)
 
 
-@_jit
+@jit
 def _merge(
     partial: tl.tensor,
     count: tl.tensor,

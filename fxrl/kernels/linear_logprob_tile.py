@@ -26,18 +26,12 @@ constants of a model; there is one compilation for each pair.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import triton
 import triton.language as tl
 
-
-def _jit(function: Callable[..., Any]) -> Any:
-    return triton.jit(function)
+from fxrl.kernels.jit import jit
 
 
-@_jit
+@jit
 def _tanh(a: tl.tensor) -> tl.tensor:
     """Relative precision near 0 too, where ``1 - exp(-2a)`` has none."""
     decay = tl.exp(-2.0 * tl.abs(a))
@@ -48,7 +42,7 @@ def _tanh(a: tl.tensor) -> tl.tensor:
     return tl.where(s < 0.01, near, tl.where(a < 0, -far, far))
 
 
-@_jit
+@jit
 def _log1p(a: tl.tensor) -> tl.tensor:
     """``log(1 + a)`` for 0 <= a <= 1, by the series of 2 artanh(a / (2 + a))."""
     t = a / (2.0 + a)
@@ -59,7 +53,7 @@ def _log1p(a: tl.tensor) -> tl.tensor:
     return 2.0 * t * total
 
 
-@_jit
+@jit
 def _transform(
     x: tl.tensor, inverse_t: tl.tensor, scale: tl.constexpr, softcap: tl.constexpr
 ) -> tl.tensor:
@@ -69,7 +63,7 @@ def _transform(
         return x * scale * inverse_t
 
 
-@_jit
+@jit
 def _add4(
     a: tl.tensor,
     b: tl.tensor,
@@ -84,7 +78,7 @@ def _add4(
     return a + e, b + f, c + g, d + h
 
 
-@_jit
+@jit
 def _inverse_temperature(
     temperature: tl.tensor, at: tl.tensor, has_temperature: tl.constexpr
 ) -> tl.tensor:
@@ -94,7 +88,7 @@ def _inverse_temperature(
         return 1.0
 
 
-@_jit
+@jit
 def partial_statistics(
     logits: tl.tensor,
     x_target: tl.tensor,
@@ -148,7 +142,7 @@ def partial_statistics(
     tl.store(out + 5, beaten.to(e.dtype))
 
 
-@_jit
+@jit
 def combine_statistics(
     x_target: tl.tensor,
     target: tl.tensor,
@@ -216,7 +210,7 @@ def combine_statistics(
     tl.store(out + 11, p_target)
 
 
-@_jit
+@jit
 def gradient(
     logits: tl.tensor,
     target: tl.tensor,

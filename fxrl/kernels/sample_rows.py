@@ -20,19 +20,15 @@ their odds down to about 2^-32, the grid of one 32-bit uniform.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-
-def _jit(function: Callable[..., Any]) -> Any:
-    return triton.jit(function)
+from fxrl.kernels.jit import jit
 
 
-@_jit
+@jit
 def _row_scale(temperature: tl.tensor, state_rows: tl.tensor, row: tl.tensor) -> Any:
     """What multiplies x so that exp2 of it is exp(x / T); whether the row is greedy; its state."""
     state = row
@@ -43,7 +39,7 @@ def _row_scale(temperature: tl.tensor, state_rows: tl.tensor, row: tl.tensor) ->
     return 1.4426950408889634 / tl.where(greedy, 1.0, t), greedy, state
 
 
-@_jit
+@jit
 def summarise(
     logits: tl.tensor,
     temperature: tl.tensor,
@@ -71,7 +67,7 @@ def summarise(
         tl.store(out + 2, tl.sum(tl.where(e == 0.0, 0.0, e * d), 0))
 
 
-@_jit
+@jit
 def choose(
     logits: tl.tensor,
     temperature: tl.tensor,
@@ -135,7 +131,7 @@ def choose(
         tl.store(entropies + row, (tl.log2(total) - mean) * ln2)
 
 
-@_jit
+@jit
 def _philox(seed: tl.tensor, index: tl.tensor, position: tl.tensor, stream: tl.constexpr) -> Any:
     """Four words of 32 random bits for each index; position and seed with all their 64 bits."""
     c0 = index.to(tl.uint32)
@@ -144,7 +140,7 @@ def _philox(seed: tl.tensor, index: tl.tensor, position: tl.tensor, stream: tl.c
     return tl.philox(seed, c0, low, high, c0 * 0 + stream)
 
 
-@_jit
+@jit
 def _race(weight: tl.tensor, bits: tl.tensor) -> tl.tensor:
     """``weight / E``, E ~ Exp(1) made of ``bits``; the largest wins with odds like its weight.
 
@@ -157,7 +153,7 @@ def _race(weight: tl.tensor, bits: tl.tensor) -> tl.tensor:
     return weight / tl.where(v < 0.015625, near, -tl.log(1.0 - v))
 
 
-@_jit
+@jit
 def _numbers(score: tl.tensor) -> tl.tensor:
     """NaN as -inf, so that the largest is one that exists."""
     return tl.where(score == score, score, float("-inf"))

@@ -35,11 +35,6 @@ class CheckpointTensors:
         self._open: dict[str, Any] = {}
         self._converted: dict[str, Tensor] | None = None
 
-    @property
-    def used_transformers(self) -> bool:
-        """Whether transformers had to load the checkpoint (see the class's NOTE)."""
-        return self._converted is not None
-
     def get(self, names: Sequence[str], shape: torch.Size) -> Tensor:
         """The tensor of one parameter, on the CPU, in the checkpoint's dtype; not to be written.
 

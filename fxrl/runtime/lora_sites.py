@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fxrl.runtime.engine import EngineError
 
-_WRAPPER_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the names of the model that it wraps."""
 
 
 class AdapterError(EngineError):
@@ -126,7 +127,7 @@ def _tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
         return
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            yield name.removeprefix(_WRAPPER_PREFIX), module
+            yield name.removeprefix(PEFT_PREFIX), module
 
 
 def _why_not_plain(layer: Any) -> str | None:

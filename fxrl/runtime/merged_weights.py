@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.runtime.lora_merge import Merge, merge_reference
-from fxrl.runtime.lora_sites import AdapterError, LoraSite, adapted_layers, lora_sites
+from fxrl.runtime.lora_sites import (
+    PEFT_PREFIX,
+    AdapterError,
+    LoraSite,
+    adapted_layers,
+    lora_sites,
+)
 
 
 def why_not_mergeable(model: nn.Module) -> str:
@@ -81,4 +87,4 @@ def _inside_adapter(name: str, layers: dict[str, LoraSite]) -> bool:
 
 
 def _checkpoint_name(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fxrl.runtime.engine import EngineError
-from fxrl.runtime.lora_sites import LoraSite
+from fxrl.runtime.lora_sites import PEFT_PREFIX, LoraSite
 from fxrl.runtime.lora_slots import SlotError, SlotWriter
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def adapter_tensors(sites: Sequence[LoraSite]) -> dict[str, Tensor]:
         factors = site.factors()
         a = torch.cat([pair.a for pair in factors], 0)
         b = torch.cat([pair.b * pair.scaling for pair in factors], 1)
-        name = f"base_model.model.{site.name}"
+        name = f"{PEFT_PREFIX}{site.name}"
         tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a, b
     return tensors
 

@@ -1,8 +1,6 @@
 """``decode_attention``: interpreted on the CPU, compiled on a GPU; its argument checks."""
 
 import itertools
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from fxrl.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
 )
+from tests.kernels.interpreted import check_interpreted
 
 sys.path.insert(0, str(Path(__file__).parent))
 import decode_cases as cases
@@ -25,15 +24,7 @@ MIXED = [1000, 0, 1, 16, 17, 4099, 63, 64, 65, 0, 257]
 
 
 def test_interpreted():
-    """In a process of its own: whether Triton interprets is decided when it is imported."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    command = [sys.executable, "-W", "ignore", cases.__file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "all agree" in done.stdout
+    check_interpreted(cases.__file__)
 
 
 @pytest.mark.gpu

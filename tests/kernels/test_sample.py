@@ -1,7 +1,5 @@
 """``fused_sample``: interpreted on the CPU, compiled on a GPU; its argument checks."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,21 +9,14 @@ import torch
 pytest.importorskip("triton")
 
 from fxrl.kernels.sample import FusedSampleError, fused_sample
+from tests.kernels.interpreted import check_interpreted
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sample_cases as cases
 
 
 def test_interpreted():
-    """In a process of its own: whether Triton interprets is decided when it is imported."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    command = [sys.executable, "-W", "ignore", cases.__file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "all agree" in done.stdout
+    check_interpreted(cases.__file__)
 
 
 @pytest.mark.gpu
