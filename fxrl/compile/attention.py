@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.core.graph import eliminate_dead_code, hint, is_call, shape_of, tensor_val
+from fxrl.core.graph import RESHAPES, eliminate_dead_code, hint, is_call, shape_of, tensor_val
 from fxrl.core.remark import Remark, RemarkKind, Report
 from fxrl.core.source import user_source
 
@@ -80,7 +80,7 @@ def _data_of(mask: fx.Node) -> fx.Node | None:
 
 def _before_repeat(node: Any) -> fx.Node | None:
     """``x`` of ``reshape(expand(unsqueeze(x, 2)))``: [B, Hkv, T, D] repeated to [B, H, T, D]."""
-    if not is_call(node, aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+    if not is_call(node, *RESHAPES):
         return None
     if len(shape_of(node)) != 4 or hint(shape_of(node)[-1]) > _LARGEST_HEAD:
         return None

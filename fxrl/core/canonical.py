@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.core.graph import SizeTable, is_call, is_tensor, shape_of, tensor_val, topological_sort
+from fxrl.core.graph import (
+    RESHAPES,
+    SizeTable,
+    is_call,
+    is_tensor,
+    shape_of,
+    tensor_val,
+    topological_sort,
+)
 
 aten = torch.ops.aten
 
@@ -37,7 +45,7 @@ def _expanded(node: fx.Node) -> fx.Node | None:
     sizes = shape_of(right)
     if sizes[0] == 1 and not isinstance(sizes[0], torch.SymInt):
         return _only(right)
-    while is_call(right, aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+    while is_call(right, *RESHAPES):
         if [str(s) for s in shape_of(right)] != [str(s) for s in sizes]:
             return None
         right = right.args[0]

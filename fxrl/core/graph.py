@@ -16,6 +16,11 @@ Size = int | torch.SymInt
 OpOverload = type(torch.ops.aten.mm.default)
 HigherOrderOperator = type(torch.ops.higher_order.cond).__mro__[1]
 
+aten = torch.ops.aten
+#: Calls that give the same values in order under another shape, and matrix products.
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
 
 def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:
     """Whether ``node`` is a call of one of ``targets``."""

@@ -11,8 +11,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.core.graph import HigherOrderOperator, OpOverload, ancestors, hint, is_call, shape_of
-from fxrl.core.row_products import PRODUCTS, factors, is_amplifier
+from fxrl.core.graph import (
+    PRODUCTS,
+    HigherOrderOperator,
+    OpOverload,
+    ancestors,
+    hint,
+    is_call,
+    shape_of,
+)
+from fxrl.core.row_products import factors, is_amplifier
 
 aten = torch.ops.aten
 

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.core.graph import OpOverload, draws_random, is_call, is_tensor, tensor_val
+from fxrl.core.graph import PRODUCTS, OpOverload, draws_random, is_call, is_tensor, tensor_val
 
 aten = torch.ops.aten
 
 _NUMBERED = re.compile(r"(?:.*?\.)?([A-Za-z_]\w*\.\d+)$")
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 _MULTI_VIEWS = (
     aten.split.Tensor,
     aten.split_with_sizes.default,
@@ -106,7 +105,7 @@ def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
 def has_work(nodes: Iterable[fx.Node]) -> bool:
     """Whether fusing these is worth a call: a product with something around it, or a few ops."""
     work = [n for n in nodes if is_tensor(n) and not is_view(n)]
-    return len(work) > 2 or (len(work) == 2 and any(is_call(n, *_PRODUCTS) for n in work))
+    return len(work) > 2 or (len(work) == 2 and any(is_call(n, *PRODUCTS) for n in work))
 
 
 def is_view(node: object) -> bool:
@@ -123,7 +122,7 @@ def is_view(node: object) -> bool:
 
 def is_product(node: object) -> bool:
     """Whether ``node`` is a matrix product: too dear to be computed twice."""
-    return is_call(node, *_PRODUCTS)
+    return is_call(node, *PRODUCTS)
 
 
 # ---------------------------------------------------------------------------- stages

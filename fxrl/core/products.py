@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fxrl.core.graph import (
+    RESHAPES,
     eliminate_dead_code,
     hint,
     is_call,
@@ -30,7 +31,6 @@ from fxrl.core.graph import (
 
 aten = torch.ops.aten
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _NARROW = 256  # columns of an adapter's part of a shared operand
 _TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
 
@@ -65,7 +65,7 @@ def _scale_results(graph: fx.Graph) -> None:
 def _scaled(node: Any) -> list[fx.Node] | None:
     """The views from ``node`` down to a product with a number, that included."""
     path = []
-    while is_call(node, *_VIEWS, *_TURNS):
+    while is_call(node, *RESHAPES, *_TURNS):
         path.append(node)
         node = node.args[0]
     return [*path, node] if _is_scaling(node) else None
@@ -129,7 +129,7 @@ def _roots(graph: fx.Graph) -> Iterable[fx.Node]:
     """Sums that are no part of a larger sum."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         user = next(iter(node.users)) if len(node.users) == 1 else None
-        while user is not None and is_call(user, *_VIEWS) and len(user.users) == 1:
+        while user is not None and is_call(user, *RESHAPES) and len(user.users) == 1:
             user = next(iter(user.users))
         if _is_sum(node) and not _is_sum(user):
             yield node
@@ -155,7 +155,7 @@ def _summands(root: fx.Node) -> list[_Product]:
         if _is_sum(node) and scale == 1.0 and _same_width(node, root):
             for arg in node.args:
                 visit(arg, arg, 1.0)  # type: ignore[arg-type]
-        elif is_call(node, *_VIEWS) and _same_width(node, root):
+        elif is_call(node, *RESHAPES) and _same_width(node, root):
             visit(node.args[0], top, scale)  # type: ignore[arg-type]
         elif _is_scaling(node):
             visit(node.args[0], top, scale * node.args[1])  # type: ignore[arg-type, operator]

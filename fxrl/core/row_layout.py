@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.core.graph import Size, hint, shape_of
+from fxrl.core.graph import RESHAPES, Size, hint, shape_of
 from fxrl.core.row_expr import LOCAL, TOKEN, RowStep, RowValue, Tag
 from fxrl.core.row_rules import Refusal, RowRules, _name, is_one, rule, same_size, sole_row, static
 
@@ -40,7 +40,7 @@ def normalise(rules: RowRules, value: RowValue) -> RowValue:
 
 
 # ---------------------------------------------------------------------------- views
-@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@rule(*RESHAPES)
 def _view(rules: RowRules, node: fx.Node) -> RowValue:
     value = sole_row(rules, node)
     sizes = shape_of(node)

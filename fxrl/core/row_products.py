@@ -16,7 +16,6 @@ from fxrl.core.row_rules import Refusal, RowRules, operand, rule, sole_row, stat
 aten = torch.ops.aten
 
 #: Ops that contract a feature dim; what separates one layer from the next.
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
 def factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
