@@ -1,7 +1,7 @@
 """``fxrl::linear_logprob_forward`` and ``_backward`` on CUDA: cuBLAS products, Triton in between.
 
-Same tiles of rows, same values and gradients as the reference; a tile's scratch is its float32
-logits and its gradient in the dtype that the next product takes.
+Same tiles of rows, same values and gradients as the reference, for every dtype and GPU; a tile's
+scratch is its float32 logits and their gradient in the dtype that the next product takes.
 
 NOTE [Why the logits stay float32 and their gradient does not]
 A log-prob is a small difference of logits of order ten: bf16 logits would put an error of 3e-2 on
@@ -11,208 +11,118 @@ accumulated in float32; rounding its terms to bf16 costs 2^-9 of each.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from fxrl.kernels.linear_logprob_launch import STATISTICS, TileKernels
-from fxrl.ops.linear_logprob_checks import (
-    DIFFERENTIABLE,
-    OUTPUTS,
-    check_sizes,
-    check_target,
-    parse_outputs,
-)
-from fxrl.ops.linear_logprob_math import LossHead
-from fxrl.ops.linear_logprob_matmul import accumulate_weight_grad, backproject, project
-from fxrl.ops.linear_logprob_opaque import (
-    BackwardResult,
+from fxrl.kernels.linear_logprob_launch import ROW_DATA, TileKernels
+from fxrl.ops.linear_logprob_arguments import (
+    BackwardArguments,
+    ForwardArguments,
     ForwardResult,
-    linear_logprob_backward,
-    linear_logprob_forward,
-    new_forward,
-    reduce_to_temperature,
+    Gradients,
 )
+from fxrl.ops.linear_logprob_checks import OUTPUTS
+from fxrl.ops.linear_logprob_head import LossHead, Rows
+from fxrl.ops.linear_logprob_matmul import backproject, product_dtype, project
+from fxrl.ops.linear_logprob_opaque import attach
+from fxrl.ops.linear_logprob_tiles import BackwardTile, ForwardTile, backward_tiles, forward_tiles
 
 
 def register() -> None:
     """Attach both kernels to their ops for CUDA tensors."""
-    linear_logprob_forward.register_kernel("cuda", forward)
-    linear_logprob_backward.register_kernel("cuda", backward)
+    attach("cuda", forward, backward)
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    row_mask: Tensor | None,
-    scale: float,
-    softcap: float,
-    outputs: str,
-    grad_outputs: str,
-    chunk_tokens: int,
-    save_hidden_grad: bool,
-    save_temperature_grad: bool,
-) -> ForwardResult:
-    """See ``fxrl.ops.linear_logprob_opaque.linear_logprob_forward``."""
-    head = LossHead(
-        hidden, weight, target, bias, temperature, row_mask, scale, softcap, chunk_tokens
-    )
-    check_sizes(hidden, weight, target, bias, temperature, row_mask)
-    check_target(target, row_mask, weight.shape[0])
-    saving = save_hidden_grad or save_temperature_grad
-    names = parse_outputs(grad_outputs) if saving else ()
-    results = new_forward(
-        hidden,
-        outputs,
-        grad_outputs,
-        save_hidden_grad,
-        save_temperature_grad,
-        torch.empty if row_mask is None else torch.zeros,
-    )
-    *values, vectors, factors = results
-    tile = _TileLoop(head, _narrow_grad(head) if names else None)
-    per_vector = [tile.weights({name: None}) for name in names]
-    with _on_device(hidden), torch.autocast(hidden.device.type, enabled=False):
-        for rows in head.tiles(row_mask):
-            logits, statistics = tile.evaluate(rows)
-            for name in parse_outputs(outputs):
-                column = statistics[:, STATISTICS.index(name)]
-                values[OUTPUTS.index(name)][rows] = column.to(values[OUTPUTS.index(name)].dtype)
-            for k, weights in enumerate(per_vector):
-                grad, on_temperature = tile.differentiate(
-                    rows, logits, statistics, weights[rows], want_temperature=save_temperature_grad
-                )
-                if on_temperature is not None:
-                    factors[k, rows] = on_temperature
-                if save_hidden_grad:
-                    vectors[k, rows] = _backproject(grad, weight, head.dtype).to(vectors.dtype)
-    return results
+def forward(arguments: ForwardArguments) -> ForwardResult:
+    """See ``fxrl.ops.linear_logprob_opaque.reference_forward``."""
+    with _on_device(arguments.head.hidden):
+        return forward_tiles(arguments, _forward_tile(arguments))
 
 
-def backward(
-    grads: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    row_mask: Tensor | None,
-    scale: float,
-    softcap: float,
-    grad_outputs: str,
-    chunk_tokens: int,
-    want_hidden: bool,
-    want_weight: bool,
-    want_bias: bool,
-    want_temperature: bool,
-) -> BackwardResult:
-    """See ``fxrl.ops.linear_logprob_opaque.linear_logprob_backward``."""
-    head = LossHead(
-        hidden, weight, target, bias, temperature, row_mask, scale, softcap, chunk_tokens
-    )
-    empty = hidden.new_zeros(0, dtype=head.dtype)
-    d_hidden = hidden.new_zeros(hidden.shape if want_hidden else (0,))
-    d_weight = empty.new_zeros(weight.shape if want_weight else (0,))
-    d_bias = empty.new_zeros(weight.shape[0] if want_bias else 0)
-    d_temperature = empty.new_zeros(hidden.shape[0] if want_temperature else 0)
-    live = (grads != 0).any(0)
-    live = live if row_mask is None else live & row_mask
+def backward(arguments: BackwardArguments) -> Gradients:
+    """See ``fxrl.ops.linear_logprob_opaque.reference_backward``."""
+    with _on_device(arguments.head.hidden):
+        return backward_tiles(arguments, _backward_tile(arguments))
+
+
+def _forward_tile(arguments: ForwardArguments) -> ForwardTile:
+    """Values; with vectors also p in the product's dtype, and its product with the head.
+
+    The product is exact: a skip tolerance is a permission.
+    """
+    head = arguments.head
+    loop = _TileLoop(head, product_dtype(head.weight) if arguments.save_vectors else None)
+
+    def run(rows: Rows) -> tuple[Mapping[str, Tensor], Tensor | None]:
+        logits = loop.project(rows)
+        values = dict(
+            zip(OUTPUTS, loop.kernels.row_statistics(rows, logits).unbind(1), strict=True)
+        )
+        if not arguments.save_vectors:
+            return values, None
+        prob = loop.grad(logits)
+        loop.kernels.probabilities(rows, logits, values["lse"], prob)
+        return values, backproject(prob, head.weight)
+
+    return run
+
+
+def _backward_tile(arguments: BackwardArguments) -> BackwardTile:
+    """The gradient of the raw logits in one pass over them."""
+    head = arguments.head
     # A bias sums the gradient itself: its terms are not rounded first.
-    tile = _TileLoop(head, head.dtype if want_bias else _narrow_grad(head))
-    names = parse_outputs(grad_outputs)
-    weights = tile.weights(dict(zip(names, grads, strict=True)))
-    with _on_device(hidden), torch.autocast(hidden.device.type, enabled=False):
-        for rows in head.tiles(live):
-            logits, statistics = tile.evaluate(rows)
-            grad, on_temperature = tile.differentiate(
-                rows, logits, statistics, weights[rows], want_temperature=want_temperature
-            )
-            if on_temperature is not None:
-                d_temperature[rows] = on_temperature
-            if want_hidden:
-                d_hidden[rows] = _backproject(grad, weight, head.dtype).to(hidden.dtype)
-            if want_weight:
-                _accumulate_weight_grad(d_weight, grad, hidden[rows])
-            if want_bias:
-                d_bias += grad.sum(0)
-    if want_temperature and temperature is not None:
-        d_temperature = reduce_to_temperature(d_temperature, tuple(temperature.shape))
-        d_temperature = d_temperature.to(temperature.dtype)
-    if want_bias and bias is not None:
-        d_bias = d_bias.to(bias.dtype)
-    return d_hidden, d_weight.to(weight.dtype), d_bias, d_temperature
+    loop = _TileLoop(head, head.dtype if arguments.want_bias else product_dtype(head.weight))
+    row_data = _row_data(arguments)
+
+    def run(rows: Rows) -> tuple[Tensor, Tensor | None]:
+        logits = loop.project(rows)
+        grad = loop.grad(logits)
+        on_temperature = loop.kernels.logit_gradient(
+            rows, logits, row_data[rows], grad, with_temperature=arguments.want_temperature
+        )
+        return grad, on_temperature
+
+    return run
+
+
+def _row_data(arguments: BackwardArguments) -> Tensor:
+    """``[N, len(ROW_DATA)]``: what a row's gradient is made from; 0 for what is not given."""
+    values = arguments.values
+    data = values.lse.new_zeros(values.lse.shape[0], len(ROW_DATA))
+    columns = {name: v for name, v in values._asdict().items() if v is not None}
+    columns["p_others"] = -torch.expm1(values.logprob)
+    for name, column in columns.items():
+        data[:, ROW_DATA.index(name)] = column
+    first = ROW_DATA.index("p_others") + 1
+    for name, weight in arguments.weights(slice(None)).items():
+        data[:, first + ROW_DATA[first:].index(name)] = weight.squeeze(1)
+    return data
 
 
 class _TileLoop:
     """Scratch and launches that the tiles of one call share."""
 
     def __init__(self, head: LossHead, grad_dtype: torch.dtype | None) -> None:
+        self.kernels = TileKernels(head)
         self._head = head
-        self._kernels = TileKernels(head)
         shape = (min(head.tile_rows(), head.hidden.shape[0]), head.weight.shape[0])
         self._logits = head.hidden.new_empty(shape, dtype=head.dtype)
         self._grad = head.hidden.new_empty(0 if grad_dtype is None else shape, dtype=grad_dtype)
 
-    def weights(self, incoming: dict[str, Tensor | None]) -> Tensor:
-        """``[N, K]``: what multiplies d value_k / d x, in the order of ``DIFFERENTIABLE``.
-
-        ``incoming[name]`` is ``[N]`` (None: 1); names left out have weight 0.
-        """
-        head = self._head
-        slope = head.row_slope(slice(None)).squeeze(1)
-        weights = slope.new_zeros(head.hidden.shape[0], len(DIFFERENTIABLE))
-        for name, grad in incoming.items():
-            weights[:, DIFFERENTIABLE.index(name)] = slope if grad is None else slope * grad
-        return weights
-
-    def evaluate(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Raw logits ``[R, V]`` (scratch) and their row statistics."""
+    def project(self, rows: Rows) -> Tensor:
+        """Raw logits ``[R, V]``."""
         hidden = self._head.hidden[rows]
         logits = self._logits[: hidden.shape[0]]
         project(hidden, self._head.weight, out=logits)
-        return logits, self._kernels.row_statistics(rows, logits)
+        return logits
 
-    def differentiate(
-        self,
-        rows: slice | Tensor,
-        logits: Tensor,
-        statistics: Tensor,
-        weights: Tensor,
-        *,
-        want_temperature: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Gradient of the raw logits (scratch), and of the temperature by row if wanted."""
-        grad = self._grad[: logits.shape[0]]
-        arguments = (rows, logits, statistics, weights, grad)
-        if want_temperature:
-            return grad, self._kernels.temperature_gradient(*arguments)
-        self._kernels.logit_gradient(*arguments)
-        return grad, None
+    def grad(self, logits: Tensor) -> Tensor:
+        """Scratch like ``logits`` in the gradient's dtype."""
+        return self._grad[: logits.shape[0]]
 
 
 def _on_device(tensor: Tensor) -> torch.cuda.device:
     """Triton launches on the current device, whichever its tensors are on."""
     return torch.cuda.device(tensor.device.index if tensor.is_cuda else -1)
-
-
-def _narrow_grad(head: LossHead) -> torch.dtype:
-    """bf16 where a product takes it; see NOTE [Why float16 gradients are multiplied in float32]."""
-    narrow = head.hidden.is_cuda and head.hidden.dtype == torch.bfloat16
-    return torch.bfloat16 if narrow else head.dtype
-
-
-def _backproject(grad: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
-    """``grad @ weight`` accumulated and returned in ``wide``."""
-    if grad.dtype == wide:
-        return backproject(grad, weight)
-    return torch.mm(grad, weight, out_dtype=wide)
-
-
-def _accumulate_weight_grad(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """``total += grad^T @ hidden`` in ``total``'s dtype, in one product where CUDA has it."""
-    if grad.dtype == total.dtype:
-        accumulate_weight_grad(total, grad, hidden)
-    else:
-        torch.addmm(total, grad.t(), hidden, out_dtype=total.dtype, out=total)

@@ -1,4 +1,4 @@
-"""Launches the two passes over a logits tile: which tensors, which grid, which block."""
+"""Launches the passes over a logits tile: which tensors, which grid, which block."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import torch
 import triton
 from torch import Tensor
 
-from fxrl.kernels.linear_logprob_tile import combine_statistics, gradient, partial_statistics
+from fxrl.kernels.linear_logprob_tile import (
+    combine_statistics,
+    gradient,
+    partial_statistics,
+    probabilities,
+)
 from fxrl.ops.linear_logprob_checks import DIFFERENTIABLE, OUTPUTS
-from fxrl.ops.linear_logprob_math import LossHead, Rows
+from fxrl.ops.linear_logprob_head import LossHead, Rows
 
-#: Columns of a row's statistics: the values, then what the gradient reads.
-STATISTICS = (*OUTPUTS, "max_other", "log_sum", "p_factor", "p_others", "p_target")
+#: Columns of what the gradient reads of a row: the forward's values, then weights by output.
+ROW_DATA = ("logprob", "lse", "entropy", "sum_p2", "p_others", *DIFFERENTIABLE)
 
 _PARTIALS = 6
 _BLOCK = 4096  # logits of one program, all in registers: no running maximum to correct
@@ -21,7 +26,7 @@ _LOGITS_PER_WARP = 512  # 16 a thread: four loads of 16 bytes in flight, and no 
 
 
 class TileKernels:
-    """The two passes for the tiles of one ``LossHead``."""
+    """The passes for the tiles of one ``LossHead``."""
 
     def __init__(self, head: LossHead) -> None:
         self.head = head
@@ -35,13 +40,13 @@ class TileKernels:
             self._temperature = per_row.expand(head.hidden.shape[0])
 
     def row_statistics(self, rows: Rows, logits: Tensor) -> Tensor:
-        """``[R, len(STATISTICS)]`` of the raw ``logits [R, V]`` (contiguous) of ``rows``."""
+        """``[R, len(OUTPUTS)]``, in that order, of the raw contiguous ``logits [R, V]``."""
         num_rows = logits.shape[0]
         target = self.head.target[rows].contiguous()
         # gather and not the kernel reads the target's logit: it asserts that the target exists.
         x_target = logits.gather(1, target.unsqueeze(1))
         partial = logits.new_empty(num_rows, self._splits, _PARTIALS)
-        statistics = logits.new_empty(num_rows, len(STATISTICS))
+        statistics = logits.new_empty(num_rows, len(OUTPUTS))
         options = self._options(rows)
         partial_statistics[(num_rows, self._splits)](
             logits,
@@ -60,7 +65,7 @@ class TileKernels:
             partial=partial,
             statistics=statistics,
             partials=_PARTIALS,
-            columns=len(STATISTICS),
+            columns=len(OUTPUTS),
             splits=self._splits,
             splits_block=triton.next_power_of_2(self._splits),
             num_warps=1,
@@ -68,45 +73,44 @@ class TileKernels:
         )
         return statistics
 
-    def logit_gradient(
-        self, rows: Rows, logits: Tensor, statistics: Tensor, weights: Tensor, grad: Tensor
-    ) -> None:
-        """``grad [R, V]``, in its dtype, for ``weights [R, len(DIFFERENTIABLE)]``."""
-        self._gradient(rows, logits, statistics, weights, grad, None)
-
-    def temperature_gradient(
-        self, rows: Rows, logits: Tensor, statistics: Tensor, weights: Tensor, grad: Tensor
-    ) -> Tensor:
-        """``logit_gradient``, and what it belongs to derived by the temperature ``[R]``."""
-        weighted = logits.new_empty(logits.shape[0], self._splits)
-        self._gradient(rows, logits, statistics, weights, grad, weighted)
-        shift = weights[:, DIFFERENTIABLE.index("lse")] + weights[:, -1]
-        lse = statistics[:, STATISTICS.index("lse")]
-        return -(weighted.sum(1) + shift * lse) / self.head.scale
-
-    def _gradient(
-        self,
-        rows: Rows,
-        logits: Tensor,
-        statistics: Tensor,
-        weights: Tensor,
-        grad: Tensor,
-        weighted: Tensor | None,
-    ) -> None:
-        gradient[(logits.shape[0], self._splits)](
+    def probabilities(self, rows: Rows, logits: Tensor, lse: Tensor, prob: Tensor) -> None:
+        """``prob [R, V]``, in its dtype: p_v times the softcap's slope, 0 at the target."""
+        probabilities[(logits.shape[0], self._splits)](
             logits,
             self.head.target[rows].contiguous(),
-            statistics=statistics,
-            weights=weights,
-            grad=grad,
-            weighted=weighted,
-            wants_weighted=weighted is not None,
-            splits=self._splits,
-            columns=len(STATISTICS),
+            lse=lse.contiguous(),
+            prob=prob,
             block=self._block,
             num_warps=self._num_warps(),
             **self._options(rows),
         )
+
+    def logit_gradient(
+        self, rows: Rows, logits: Tensor, row_data: Tensor, grad: Tensor, *, with_temperature: bool
+    ) -> Tensor | None:
+        """``grad [R, V]``, in its dtype, for ``row_data [R, len(ROW_DATA)]``.
+
+        Returns what it belongs to derived by the temperature, ``[R]``, if asked.
+        """
+        weighted = logits.new_empty(logits.shape[0], self._splits) if with_temperature else None
+        gradient[(logits.shape[0], self._splits)](
+            logits,
+            self.head.target[rows].contiguous(),
+            row_data=row_data,
+            grad=grad,
+            weighted=weighted,
+            wants_weighted=with_temperature,
+            splits=self._splits,
+            columns=len(ROW_DATA),
+            block=self._block,
+            num_warps=self._num_warps(),
+            **self._options(rows),
+        )
+        if weighted is None:
+            return None
+        first = len(ROW_DATA) - len(DIFFERENTIABLE)
+        shift = row_data[:, first + DIFFERENTIABLE.index("lse")] + row_data[:, -1]
+        return -(weighted.sum(1) + shift * row_data[:, 1]) / self.head.scale
 
     def _num_warps(self) -> int:
         return max(1, self._block // _LOGITS_PER_WARP)

@@ -1,9 +1,9 @@
 """One logits tile of the fused loss head in two passes over memory: the Triton kernels.
 
-``partial_statistics`` reads the raw logits ``h W^T`` once (``combine_statistics`` finishes a row),
-``gradient`` reads them once more and writes ``sum_k weight_k d value_k``; transform, statistics
-and derivatives are those of ``fxrl.ops.linear_logprob_math``. With max and sums of a row over
-v != y, and x_v = z_v - m,
+``partial_statistics`` reads the raw logits ``h W^T`` once (``combine_statistics`` finishes a row).
+``probabilities`` and ``gradient`` read raw logits once and the row's values, and write p or
+``sum_k weight_k d value_k``. Transform, statistics and derivatives are those of
+``fxrl.ops.linear_logprob_math``. With max and sums of a row over v != y, and x_v = z_v - m,
 
     m = max z_v    S = sum exp x_v    E = sum exp(x_v) x_v    Q = sum exp(2 x_v)
     d = z_y - m - log S                  1 - p_y = 1 / (1 + exp d)        logprob = -softplus(-d)
@@ -18,10 +18,6 @@ NOTE [Why all statistics are computed even if one is asked for]
 Reading the tile costs more than the arithmetic. And a kernel compiled without some of them may be
 contracted differently: scoring (log-prob) and training (log-prob and entropy) would differ in the
 last bit, and the first ratio of a policy update would not be 1.
-
-NOTE [Why scale and softcap are compile-time constants]
-Triton passes a float argument as float32, which a float64 head must not be rounded to. They are
-constants of a model; there is one compilation for each pair.
 """
 
 from __future__ import annotations
@@ -29,63 +25,13 @@ from __future__ import annotations
 import triton.language as tl
 
 from fxrl.kernels.jit import jit
-
-
-@jit
-def _tanh(a: tl.tensor) -> tl.tensor:
-    """Relative precision near 0 too, where ``1 - exp(-2a)`` has none."""
-    decay = tl.exp(-2.0 * tl.abs(a))
-    far = (1.0 - decay) / (1.0 + decay)
-    s = a * a
-    series = 2.0 / 15.0 + s * (-17.0 / 315.0 + s * (62.0 / 2835.0 - s * (1382.0 / 155925.0)))
-    near = a * (1.0 + s * (-1.0 / 3.0 + s * series))
-    return tl.where(s < 0.01, near, tl.where(a < 0, -far, far))
-
-
-@jit
-def _log1p(a: tl.tensor) -> tl.tensor:
-    """``log(1 + a)`` for 0 <= a <= 1, by the series of 2 artanh(a / (2 + a))."""
-    t = a / (2.0 + a)
-    s = t * t
-    total = s * 0.0
-    for k in tl.static_range(16):
-        total = total * s + 1.0 / (31 - 2 * k)
-    return 2.0 * t * total
-
-
-@jit
-def _transform(
-    x: tl.tensor, inverse_t: tl.tensor, scale: tl.constexpr, softcap: tl.constexpr
-) -> tl.tensor:
-    if softcap > 0.0:
-        return _tanh(x * (scale / softcap)) * softcap * inverse_t
-    else:
-        return x * scale * inverse_t
-
-
-@jit
-def _add4(
-    a: tl.tensor,
-    b: tl.tensor,
-    c: tl.tensor,
-    d: tl.tensor,
-    e: tl.tensor,
-    f: tl.tensor,
-    g: tl.tensor,
-    h: tl.tensor,
-) -> tl.tensor:
-    """Four sums in one reduction, hence one round through shared memory."""
-    return a + e, b + f, c + g, d + h
-
-
-@jit
-def _inverse_temperature(
-    temperature: tl.tensor, at: tl.tensor, has_temperature: tl.constexpr
-) -> tl.tensor:
-    if has_temperature:
-        return 1.0 / tl.load(temperature + at)
-    else:  # both branches: only one of them is compiled
-        return 1.0
+from fxrl.kernels.linear_logprob_transform import (
+    add4,
+    inverse_temperature,
+    load_logits,
+    log1p,
+    transform,
+)
 
 
 @jit
@@ -110,24 +56,33 @@ def partial_statistics(
     """``partial[row, split]`` = m, S, E, Q, sum of all z, whether the target is beaten."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    columns = split * block + tl.arange(0, block)
-    valid = columns < vocab
-    x = tl.load(logits + row * vocab + columns, mask=valid, other=0.0)
+    columns, valid, z, _ = load_logits(
+        logits,
+        bias,
+        temperature,
+        row,
+        split,
+        vocab,
+        temperature_stride,
+        scale,
+        softcap,
+        has_bias,
+        has_temperature,
+        block,
+    )
     y = tl.load(target + row).to(tl.int32)
     x_y = tl.load(x_target + row)
     if has_bias:
-        x += tl.load(bias + columns, mask=valid, other=0.0)
         x_y += tl.load(bias + y)
-    inverse_t = _inverse_temperature(temperature, row * temperature_stride, has_temperature)
-    z = _transform(x, inverse_t, scale, softcap)
-    z_y = _transform(x_y, inverse_t, scale, softcap)
+    inverse_t = inverse_temperature(temperature, row * temperature_stride, has_temperature)
+    z_y = transform(x_y, inverse_t, scale, softcap)
     z_other = tl.where(valid & (columns != y), z, float("-inf"))
     largest = tl.maximum(tl.max(z_other, 0), lowest)
     shifted = z_other - largest
     e = tl.exp(shifted)
     shifted = tl.maximum(shifted, lowest)  # a banned token (-inf) adds 0 and not 0 * inf
-    # Columns outside are loaded as 0 and transformed to 0: they do not change the sum of z.
-    total, moment, squares, mean = tl.reduce((e, e * shifted, e * e, z), 0, _add4)
+    # Columns outside are 0: they do not change the sum of z.
+    total, moment, squares, mean = tl.reduce((e, e * shifted, e * e, z), 0, add4)
     # The argmax is the first of equal logits.
     beaten = (largest > z_y).to(tl.int32)
     if largest == z_y:
@@ -181,15 +136,15 @@ def combine_statistics(
     x_y = tl.load(x_target + row)
     if has_bias:
         x_y += tl.load(bias + tl.load(target + row))
-    inverse_t = _inverse_temperature(temperature, row * temperature_stride, has_temperature)
-    z_y = _transform(x_y, inverse_t, scale, softcap)
+    inverse_t = inverse_temperature(temperature, row * temperature_stride, has_temperature)
+    z_y = transform(x_y, inverse_t, scale, softcap)
     log_total = tl.log(total)
     margin = (z_y - largest) - log_total
-    correction = _log1p(tl.exp(-tl.abs(margin)))
+    correction = log1p(tl.exp(-tl.abs(margin)))
     logprob = -(tl.maximum(-margin, 0.0) + correction)
     p_others = 1.0 / (1.0 + tl.exp(margin))
     p_target = tl.exp(logprob)
-    log_sum = tl.maximum(log_total, z_y - largest) + correction
+    log_sum = tl.maximum(log_total, z_y - largest) + correction  # lse - m
     # A vocabulary of one has no others: their share is 0, and not 0 / 0.
     share = tl.where(total == 0.0, 0.0, 1.0 / total)
     entropy = -(p_target * tl.maximum(logprob, lowest) + p_others * (moment * share - log_sum))
@@ -203,11 +158,44 @@ def combine_statistics(
     tl.store(out + 4, sum_p2)
     tl.store(out + 5, mean)
     tl.store(out + 6, tl.maximum(largest, z_y))
-    tl.store(out + 7, largest)
-    tl.store(out + 8, log_sum)
-    tl.store(out + 9, p_others * share)
-    tl.store(out + 10, p_others)
-    tl.store(out + 11, p_target)
+
+
+@jit
+def probabilities(
+    logits: tl.tensor,
+    target: tl.tensor,
+    bias: tl.tensor,
+    temperature: tl.tensor,
+    lse: tl.tensor,
+    prob: tl.tensor,
+    vocab: tl.tensor,
+    temperature_stride: tl.tensor,
+    scale: tl.constexpr,
+    softcap: tl.constexpr,
+    lowest: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_temperature: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """``prob[row]`` = p_v times the softcap's slope; 0 at the target."""
+    row = tl.program_id(0).to(tl.int64)
+    column, valid, z, slope = load_logits(
+        logits,
+        bias,
+        temperature,
+        row,
+        tl.program_id(1),
+        vocab,
+        temperature_stride,
+        scale,
+        softcap,
+        has_bias,
+        has_temperature,
+        block,
+    )
+    p = tl.exp(z - tl.load(lse + row)) * slope
+    p = tl.where(column == tl.load(target + row).to(tl.int32), 0.0, p)
+    tl.store(prob + row * vocab + column, p.to(prob.dtype.element_ty), mask=valid)
 
 
 @jit
@@ -216,8 +204,7 @@ def gradient(
     target: tl.tensor,
     bias: tl.tensor,
     temperature: tl.tensor,
-    statistics: tl.tensor,
-    weights: tl.tensor,
+    row_data: tl.tensor,
     grad: tl.tensor,
     weighted: tl.tensor,
     vocab: tl.tensor,
@@ -232,43 +219,47 @@ def gradient(
     columns: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """``grad[row]`` = sum_k weights[row, k] d value_k / d z * dz/d(raw logit, but for scale / T).
+    """``grad[row]`` = sum_k weight_k d value_k / d z * dz/d(raw logit, but for scale / T).
 
-    ``weighted[row, split]`` = sum_v (d / d z_v) log p_v, before the softcap's slope.
+    ``row_data [R, columns]`` is in the launcher's order ``ROW_DATA``. ``weighted[row, split]`` =
+    sum_v (d / d z_v) log p_v, before the softcap's slope.
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    column = split * block + tl.arange(0, block)
-    valid = column < vocab
-    x = tl.load(logits + row * vocab + column, mask=valid, other=0.0)
-    if has_bias:
-        x += tl.load(bias + column, mask=valid, other=0.0)
-    inverse_t = _inverse_temperature(temperature, row * temperature_stride, has_temperature)
-    z = _transform(x, inverse_t, scale, softcap)
-
-    row_of = statistics + row * columns
+    column, valid, z, slope = load_logits(
+        logits,
+        bias,
+        temperature,
+        row,
+        split,
+        vocab,
+        temperature_stride,
+        scale,
+        softcap,
+        has_bias,
+        has_temperature,
+        block,
+    )
+    row_of = row_data + row * columns
     logprob = tl.maximum(tl.load(row_of), lowest)
     entropy = tl.load(row_of + 2)
-    sum_p2 = tl.load(row_of + 4)
-    p_others = tl.load(row_of + 10)
-    p_target = tl.load(row_of + 11)
-    on_logprob = tl.load(weights + row * 5)
-    on_lse = tl.load(weights + row * 5 + 1)
-    on_entropy = tl.load(weights + row * 5 + 2)
-    on_sum_p2 = tl.load(weights + row * 5 + 3)
-    on_mean = tl.load(weights + row * 5 + 4) / vocab
+    sum_p2 = tl.load(row_of + 3)
+    p_others = tl.load(row_of + 4)
+    on_logprob = tl.load(row_of + 5)
+    on_lse = tl.load(row_of + 6)
+    on_entropy = tl.load(row_of + 7)
+    on_sum_p2 = tl.load(row_of + 8)
+    on_mean = tl.load(row_of + 9) / vocab
 
-    shifted = tl.where(z == float("-inf"), lowest, z - tl.load(row_of + 7))
     is_target = column == tl.load(target + row).to(tl.int32)
-    p = tl.where(is_target, p_target, tl.exp(shifted) * tl.load(row_of + 9))
-    log_p = tl.where(is_target, logprob, shifted - tl.load(row_of + 8))
+    log_p = tl.where(is_target, logprob, z - tl.load(row_of + 1))
+    log_p = tl.where(z == float("-inf"), lowest, log_p)  # a banned token: 0 log 0 = 0
+    p = tl.exp(log_p)
     by_p = on_lse - on_entropy * entropy - 2.0 * on_sum_p2 * sum_p2
     made = p * by_p - on_entropy * (p * log_p) + 2.0 * on_sum_p2 * (p * p)
     # 1 - p_y is never formed by subtraction.
     made += on_logprob * tl.where(is_target, p_others, -p) + on_mean
     if wants_weighted:
         tl.store(weighted + row * splits + split, tl.sum(tl.where(valid, made * log_p, 0.0), 0))
-    if softcap > 0.0:
-        capped = _tanh(x * (scale / softcap))
-        made *= 1.0 - capped * capped
+    made *= slope
     tl.store(grad + row * vocab + column, made.to(grad.dtype.element_ty), mask=valid)

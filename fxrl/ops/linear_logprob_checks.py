@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from torch import Tensor
 
 from fxrl.errors import FxrlError
+from fxrl.ops.linear_logprob_head import LossHead
 
 OUTPUTS = ("logprob", "lse", "entropy", "argmax_hit", "sum_p2", "mean_logit", "max_logit")
 DIFFERENTIABLE = ("logprob", "lse", "entropy", "sum_p2", "mean_logit")
+MADE_IN_FORWARD = ("logprob", "lse")  # see NOTE [Why the forward makes the gradient]
 
 
 class LinearLogprobError(FxrlError, ValueError):
@@ -39,17 +40,9 @@ def checked_names(argument: str, text: str, allowed: Collection[str]) -> set[str
     return set(names)
 
 
-def check_arguments(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    row_mask: Tensor | None,
-    scale: float,
-    softcap: float,
-) -> None:
+def check_arguments(head: LossHead) -> None:
     """Ranks, dtypes and constants."""
+    hidden, weight, target, bias, temperature, row_mask, scale, softcap, _ = head
     ranks = (("hidden", hidden, 2), ("weight", weight, 2), ("target", target, 1))
     optional = (("bias", bias, 1), ("row_mask", row_mask, 1))
     for name, tensor, rank in (*ranks, *optional):
@@ -75,15 +68,17 @@ def check_arguments(
         raise LinearLogprobError(f"softcap={softcap} is negative; use 0 for no softcap")
 
 
-def check_sizes(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    row_mask: Tensor | None,
-) -> None:
+def check_skip_tolerance(value: float) -> None:
+    """A share of a probability: at least 0 and below 1."""
+    if not 0 <= value < 1:
+        raise LinearLogprobError(
+            f"skip_tolerance={value} is not in [0, 1); use 0 for the exact product"
+        )
+
+
+def check_sizes(head: LossHead) -> None:
     """Sizes that must agree: rows N, vocabulary V, width H."""
+    hidden, weight, target, bias, temperature, row_mask, *_ = head
     (num_rows, width), (vocab, weight_width) = hidden.shape, weight.shape
     if weight_width != width:
         raise LinearLogprobError(
@@ -101,8 +96,9 @@ def check_sizes(
         )
 
 
-def check_target(target: Tensor, row_mask: Tensor | None, vocab: int) -> None:
+def check_target(head: LossHead) -> None:
     """On the CPU a bad target is one clear error; on a GPU ``gather`` asserts on the device."""
+    target, row_mask, vocab = head.target, head.row_mask, head.weight.shape[0]
     if target.device.type != "cpu":
         return
     bad = (target < 0) | (target >= vocab)

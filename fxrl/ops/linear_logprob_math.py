@@ -20,80 +20,17 @@ target's entry of ``onehot - p`` is ``-expm1(logp)``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fxrl.ops.linear_logprob_matmul import accumulation_dtype, project
-
-Rows: TypeAlias = slice | Tensor
-
-_CPU_TILE_BYTES = 32 * 2**20
-_GPU_TILE_BYTES = 320 * 2**20
-_GPU_TILE_STEP = 128  # a GEMM's tile: rows beyond a multiple of it cost as much as a full one
-
-
-@dataclass(frozen=True, slots=True)
-class LossHead:
-    """The arguments of the op: what is projected, onto what, and how logits are transformed."""
-
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor
-    bias: Tensor | None
-    temperature: Tensor | None
-    row_mask: Tensor | None
-    scale: float
-    softcap: float
-    chunk_tokens: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of logits, statistics and accumulated gradients."""
-        return accumulation_dtype(self.hidden.dtype)
-
-    def tile_rows(self) -> int:
-        """Rows per tile: what the caller asked for, else what keeps one logits tile small.
-
-        It must not depend on which outputs or gradients are wanted: a GEMM may round differently
-        for another number of rows, and scoring has to be bitwise equal to training.
-        """
-        if self.chunk_tokens > 0:
-            return self.chunk_tokens
-        on_cpu = self.hidden.device.type == "cpu"
-        budget = _CPU_TILE_BYTES if on_cpu else _GPU_TILE_BYTES
-        rows = budget // (self.weight.shape[0] * self.dtype.itemsize)
-        step = 16 if on_cpu or rows < _GPU_TILE_STEP else _GPU_TILE_STEP
-        return max(1, rows // step * step if rows >= step else rows)
-
-    def tiles(self, row_mask: Tensor | None) -> Iterator[Rows]:
-        """Row selections that cover ``row_mask`` (all rows if None), at most a tile each."""
-        step = self.tile_rows()
-        if row_mask is not None:
-            selected = row_mask.nonzero().squeeze(1)
-            for start in range(0, selected.shape[0], step):
-                yield selected[start : start + step]
-            return
-        num_rows = self.hidden.shape[0]
-        for start in range(0, num_rows, step):
-            yield slice(start, min(start + step, num_rows))
-
-    def row_temperature(self, rows: Rows) -> Tensor | None:
-        """``[R, 1]`` or ``[1, 1]`` in the accumulation dtype."""
-        if self.temperature is None:
-            return None
-        temperature = self.temperature.to(self.dtype).reshape(-1, 1)
-        return temperature if temperature.shape[0] == 1 else temperature[rows]
-
-    def row_slope(self, rows: Rows) -> Tensor:
-        """``scale / T``, the row-wise part of dz/dx: ``[R, 1]`` or ``[1, 1]``."""
-        temperature = self.row_temperature(rows)
-        if temperature is None:
-            return torch.full((1, 1), self.scale, dtype=self.dtype, device=self.hidden.device)
-        return self.scale / temperature
+from fxrl.ops.linear_logprob_arguments import BackwardArguments, ForwardArguments
+from fxrl.ops.linear_logprob_head import LossHead, Rows, RowValues
+from fxrl.ops.linear_logprob_matmul import backproject, project
+from fxrl.ops.linear_logprob_skip import leave_out_small_blocks_
+from fxrl.ops.linear_logprob_tiles import BackwardTile, ForwardTile
 
 
 class Workspace:
@@ -112,36 +49,99 @@ class Workspace:
         return self._tensors[name][:num_rows]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Tile:
-    """Softmax of some rows. Per-row tensors are ``[R, 1]``, the large ones ``[R, V]``.
+    """Transformed logits ``[R, V]`` in scratch memory, and the target of each row ``[R, 1]``.
 
-    ``log_prob`` and ``prob`` are valid only if ``evaluate`` was asked for a value or a gradient
-    that needs them; ``cap_slope`` is ``1 - tanh^2`` where there is a softcap.
+    ``cap_slope`` is ``1 - tanh^2`` ``[R, V]`` where there is a softcap and it was asked for.
     """
 
     target: Tensor
-    log_prob: Tensor
-    prob: Tensor
+    logits: Tensor
     cap_slope: Tensor | None
-    values: dict[str, Tensor] = field(default_factory=dict)
 
 
-def evaluate(
-    head: LossHead, rows: Rows, space: Workspace, wanted: Collection[str], *, with_grad: bool
-) -> Tile:
-    """Logits, softmax and the wanted statistics of ``rows`` (``values`` may hold more)."""
+class ReferenceTiles:
+    """The work of one tile, for ``forward_tiles`` and ``backward_tiles``."""
+
+    def __init__(self, head: LossHead) -> None:
+        self._head = head
+        self._space = Workspace(head)
+
+    def forward(self, arguments: ForwardArguments) -> ForwardTile:
+        """Values, and the product with the head if vectors are saved."""
+        head, space, save = self._head, self._space, arguments.save_vectors
+
+        def run(rows: Rows) -> tuple[Mapping[str, Tensor], Tensor | None]:
+            tile = project_tile(head, rows, space, with_slope=save)
+            values = row_statistics(head, tile, space, arguments.outputs, with_prob=save)
+            others = None
+            if save:
+                prob = space.take("prob", tile.target.shape[0])
+                if arguments.skip_tolerance > 0:
+                    p_others = -torch.expm1(values["logprob"])
+                    leave_out_small_blocks_(prob, p_others, arguments.skip_tolerance)
+                if tile.cap_slope is not None:
+                    prob.mul_(tile.cap_slope)
+                others = backproject(prob, head.weight)
+            return {name: value.squeeze(1) for name, value in values.items()}, others
+
+        return run
+
+    def backward(self, arguments: BackwardArguments) -> BackwardTile:
+        """The gradient of the raw logits, and of the temperature by row."""
+        head, space = self._head, self._space
+
+        def run(rows: Rows) -> tuple[Tensor, Tensor | None]:
+            tile = project_tile(head, rows, space, with_slope=True)
+            values, weights = arguments.values.of(rows), arguments.weights(rows)
+            grad = logit_grad(head, tile, values, weights, space)
+            on_temperature = None
+            if arguments.want_temperature:
+                on_temperature = temperature_grad(head, tile, values, weights, grad)
+            if tile.cap_slope is not None:
+                grad.mul_(tile.cap_slope)
+            return grad, on_temperature
+
+        return run
+
+
+def project_tile(head: LossHead, rows: Rows, space: Workspace, *, with_slope: bool) -> Tile:
+    """``softcap(scale * (h W^T + b)) / T`` of ``rows``."""
     target = head.target[rows].unsqueeze(1)
     logits = space.take("logits", target.shape[0])
     project(head.hidden[rows], head.weight, out=logits)
-    cap_slope = _transform_(head, rows, logits, space if with_grad else None)
+    if head.bias is not None:
+        logits.add_(head.bias.to(head.dtype))
+    if head.scale != 1.0:
+        logits.mul_(head.scale)
+    slope = None
+    if head.softcap:
+        logits.div_(head.softcap).tanh_()
+        if with_slope:
+            slope = space.take("slope", logits.shape[0])
+            torch.mul(logits, logits, out=slope).neg_().add_(1)
+        logits.mul_(head.softcap)
+    if (temperature := head.row_temperature(rows)) is not None:
+        logits.div_(temperature)
+    return Tile(target, logits, slope)
+
+
+def row_statistics(
+    head: LossHead, tile: Tile, space: Workspace, wanted: Collection[str], *, with_prob: bool
+) -> dict[str, Tensor]:
+    """The wanted values (and maybe more), ``[R, 1]`` each; ``tile.logits`` are used up.
+
+    ``with_prob`` leaves ``p_v``, 0 at the target, in the scratch tensor ``prob``.
+    """
+    logits, target = tile.logits, tile.target
     z_target = logits.gather(1, target)
     prob = space.take("prob", target.shape[0])
-    tile = Tile(target, logits, prob, cap_slope)
+    values = {}
     if "argmax_hit" in wanted:
-        tile.values["argmax_hit"] = logits.argmax(1, keepdim=True) == target
+        values["argmax_hit"] = logits.argmax(1, keepdim=True) == target
     if "mean_logit" in wanted:
-        tile.values["mean_logit"] = logits.mean(1, keepdim=True)
+        values["mean_logit"] = logits.mean(1, keepdim=True)
 
     lowest = torch.finfo(head.dtype).min
     logits.scatter_(1, target, -torch.inf)
@@ -153,90 +153,91 @@ def evaluate(
     logprob = -torch.logaddexp(
         largest_other - z_target + log_sum_others, torch.zeros_like(z_target)
     )
-    lse = torch.logaddexp(largest_other + log_sum_others, z_target)
-    tile.values |= {"logprob": logprob, "lse": lse}
-    tile.values["max_logit"] = torch.maximum(largest_other, z_target)
+    values["logprob"] = logprob
+    values["lse"] = torch.logaddexp(largest_other + log_sum_others, z_target)
+    values["max_logit"] = torch.maximum(largest_other, z_target)
 
-    if with_grad or "entropy" in wanted or "sum_p2" in wanted:
+    if with_prob or "entropy" in wanted or "sum_p2" in wanted:
         log_sum = torch.logaddexp(log_sum_others, z_target - largest_other)
-        prob.mul_(torch.exp(-log_sum)).scatter_(1, target, logprob.exp())
-        logits.sub_(log_sum).scatter_(1, target, logprob)
-        if head.bias is not None:
-            # A bias of -inf bans a token: 0 log 0 = 0, not NaN. And 0 (w log 0) for any weight w,
-            # so the floor is where exp is 0 in every dtype, not the dtype's lowest number.
-            logits.clamp_(min=-1e6)
-        work = space.take("grad", target.shape[0])
+        prob.mul_(torch.exp(-log_sum))
+        p_target, work = logprob.exp(), space.take("grad", target.shape[0])
         if "entropy" in wanted:
-            tile.values["entropy"] = -torch.mul(prob, logits, out=work).sum(1, keepdim=True)
+            log_prob = _finite_(head, logits.sub_(log_sum).scatter_(1, target, 0))
+            at_target = p_target * logprob.clamp(min=lowest)
+            others = torch.mul(prob, log_prob, out=work).sum(1, keepdim=True)
+            values["entropy"] = -(at_target + others)
         if "sum_p2" in wanted:
-            tile.values["sum_p2"] = torch.mul(prob, prob, out=work).sum(1, keepdim=True)
-    return tile
+            others = torch.mul(prob, prob, out=work).sum(1, keepdim=True)
+            values["sum_p2"] = p_target * p_target + others
+    return values
 
 
-def _transform_(
-    head: LossHead, rows: Rows, logits: Tensor, slope_space: Workspace | None
-) -> Tensor | None:
-    """``logits`` becomes ``softcap(scale * (logits + b)) / T``; returns ``1 - tanh^2`` if asked."""
-    if head.bias is not None:
-        logits.add_(head.bias.to(head.dtype))
-    if head.scale != 1.0:
-        logits.mul_(head.scale)
-    slope = None
-    if head.softcap:
-        logits.div_(head.softcap).tanh_()
-        if slope_space is not None:
-            slope = slope_space.take("slope", logits.shape[0])
-            torch.mul(logits, logits, out=slope).neg_().add_(1)
-        logits.mul_(head.softcap)
-    if (temperature := head.row_temperature(rows)) is not None:
-        logits.div_(temperature)
-    return slope
+def _finite_(head: LossHead, log_prob: Tensor) -> Tensor:
+    """A bias of -inf bans a token: 0 log 0 = 0, not NaN.
+
+    And 0 (w log 0) for any weight w, so the floor is where exp is 0 in every dtype, not the
+    dtype's lowest number.
+    """
+    return log_prob if head.bias is None else log_prob.clamp_(min=-1e6)
 
 
-def logit_grad(tile: Tile, weights: Mapping[str, Tensor], space: Workspace) -> Tensor:
+def logit_grad(
+    head: LossHead, tile: Tile, values: RowValues, weights: Mapping[str, Tensor], space: Workspace
+) -> Tensor:
     """``sum_k weights[k] * d value_k / d z`` as ``[R, V]``, in scratch memory.
 
-    ``weights[k]`` is ``[R, 1]`` or ``[1, 1]``, for any of the differentiable outputs.
+    ``weights[k]`` and ``values`` are ``[R, 1]``. ``tile.logits`` become ``log p``.
     """
     total = space.take("grad", tile.target.shape[0])
     zero = total.new_zeros(1, 1)
     on_logprob = weights.get("logprob", zero)
     on_lse = weights.get("lse", zero)
+    log_prob = tile.logits.sub_(values.lse).scatter_(1, tile.target, values.logprob)
+    prob = space.take("prob", tile.target.shape[0])
+    torch.exp(_finite_(head, log_prob), out=prob)
     at_target, elsewhere = on_lse, on_lse - on_logprob
     if "entropy" in weights or "sum_p2" in weights:
-        _concentration_(tile, weights, total)
+        _concentration_(log_prob, prob, values, weights, total)
         at_target = total.gather(1, tile.target) + on_lse
-        total.add_(elsewhere).mul_(tile.prob)
+        total.add_(elsewhere).mul_(prob)
     else:
-        torch.mul(tile.prob, elsewhere, out=total)
+        torch.mul(prob, elsewhere, out=total)
     # The target's entry is made apart: (1 - p_y) must not be formed by subtraction.
-    at_target = at_target * tile.prob.gather(1, tile.target)
-    at_target = at_target - on_logprob * torch.expm1(tile.values["logprob"])
+    at_target = at_target * prob.gather(1, tile.target)
+    at_target = at_target - on_logprob * torch.expm1(values.logprob)
     total.scatter_(1, tile.target, at_target)
     if (on_mean := weights.get("mean_logit")) is not None:
         total.add_(on_mean / total.shape[1])
     return total
 
 
-def _concentration_(tile: Tile, weights: Mapping[str, Tensor], factor: Tensor) -> None:
+def _concentration_(
+    log_prob: Tensor,
+    prob: Tensor,
+    values: RowValues,
+    weights: Mapping[str, Tensor],
+    factor: Tensor,
+) -> None:
     """``factor`` becomes the multiple of p that entropy and sum_p2 add to the gradient."""
     factor.zero_()
     if (on_entropy := weights.get("entropy")) is not None:
-        torch.add(tile.log_prob, tile.values["entropy"], out=factor).mul_(-on_entropy)
+        assert values.entropy is not None
+        torch.add(log_prob, values.entropy, out=factor).mul_(-on_entropy)
     if (on_sum_p2 := weights.get("sum_p2")) is not None:
+        assert values.sum_p2 is not None
         twice = 2 * on_sum_p2
-        factor.addcmul_(tile.prob, twice).sub_(twice * tile.values["sum_p2"])
+        factor.addcmul_(prob, twice).sub_(twice * values.sum_p2)
 
 
 def temperature_grad(
-    head: LossHead, tile: Tile, weights: Mapping[str, Tensor], grad: Tensor
+    head: LossHead, tile: Tile, values: RowValues, weights: Mapping[str, Tensor], grad: Tensor
 ) -> Tensor:
-    """``d / dT`` of what ``grad = logit_grad(tile, weights)`` belongs to, ``[R]``.
+    """``d / dT`` of what ``grad = logit_grad(...)`` belongs to, ``[R]``.
 
     ``weights`` carry the factor ``scale / T`` already (``row_slope``), so that
     ``-sum_v (d / dz_v) z_v / T`` is ``-sum_v grad_v z_v / scale`` with ``z = log p + lse``.
     ``sum_v grad_v`` is known: 1 for lse and the mean, 0 for the others.
     """
-    weighted = (grad * tile.log_prob).sum(1, keepdim=True)
+    weighted = (grad * tile.logits).sum(1, keepdim=True)
     shift = weights.get("lse", 0.0) + weights.get("mean_logit", 0.0)
-    return -((weighted + shift * tile.values["lse"]) / head.scale).squeeze(1)
+    return -((weighted + shift * values.lse) / head.scale).squeeze(1)

@@ -4,106 +4,91 @@
 ``linear_logprob_scale``     the backward of a frozen head: incoming scalars times saved vectors
 ``linear_logprob_backward``  the backward that recomputes each tile: hidden, head, temperature
 
-The reference runs on every device, in tiles of rows; nothing of size [N, V] exists.
+The reference runs on every device, in tiles of rows; nothing of size [N, V] exists. A device's own
+kernels are given to ``attach``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxrl.ops.linear_logprob_checks import OUTPUTS, check_sizes, check_target, parse_outputs
-from fxrl.ops.linear_logprob_math import (
-    LossHead,
-    Tile,
-    Workspace,
-    evaluate,
-    logit_grad,
-    temperature_grad,
+from fxrl.ops.linear_logprob_arguments import (
+    BACKWARD_SCHEMA,
+    FORWARD_SCHEMA,
+    BackwardArguments,
+    ForwardArguments,
+    ForwardResult,
+    Gradients,
 )
-from fxrl.ops.linear_logprob_matmul import (
-    accumulate_weight_grad,
-    accumulation_dtype,
-    backproject,
-)
+from fxrl.ops.linear_logprob_checks import check_sizes, check_target
+from fxrl.ops.linear_logprob_math import ReferenceTiles
+from fxrl.ops.linear_logprob_matmul import full_precision
+from fxrl.ops.linear_logprob_tiles import backward_tiles, forward_tiles
 
-ForwardResult: TypeAlias = tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]
-BackwardResult: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+Forward = Callable[[ForwardArguments], ForwardResult]
+Backward = Callable[[BackwardArguments], Gradients]
+_Op = Callable[..., tuple[Tensor, ...]]
 
 _SCALE_BYTES = 16 * 2**20
 
 
-def vector_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which d value / d hidden is kept for the backward.
+def reference_forward(arguments: ForwardArguments) -> ForwardResult:
+    """The specification of ``linear_logprob_forward``."""
+    return forward_tiles(arguments, ReferenceTiles(arguments.head).forward(arguments))
 
-    NOTE [Why float16 vectors are kept in float32]
-    A GradScaler multiplies the loss by 2^16 so that small gradients survive float16. The vectors
-    are made before that factor is known: a confident token's would be flushed to zero.
+
+def reference_backward(arguments: BackwardArguments) -> Gradients:
+    """The specification of ``linear_logprob_backward``."""
+    return backward_tiles(arguments, ReferenceTiles(arguments.head).backward(arguments))
+
+
+def _forward_op(run: Forward) -> _Op:
+    """``run`` with the op's positional arguments, checked, as the dtypes of its operands say."""
+
+    def op(*positional: Any) -> tuple[Tensor, ...]:
+        arguments = ForwardArguments.unpack(positional)
+        check_sizes(arguments.head)
+        check_target(arguments.head)
+        with torch.autocast(arguments.head.hidden.device.type, enabled=False), full_precision():
+            return run(arguments).pack()
+
+    return op
+
+
+def _backward_op(run: Backward) -> _Op:
+    def op(*positional: Any) -> tuple[Tensor, ...]:
+        arguments = BackwardArguments.unpack(positional)
+        with torch.autocast(arguments.head.hidden.device.type, enabled=False), full_precision():
+            return run(arguments).pack(arguments)
+
+    return op
+
+
+linear_logprob_forward = torch.library.custom_op(
+    "fxrl::linear_logprob_forward",
+    _forward_op(reference_forward),
+    mutates_args=(),
+    schema=FORWARD_SCHEMA,
+)
+linear_logprob_backward = torch.library.custom_op(
+    "fxrl::linear_logprob_backward",
+    _backward_op(reference_backward),
+    mutates_args=(),
+    schema=BACKWARD_SCHEMA,
+)
+
+
+def attach(device_type: str, forward: Forward, backward: Backward) -> None:
+    """Run these instead of the reference for tensors of a device.
+
+    They find sizes checked, autocast off and products in full precision.
     """
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
-def reduce_to_temperature(per_row: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Sum a per-row temperature gradient ``[N]`` to the temperature's own shape."""
-    if len(shape) == 0:
-        return per_row.sum()
-    return per_row.sum_to_size(shape)
-
-
-@torch.library.custom_op("fxrl::linear_logprob_forward", mutates_args=())
-def linear_logprob_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    row_mask: Tensor | None,
-    scale: float,
-    softcap: float,
-    outputs: str,
-    grad_outputs: str,
-    chunk_tokens: int,
-    save_hidden_grad: bool,
-    save_temperature_grad: bool,
-) -> ForwardResult:
-    """The seven values, ``d value_k / d hidden`` ``[K, N, H]`` and ``d value_k / d T`` ``[K, N]``.
-
-    K runs over ``grad_outputs``; what is not saved is empty.
-    """
-    head = LossHead(
-        hidden, weight, target, bias, temperature, row_mask, scale, softcap, chunk_tokens
-    )
-    check_sizes(hidden, weight, target, bias, temperature, row_mask)
-    check_target(target, row_mask, weight.shape[0])
-    wanted = parse_outputs(outputs)
-    saving = save_hidden_grad or save_temperature_grad
-    names = parse_outputs(grad_outputs) if saving else ()
-    factory = torch.empty if row_mask is None else torch.zeros
-    results = new_forward(
-        hidden, outputs, grad_outputs, save_hidden_grad, save_temperature_grad, factory
-    )
-    *values, vectors, factors = results
-    space = Workspace(head)
-    with torch.autocast(hidden.device.type, enabled=False):
-        for rows in head.tiles(row_mask):
-            tile = evaluate(head, rows, space, wanted, with_grad=bool(names))
-            for name, value in zip(OUTPUTS, values, strict=True):
-                if name in wanted:
-                    value[rows] = tile.values[name].squeeze(1)
-            for k, name in enumerate(names):
-                weights = {name: head.row_slope(rows)}
-                grad = logit_grad(tile, weights, space)
-                if save_temperature_grad:
-                    factors[k, rows] = temperature_grad(head, tile, weights, grad)
-                if save_hidden_grad:
-                    _through_cap_(tile, grad)
-                    vectors[k, rows] = backproject(grad, weight).to(vectors.dtype)
-    return results
+    linear_logprob_forward.register_kernel(device_type, _forward_op(forward))
+    linear_logprob_backward.register_kernel(device_type, _backward_op(backward))
 
 
 @torch.library.custom_op("fxrl::linear_logprob_scale", mutates_args=())
@@ -118,114 +103,9 @@ def linear_logprob_scale(grads: Tensor, vectors: Tensor, dtype: torch.dtype) -> 
     return out
 
 
-@torch.library.custom_op("fxrl::linear_logprob_backward", mutates_args=())
-def linear_logprob_backward(
-    grads: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    row_mask: Tensor | None,
-    scale: float,
-    softcap: float,
-    grad_outputs: str,
-    chunk_tokens: int,
-    want_hidden: bool,
-    want_weight: bool,
-    want_bias: bool,
-    want_temperature: bool,
-) -> BackwardResult:
-    """Gradients of hidden, weight, bias, temperature for ``grads`` ``[K, N]``; unwanted: empty.
-
-    dW is accumulated in one float32 (float64) ``[V, H]`` and rounded to ``weight``'s dtype once.
-    """
-    head = LossHead(
-        hidden, weight, target, bias, temperature, row_mask, scale, softcap, chunk_tokens
-    )
-    names = parse_outputs(grad_outputs)
-    space = Workspace(head)
-    empty = hidden.new_zeros(0, dtype=head.dtype)
-    d_hidden = hidden.new_zeros(hidden.shape if want_hidden else (0,))
-    d_weight = empty.new_zeros(weight.shape if want_weight else (0,))
-    d_bias = empty.new_zeros(weight.shape[0] if want_bias else 0)
-    d_temperature = empty.new_zeros(hidden.shape[0] if want_temperature else 0)
-    # A row whose incoming scalars are all zero contributes nothing: it is not projected again.
-    live = (grads != 0).any(0)
-    live = live if row_mask is None else live & row_mask
-    with torch.autocast(hidden.device.type, enabled=False):
-        for rows in head.tiles(live):
-            tile = evaluate(head, rows, space, names, with_grad=True)
-            slope = head.row_slope(rows)
-            weights = {name: grads[k, rows, None] * slope for k, name in enumerate(names)}
-            grad = logit_grad(tile, weights, space)
-            if want_temperature:
-                d_temperature[rows] = temperature_grad(head, tile, weights, grad)
-            _through_cap_(tile, grad)
-            if want_hidden:
-                d_hidden[rows] = backproject(grad, weight).to(hidden.dtype)
-            if want_weight:
-                accumulate_weight_grad(d_weight, grad, hidden[rows])
-            if want_bias:
-                d_bias += grad.sum(0)
-    if want_temperature and temperature is not None:
-        d_temperature = reduce_to_temperature(d_temperature, tuple(temperature.shape))
-        d_temperature = d_temperature.to(temperature.dtype)
-    if want_bias and bias is not None:
-        d_bias = d_bias.to(bias.dtype)
-    return d_hidden, d_weight.to(weight.dtype), d_bias, d_temperature
-
-
-def _through_cap_(tile: Tile, grad: Tensor) -> None:
-    if tile.cap_slope is not None:
-        grad.mul_(tile.cap_slope)
-
-
-def new_forward(
-    hidden: Tensor,
-    outputs: str,
-    grad_outputs: str,
-    save_hidden_grad: bool,
-    save_temperature_grad: bool,
-    factory: Callable[..., Tensor],
-) -> ForwardResult:
-    """Result tensors of ``linear_logprob_forward`` made by ``factory`` (zeros or empty)."""
-    num_rows, width = hidden.shape
-    wide, device = accumulation_dtype(hidden.dtype), hidden.device
-    wanted, num_vectors = parse_outputs(outputs), len(parse_outputs(grad_outputs))
-
-    def value(name: str) -> Tensor:
-        dtype = torch.bool if name == "argmax_hit" else wide
-        return factory(num_rows if name in wanted else 0, dtype=dtype, device=device)
-
-    logprob, lse, entropy, argmax_hit, sum_p2, mean_logit, max_logit = map(value, OUTPUTS)
-    vector_shape = (num_vectors, num_rows, width) if save_hidden_grad else (0,)
-    factor_shape = (num_vectors, num_rows) if save_temperature_grad else (0,)
-    vectors = factory(vector_shape, dtype=vector_dtype(hidden.dtype), device=device)
-    factors = factory(factor_shape, dtype=wide, device=device)
-    values = (logprob, lse, entropy, argmax_hit, sum_p2, mean_logit, max_logit)
-    return (*values, vectors, factors)
-
-
 @linear_logprob_forward.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    row_mask: Tensor | None,
-    scale: float,
-    softcap: float,
-    outputs: str,
-    grad_outputs: str,
-    chunk_tokens: int,
-    save_hidden_grad: bool,
-    save_temperature_grad: bool,
-) -> ForwardResult:
-    return new_forward(
-        hidden, outputs, grad_outputs, save_hidden_grad, save_temperature_grad, torch.empty
-    )
+def _(*positional: Any) -> tuple[Tensor, ...]:
+    return ForwardArguments.unpack(positional).new_result(torch.empty).pack()
 
 
 @linear_logprob_scale.register_fake
@@ -234,31 +114,18 @@ def _(grads: Tensor, vectors: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @linear_logprob_backward.register_fake
-def _(
-    grads: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    row_mask: Tensor | None,
-    scale: float,
-    softcap: float,
-    grad_outputs: str,
-    chunk_tokens: int,
-    want_hidden: bool,
-    want_weight: bool,
-    want_bias: bool,
-    want_temperature: bool,
-) -> BackwardResult:
+def _(*positional: Any) -> tuple[Tensor, ...]:
+    arguments = BackwardArguments.unpack(positional)
+    hidden, weight, _, bias, temperature, *_ = arguments.head
+
     def like(tensor: Tensor | None, wanted: bool) -> Tensor:
         if wanted and tensor is not None:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=hidden.device)
         return hidden.new_empty(0)
 
     return (
-        like(hidden, want_hidden),
-        like(weight, want_weight),
-        like(bias, want_bias),
-        like(temperature, want_temperature),
+        like(hidden, arguments.want_hidden),
+        like(weight, arguments.want_weight),
+        like(bias, arguments.want_bias),
+        like(temperature, arguments.want_temperature),
     )

@@ -8,14 +8,14 @@ import sys
 
 import torch
 
-from fxrl.ops.linear_logprob_checks import DIFFERENTIABLE, OUTPUTS
-from fxrl.ops.linear_logprob_opaque import linear_logprob_backward, linear_logprob_forward
-
-FORWARD = ("hidden", "weight", "target", "bias", "temperature", "row_mask", "scale", "softcap")
+from fxrl.ops.linear_logprob_arguments import BackwardArguments, ForwardArguments
+from fxrl.ops.linear_logprob_checks import DIFFERENTIABLE, MADE_IN_FORWARD, OUTPUTS
+from fxrl.ops.linear_logprob_head import LossHead, RowValues
+from fxrl.ops.linear_logprob_opaque import reference_backward, reference_forward
 
 
 def make_case(seed, rows, vocab, width, dtype, device):
-    """Keyword arguments that forward and backward share, and what only one of them takes."""
+    """A head, the differentiated outputs of its recomputing backward, their incoming scalars."""
     draw, gen = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -45,7 +45,8 @@ def make_case(seed, rows, vocab, width, dtype, device):
         names = ["entropy"]  # the mean of -inf has no gradient
     grads = randn(len(names), rows) * (torch.rand(len(names), rows, generator=gen) < 0.8)
     shared = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in shared.items()}
-    return shared, ",".join(names), grads.to(device), draw.choice([0, 1, 16])
+    head = LossHead(**shared, chunk_tokens=draw.choice([0, 1, 16]))
+    return head, tuple(names), grads.to(device)
 
 
 def to_truth(value):
@@ -67,21 +68,23 @@ def check_close(name, made, truth, rtol, atol):
 
 
 def check_case(forward, backward, case, tolerance, grad_tolerance):
-    """Forward with every output, then the recomputing backward with every gradient."""
-    shared, names, grads, chunk_tokens = case
-    wide = {k: to_truth(v) for k, v in shared.items()}
-    last = (",".join(OUTPUTS), names, chunk_tokens, True, True)
-    made = forward(*shared.values(), *last)
-    truth = linear_logprob_forward(*wide.values(), *last)
-    for name, ours, theirs in zip(OUTPUTS, made[:7], truth[:7], strict=True):
-        check_close(name, ours, theirs, *tolerance)
-    check_close("vectors", made[7], truth[7], *grad_tolerance)
-    check_close("factors", made[8], truth[8], *tolerance)
+    """Forward with every output and vectors, then the backward with every gradient."""
+    head, names, grads = case
+    wide = LossHead(*map(to_truth, head))
+    made = forward(ForwardArguments(head, OUTPUTS, MADE_IN_FORWARD, True, 0.0))
+    truth = reference_forward(ForwardArguments(wide, OUTPUTS, MADE_IN_FORWARD, True, 0.0))
+    for name in OUTPUTS:
+        check_close(name, made.values[name], truth.values[name], *tolerance)
+    check_close("vectors", made.vectors, truth.vectors, *grad_tolerance)
 
-    some_bias, some_temperature = shared["bias"] is not None, shared["temperature"] is not None
-    last = (names, chunk_tokens, True, True, some_bias, some_temperature)
-    made = backward(grads.to(made[0].dtype), *shared.values(), *last)
-    truth = linear_logprob_backward(grads.cpu().to(torch.float64), *wide.values(), *last)
+    def gradients(run, head, grads, result):
+        values = RowValues(*(result.values[name] for name in RowValues._fields))
+        wants = (True, True, head.bias is not None, head.temperature is not None)
+        arguments = BackwardArguments(grads.to(head.dtype), head, values, names, *wants)
+        return run(arguments).pack(arguments)
+
+    made = gradients(backward, head, grads, made)
+    truth = gradients(reference_backward, wide, grads.cpu(), truth)
     for name, ours, theirs in zip(("hidden", "weight", "bias"), made[:3], truth[:3], strict=True):
         check_close(f"d_{name}", ours, theirs, *grad_tolerance)
     rtol, atol = tolerance  # a sum over rows: errors add up where its terms cancel

@@ -95,22 +95,58 @@ def test_gradcheck(name, trainable_head):
     assert gradcheck(run, tensors)
 
 
-def test_a_frozen_head_keeps_vectors_and_not_the_inputs():
+def saved_by(outputs, **options):
+    """Shapes that a frozen head keeps for its backward, and whether it keeps its input."""
     hidden, weight, target = random_head(4, 6, 3)
     hidden.requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        linear_logprob(hidden, weight, target)
-    assert sorted(tuple(t.shape) for t in saved) == [(0,), (1, 4, 3)]
+        linear_logprob(hidden, weight, target, outputs=outputs, **options)
+    shapes = sorted(tuple(tensor.shape) for tensor in saved)
+    return shapes, any(tensor.data_ptr() == hidden.data_ptr() for tensor in saved)
 
 
-def test_many_differentiated_outputs_are_recomputed():
+@pytest.mark.parametrize("outputs", [["logprob"], ["lse"], ["logprob", "lse"]], ids=str)
+def test_a_frozen_head_keeps_vectors_and_not_the_inputs(outputs):
+    assert saved_by(outputs) == ([(len(outputs), 4, 3)], False)
+    cold = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    shapes, keeps_input = saved_by(outputs, temperature=cold)
+    assert shapes == [(), (len(outputs), 4, 3), (4,), (4,), (4,)]
+    assert not keeps_input
+
+
+@pytest.mark.parametrize("name", ["entropy", "sum_p2", "mean_logit"])
+def test_other_differentiated_outputs_are_recomputed(name):
+    assert saved_by(["logprob", name], grad_outputs=["logprob"])[0] == [(1, 4, 3)]
+    shapes, keeps_input = saved_by(["logprob", name])
+    assert keeps_input
+    assert (2, 4, 3) not in shapes
+
+
+def test_the_backward_reads_what_the_forward_computed_and_hides_it():
     hidden, weight, target = random_head(4, 6, 3)
-    hidden.requires_grad_()
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        linear_logprob(hidden, weight, target, outputs=["logprob", "lse", "entropy"])
-    assert any(t.data_ptr() == hidden.data_ptr() for t in saved)
+    seen = {}
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            result = op(*args, **(kwargs or {}))
+            if "linear_logprob" in str(op):
+                seen[str(op).split(".")[1]] = (args, result)
+            return result
+
+    mask = torch.tensor([True, False, True, True])
+    with Recorder():
+        out = linear_logprob(
+            hidden.requires_grad_(), weight, target, row_mask=mask, outputs=["entropy"]
+        )
+        out.entropy.sum().backward()
+    values = dict(zip(OUTPUTS, seen["linear_logprob_forward"][1], strict=False))
+    given = seen["linear_logprob_backward"][0][10:14]
+    for name, tensor in zip(("logprob", "lse", "entropy"), given, strict=False):
+        assert torch.equal(tensor, values[name])
+        assert tensor[1] == 0
+    assert given[3] is None
+    assert out.logprob.shape == out.lse.shape == (0,)
 
 
 def test_outputs_left_out_of_grad_outputs_are_detached():
@@ -248,6 +284,7 @@ def test_a_bad_target_is_an_error(bad):
         ({"temperature": torch.ones(2)}, "temperature has 2 entries, expected 1 or 5"),
         ({"scale": 0.0}, "scale=0"),
         ({"softcap": -1.0}, "softcap=-1.0 is negative"),
+        ({"skip_tolerance": 1.0}, "skip_tolerance=1.0 is not in [0, 1)"),
         ({"outputs": ["logp"]}, "'logp' is not one of"),
         ({"outputs": ["max_logit"], "grad_outputs": ["max_logit"]}, "'max_logit' is not one of"),
     ],

@@ -36,15 +36,17 @@ def test_opcheck_of_the_composite(trainable_head):
 @pytest.mark.parametrize("saved", [False, True])
 def test_opcheck_of_the_forward(saved):
     forward = torch.ops.fxrl.linear_logprob_forward.default
-    args = (*arguments(trainable_head=not saved), "logprob,lse", "logprob,lse", 4, saved, saved)
+    names = "logprob,lse" if saved else "logprob,entropy"
+    args = (*arguments(trainable_head=not saved), 4, "logprob,lse,entropy", names, saved, 0.01)
     torch.library.opcheck(forward, args)
 
 
 def test_opcheck_of_the_backward_ops():
     grads = torch.randn(2, 6, dtype=torch.float64)
     plain = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments()]
+    values = [*-torch.rand(3, 6, dtype=torch.float64), None]
     for wants in ((True, True, True, True), (True, False, False, False)):
-        args = (grads, *plain, "logprob,entropy", 4, *wants)
+        args = (grads, *plain, 4, *values, "logprob,entropy", *wants)
         torch.library.opcheck(torch.ops.fxrl.linear_logprob_backward.default, args)
     vectors = torch.randn(2, 6, 3, dtype=torch.float64)
     args = (grads, vectors, torch.bfloat16)
