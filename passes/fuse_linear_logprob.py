@@ -85,12 +85,15 @@ class FuseLinearLogprob(RewritePass[LogprobSite]):
             for fused in site.fused:
                 emitter.check_restorable(output.value for output in fused.program.outputs)
             for fused in site.fused:
-                _Emission(emitter, fused, choice.tokens).run()
+                _Emission(emitter, fused, choice).run()
         tile = tile_rows(per_row, head.device, choice.tokens)
         stats = sorted({name for fused in site.fused for name in fused.algebra.stats})
         shape = " x ".join(str(size) for size in shape_of(site.anchor))
+        what = f"logits [{shape}] never exist; computes {', '.join(stats)}"
+        if choice.skip_tolerance:
+            what += f"; gradients may leave out a share of {choice.skip_tolerance:g}"
         return Applied(
-            f"logits [{shape}] never exist; computes {', '.join(stats)}",
+            what,
             max(0, site.saved_bytes - 3 * tile * per_row),
         )
 
@@ -122,12 +125,12 @@ def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
 class _Emission:
     """Writes one fused program into the graph."""
 
-    def __init__(self, emitter: RowEmitter, fused: FusedProgram, chunk_tokens: int) -> None:
+    def __init__(self, emitter: RowEmitter, fused: FusedProgram, choice: Chunks) -> None:
         self.emitter = emitter
         self.graph = emitter.graph
         self.fused = fused
         self.algebra = fused.algebra
-        self.chunk_tokens = chunk_tokens
+        self.choice = choice
         self.env: dict[int, fx.Node] = {}
         self.stats: dict[str, fx.Node] = {}
 
@@ -166,8 +169,10 @@ class _Emission:
             transform.softcap,
             ",".join(name for name in OUTPUTS if name in self.algebra.stats),
             ",".join(name for name in OUTPUTS if self.algebra.stats.get(name)),
-            self.chunk_tokens,
+            self.choice.tokens,
         )
+        if self.choice.skip_tolerance:
+            args += (self.choice.skip_tolerance,)
         call = self.graph.call_function(torch.ops.fxrl.linear_logprob.default, args)
         example = tensor_val(hidden)
         assert example is not None

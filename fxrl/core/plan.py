@@ -22,9 +22,13 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Run the region in tiles of ``tokens`` rows; 0 lets the tile's bytes decide."""
+    """Run the region in tiles of ``tokens`` rows; 0 lets the tile's bytes decide.
+
+    A fused head may leave ``skip_tolerance`` of a token's gradient out (``Config`` says of what).
+    """
 
     tokens: int = 0
+    skip_tolerance: float = 0.0
 
 
 Choice = Keep | Chunks
@@ -46,6 +50,7 @@ class Plan:
         switched_off: sites that every pass keeps, whatever the rest says.
         least_hidden: device type -> hidden values of a layer below which it runs op by op.
         compile_regions: whether region bodies will be compiled.
+        head_skip_tolerance: as in ``Config``.
     """
 
     choices: Mapping[tuple[str, str], Choice] = field(default_factory=dict)
@@ -54,6 +59,7 @@ class Plan:
     switched_off: frozenset[str] = frozenset()
     least_hidden: Mapping[str, int] = field(default_factory=dict)
     compile_regions: bool = True
+    head_skip_tolerance: float = 0.0
 
     @classmethod
     def from_config(cls, config: Config) -> Plan:
@@ -65,6 +71,7 @@ class Plan:
             config.min_saved_bytes,
             least_hidden={} if named else dict(_LEAST_HIDDEN),
             compile_regions=named or config.compile_regions,
+            head_skip_tolerance=config.head_skip_tolerance,
         )
 
     def without(self, sites: frozenset[str]) -> Plan:
@@ -86,7 +93,7 @@ class Plan:
                 f"it would save {format_bytes(saved_bytes)}, below "
                 f"min_saved_bytes={format_bytes(self.min_saved_bytes)}"
             )
-        return Chunks(self.chunk_tokens)
+        return Chunks(self.chunk_tokens, self.head_skip_tolerance)
 
     def __str__(self) -> str:
         tile = self.chunk_tokens or "by bytes"

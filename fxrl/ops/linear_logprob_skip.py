@@ -11,9 +11,9 @@ O enters the vectors of ``hidden_vector``, once, times slope. So for every coord
                 <= t |slope| (1 - p_y) max_v |W_vi|
 
 Rounding p to bf16, which every product with a bf16 head does anyway, moves p_v by up to 2^-9 p_v,
-which bounds its error in u_i by 2^-9 |slope| sum_{v != y} p_v |W_vi| and no sharper by row alone
-than by 2^-9 |slope| (1 - p_y) max_v |W_vi|: with t = 2^-9 both obey one bound. Values (log-prob,
-entropy, ...) are summed over all entries whatever t is: only u changes.
+and so u_i by up to 2^-9 |slope| sum_{v != y} p_v |W_vi| <= 2^-9 |slope| (1 - p_y) max_v |W_vi|:
+with t = 2^-9 both errors obey one bound. Values (log-prob, entropy, ...) are summed over all
+entries whatever t is: only u changes.
 
 NOTE [Why the mass and not each probability decides]
 Leaving out every p_v below a threshold, as bf16's underflow suggests, bounds no error: 10^5 entries
