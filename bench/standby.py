@@ -40,10 +40,12 @@ def main() -> None:
         max_num_seqs=args.sequences,
         max_lora_rank=rl_job.RANK if args.slots else None,
         max_num_batched_tokens=8192,
+        compilation_config={"cudagraph_mode": args.graphs} if args.graphs else None,
     )
     start = time.perf_counter()
     engine = VllmEngine(path, options, eos_token_ids=2)
     results.notes.append(f"engine built in {time.perf_counter() - start:.1f} s")
+    results.notes.append(f"vLLM's CUDA graphs: {_graphs(engine)}")
     model, report = engine.shared_model()
     results.add(
         what="parameters shared",
@@ -64,6 +66,12 @@ def main() -> None:
     print(engine.ledger)
     results.finish()
     engine.close()
+
+
+def _graphs(engine: Any) -> str:
+    """What vLLM captured, in words."""
+    config = engine._inside.engine.vllm_config.compilation_config
+    return f"{config.cudagraph_mode.name}, sizes {config.cudagraph_capture_sizes}"
 
 
 def _one_update(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -195,6 +203,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=512, help="max_num_seqs; sizes the cache")
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--graphs", help="vLLM's cudagraph_mode, e.g. FULL_DECODE_ONLY")
     parser.add_argument("--slots", action="store_true", help="build LoRA slots and time them too")
     return parser.parse_args()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fxrl.runtime.engine import EngineError
 
-_UNQUANTIZED = ("auto", "float16", "bfloat16")
+UNQUANTIZED = ("auto", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def make_backend(
         decode: ``fxrl.kernels.decode_attention.decode_attention``.
         make_workspace: of (query heads, KV heads, head dimension), for up to ``max_rows`` rows, on
             the device; called once for each such triple while the model is built.
-        max_rows: most sequences in a step (vLLM's ``max_num_seqs``); larger steps are vLLM's.
+        max_rows: most sequences in a step; larger steps are vLLM's.
         name: the member of vLLM's enumeration, which looks its backends up by it.
     """
     workspaces: dict[tuple[int, int, int], Any] = {}
@@ -120,8 +120,12 @@ def make_backend(
             self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
         ) -> Any:
             # FlashAttention's schedule of a decode step has no reader here: three launches saved.
-            decoding = common_attn_metadata.max_query_len == 1 and common_prefix_len == 0
-            return super().build(common_prefix_len, common_attn_metadata, fast_build or decoding)
+            ours = (
+                common_attn_metadata.max_query_len == 1
+                and common_prefix_len == 0
+                and common_attn_metadata.num_reqs <= max_rows
+            )
+            return super().build(common_prefix_len, common_attn_metadata, fast_build or ours)
 
     class FastBackend(base_backend):  # type: ignore[misc]
         @staticmethod
@@ -150,7 +154,7 @@ def _layer_fits(impl: Any) -> bool:
         attn_type == "decoder"
         and impl.alibi_slopes is None
         and getattr(impl, "sinks", None) is None
-        and impl.kv_cache_dtype in _UNQUANTIZED
+        and impl.kv_cache_dtype in UNQUANTIZED
         and impl.head_size <= 256
         and not getattr(impl, "batch_invariant_enabled", False)
         and getattr(impl, "dcp_world_size", 1) <= 1

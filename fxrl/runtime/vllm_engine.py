@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fxrl.runtime import kv_budget
+from fxrl.runtime import decode_choice, kv_budget
 from fxrl.runtime.fast_attention import FlashClasses, make_backend
 from fxrl.runtime.fast_sampler import FastSampler, SamplerParts
 from fxrl.runtime.ledger import MemoryLedger
@@ -78,8 +78,8 @@ class VllmEngine(Serving):
         else:
             ledger = MemoryLedger(CpuProbe(lambda: built[0].cpu_bytes() if built else {}))
         ledger.before_load()
-        if options.decode_attention == "fxrl" and names.device == "cuda":
-            _register_attention()
+        if names.device == "cuda":
+            _register_attention(options)
         llm = build(names, options, path, seed, ledger, f"{_ME}.Worker")
         built.append(Inside(llm, names, options.tensor_parallel_size, options.max_lora_rank))
         if options.fused_sampler and names.device == "cuda" and options.tensor_parallel_size == 1:
@@ -161,7 +161,8 @@ def __getattr__(name: str) -> Any:
     makers: dict[str, Callable[[], type]] = {
         "Worker": _worker_class,
         "KvOnlyBackend": _backend_class,
-        "DecodeAttentionBackend": _attention_class,
+        "DecodeCUSTOM": _attention_class,
+        "DecodeFLASH_ATTN": lambda: _attention_backend("FLASH_ATTN", decode_choice.AUTO_ROWS),
     }
     if name not in makers:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -250,7 +251,7 @@ def _use_fused_sampler(runner: Any) -> None:
     from vllm.v1.outputs import LogprobsTensors
 
     try:
-        from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+        from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected as count
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
         from vllm.v1.worker.gpu.sample.sampler import Sampler
     except ImportError:  # before the V2 runner
@@ -258,15 +259,15 @@ def _use_fused_sampler(runner: Any) -> None:
     from fxrl.kernels.sample import fused_sample
 
     if isinstance(getattr(runner, "sampler", None), Sampler):
-        count, default = get_num_sampled_and_rejected, SamplingParams()
-        parts = SamplerParts(SamplerOutput, LogprobsTensors, count, default)
+        parts = SamplerParts(SamplerOutput, LogprobsTensors, count, SamplingParams())
         runner.sampler = FastSampler(runner.sampler, fused_sample, parts, runner.device)
 
 
-def _register_attention() -> None:
+def _register_attention(options: VllmOptions) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, f"{_ME}.DecodeAttentionBackend")
+    if place := decode_choice.place(options, torch.cuda.get_device_capability()):
+        register_backend(AttentionBackendEnum[place], f"{_ME}.Decode{place}")
 
 
 def _attention_class() -> type:
@@ -274,11 +275,11 @@ def _attention_class() -> type:
 
     config = get_current_vllm_config()
     graphs = config.compilation_config.cudagraph_capture_sizes or ()
-    return _attention_backend(max((config.scheduler_config.max_num_seqs, *graphs)))
+    return _attention_backend("CUSTOM", max((config.scheduler_config.max_num_seqs, *graphs)))
 
 
 @functools.cache
-def _attention_backend(max_rows: int) -> type:
+def _attention_backend(place: str, max_rows: int) -> type:
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends import flash_attn
 
@@ -294,6 +295,6 @@ def _attention_backend(max_rows: int) -> type:
         flash_attn.FlashAttentionMetadataBuilder,
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
     )
-    made = make_backend(classes, decode_attention, workspace, max_rows=max_rows)
-    made.__module__, made.__qualname__ = _ME, "DecodeAttentionBackend"  # vLLM imports it by these
+    made = make_backend(classes, decode_attention, workspace, max_rows=max_rows, name=place)
+    made.__module__, made.__qualname__ = _ME, f"Decode{place}"  # vLLM imports it by these
     return made

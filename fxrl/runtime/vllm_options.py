@@ -85,9 +85,10 @@ class VllmOptions:
         fused_sampler: tokens and their log-probabilities come from fxrl's one-pass kernel where
             temperature alone shapes the distribution (vLLM's V2 runner on a GPU, one rank); other
             requests and settings take vLLM's own sampler.
-        decode_attention: ``"fxrl"`` runs steps of one new token a sequence through fxrl's kernel,
-            everything else and ``"vllm"`` through vLLM's FlashAttention. Experimental: the kernel
-            is 1 to 13 % faster for up to 128 sequences of like lengths and slower for some others.
+        decode_attention: steps of one new token a sequence run through fxrl's kernel instead of
+            vLLM's FlashAttention: with ``"auto"`` where that was measured to be faster (Hopper, up
+            to 128 sequences, ``max_model_len`` up to 4096), with ``"fxrl"`` always, with ``"vllm"``
+            never. See NOTE [Where the kernel runs unasked] in runtime/decode_choice.py.
         attention_config: vLLM's, e.g. ``{"backend": "FLASH_ATTN"}``.
         compilation_config: vLLM's, a mapping or a mode's number.
         max_lora_rank: slots for an adapter of this rank and vLLM's LoRA kernels, which cost 25 to
@@ -120,7 +121,7 @@ class VllmOptions:
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     fused_sampler: bool = True
-    decode_attention: Literal["vllm", "fxrl"] = "vllm"
+    decode_attention: Literal["auto", "vllm", "fxrl"] = "auto"
     attention_config: Mapping[str, Any] | None = None
     compilation_config: Mapping[str, Any] | int | None = None
     max_lora_rank: int | None = None
@@ -166,9 +167,9 @@ class VllmOptions:
                 )
 
     def _check_attention(self) -> None:
-        if self.decode_attention not in ("vllm", "fxrl"):
+        if self.decode_attention not in ("auto", "vllm", "fxrl"):
             raise VllmOptionError(
-                f"vllm.decode_attention={self.decode_attention!r} is neither 'vllm' nor 'fxrl'"
+                f"vllm.decode_attention={self.decode_attention!r} is not one of auto, vllm, fxrl"
             )
         if self.decode_attention == "fxrl" and "backend" in (self.attention_config or {}):
             raise VllmOptionError(

@@ -55,7 +55,8 @@ def main() -> None:
         enable_lora=arguments.quantization is None,
         distributed_executor_backend="uni",
         max_model_len=64,
-        **({"gpu_memory_utilization": 0.2} if on_gpu else {}),
+        # A cache of given size: vLLM then measures no free memory, which others may be changing.
+        **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30} if on_gpu else {}),
     )
     inside = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     model, report = share(inside, None, arguments.folder, dtype=dtype, device=device)

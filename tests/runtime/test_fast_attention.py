@@ -161,10 +161,12 @@ def test_graphs_are_of_decoding_only_and_its_schedule_is_left_out():
     made = backend([])
     builder = made.get_builder_cls()()
     assert builder._cudagraph_support == "decode graphs"
-    common = types.SimpleNamespace(max_query_len=1)
+    common = types.SimpleNamespace(max_query_len=1, num_reqs=3)
     assert builder.build(0, common) is True
     assert builder.build(5, common) is False
-    common.max_query_len = 2
+    common.num_reqs = 4  # more rows than ours takes: FlashAttention's, with its schedule
+    assert builder.build(0, common) is False
+    common.num_reqs, common.max_query_len = 3, 2
     assert builder.build(0, common) is False
     assert made.get_name() == "CUSTOM"
     assert made.supports_batch_invariance() is False

@@ -132,6 +132,21 @@ def test_the_bound_catches_one_wrong_value(make):
     assert why_not_quantized(nan, scale, weight)
 
 
+def test_weights_that_were_rounded_again_for_scales_of_powers_of_two():
+    """As vLLM does for DeepGEMM; with other scales so large an error stays an error."""
+    weight, values, scale = quantized(256, 256, per_block)
+    once = dequantize(values, scale, torch.float32)
+    power = Fp8Scale(torch.exp2(scale.values.log2().ceil()), BLOCK, BLOCK)
+    unit = dequantize(torch.ones(256, 256), power, torch.float32)
+    twice = (once / unit).to(torch.float8_e4m3fn)
+    error = (weight - dequantize(twice, power, torch.float32)).abs()
+    assert (error > 2**-4 * weight.abs() * 1.01).any()  # else this shows nothing
+    assert why_not_quantized(twice, power, weight) == ""
+    assert "not the checkpoint's rounded" in why_not_quantized(twice, power, weight * 1.3)
+    slightly = Fp8Scale(power.values * (1 + 2**-20), BLOCK, BLOCK)
+    assert "not the checkpoint's rounded" in why_not_quantized(twice, slightly, weight)
+
+
 def test_scales_that_are_refused():
     shape = torch.Size((256, 384))
     assert read_scale(torch.ones(()), shape, (BLOCK, BLOCK)).rows == 256

@@ -18,12 +18,21 @@ pytestmark = [
 ]
 
 
+def bound_of_two_roundings(weight, pair, exact):
+    limits = torch.finfo(weight.dtype)
+    half = limits.eps / 2  # of a number: at least half its unit in the last place
+    rounded = half * ((exact - weight.double()).abs() + exact.abs()) + 2 * half * limits.tiny
+    split = 2**-16 * pair.scaling * pair.b.double().abs() @ pair.a.double().abs()
+    return rounded * (1 + half) + split
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factors", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2048, 2048, 32), (6144, 2048, 32), (2048, 6144, 64)])
-def test_the_gemm_is_off_by_one_rounding_at_most(shape, factors, dtype):
-    """cuBLAS may round the product before it adds W: then every eleventh entry differs by an ulp
-    from the exact sum's nearest (emulated: 9.4 %), and none by more."""
+def test_the_gemm_rounds_at_most_twice(shape, factors, dtype):
+    """cuBLAS may round the product to W's dtype before it adds W. Both roundings together err by at
+    most half a unit of the product and half a unit of the sum; an H200 differs from the exact sum's
+    nearest in 9 to 12 % of the entries, more the larger the product is."""
     out, inner, rank = shape
     weight = (torch.randn(out, inner, device="cuda") * 0.02).to(dtype)
     pair = Factors(
@@ -36,10 +45,10 @@ def test_the_gemm_is_off_by_one_rounding_at_most(shape, factors, dtype):
     merge_reference(Merge(reference, (pair,)))
     exact = weight.double() + 1.7 * pair.b.double() @ pair.a.double()
     nearest = exact.to(dtype)
-    assert (ours != nearest).float().mean() < 0.11
-    unit = torch.finfo(dtype).eps
-    assert ((ours.double() - exact).abs() <= 0.51 * unit * 2 * exact.abs().clamp(min=1e-3)).all()
-    assert ((ours != reference).float().mean()) < 0.11
+    assert (ours != nearest).float().mean() < 0.15
+    assert ((ours.double() - exact).abs() <= bound_of_two_roundings(weight, pair, exact)).all()
+    assert (ours != reference).float().mean() < 0.15
+    assert (reference != nearest).float().mean() < 0.001
 
 
 def test_sums_agree_with_the_cpu():

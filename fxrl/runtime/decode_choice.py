@@ -1,0 +1,48 @@
+"""Whether fxrl's decode attention runs inside vLLM, and under which name vLLM finds it.
+
+NOTE [Where the kernel runs unasked]
+Inside vLLM on an H200 (Qwen3-1.7B, 32 sequences of up to 2048 tokens) a decode step takes 2.90 ms
+with it and 3.08 ms with FlashAttention 3. Timed alone (``bench.decode_kernels``) it needs 0.64 to
+0.96 of FlashAttention 3's time for up to 128 sequences of like lengths and for ragged short ones,
+but 1.1 from 140 sequences of 1000 tokens on and for 64 mixed ones of up to 6350. So ``"auto"``
+takes it on Hopper, for steps of up to ``AUTO_ROWS`` sequences of engines with contexts of up to
+``AUTO_CONTEXT``; all else is vLLM's.
+
+It is registered in FlashAttention's own place then, which vLLM's registry allows: vLLM goes on
+choosing by itself, and a model for which it chooses another backend (MLA, sinks, head sizes) never
+meets the kernel. ``"fxrl"`` forces it, as vLLM's ``CUSTOM`` backend, for steps of any size.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fxrl.runtime.fast_attention import UNQUANTIZED
+from fxrl.runtime.vllm_options import VllmOptions
+
+AUTO_ROWS = 128
+AUTO_CONTEXT = 4096
+AUTO_CAPABILITY = (9, 0)
+
+
+def place(
+    options: VllmOptions, capability: tuple[int, int]
+) -> Literal["CUSTOM", "FLASH_ATTN"] | None:
+    """The member of vLLM's ``AttentionBackendEnum`` that fxrl's backend takes, or ``None``.
+
+    Args:
+        options: of the engine.
+        capability: the GPU's, e.g. (9, 0).
+    """
+    if options.decode_attention == "fxrl":
+        return "CUSTOM"
+    measured = (
+        options.decode_attention == "auto"
+        and capability == AUTO_CAPABILITY
+        and options.max_model_len is not None
+        and options.max_model_len <= AUTO_CONTEXT
+        and options.tensor_parallel_size == 1  # other processes have a registry of their own
+        and options.kv_cache_dtype in UNQUANTIZED
+        and "backend" not in (options.attention_config or {})
+    )
+    return "FLASH_ATTN" if measured else None
