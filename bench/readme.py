@@ -1,7 +1,8 @@
 """Writes the generated tables of README.md: the passes, and what was measured.
 
-    python bench/readme.py            rewrites the tables in place
-    python bench/readme.py --check    exit code 1 and a diff when they are out of date
+    python bench/readme.py               rewrites the tables in place, draws figures anew
+    python bench/readme.py --check       exit code 1 and a diff when any is out of date
+    python bench/readme.py --show FILE   prints what the README would say of one result file
 
 A table stands between two comments, ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; all other
 text is left alone. ``passes`` comes from ``fxrl.passes.REGISTRY``, ``commands`` from the command
@@ -18,7 +19,9 @@ A result file is one JSON object:
     rows       lists in the order of columns; null is what was not measured
     notes      sentences below the table
     readme     optional: false leaves the file out; {"columns": [...]} shows only these columns,
-               {"where": {column: [values]}} only the rows with one of these values
+               {"where": {column: [values]}} only the rows with one of these values;
+               {"tables": [...]} shows these instead of all rows (bench/lib/pivot.py);
+               {"figures": [...]} draws these (bench/lib/figures.py)
 
 Further keys (curves, the configuration) are for other readers.
 """
@@ -34,6 +37,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # run by its path
+
+from bench.lib import figures  # noqa: E402
+from bench.lib.pivot import PivotError, pivot, where  # noqa: E402
+
 REQUIRED = ("title", "command", "machine", "versions", "date", "columns", "rows", "notes")
 SHOWN_VERSIONS = ("python", "torch", "triton", "transformers", "vllm", "trl", "liger-kernel")
 
@@ -115,29 +124,59 @@ def _result(file: Path) -> str:
     choice = record.get("readme", {})
     if choice is False:
         return ""
-    chosen = _where(columns, record["rows"], choice.get("where", {}))
-    shown = choice.get("columns") or _measured(columns, chosen)
-    if unknown := [name for name in shown if name not in columns]:
-        raise ReadmeError(f"{file.name}: readme.columns has {unknown}, columns are {columns}")
-    picks = [columns.index(name) for name in shown]
-    rows = [[_cell(row[i]) for i in picks] for row in chosen]
+    try:
+        body = _pivots(record) if "tables" in choice else _rows(record, choice)
+    except PivotError as error:
+        raise ReadmeError(f"{file.name}: readme.{error}") from None
     versions = [f"{k} {record['versions'][k]}" for k in SHOWN_VERSIONS if k in record["versions"]]
     source = f"{record['machine']}, {', '.join(versions)}, {record['date']}; `{record['command']}`"
     notes = [f"- {note}" for note in record["notes"]]
-    body = table([name.replace("_", " ") for name in shown], rows)
+    body = "\n\n".join([body, *(_figure(record, file, name) for name in figures.wanted(record))])
     return "\n".join(
         [f"### {record['title']}", "", body, "", source, *([""] if notes else []), *notes]
     )
 
 
-def _where(
-    columns: list[str], rows: list[list[Any]], wanted: dict[str, list[Any]]
-) -> list[list[Any]]:
-    """The rows that have one of the wanted values in each of the columns."""
-    if unknown := set(wanted) - set(columns):
-        raise ReadmeError(f"readme.where has {sorted(unknown)}, columns are {columns}")
-    places = {columns.index(name): values for name, values in wanted.items()}
-    return [row for row in rows if all(row[i] in values for i, values in places.items())]
+def _rows(record: dict[str, Any], choice: dict[str, Any]) -> str:
+    """All rows, or the chosen ones and columns of them."""
+    columns = list(record["columns"])
+    chosen = where(columns, record["rows"], choice.get("where", {}), "where")
+    shown = choice.get("columns") or _measured(columns, chosen)
+    if unknown := [name for name in shown if name not in columns]:
+        raise PivotError(f"columns has {unknown}, columns are {columns}")
+    picks = [columns.index(name) for name in shown]
+    rows = [[_cell(row[i]) for i in picks] for row in chosen]
+    return table([name.replace("_", " ") for name in shown], rows)
+
+
+def _pivots(record: dict[str, Any]) -> str:
+    """One small table for each that has rows; below it, why cells failed."""
+    parts = []
+    for spec in record["readme"]["tables"]:
+        head, lines, failed = pivot(record["columns"], record["rows"], spec)
+        if not lines:
+            continue
+        said = [f"{name}: {_cell(error)}" for name, error in failed.items()]
+        parts += [f"**{spec['title']}**", table(head, lines), *(["; ".join(said)] if said else [])]
+    return "\n\n".join(parts)
+
+
+def _figure(record: dict[str, Any], file: Path, name: str) -> str:
+    """The Markdown of one figure."""
+    shown = figures.path_of(file, name)
+    place = shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
+    return f"![{record['title']}: {name}]({place.as_posix()})"
+
+
+def stale_figures(folder: Path | None = None) -> list[tuple[Path, dict[str, Any], str]]:
+    """Result file, its record and the figure's name, of all that do not show its rows."""
+    found = []
+    for file in sorted((folder or ROOT / "bench" / "results").glob("*.json")):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        for name in figures.wanted(record):
+            if not figures.is_current(record, file, name):
+                found.append((file, record, name))
+    return found
 
 
 def _measured(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -181,26 +220,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Rewrites or checks README.md."""
     parser = argparse.ArgumentParser(description="Write the generated tables of README.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
+    parser.add_argument("--show", metavar="FILE", type=Path, help="print one result file's section")
     args = parser.parse_args(argv)
-    path = ROOT / "README.md"
-    old = path.read_text(encoding="utf-8")
     try:
-        new = fill(old, SECTIONS)
-    except ReadmeError as error:
+        if args.show:
+            print(_result(args.show))
+            return 0
+        return _check() if args.check else _write()
+    except (ReadmeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if args.check and new != old:
-        names = ("README.md", "README.md as generated")
-        sys.stdout.writelines(
-            difflib.unified_diff(old.splitlines(True), new.splitlines(True), *names)
-        )
-        print("README.md is out of date; run python bench/readme.py", file=sys.stderr)
-        return 1
-    if not args.check:
-        path.write_text(new, encoding="utf-8")
+
+
+def _write() -> int:
+    """README.md and the figures that are out of date."""
+    path = ROOT / "README.md"
+    new = fill(path.read_text(encoding="utf-8"), SECTIONS)
+    for file, record, name in stale_figures():
+        figures.draw(record, file, name)
+    path.write_text(new, encoding="utf-8")
     return 0
 
 
+def _check() -> int:
+    """1, and what differs, if README.md or a figure is out of date."""
+    old = (ROOT / "README.md").read_text(encoding="utf-8")
+    new = fill(old, SECTIONS)
+    stale = [figures.path_of(file, name).name for file, _, name in stale_figures()]
+    if new == old and not stale:
+        return 0
+    names = ("README.md", "README.md as generated")
+    sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), *names))
+    what = ", ".join([*(["README.md"] if new != old else []), *stale])
+    print(f"{what} out of date; run python bench/readme.py", file=sys.stderr)
+    return 1
+
+
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main())

@@ -1,111 +1,39 @@
-"""What every benchmark shares: result files, tables, timing and memory, errors as rows.
-
-A result file is JSON with the keys ``title, command, machine, versions, date, columns, rows,
-notes`` (a benchmark may add keys of its own, such as curves); a row is a list in the order of
-``columns``, and ``None`` stands for what was not measured.
-"""
+"""What every benchmark shares: arguments, timing and memory, errors as rows; and its results."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import importlib.metadata
-import json
-import os
-import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from bench.lib.results import Results, ResultsError, machine, versions
+
+__all__ = ["Results", "ResultsError", "machine", "versions"]
+
 GiB = 2**30
-_PACKAGES = ("torch", "triton", "transformers", "peft", "numpy", "vllm", "trl", "liger-kernel")
-
-
-class Results:
-    """Collects the rows of one benchmark and writes them after each, so a late crash loses none."""
-
-    def __init__(
-        self, title: str, columns: Sequence[str], out: str | None, notes: Sequence[str] = ()
-    ) -> None:
-        self.title, self.columns, self.out = title, tuple(columns), out
-        self.rows: list[list[Any]] = []
-        self.notes = list(notes)
-        self.extra: dict[str, Any] = {}
-
-    def add(self, **values: Any) -> None:
-        """One row by column name; missing columns become ``None``, unknown ones are an error."""
-        if unknown := set(values) - set(self.columns):
-            raise KeyError(f"{sorted(unknown)} are not columns; columns are {self.columns}")
-        row = [_rounded(values.get(name)) for name in self.columns]
-        self.rows.append(row)
-        shown = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
-        print(f"ROW {shown}", flush=True)
-        self.write()
-
-    def write(self) -> None:
-        """The JSON file, if ``out`` was given."""
-        if self.out is None:
-            return
-        record = {
-            "title": self.title,
-            "command": " ".join(["python", "-m", _module_name(), *sys.argv[1:]]),
-            "machine": machine(),
-            "versions": versions(),
-            "date": datetime.date.today().isoformat(),
-            "columns": self.columns,
-            "rows": self.rows,
-            "notes": self.notes,
-            **self.extra,
-        }
-        path = Path(self.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
-
-    def finish(self) -> None:
-        """Writes the file and prints the table last."""
-        self.write()
-        print(f"\n{self.title} [{machine()}]")
-        cells = [list(map(str, self.columns))]
-        cells += [[_short(value) for value in row] for row in self.rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
-        for row in cells:
-            print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
-        for note in self.notes:
-            print(f"note: {note}")
-        sys.stdout.flush()
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """An argument parser with ``--out`` and ``--device``."""
-    made = argparse.ArgumentParser(description=(description or "").split("\n")[0])
-    made.add_argument("--out", help="where the JSON goes")
+    """An argument parser with ``--out``, ``--json`` and ``--device``."""
+    made = argparse.ArgumentParser(
+        prog=_program(),
+        description=(description or "").strip(),
+        epilog="exit codes: 0 measured, 1 something of fxrl failed, 2 bad usage",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--out", metavar="FILE", help="where the JSON goes, row by row")
+    made.add_argument(
+        "--json", action="store_true", help="print the JSON instead of a table; rows to stderr"
+    )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     made.add_argument("--device", default=default, choices=("cuda", "cpu"))
     return made
-
-
-def machine() -> str:
-    """The accelerator's name, or the processor's and the number of cores."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return f"CPU {platform.machine()}, {os.cpu_count()} cores"
-
-
-def versions() -> dict[str, str]:
-    """Python, CUDA and the installed packages that matter."""
-    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def synchronize(device: str) -> None:
@@ -182,16 +110,8 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"[:300]
 
 
-def _module_name() -> str:
+def _program() -> str:
+    """As it was started: by ``python -m bench.NAME``, which is also what ``fxrl bench`` runs."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec is not None else Path(sys.argv[0]).stem
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _short(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)[:60]
+    name = spec.name if spec is not None else ""
+    return f"fxrl bench {name.removeprefix('bench.')}" if name.startswith("bench.") else "bench"

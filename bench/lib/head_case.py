@@ -1,34 +1,19 @@
-"""What the head benchmark asks for: shapes, modes, inputs, the float64 truth, the cuBLAS floor."""
+"""What the head benchmark asks for: shapes, modes, the truth in float64, errors against it."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.lib import common
+from bench.lib.head_inputs import Inputs, Shape
 
 SOFTCAP = 30.0
-PEAK = 14.0  # the largest lift of a target's logit, in nats: beyond ln(262144) = 12.5
 CHECKED_VOCAB = 8192  # rows of dW that are compared; all of them in float64 would be 10 GiB
 _TILE_BYTES = 2**30
-_FLOOR_BYTES = 16 * 2**30
-
-
-class Shape(NamedTuple):
-    """N tokens, H channels, V vocabulary entries."""
-
-    tokens: int
-    hidden: int
-    vocab: int
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self))
 
 
 SHAPES = {
@@ -88,9 +73,9 @@ class Mode:
         return self.weight_grad or self.entropy_grad
 
     @property
-    def products(self) -> int:
-        """Matrix products of 2NHV FLOPs that no exact implementation without logits avoids."""
-        return 1 + self.recomputes + self.hidden_grad + self.weight_grad
+    def products(self) -> tuple[int, int, int]:
+        """How often logits, dH and dW, 2NHV FLOPs each, are unavoidable without kept logits."""
+        return 1 + self.recomputes, int(self.hidden_grad), int(self.weight_grad)
 
 
 MODES = {
@@ -104,44 +89,6 @@ MODES = {
         Mode("frozen+entropy_grad", entropy=True, entropy_grad=True),
     )
 }
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """``hidden`` [N, H], ``weight`` [V, H], ``target`` [N], and what flows into each output."""
-
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor
-    grad_logprob: Tensor
-    grad_entropy: Tensor
-
-    def require(self, mode: Mode) -> None:
-        """Marks what ``mode`` differentiates."""
-        self.hidden.requires_grad_(mode.hidden_grad)
-        self.weight.requires_grad_(mode.weight_grad)
-
-
-def make_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Inputs:
-    """Random and peaked: each token's logit is lifted over the noise by up to ``PEAK`` nats.
-
-    weight ~ 0.02 N(0, 1), hidden ~ N(0, 1) plus the multiple of the target's row of the head that
-    adds U(0, PEAK) to its logit. So log-probs run from about -ln V to nearly 0, as a policy's do;
-    without the lift all of them would be -ln V and every probability tiny.
-    """
-    gen = torch.Generator(device).manual_seed(seed)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=gen, device=device)
-
-    weight = normal(shape.vocab, shape.hidden).mul_(0.02).to(dtype)
-    target = torch.randint(0, shape.vocab, (shape.tokens,), generator=gen, device=device)
-    rows = weight[target].float()
-    lift = PEAK * torch.rand(shape.tokens, 1, generator=gen, device=device)
-    hidden = normal(shape.tokens, shape.hidden).add_(lift * rows / rows.square().sum(-1, True))
-    return Inputs(
-        hidden.to(dtype), weight, target, normal(shape.tokens), 0.01 * normal(shape.tokens)
-    )
 
 
 @dataclass(frozen=True)
@@ -161,6 +108,12 @@ class Truth:
     outcome: Outcome
     rows: Tensor
     vocab: Tensor
+
+
+def require(inputs: Inputs, mode: Mode) -> None:
+    """Marks what ``mode`` differentiates."""
+    inputs.hidden.requires_grad_(mode.hidden_grad)
+    inputs.weight.requires_grad_(mode.weight_grad)
 
 
 def truth(inputs: Inputs, mode: Mode, checked_rows: int = 0) -> Truth:
@@ -216,50 +169,6 @@ def errors(got: Outcome, want: Truth) -> dict[str, float]:
     if bad := [name for name, value in found.items() if not math.isfinite(value)]:
         raise ArithmeticError(f"not finite: {', '.join(bad)}")
     return found
-
-
-@dataclass(frozen=True)
-class Floor:
-    """Milliseconds of cuBLAS for the three products of a head, each 2NHV FLOPs."""
-
-    logits: float
-    dh: float
-    dw: float
-
-    def of(self, mode: Mode) -> float:
-        """The products that ``mode`` cannot do without, added up."""
-        total = self.logits * (1 + mode.recomputes)
-        return total + self.dh * mode.hidden_grad + self.dw * mode.weight_grad
-
-
-def measure_floor(sets: Sequence[Inputs], device: str, repeats: int) -> Floor:
-    """``torch.mm`` of the exact shapes in the inputs' dtype, over rotated sets.
-
-    The tile that dH and dW are made from holds logits. Where all of it would exceed 16 GiB the
-    tokens are cut, and the time is scaled.
-    """
-    hidden, weight = sets[0].hidden.detach(), sets[0].weight.detach()
-    (num_tokens, width), num_vocab = hidden.shape, weight.shape[0]
-    count = min(num_tokens, max(1, _FLOOR_BYTES // (num_vocab * hidden.element_size())))
-    tile = hidden.new_empty(count, num_vocab)
-    dh, dw = hidden.new_empty(count, width), torch.empty_like(weight)
-    pairs = [(each.hidden.detach()[:count], each.weight.detach()) for each in sets]
-    turn = iter(range(2**62))
-
-    def take() -> tuple[Tensor, Tensor]:
-        return pairs[next(turn) % len(pairs)]
-
-    def logits() -> None:
-        h, w = take()
-        torch.mm(h, w.t(), out=tile)
-
-    work = (
-        logits,
-        lambda: torch.mm(tile, take()[1], out=dh),
-        lambda: torch.mm(tile.t(), take()[0], out=dw),
-    )
-    times = [common.median_ms(each, device, repeats=repeats) for each in work]
-    return Floor(*(ms * num_tokens / count for ms in times))
 
 
 def _spread(length: int, count: int, like: Tensor) -> Tensor:

@@ -7,9 +7,15 @@ cannot do is an ``UnsupportedError``; it becomes a row, like the error of a miss
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
+import importlib.util
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -47,7 +53,25 @@ class Variant:
             return None
 
 
+SKIP_ARGUMENT = "skip_tiles"
+
+
 def _fxrl(mode: Mode) -> Head:
+    return _linear_logprob(mode, {})
+
+
+def _fxrl_skip(mode: Mode) -> Head:
+    """fxrl with nearly empty vocabulary tiles left out of the second product, as asked for."""
+    from fxrl.ops.linear_logprob import linear_logprob
+
+    if SKIP_ARGUMENT not in inspect.signature(linear_logprob).parameters:
+        raise UnsupportedError(f"linear_logprob has no argument {SKIP_ARGUMENT}")
+    if not mode.hidden_grad or mode.weight_grad:
+        raise UnsupportedError("only a frozen head's second product skips tiles")
+    return _linear_logprob(mode, {SKIP_ARGUMENT: True})
+
+
+def _linear_logprob(mode: Mode, options: dict[str, Any]) -> Head:
     from fxrl import kernels
     from fxrl.ops.linear_logprob import linear_logprob
 
@@ -63,6 +87,7 @@ def _fxrl(mode: Mode) -> Head:
             softcap=mode.softcap,
             outputs=outputs,
             grad_outputs=differentiated,
+            **options,
         )
         return made.logprob, made.entropy if mode.entropy else None
 
@@ -159,7 +184,9 @@ def _cce(filter_eps: str | None) -> Callable[[Mode], Head]:
 def _verl(mode: Mode) -> Head:
     """Always with entropy; frozen or not, its backward makes dW."""
     _refuse(mode, "verl's kernel", softcap=True)
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+    linear_cross_entropy = _module_of_verl(
+        "verl.utils.kernel.linear_cross_entropy"
+    ).LinearCrossEntropy.apply
 
     def head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         logprob, entropy = linear_cross_entropy(hidden, weight, target, 1.0, "none")
@@ -169,7 +196,8 @@ def _verl(mode: Mode) -> Head:
 
 
 def _unsloth(mode: Mode) -> Head:
-    """As installed, which means that the import patches PyTorch for the rest of the run."""
+    """As installed: unsloth_zoo wants unsloth imported first, which patches PyTorch for good."""
+    import unsloth  # noqa: F401
     from unsloth_zoo.fused_losses.fused_linear import fused_linear_logprobs
 
     options = {"return_entropy": True, "entropy_requires_grad": mode.entropy_grad}
@@ -188,6 +216,32 @@ def _unsloth(mode: Mode) -> Head:
     return head
 
 
+def _module_of_verl(name: str) -> ModuleType:
+    """The module from the installed verl, without what its packages import besides.
+
+    NOTE [Why not by import alone]
+    ``import verl`` needs ray, tensordict and more, a whole cluster's worth, for a kernel that needs
+    PyTorch and Triton. Where they are missing, ``verl`` and ``verl.utils`` are entered into
+    ``sys.modules`` as bare packages with verl's own folders; the kernel's modules are verl's files.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "verl":
+            raise
+    for package in [n for n in sys.modules if n.partition(".")[0] == "verl"]:
+        del sys.modules[package]  # what the failed import left behind
+    found = importlib.util.find_spec("verl")
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    root = Path(found.submodule_search_locations[0])
+    for package in ("verl", "verl.utils"):
+        spec = importlib.machinery.ModuleSpec(package, None, is_package=True)
+        spec.submodule_search_locations = [str(root.parent.joinpath(*package.split(".")))]
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(name)
+
+
 def _refuse(mode: Mode, what: str, *, softcap: bool = False, entropy: bool = False) -> None:
     if softcap and mode.softcap:
         raise UnsupportedError(f"{what} has no softcap")
@@ -198,6 +252,7 @@ def _refuse(mode: Mode, what: str, *, softcap: bool = False, entropy: bool = Fal
 # unsloth_zoo last: what its import changes must not reach the others' first rows.
 VARIANTS: dict[str, Variant] = {
     "fxrl": Variant("fxrl", "fxrl", _fxrl),
+    "fxrl-skip": Variant("fxrl, skipping", "fxrl", _fxrl_skip),
     "eager": Variant("eager", "torch", _eager),
     "compile": Variant("torch.compile", "torch", _compile),
     "trl": Variant("TRL ChunkedLogProbFunction", "trl", _trl),

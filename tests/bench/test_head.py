@@ -4,15 +4,16 @@ import argparse
 import dataclasses
 import json
 import math
+import sys
 import time
 
 import pytest
 import torch
 
 from bench import head
-from bench.lib import head_case, head_peers
+from bench.lib import head_case, head_inputs, head_peers
 
-SHAPE = head_case.Shape(45, 64, 301)
+SHAPE = head_inputs.Shape(45, 64, 301)
 TINY = ["--shapes", "45,64,301", "--device", "cpu", "--repeats", "2"]
 
 
@@ -35,7 +36,7 @@ def logprob_bound(dtype):
     A dot product of length H is off by H 2^-24 |h||w| at most (Cauchy-Schwarz bounds the sum of the
     magnitudes), a log-prob by twice that; a sum of V positive terms by V 2^-24 of itself.
     """
-    inputs = head_case.make_inputs(SHAPE, dtype, "cpu", 0)
+    inputs = head_inputs.peaked(SHAPE, dtype, "cpu", 0)
     size = inputs.hidden.double().norm(dim=1).max() * inputs.weight.double().norm(dim=1).max()
     return (2 * SHAPE.hidden * size.item() + SHAPE.vocab) * 2**-24
 
@@ -45,7 +46,7 @@ def test_rows_of_every_mode(tmp_path):
     assert [(row["mode"], row["variant"]) for row in rows] == [
         (mode, variant) for mode in head_case.MODES for variant in ("fxrl", "eager")
     ]
-    assert set(record["floors_ms"]) == {"45,64,301"}
+    assert set(record["floors"]) == {"45,64,301"}
     for row in rows:
         mode = head_case.MODES[row["mode"]]
         assert row["error"] is None
@@ -112,10 +113,109 @@ def test_compile_and_failing_variants_are_rows(tmp_path, monkeypatch):
     assert found["torch.compile"]["dh_error"] < 1e-2
 
     monkeypatch.setitem(head_peers.VARIANTS, "slow", planted("slow", slow))
-    options = ("--modes", "frozen", "--variants", "slow,fxrl", "--time-limit", "0.3")
+    options = ("--modes", "frozen", "--variants", "slow,fxrl", "--row-limit", "0.3")
     (late, after), _ = run(tmp_path, *options)
     assert late["error"] == "TimeLimitReached: took longer than 0.3 s"
     assert after["error"] is None
+
+
+def test_time_limit_and_append(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def slow(mode):
+        calls.append(mode.name)
+        return lambda h, w, t: (time.sleep(0.25), (h @ w.t()).log_softmax(-1)[:, 0], None)[1:]
+
+    def instant(mode):
+        calls.append(mode.name)
+        return lambda h, w, t: ((h @ w.t()).log_softmax(-1)[:, 0], None)
+
+    monkeypatch.setitem(head_peers.VARIANTS, "slow", planted("slow", slow))
+    monkeypatch.setitem(head_peers.VARIANTS, "instant", planted("instant", instant))
+    options = ("--modes", "no_grad,frozen", "--variants", "instant,slow", "--append")
+    rows, record = run(tmp_path, *options, "--time-limit", "1")
+    assert [row["variant"] for row in rows] == ["instant"]  # slow was cut: no row, no error
+    assert any("left out: 3 rows" in note for note in record["notes"])
+    assert "run again with --append" in capsys.readouterr().out
+    calls.clear()
+    rows, record = run(tmp_path, *options, "--repeats", "1")
+    assert [(r["mode"], r["variant"]) for r in rows] == [
+        ("no_grad", "instant"), ("no_grad", "slow"), ("frozen", "instant"), ("frozen", "slow"),
+    ]  # fmt: skip
+    assert calls == ["no_grad", "frozen", "frozen"]
+    assert not any("left out" in note for note in record["notes"])
+    calls.clear()
+    run(tmp_path, *options)
+    assert calls == []
+    arguments = [*TINY, *options, "--out", str(tmp_path / "head.json"), "--sets", "2"]
+    assert head.main(arguments) == 2  # other inputs do not go into the same file
+    assert "cannot append" in capsys.readouterr().err
+
+
+def test_exit_codes(tmp_path, monkeypatch):
+    """1 if fxrl fails; what it says it cannot do, and what fails elsewhere, is a result."""
+    wanted = ["--modes", "frozen", "--out", str(tmp_path / "a.json")]
+
+    def broken(mode):
+        raise RuntimeError("planted")
+
+    monkeypatch.setitem(head_peers.VARIANTS, "eager", planted("eager", broken))
+    assert head.main([*TINY, *wanted, "--variants", "eager,fxrl,fxrl-skip"]) == 0
+    ours = dataclasses.replace(head_peers.VARIANTS["fxrl"], make=broken)
+    monkeypatch.setitem(head_peers.VARIANTS, "fxrl", ours)
+    assert head.main([*TINY, *wanted, "--variants", "eager,fxrl"]) == 1
+
+
+def test_skipping_is_asked_for_by_name(monkeypatch):
+    """``fxrl-skip`` passes the argument where the op has it, and says so where it has not."""
+    from fxrl.ops import linear_logprob as module
+
+    frozen = head_case.MODES["frozen"]
+    given = {}
+
+    def with_argument(hidden, weight, target, *, skip_tiles=False, **options):
+        given.update(options, skip_tiles=skip_tiles)
+        return real(hidden, weight, target, **options)
+
+    real = module.linear_logprob
+    monkeypatch.setattr(module, "linear_logprob", with_argument)
+    inputs = head_inputs.peaked(SHAPE, torch.bfloat16, "cpu", 0)
+    head_peers.VARIANTS["fxrl-skip"].make(frozen)(inputs.hidden, inputs.weight, inputs.target)
+    assert given["skip_tiles"] is True
+    head_peers.VARIANTS["fxrl"].make(frozen)(inputs.hidden, inputs.weight, inputs.target)
+    assert given["skip_tiles"] is False
+    for name in ("no_grad", "trainable"):
+        with pytest.raises(head_peers.UnsupportedError, match="frozen head's second product"):
+            head_peers.VARIANTS["fxrl-skip"].make(head_case.MODES[name])
+    monkeypatch.setattr(module, "linear_logprob", lambda hidden, weight, target: None)
+    with pytest.raises(head_peers.UnsupportedError, match="no argument skip_tiles"):
+        head_peers.VARIANTS["fxrl-skip"].make(frozen)
+
+
+def test_verl_without_ray(tmp_path, monkeypatch):
+    """A package like verl's: its ``__init__`` needs what is missing, the kernel does not."""
+    kernel = tmp_path / "verl" / "utils" / "kernel"
+    kernel.mkdir(parents=True)
+    (tmp_path / "verl" / "__init__.py").write_text("import no_such_cluster\n")
+    (tmp_path / "verl" / "utils" / "__init__.py").write_text("import no_such_config\n")
+    (tmp_path / "verl" / "utils" / "device.py").write_text("NAME = 'here'\n")
+    (kernel / "__init__.py").write_text("")
+    (kernel / "linear_cross_entropy.py").write_text(
+        "from verl.utils.device import NAME\n"
+        "class LinearCrossEntropy:\n"
+        "    apply = staticmethod(lambda h, w, t, temperature, reduction: (t * 2, t * 3))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = head_peers.VARIANTS["verl"].make(head_case.MODES["frozen+entropy"])
+    found = made(None, None, torch.ones(2))
+    assert [value.tolist() for value in found] == [[2, 2], [3, 3]]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+    (kernel / "linear_cross_entropy.py").write_text("import verl.missing\n")
+    with pytest.raises(ModuleNotFoundError, match=r"verl\.missing"):
+        head_peers.VARIANTS["verl"].make(head_case.MODES["frozen"])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def _imports_nothing(mode):
@@ -134,9 +234,9 @@ def test_truth_is_what_autograd_says(name, monkeypatch):
     monkeypatch.setattr(head_case, "_TILE_BYTES", 8 * SHAPE.vocab * 13)  # several tiles, one cut
     monkeypatch.setattr(head_case, "CHECKED_VOCAB", 97)
     mode = head_case.MODES[name]
-    inputs = head_case.make_inputs(SHAPE, torch.float64, "cpu", 3)
+    inputs = head_inputs.peaked(SHAPE, torch.float64, "cpu", 3)
     want = head_case.truth(inputs, mode)
-    inputs.require(mode)
+    head_case.require(inputs, mode)
     got = head.call(_double_head(mode), inputs, mode)
     assert want.vocab.numel() == 97
     found = head_case.errors(got, want)
@@ -158,7 +258,7 @@ def _double_head(mode):
 
 def test_errors_find_what_is_wrong():
     mode = head_case.MODES["trainable"]
-    inputs = head_case.make_inputs(SHAPE, torch.float64, "cpu", 5)
+    inputs = head_inputs.peaked(SHAPE, torch.float64, "cpu", 5)
     want = head_case.truth(inputs, mode)
     right = dataclasses.replace(want.outcome, entropy=None)
     assert set(head_case.errors(right, want).values()) == {0.0}
@@ -170,21 +270,20 @@ def test_errors_find_what_is_wrong():
 
 
 def test_inputs_are_peaked():
-    inputs = head_case.make_inputs(head_case.Shape(2000, 256, 5000), torch.bfloat16, "cpu", 0)
+    inputs = head_inputs.peaked(head_inputs.Shape(2000, 256, 5000), torch.bfloat16, "cpu", 0)
     logprob = head_case.truth(inputs, head_case.MODES["no_grad"]).outcome.logprob
     assert logprob.min() < -8  # ln 5000 = 8.5: tokens that the head does not favour
     assert (logprob > -0.05).double().mean() > 0.1  # and tokens it is sure of
 
 
-def test_floor_adds_up_the_products():
-    floor = head_case.Floor(logits=1.0, dh=10.0, dw=100.0)
-    assert {name: (floor.of(mode), mode.products) for name, mode in head_case.MODES.items()} == {
-        "no_grad": (1.0, 1),
-        "frozen": (11.0, 2),
-        "trainable": (112.0, 4),
-        "frozen+entropy": (11.0, 2),
-        "frozen+softcap": (11.0, 2),
-        "frozen+entropy_grad": (12.0, 3),
+def test_products_of_the_modes():
+    assert {name: mode.products for name, mode in head_case.MODES.items()} == {
+        "no_grad": (1, 0, 0),
+        "frozen": (1, 1, 0),
+        "trainable": (2, 1, 1),
+        "frozen+entropy": (1, 1, 0),
+        "frozen+softcap": (1, 1, 0),
+        "frozen+entropy_grad": (2, 1, 0),
     }
 
 
@@ -203,6 +302,10 @@ def test_shapes():
         (["--modes", "forward"], "no mode forward"),
         (["--repeats", "0"], "not a positive number"),
         (["--time-limit", "0"], "must be positive"),
+        (["--row-limit", "-1"], "must be positive"),
+        (["--append"], "name it with --out"),
+        (["--inputs", "gauss"], "none of peaked"),
+        (["--inputs", "model:tiny:qwen3"], "H,V = 64,"),
     ],
 )
 def test_bad_arguments(arguments, says, capsys):

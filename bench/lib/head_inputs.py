@@ -1,0 +1,212 @@
+"""What the head benchmark computes on: random peaked heads, Zipf heads, a model reading text.
+
+A source makes one input set for each seed. How probabilities are spread decides what an
+implementation that skips nearly empty vocabulary tiles can save; an exact one does not care.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+PEAK = 14.0  # the largest lift of a target's logit, in nats: beyond ln(262144) = 12.5
+ZIPF = 1.0, 3.0  # range of the exponent
+TILE = 128  # tokens and vocabulary entries of a tile, for how empty tiles are
+NEGLIGIBLE = 2.0**-24
+_ROW_TOKENS = 512  # of text that a model reads at once
+_TEXTS = ("*.md", "LICENSE", "fxrl/**/*.py", "passes/*.py", "bench/*.py", "examples/*")
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Shape(NamedTuple):
+    """N tokens, H channels, V vocabulary entries."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """``hidden`` [N, H], ``weight`` [V, H], ``target`` [N], and what flows into each output."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    grad_logprob: Tensor
+    grad_entropy: Tensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where inputs come from.
+
+    Attributes:
+        name: as it was asked for.
+        about: a note for the table.
+        make: (shape, dtype, device, seed) -> an input set.
+        shape: (H, V) if the source has its own, else None.
+    """
+
+    name: str
+    about: str
+    make: Callable[[Shape, torch.dtype, str, int], Inputs]
+    shape: Callable[[], tuple[int, int]] | None = None
+
+
+def peaked(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Inputs:
+    """Random and peaked: each token's logit is lifted over the noise by up to ``PEAK`` nats.
+
+    weight ~ 0.02 N(0, 1), hidden ~ N(0, 1) plus the multiple of the target's row of the head that
+    adds U(0, PEAK) to its logit. So log-probs run from about -ln V to nearly 0, as a policy's do;
+    without the lift all of them would be -ln V and every probability tiny.
+    """
+    gen = torch.Generator(device).manual_seed(seed)
+    weight = torch.randn(shape.vocab, shape.hidden, generator=gen, device=device)
+    weight = weight.mul_(0.02).to(dtype)
+    target = torch.randint(0, shape.vocab, (shape.tokens,), generator=gen, device=device)
+    rows = weight[target].float()
+    lift = PEAK * torch.rand(shape.tokens, 1, generator=gen, device=device)
+    hidden = torch.randn(shape.tokens, shape.hidden, generator=gen, device=device)
+    hidden.add_(lift * rows / rows.square().sum(-1, True))
+    return _with_gradients(hidden.to(dtype), weight, target, gen)
+
+
+def zipf(shape: Shape, dtype: torch.dtype, device: str, seed: int, *, shuffled: bool) -> Inputs:
+    """Logits ``-s ln(rank) + N(0, 1)``; the exponent s of a token is U(1, 3), targets are drawn.
+
+    The first channel carries s and -ln(rank), the others the noise. Ranks follow the ids, as those
+    of a byte-pair vocabulary roughly do, or are shuffled.
+    """
+    gen = torch.Generator(device).manual_seed(seed)
+    order = torch.arange(shape.vocab, device=device)
+    if shuffled:
+        order = torch.randperm(shape.vocab, generator=gen, device=device)
+    noise = 1 / math.sqrt(max(1, shape.hidden - 1))
+    weight = torch.randn(shape.vocab, shape.hidden, generator=gen, device=device).mul_(noise)
+    weight[:, 0] = -(1.0 + order).log()
+    hidden = torch.randn(shape.tokens, shape.hidden, generator=gen, device=device)
+    low, high = ZIPF
+    hidden[:, 0] = low + (high - low) * torch.rand(shape.tokens, generator=gen, device=device)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    return _with_gradients(hidden, weight, _drawn(hidden, weight, gen), gen)
+
+
+def from_model(folder: str, shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Inputs:
+    """Hidden states of a model that reads this repository's prose and source.
+
+    Rows of 512 tokens, each from another place of the text; seeds begin at other places. A target
+    is the token that follows.
+    """
+    model, tokens = _reader(folder, dtype, device)
+    rows = -(-shape.tokens // (_ROW_TOKENS - 1))
+    stride = max(1, (len(tokens) - _ROW_TOKENS) // rows)
+    starts = [(row * stride + 97 * seed) % (len(tokens) - _ROW_TOKENS) for row in range(rows)]
+    ids = torch.stack([tokens[start : start + _ROW_TOKENS] for start in starts]).to(device)
+    with torch.no_grad():
+        states = [model.model(input_ids=part).last_hidden_state for part in ids.split(16)]
+    hidden = torch.cat(states)[:, :-1].flatten(0, 1)[: shape.tokens].to(dtype).contiguous()
+    target = ids[:, 1:].flatten()[: shape.tokens].contiguous()
+    weight = model.get_output_embeddings().weight.detach().to(dtype).clone()
+    return _with_gradients(hidden, weight, target, torch.Generator(device).manual_seed(seed))
+
+
+def parse_source(text: str) -> Source:
+    """``peaked``, ``zipf``, ``zipf-shuffled`` or ``model:FOLDER``, as an argument's type."""
+    if text == "peaked":
+        about = (
+            "head 0.02 N(0, 1); hidden N(0, 1) plus the multiple of the target's row that lifts "
+            f"its logit by U(0, {PEAK:g})"
+        )
+        return Source(text, about, peaked)
+    if text in ("zipf", "zipf-shuffled"):
+        shuffled = text == "zipf-shuffled"
+        about = (
+            f"logits -s ln(rank) + N(0, 1), s ~ U({ZIPF[0]:g}, {ZIPF[1]:g}) for each token, ranks "
+            f"{'shuffled over the ids' if shuffled else 'in the order of the ids'}; targets drawn"
+        )
+        make = lambda *given: zipf(*given, shuffled=shuffled)  # noqa: E731
+        return Source(text, about, make)
+    kind, _, folder = text.partition(":")
+    if kind != "model" or not folder:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of peaked, zipf, zipf-shuffled, model:FOLDER"
+        )
+    about = f"hidden states and head of {Path(folder).name}, reading this repository's files"
+    return Source(
+        text,
+        about,
+        lambda *given: from_model(folder, *given),
+        lambda: _head_shape(folder),
+    )
+
+
+def emptiness(inputs: Inputs, softcap: float = 0.0) -> dict[str, float]:
+    """Shares of probabilities, and of ``TILE`` x ``TILE`` tiles in all their entries, below 2^-24.
+
+    Targets' entries count as any other. A yardstick of the inputs, not of what an implementation
+    skips: that has a bound and a tile of its own.
+    """
+    small = tiles = total = tile_count = 0.0
+    with torch.no_grad():
+        step = max(TILE, 2**28 // inputs.weight.shape[0] // TILE * TILE)
+        for part in inputs.hidden.split(step):
+            logits = (part @ inputs.weight.t()).float()
+            if softcap:
+                logits = torch.tanh(logits / softcap) * softcap
+            probs = logits.softmax(-1)
+            small += (probs < NEGLIGIBLE).sum().item()
+            total += probs.numel()
+            largest = torch.nn.functional.max_pool2d(probs[None], TILE, ceil_mode=True)
+            tiles += (largest < NEGLIGIBLE).sum().item()
+            tile_count += largest.numel()
+    return {"entries": small / total, "tiles": tiles / tile_count}
+
+
+def _with_gradients(hidden: Tensor, weight: Tensor, target: Tensor, gen: torch.Generator) -> Inputs:
+    incoming = torch.randn(2, len(hidden), generator=gen, device=hidden.device)
+    return Inputs(hidden, weight, target, incoming[0], 0.01 * incoming[1])
+
+
+def _drawn(hidden: Tensor, weight: Tensor, gen: torch.Generator) -> Tensor:
+    """One target a token, from its own distribution."""
+    found = []
+    for part in hidden.split(max(1, 2**27 // weight.shape[0])):
+        probs = (part @ weight.t()).float().softmax(-1)
+        uniform = torch.rand(len(part), 1, generator=gen, device=hidden.device)
+        # By hand: torch.multinomial reads the probabilities several times.
+        cumulated = probs.cumsum(-1)
+        found.append(torch.searchsorted(cumulated, uniform * cumulated[:, -1:]).squeeze(-1))
+    return torch.cat(found).clamp_(max=weight.shape[0] - 1)
+
+
+@cache
+def _reader(folder: str, dtype: torch.dtype, device: str) -> tuple[Any, Tensor]:
+    """The model and the tokens of the text it reads."""
+    from fxrl.models import load_model
+
+    model, tokenizer = load_model(folder, dtype, device)
+    files = sorted({file for pattern in _TEXTS for file in _ROOT.glob(pattern) if file.is_file()})
+    text = "\n\n".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
+    tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    return model, tokens
+
+
+@cache
+def _head_shape(folder: str) -> tuple[int, int]:
+    from fxrl.models import load_model
+
+    model, _ = load_model(folder)
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    return hidden, vocab

@@ -1,0 +1,70 @@
+"""Sources of the head benchmark: distributions are what they say, models read what they say."""
+
+import argparse
+
+import pytest
+import torch
+
+from bench.lib import head_inputs
+
+SHAPE = head_inputs.Shape(600, 64, 3000)
+
+
+def log_probs(inputs):
+    return (inputs.hidden.double() @ inputs.weight.double().t()).log_softmax(-1)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_zipf(shuffled):
+    inputs = head_inputs.zipf(SHAPE, torch.bfloat16, "cpu", 1, shuffled=shuffled)
+    logps = log_probs(inputs)
+    order = -inputs.weight[:, 0].float()
+    rank = order.argsort(stable=True)
+    assert torch.equal(rank, torch.arange(SHAPE.vocab)) != shuffled
+    # Averaged over the noise, a token's logits fall by s for each e-fold of the rank.
+    slope = (logps[:, rank[99:109]].mean(1) - logps[:, rank[-10:]].mean(1)) / torch.tensor(
+        29.0
+    ).log()
+    assert torch.corrcoef(torch.stack([slope, inputs.hidden[:, 0].double()]))[0, 1] > 0.5
+    assert slope.mean() == pytest.approx(2.0, abs=0.2)
+    # Targets are drawn from the distribution: their surprise is the entropy, on average.
+    entropy = -(logps.exp() * logps).sum(-1)
+    surprise = -logps.gather(-1, inputs.target[:, None])[:, 0]
+    assert surprise.mean().item() == pytest.approx(entropy.mean().item(), abs=0.25)
+
+
+def test_emptiness(monkeypatch):
+    """Counted one entry at a time, and one tile at a time, cut tiles included."""
+    monkeypatch.setattr(head_inputs, "TILE", 16)
+    shape = head_inputs.Shape(40, 8, 90)
+    inputs = head_inputs.zipf(shape, torch.float32, "cpu", 2, shuffled=False)
+    inputs.hidden[:, 0] *= 4
+    probs = log_probs(inputs).exp()
+    small = probs < 2**-24
+    tiles = [t for rows in small.split(16) for t in rows.split(16, 1)]
+    found = head_inputs.emptiness(inputs)
+    assert found["entries"] == pytest.approx(small.double().mean().item(), abs=1e-9)
+    assert found["tiles"] == sum(bool(tile.all()) for tile in tiles) / len(tiles)
+    assert 0.0 < found["tiles"] < found["entries"] < 1.0
+
+
+def test_model_reads_text():
+    source = head_inputs.parse_source("model:tiny:qwen3")
+    width, vocab = source.shape()
+    shape = head_inputs.Shape(1200, width, vocab)
+    first, second = (source.make(shape, torch.float32, "cpu", seed) for seed in (0, 1))
+    assert first.hidden.shape == (1200, width)
+    assert torch.equal(first.weight, second.weight)
+    assert not torch.equal(first.target, second.target)
+    model, tokens = head_inputs._reader("tiny:qwen3", torch.float32, "cpu")
+    logits = model(input_ids=tokens[None, :512]).logits[0, :-1]
+    made = first.hidden[:511] @ first.weight.t()
+    torch.testing.assert_close(made, logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(first.target[:511], tokens[1:512])
+    assert len({tuple(row) for row in first.target[:1022].view(2, 511).tolist()}) == 2
+
+
+@pytest.mark.parametrize("text", ["gauss", "model:", "model", ""])
+def test_unknown_sources(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="none of peaked, zipf"):
+        head_inputs.parse_source(text)
