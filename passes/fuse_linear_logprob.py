@@ -158,7 +158,7 @@ class _Emission:
         hidden = self.emit(rows)
         weight = self._weight(matrix)
         bias = None if transform.bias is None else self.emit(transform.bias)
-        args = (
+        args: tuple[Any, ...] = (
             hidden,
             weight,
             self._target(hidden),

@@ -19,6 +19,7 @@ from fxrl.ops.linear_logprob import linear_logprob
 from fxrl.ops.linear_logprob_checks import OUTPUTS
 
 sys.path.insert(0, str(Path(__file__).parent))
+from head_checks import CHECKS
 from kernel_cases import check_case, make_case
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +46,12 @@ def test_values_and_gradients_equal_the_float64_reference(sizes, dtype):
         check_case(forward, backward, case, *TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_promises(check):
+    check("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_scoring_and_training_are_bitwise_equal_and_repeatable(dtype, masked):
     gen = torch.Generator("cuda").manual_seed(0)
@@ -116,7 +122,8 @@ def test_a_tile_of_more_than_2_to_31_logits():
     assert (hidden.grad[-64:].double() - grad).norm() < 2**-7 * grad.norm()
 
 
-def test_scratch_is_one_tile_of_logits_and_one_of_its_gradient():
+@pytest.mark.parametrize("outputs", [["logprob", "lse"], ["logprob", "entropy"]], ids=str)
+def test_scratch_is_one_tile_of_logits_and_one_of_its_gradient(outputs):
     rows, vocab, width, tile = 2048, 65536, 128, 256
     hidden = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16)
@@ -124,6 +131,25 @@ def test_scratch_is_one_tile_of_logits_and_one_of_its_gradient():
     linear_logprob(hidden[:8], weight, target[:8])  # cuBLAS's workspace
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    linear_logprob(hidden, weight, target, outputs=["logprob", "entropy"], chunk_tokens=tile)
+    out = linear_logprob(hidden, weight, target, outputs=outputs, chunk_tokens=tile)
+    sum(getattr(out, name).sum() for name in outputs).backward()
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak < tile * vocab * (4 + 2) + 4 * rows * width + 4 * 2**20
+    assert peak < tile * vocab * (4 + 2) + 12 * rows * width + 4 * 2**20
+
+
+def test_rows_of_a_head_of_more_than_2_to_31_numbers():
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    width, vocab = 8192, 2**18 + 40
+    hidden = torch.randn(3, width, device="cuda", dtype=torch.bfloat16, requires_grad=True) / 64
+    weight = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16)
+    target = torch.tensor([0, vocab - 1, vocab - 40], device="cuda")
+    leaf = hidden.detach().requires_grad_()
+    logprob = linear_logprob(leaf, weight, target).logprob
+    (made,) = torch.autograd.grad(logprob.sum(), leaf)
+    wide = hidden.detach().float().requires_grad_()
+    logits = torch.cat([wide @ part.float().t() for part in weight.split(2**15)], 1).double()
+    truth = torch.log_softmax(logits, -1).gather(1, target[:, None]).squeeze(1)
+    (right,) = torch.autograd.grad(truth.sum(), wide)
+    torch.testing.assert_close(logprob.double(), truth, rtol=1e-5, atol=1e-4)
+    assert (made.float() - right).norm() < 2**-7 * right.norm()

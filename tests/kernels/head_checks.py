@@ -1,0 +1,198 @@
+"""What the kernels promise beside right numbers; the same checks with and without a GPU.
+
+``python head_checks.py`` with ``TRITON_INTERPRET=1`` attaches the CUDA kernels to the CPU and runs
+every check there. Each takes the device.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from fxrl.ops.linear_logprob import linear_logprob
+from fxrl.ops.linear_logprob_checks import DIFFERENTIABLE, OUTPUTS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
+from linear_logprob_reference import random_head, reference
+
+
+def leaves_of(hidden, weight, *, train_head):
+    trained = (hidden, weight) if train_head else (hidden,)
+    return [tensor.detach().requires_grad_() for tensor in trained]
+
+
+def close(made, truth, rtol=1e-9, atol=1e-10):
+    torch.testing.assert_close(made.double(), truth.double(), rtol=rtol, atol=atol)
+
+
+def no_rows(device):
+    for train_head in (False, True):
+        for rows in (0, 3):
+            hidden, weight, target = random_head(rows, 37, 5, device=device)
+            leaves = leaves_of(hidden, weight, train_head=train_head)
+            mask = torch.zeros(rows, dtype=torch.bool, device=device)
+            out = linear_logprob(
+                leaves[0], leaves[-1] if train_head else weight, target, row_mask=mask,
+                outputs=OUTPUTS,
+            )  # fmt: skip
+            assert all(value.shape == (rows,) and not value.any() for value in out)
+            total = sum(getattr(out, name).sum() for name in DIFFERENTIABLE)
+            for leaf, grad in zip(leaves, torch.autograd.grad(total, leaves), strict=True):
+                assert grad.shape == leaf.shape
+                assert not grad.any()
+
+
+def odd_sizes(device):
+    for rows, vocab, width in ((1, 1, 1), (2, 2, 3), (3, 33, 1), (2, 63, 9)):
+        hidden, weight, target = random_head(rows, vocab, width, device=device, seed=vocab)
+        compare((hidden, weight, target), {"softcap": 4.0})
+
+
+def strided_inputs(device):
+    """Every tensor argument as a view whose memory is not in its own order."""
+    wide_hidden, wide_weight, wide_target = random_head(10, 70, 10, device=device)
+    gen = torch.Generator().manual_seed(1)
+
+    def per_row(*shape):
+        return torch.rand(shape, generator=gen, dtype=torch.float64).to(device)
+
+    hidden = wide_hidden.t().contiguous().t()[::2, 1:]
+    weight = wide_weight.t().contiguous().t()[::2, 1:]
+    target = (wide_target % 35)[::2]
+    options = {
+        "bias": per_row(35, 2)[:, 1],
+        "temperature": (0.5 + per_row(5, 3))[:, 1],
+        "row_mask": (torch.arange(15).to(device) % 5 > 0)[::3],
+    }
+    assert not any(t.is_contiguous() for t in (hidden, weight, target, *options.values()))
+    compare((hidden, weight, target), options)
+    options["temperature"] = (0.5 + per_row(1)).expand(5)
+    compare((hidden, weight, target), options)
+
+
+def compare(inputs, options):
+    """Values and gradients, of a frozen and a trained head, against plain PyTorch in float64."""
+    hidden, weight, target = inputs
+    for train_head in (False, True):
+        for names in (("logprob", "lse"), DIFFERENTIABLE):
+            leaves = leaves_of(hidden, weight, train_head=train_head)
+            head = (leaves[0], leaves[-1] if train_head else weight, target)
+            out = linear_logprob(*head, **options, outputs=OUTPUTS, grad_outputs=names)
+            truth = reference(*head, **options)
+            for name in OUTPUTS:
+                close(getattr(out, name), truth[name])
+            # expand: an incoming gradient of stride 0, as every sum has
+            made = torch.autograd.grad(sum(getattr(out, n).sum() for n in names), leaves)
+            right = torch.autograd.grad(sum(truth[n].sum() for n in names), leaves)
+            for ours, theirs in zip(made, right, strict=True):
+                close(ours, theirs)
+
+
+def grad_scaler(device):
+    """1 - p_y is 2e-9: below float16's smallest number, 6e-8, and above it times 2^16."""
+    weight = torch.tensor([[0.0], [20.0], [-1.0]], dtype=torch.float16, device=device)
+    p = torch.tensor([-20.0, -21.0], dtype=torch.float64).exp()
+    truth = 2**16 * (20 * p[0] + 21 * p[1])
+    for train_head in (False, True):
+        for names in (["logprob"], ["logprob", "entropy"]):
+            leaves = leaves_of(torch.ones(1, 1).to(weight), weight, train_head=train_head)
+            head = (leaves[0], leaves[-1], torch.tensor([1], device=device))
+            out = linear_logprob(*(head if train_head else (leaves[0], weight, head[2])),
+                                 outputs=names, grad_outputs=names)  # fmt: skip
+            (2**16 * out.logprob.sum() + 0 * out[2].sum()).backward()
+            close(leaves[0].grad, truth.to(device).reshape(1, 1), rtol=2**-10, atol=0)
+            if train_head:
+                others = (-(2**16) * p).to(device)
+                # float16 near 2^-14 and below is subnormal: absolute steps of 2^-24
+                close(leaves[1].grad[[0, 2], 0], others, rtol=2**-10, atol=2**-25)
+
+
+def repeatable(device):
+    """Scoring is training to the last bit, whatever is asked beside; every run is like the first."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        hidden, weight, target = random_head(6, 40, 8, dtype=dtype, device=device)
+        mask = torch.arange(6, device=device) % 3 > 0
+        for row_mask in (None, mask):
+            options = {"row_mask": row_mask, "softcap": 9.0, "chunk_tokens": 3}
+            scored = linear_logprob(hidden, weight, target, **options).logprob
+            for names in (["logprob"], OUTPUTS):
+                for train_head in (False, True):
+                    runs = []
+                    for _ in range(2):
+                        leaves = leaves_of(hidden, weight, train_head=train_head)
+                        head = (leaves[0], leaves[-1] if train_head else weight, target)
+                        out = linear_logprob(*head, **options, outputs=names)
+                        runs.append((*out, *torch.autograd.grad(out.logprob.sum(), leaves)))
+                        assert torch.equal(out.logprob, scored)
+                    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def full_precision_products(device):
+    """Where the user has switched on TF32 (or bf16 products on a CPU), the head does not use it."""
+    hidden, weight, target = random_head(6, 100, 256, dtype=torch.float32, device=device)
+    hidden = hidden / 4
+
+    def run():
+        results = []
+        for train_head in (False, True):
+            leaves = leaves_of(hidden, weight, train_head=train_head)
+            head = (leaves[0], leaves[-1] if train_head else weight, target)
+            logprob = linear_logprob(*head).logprob
+            results += [logprob, *torch.autograd.grad(logprob.sum(), leaves)]
+        return results
+
+    before = run()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        after = run()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    truth = reference(hidden.double(), weight.double(), target)["logprob"]
+    close(after[0], truth, rtol=1e-5, atol=1e-4)
+
+
+def not_a_number(device):
+    hidden, weight, target = random_head(3, 50, 4, dtype=torch.float32, device=device)
+    weight[41, 0] = torch.nan
+    for names in (["logprob"], ["logprob", "entropy"]):
+        leaf = hidden.detach().requires_grad_()
+        out = linear_logprob(leaf, weight, target % 40, outputs=names)
+        out.logprob.sum().backward()
+        assert out.logprob.isnan().all()
+        assert leaf.grad.isnan().all()
+
+
+CHECKS = (
+    no_rows,
+    odd_sizes,
+    strided_inputs,
+    grad_scaler,
+    repeatable,
+    full_precision_products,
+    not_a_number,
+)
+
+
+def main():
+    from fxrl.kernels import linear_logprob as kernels
+    from fxrl.kernels import linear_logprob_launch
+    from fxrl.ops.linear_logprob_opaque import attach
+
+    linear_logprob_launch._BLOCK = 32  # several programs a row
+    calls = []
+
+    def counted(run):
+        return lambda arguments: calls.append(run.__name__) or run(arguments)
+
+    attach("cpu", counted(kernels.forward), counted(kernels.backward))
+    for check in CHECKS:
+        calls.clear()
+        check("cpu")
+        assert {*calls} == {"forward", "backward"}, check.__name__
+    print("all agree")
+
+
+if __name__ == "__main__":
+    main()

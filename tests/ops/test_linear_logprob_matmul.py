@@ -1,0 +1,61 @@
+"""Products of the loss head are as exact as their operands' dtype, whatever the user has set."""
+
+import pytest
+import torch
+
+from fxrl.ops.linear_logprob_matmul import full_precision, product_dtype
+
+CUDA, ONEDNN = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    yield
+    CUDA.allow_fp16_accumulation = False
+    torch.set_float32_matmul_precision("highest")
+
+
+def flags():
+    return CUDA.fp32_precision, ONEDNN.fp32_precision, CUDA.allow_fp16_accumulation
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_what_the_user_switched_on_is_off_inside_and_back_after(precision):
+    torch.set_float32_matmul_precision(precision)
+    CUDA.allow_fp16_accumulation = True
+    before = flags()
+    assert before == ("tf32", "tf32" if precision == "high" else "bf16", True)
+    with full_precision():
+        assert flags() == ("ieee", "ieee", False)
+    assert flags() == before
+    assert torch.get_float32_matmul_precision() == precision
+    with pytest.raises(ZeroDivisionError), full_precision():
+        raise ZeroDivisionError
+    assert flags() == before
+
+
+def test_only_the_new_setting_was_used():
+    CUDA.fp32_precision = "tf32"
+    with full_precision():
+        assert CUDA.fp32_precision == "ieee"
+    assert CUDA.fp32_precision == "tf32"
+
+
+def test_a_default_is_left_alone():
+    before = flags()
+    with full_precision():
+        assert flags() == before
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+    ids=str,
+)
+def test_on_a_cpu_every_product_takes_a_wide_gradient(dtype, wide):
+    assert product_dtype(torch.zeros(1, dtype=dtype)) == wide
