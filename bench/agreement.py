@@ -68,7 +68,7 @@ def main() -> None:
         "fp32 head: the head's product of bf16 operands stays in fp32 and is not rounded to bf16",
         "1 ulp: embeddings of the fp32 model multiplied by 1 +- 2^-9 at random",
     ]
-    results = common.Results("Agreement of log-probs", COLUMNS, args.out, notes)
+    results = common.Results("Agreement of log-probs", COLUMNS, args.out, notes, as_json=args.json)
     for model in args.models:
         with tempfile.TemporaryDirectory(prefix="fxrl-agreement-") as folder:
             _compare(args, results, model, Path(folder))

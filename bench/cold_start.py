@@ -48,7 +48,7 @@ def main() -> None:
         "fxrl with min_saved_bytes=0, so that the tiny head is rewritten as well",
         f"GRPO step (forward and backward) of {args.rows} x {args.length} tokens, LoRA",
     ]
-    results = common.Results("Cold start", COLUMNS, args.out, notes)
+    results = common.Results("Cold start", COLUMNS, args.out, notes, as_json=args.json)
     for layers in args.layers:
         for variant in args.variants:
             with tempfile.TemporaryDirectory(prefix="fxrl-cold-") as cache:

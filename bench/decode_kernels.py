@@ -43,7 +43,9 @@ LENGTHS: dict[str, list[int]] = {
 
 def main() -> None:
     args = _arguments()
-    results = common.Results("Kernels of the decode step", COLUMNS, args.out, _notes())
+    results = common.Results(
+        "Kernels of the decode step", COLUMNS, args.out, _notes(), as_json=args.json
+    )
     bandwidth = copy_bandwidth()
     results.extra["copy_bytes_per_s"] = bandwidth
     for label, lengths in LENGTHS.items():

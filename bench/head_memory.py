@@ -60,7 +60,9 @@ def main() -> None:
         f"is {logits:.0f} MiB, the head's gradient {weight:.1f} MiB",
         f"{torch.get_num_threads()} threads; each variant in a process of its own",
     ]
-    results = common.Results("Loss head on the CPU: peak over base", COLUMNS, args.out, notes)
+    results = common.Results(
+        "Loss head on the CPU: peak over base", COLUMNS, args.out, notes, as_json=args.json
+    )
     for variant in args.variants:
         results.add(variant=variant, **_in_process(variant))
     results.finish()

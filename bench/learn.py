@@ -53,7 +53,7 @@ def main() -> None:
         f"{config}, overrides: {' '.join(args.overrides) or 'none'}; {args.parallel} runs at once",
         "accuracy: held-out questions, none of which is trained on",
     ]
-    results = common.Results("GRPO learning run", COLUMNS, args.out, notes)
+    results = common.Results("GRPO learning run", COLUMNS, args.out, notes, as_json=args.json)
     results.extra["config"] = config.read_text()
     curves: dict[str, Any] = {}
     for runs in _batches(args.seeds, args.parallel):

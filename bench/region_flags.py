@@ -69,7 +69,9 @@ def main() -> None:
         "empty caches, compile workers already running; times are medians",
         "difference: largest relative L2 distance of an output or gradient to the default flags'",
     ]
-    results = common.Results("Inductor options for region bodies", COLUMNS, args.out, notes)
+    results = common.Results(
+        "Inductor options for region bodies", COLUMNS, args.out, notes, as_json=args.json
+    )
     deadline = time.monotonic() + args.time_limit
     with qwen.attention(args.attention), torch.no_grad():
         _warm_up_compiler(args.device)

@@ -57,7 +57,7 @@ def main() -> None:
         f"medians over the steps after the first {args.skip}; rest_s = step_s - generate_s",
         "peak: memory of the whole GPU (driver), sampled every 20 ms",
     ]
-    results = common.Results("GRPO step with rollouts", COLUMNS, args.out, notes)
+    results = common.Results("GRPO step with rollouts", COLUMNS, args.out, notes, as_json=args.json)
     folder = Path(args.work)
     rl_job.make_model(folder)
     for variant in args.variants:

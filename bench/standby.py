@@ -31,7 +31,9 @@ def main() -> None:
     from fxrl.runtime.vllm_engine import VllmEngine
     from fxrl.runtime.vllm_options import VllmOptions
 
-    results = common.Results("vLLM standby, shared weights, LoRA hand-over", COLUMNS, args.out)
+    results = common.Results(
+        "vLLM standby, shared weights, LoRA hand-over", COLUMNS, args.out, as_json=args.json
+    )
     results.notes.append("Qwen3-1.7B shape, random bf16 weights, LoRA r=32 on all linear layers")
     path = rl_job.make_model(Path(args.work))
     context = torch.cuda.mem_get_info()

@@ -14,7 +14,8 @@ implementations differ by many percent on a random model, so neither is the othe
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,8 +46,17 @@ _TOP_KERNELS = 40
 LossFn = Callable[[nn.Module, Any], Any]
 
 
-def main() -> None:
-    args = _arguments()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures; see ``run``."""
+    return run(build_parser(__doc__).parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+    """All rows of ``args``.
+
+    Returns:
+        1 if fxrl failed in one of them, else 0.
+    """
     notes = [
         f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0; "
         f"checkpointing {'off' if args.no_checkpointing else 'on'}; "
@@ -57,7 +67,9 @@ def main() -> None:
         "all LoRA parameters at once, and mean and max over single parameters; rows 'gradients': "
         "one draw of weights and batch each",
     ]
-    results = common.Results("GRPO update: eager, fxrl, fp32 reference", COLUMNS, args.out, notes)
+    results = common.Results(
+        "GRPO update: eager, fxrl, fp32 reference", COLUMNS, args.out, notes, as_json=args.json
+    )
     with qwen.attention(args.attention):
         if args.repeats:
             measure_updates(args, results)
@@ -65,6 +77,8 @@ def main() -> None:
             common.free_memory(args.device)
             measure_gradients(args, results, seed)
     results.finish()
+    first, error = COLUMNS.index("variant"), COLUMNS.index("error")
+    return int(any(row[error] and row[first].startswith("fxrl") for row in results.rows))
 
 
 def make_loss() -> LossFn:
@@ -159,7 +173,7 @@ def _one_variant(
     if args.profile:
         _print_kernels(update)
     if isinstance(step, fxrl.TrainStep):
-        print(step.report, flush=True)
+        results.say(f"{variant}\n{step.report}")
         results.extra["report"] = [str(remark) for remark in step.report.remarks]
     return {
         "first_call_s": first,
@@ -260,8 +274,9 @@ def _errors(gradients: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) 
     }
 
 
-def _arguments() -> argparse.Namespace:
-    parser = common.parser(__doc__)
+def build_parser(about: str | None) -> argparse.ArgumentParser:
+    """The command line, with the sizes of a large GPU as defaults."""
+    parser = common.parser(about)
     parser.add_argument("--shape", default="qwen3-8b", choices=sorted(qwen.SHAPES))
     parser.add_argument("--layers", type=int, help="by default the shape's own number")
     parser.add_argument("--rank", type=int, default=32)
@@ -279,8 +294,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ref-layers", type=int, default=12)
     parser.add_argument("--ref-tokens", type=int, default=4096)
     parser.add_argument("--ref-seeds", type=int, default=3, help="0 leaves the gradients out")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -122,7 +122,10 @@ def _panels(figure: Any, series: dict[str, _Bars], label: str, *, floor: float |
             axis.axhline(floor, color="black", linewidth=0.8, linestyle="--")
         axis.set_yscale("log")
         axis.margins(y=0.25)
-        axis.set_xticks(range(len(shapes)), [f"N,H,V = {shape}" for shape in shapes], fontsize=6)
+        axis.set_xticks(
+            range(len(shapes)), ["\n".join(shape.split(",")) for shape in shapes], fontsize=6
+        )
+        axis.set_xlabel("tokens N, channels H, vocabulary V", fontsize=6)
         axis.set_ylabel(label)
         axis.set_title(title)
         axis.spines[["top", "right"]].set_visible(False)
