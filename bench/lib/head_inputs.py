@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxrl.ops.linear_logprob_skip import BLOCK_ROWS, block_masses, skippable
+
 PEAK = 14.0  # the largest lift of a target's logit, in nats: beyond ln(262144) = 12.5
 ZIPF = 1.0, 3.0  # range of the exponent
-TILE = 128  # tokens and vocabulary entries of a tile, for how empty tiles are
-NEGLIGIBLE = 2.0**-24
 _ROW_TOKENS = 512  # of text that a model reads at once
 _TEXTS = ("*.md", "LICENSE", "fxrl/**/*.py", "passes/*.py", "bench/*.py", "examples/*")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -152,26 +152,21 @@ def parse_source(text: str) -> Source:
     )
 
 
-def emptiness(inputs: Inputs, softcap: float = 0.0) -> dict[str, float]:
-    """Shares of probabilities, and of ``TILE`` x ``TILE`` tiles in all their entries, below 2^-24.
+def skippable_share(inputs: Inputs, tolerance: float) -> float:
+    """Share of the blocks of 128 tokens and 256 vocabulary entries that may be left out of dH.
 
-    Targets' entries count as any other. A yardstick of the inputs, not of what an implementation
-    skips: that has a bound and a tile of its own.
+    By the reference's rule (fxrl/ops/linear_logprob_skip.py), in float32; a property of the inputs.
     """
-    small = tiles = total = tile_count = 0.0
+    left_out = blocks = 0
     with torch.no_grad():
-        step = max(TILE, 2**28 // inputs.weight.shape[0] // TILE * TILE)
-        for part in inputs.hidden.split(step):
-            logits = (part @ inputs.weight.t()).float()
-            if softcap:
-                logits = torch.tanh(logits / softcap) * softcap
-            probs = logits.softmax(-1)
-            small += (probs < NEGLIGIBLE).sum().item()
-            total += probs.numel()
-            largest = torch.nn.functional.max_pool2d(probs[None], TILE, ceil_mode=True)
-            tiles += (largest < NEGLIGIBLE).sum().item()
-            tile_count += largest.numel()
-    return {"entries": small / total, "tiles": tiles / tile_count}
+        for start in range(0, len(inputs.hidden), BLOCK_ROWS):
+            part = slice(start, start + BLOCK_ROWS)
+            prob = (inputs.hidden[part] @ inputs.weight.t()).float().softmax(-1)
+            prob.scatter_(1, inputs.target[part, None], 0)
+            skipped = skippable(block_masses(prob), tolerance * prob.sum(1, keepdim=True))
+            left_out += int(skipped.sum())
+            blocks += skipped.numel()
+    return left_out / blocks
 
 
 def _with_gradients(hidden: Tensor, weight: Tensor, target: Tensor, gen: torch.Generator) -> Inputs:

@@ -53,7 +53,7 @@ class Variant:
             return None
 
 
-SKIP_ARGUMENT = "skip_tiles"
+SKIP_ARGUMENT, SKIP_TOLERANCE = "skip_tolerance", 2.0**-9  # the error of rounding p to bf16
 
 
 def _fxrl(mode: Mode) -> Head:
@@ -61,14 +61,14 @@ def _fxrl(mode: Mode) -> Head:
 
 
 def _fxrl_skip(mode: Mode) -> Head:
-    """fxrl with nearly empty vocabulary tiles left out of the second product, as asked for."""
+    """fxrl with nearly empty blocks of the vocabulary left out of the second product."""
     from fxrl.ops.linear_logprob import linear_logprob
 
     if SKIP_ARGUMENT not in inspect.signature(linear_logprob).parameters:
         raise UnsupportedError(f"linear_logprob has no argument {SKIP_ARGUMENT}")
     if not mode.hidden_grad or mode.weight_grad:
-        raise UnsupportedError("only a frozen head's second product skips tiles")
-    return _linear_logprob(mode, {SKIP_ARGUMENT: True})
+        raise UnsupportedError("only a frozen head's second product leaves blocks out")
+    return _linear_logprob(mode, {SKIP_ARGUMENT: SKIP_TOLERANCE})
 
 
 def _linear_logprob(mode: Mode, options: dict[str, Any]) -> Head:

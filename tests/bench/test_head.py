@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import sys
 import time
 
@@ -135,7 +136,7 @@ def test_time_limit_and_append(tmp_path, monkeypatch, capsys):
     options = ("--modes", "no_grad,frozen", "--variants", "instant,slow", "--append")
     rows, record = run(tmp_path, *options, "--time-limit", "1")
     assert [row["variant"] for row in rows] == ["instant"]  # slow was cut: no row, no error
-    assert any("left out: 3 rows" in note for note in record["notes"])
+    assert any("not measured: 3 rows" in note for note in record["notes"])
     assert "run again with --append" in capsys.readouterr().out
     calls.clear()
     rows, record = run(tmp_path, *options, "--repeats", "1")
@@ -143,7 +144,7 @@ def test_time_limit_and_append(tmp_path, monkeypatch, capsys):
         ("no_grad", "instant"), ("no_grad", "slow"), ("frozen", "instant"), ("frozen", "slow"),
     ]  # fmt: skip
     assert calls == ["no_grad", "frozen", "frozen"]
-    assert not any("left out" in note for note in record["notes"])
+    assert not any("not measured:" in note for note in record["notes"])
     calls.clear()
     run(tmp_path, *options)
     assert calls == []
@@ -166,30 +167,43 @@ def test_exit_codes(tmp_path, monkeypatch):
     assert head.main([*TINY, *wanted, "--variants", "eager,fxrl"]) == 1
 
 
-def test_skipping_is_asked_for_by_name(monkeypatch):
-    """``fxrl-skip`` passes the argument where the op has it, and says so where it has not."""
-    from fxrl.ops import linear_logprob as module
-
-    frozen = head_case.MODES["frozen"]
-    given = {}
-
-    def with_argument(hidden, weight, target, *, skip_tiles=False, **options):
-        given.update(options, skip_tiles=skip_tiles)
-        return real(hidden, weight, target, **options)
-
-    real = module.linear_logprob
-    monkeypatch.setattr(module, "linear_logprob", with_argument)
-    inputs = head_inputs.peaked(SHAPE, torch.bfloat16, "cpu", 0)
-    head_peers.VARIANTS["fxrl-skip"].make(frozen)(inputs.hidden, inputs.weight, inputs.target)
-    assert given["skip_tiles"] is True
-    head_peers.VARIANTS["fxrl"].make(frozen)(inputs.hidden, inputs.weight, inputs.target)
-    assert given["skip_tiles"] is False
+def test_skipping_is_asked_for_and_bounded(tmp_path, monkeypatch):
+    options = ("--inputs", "zipf", "--shapes", "300,64,5000", "--modes", "frozen", "--repeats", "1")
+    (exact, skipping), record = run(tmp_path, *options, "--variants", "fxrl,fxrl-skip")
+    assert skipping["error"] is exact["error"] is exact["of_skip_bound"] is None
+    assert 0 < skipping["of_skip_bound"] <= 1
+    assert skipping["dh_error"] > exact["dh_error"]  # something was left out
+    assert skipping["logprob_error"] == exact["logprob_error"]
+    share = next(
+        re.search(r"entries ([\d.]+)% may", n)[1] for n in record["notes"] if "may be" in n
+    )
+    assert float(share) > 5
     for name in ("no_grad", "trainable"):
         with pytest.raises(head_peers.UnsupportedError, match="frozen head's second product"):
             head_peers.VARIANTS["fxrl-skip"].make(head_case.MODES[name])
-    monkeypatch.setattr(module, "linear_logprob", lambda hidden, weight, target: None)
-    with pytest.raises(head_peers.UnsupportedError, match="no argument skip_tiles"):
-        head_peers.VARIANTS["fxrl-skip"].make(frozen)
+
+    # Leaving out more than was proven is an error, and fxrl's own: exit code 1.
+    real = head_peers._linear_logprob
+    careless = lambda mode, options: real(mode, {"skip_tolerance": 0.05} if options else {})  # noqa: E731
+    monkeypatch.setattr(head_peers, "_linear_logprob", careless)
+    out = str(tmp_path / "b.json")
+    assert head.main([*TINY, *options, "--variants", "fxrl-skip", "--out", out]) == 1
+    assert "of the bound" in json.loads((tmp_path / "b.json").read_text())["rows"][0][-1]
+
+
+def test_skip_bound_is_about_every_entry():
+    mode = head_case.MODES["frozen"]
+    inputs = head_inputs.peaked(SHAPE, torch.float64, "cpu", 5)
+    want = head_case.truth(inputs, mode)
+    assert head_case.of_skip_bound(want.outcome, want, inputs, 2**-9) == 0
+    dh = want.outcome.dh.clone()
+    row, entry = 7, 11
+    others = -torch.expm1(want.outcome.logprob[row])
+    off = inputs.grad_logprob[row].abs() * others * inputs.weight[:, entry].abs().max() * 2**-9
+    dh[row, entry] += 10 * off
+    made = dataclasses.replace(want.outcome, dh=dh)
+    assert head_case.of_skip_bound(made, want, inputs, 2**-9) > 1
+    assert head_case.of_skip_bound(made, want, inputs, 2**-5) < 1
 
 
 def test_verl_without_ray(tmp_path, monkeypatch):

@@ -33,19 +33,17 @@ def test_zipf(shuffled):
     assert surprise.mean().item() == pytest.approx(entropy.mean().item(), abs=0.25)
 
 
-def test_emptiness(monkeypatch):
-    """Counted one entry at a time, and one tile at a time, cut tiles included."""
-    monkeypatch.setattr(head_inputs, "TILE", 16)
-    shape = head_inputs.Shape(40, 8, 90)
+def test_skippable_share():
+    """All but the target's block of a head that is sure; nothing of one that knows nothing."""
+    shape = head_inputs.Shape(200, 8, 1000)
     inputs = head_inputs.zipf(shape, torch.float32, "cpu", 2, shuffled=False)
-    inputs.hidden[:, 0] *= 4
-    probs = log_probs(inputs).exp()
-    small = probs < 2**-24
-    tiles = [t for rows in small.split(16) for t in rows.split(16, 1)]
-    found = head_inputs.emptiness(inputs)
-    assert found["entries"] == pytest.approx(small.double().mean().item(), abs=1e-9)
-    assert found["tiles"] == sum(bool(tile.all()) for tile in tiles) / len(tiles)
-    assert 0.0 < found["tiles"] < found["entries"] < 1.0
+    assert head_inputs.skippable_share(inputs, 0.0) == 0
+    small, large = (head_inputs.skippable_share(inputs, t) for t in (2**-9, 2**-3))
+    assert 0 <= small < large < 1
+    inputs.hidden[:, 0] *= 10  # p falls by rank^-20: all but the first of four blocks is empty
+    assert head_inputs.skippable_share(inputs, 2**-9) == 0.75
+    inputs.hidden.zero_()
+    assert head_inputs.skippable_share(inputs, 2**-9) == 0
 
 
 def test_model_reads_text():
