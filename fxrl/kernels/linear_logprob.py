@@ -16,7 +16,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fxrl.kernels.hopper import head as hopper
 from fxrl.kernels.linear_logprob_launch import ROW_DATA, TileKernels
+from fxrl.kernels.linear_logprob_skip import skipping_product
 from fxrl.ops.linear_logprob_arguments import (
     BackwardArguments,
     ForwardArguments,
@@ -38,21 +40,34 @@ def register() -> None:
 def forward(arguments: ForwardArguments) -> ForwardResult:
     """See ``fxrl.ops.linear_logprob_opaque.reference_forward``."""
     with _on_device(arguments.head.hidden):
-        return forward_tiles(arguments, _forward_tile(arguments))
+        if hopper.serves(arguments.head):
+            return hopper.forward(arguments, otherwise=general_forward)
+        return general_forward(arguments)
 
 
 def backward(arguments: BackwardArguments) -> Gradients:
     """See ``fxrl.ops.linear_logprob_opaque.reference_backward``."""
     with _on_device(arguments.head.hidden):
-        return backward_tiles(arguments, _backward_tile(arguments))
+        # A bias sums the gradient before it is rounded: the general route has that.
+        if hopper.serves(arguments.head) and not arguments.want_bias:
+            return hopper.backward(arguments)
+        return general_backward(arguments)
+
+
+def general_forward(arguments: ForwardArguments) -> ForwardResult:
+    """``forward`` for every dtype, size and GPU."""
+    return forward_tiles(arguments, _forward_tile(arguments))
+
+
+def general_backward(arguments: BackwardArguments) -> Gradients:
+    """``backward`` for every dtype, size and GPU."""
+    return backward_tiles(arguments, _backward_tile(arguments))
 
 
 def _forward_tile(arguments: ForwardArguments) -> ForwardTile:
-    """Values; with vectors also p in the product's dtype, and its product with the head.
-
-    The product is exact: a skip tolerance is a permission.
-    """
+    """Values; with vectors also p in the product's dtype, and its product with the head."""
     head = arguments.head
+    skips = arguments.skip_tolerance > 0 and _can_skip(head)
     loop = _TileLoop(head, product_dtype(head.weight) if arguments.save_vectors else None)
 
     def run(rows: Rows) -> tuple[Mapping[str, Tensor], Tensor | None]:
@@ -63,10 +78,23 @@ def _forward_tile(arguments: ForwardArguments) -> ForwardTile:
         if not arguments.save_vectors:
             return values, None
         prob = loop.grad(logits)
-        loop.kernels.probabilities(rows, logits, values["lse"], prob)
-        return values, backproject(prob, head.weight)
+        masses = loop.kernels.probabilities(rows, logits, values["lse"], prob, with_masses=skips)
+        if masses is None:
+            return values, backproject(prob, head.weight)
+        budget = -torch.expm1(values["logprob"]) * arguments.skip_tolerance
+        return values, skipping_product(prob, head.weight, masses, budget)
 
     return run
+
+
+def _can_skip(head: LossHead) -> bool:
+    """Whether a product with this head may skip: elsewhere it leaves nothing out, which is right.
+
+    float64 would be rounded, and a float16 head is multiplied with float32 probabilities.
+    """
+    dtype = head.weight.dtype
+    whole = head.weight.stride(1) == 1
+    return whole and dtype == product_dtype(head.weight) != torch.float64
 
 
 def _backward_tile(arguments: BackwardArguments) -> BackwardTile:

@@ -1,0 +1,133 @@
+"""The backward that makes the logits' gradient: its coefficients per row, and the loop for dW.
+
+With w_k the incoming gradient of value k times scale / T, the gradient of the raw logit v != y is
+
+    p (a + b log2 p + c p) + d        a = w_lse - w_entropy entropy - 2 w_p2 sum_p2 - w_logprob
+                                      b = -w_entropy ln 2    c = 2 w_p2    d = w_mean / V
+
+times the softcap's slope; the target's entry is made apart, so that 1 - p_y is never subtracted.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fxrl.kernels.hopper import module
+from fxrl.kernels.hopper.tile import RowTile, Scratch, row_tiles, vocab_chunks
+from fxrl.ops.linear_logprob_arguments import BackwardArguments
+from fxrl.ops.linear_logprob_checks import DIFFERENTIABLE
+from fxrl.ops.linear_logprob_head import LossHead, Rows
+
+_LOG2E, _LN2 = 1 / math.log(2), math.log(2)
+_TILE_ROWS = 4096  # of a launch: hidden rows that stay in the L2 cache while the weight goes by
+_PIECE_ROWS = 2**15
+_PIECE_BYTES = 256 * 2**20
+
+
+def coefficients(arguments: BackwardArguments) -> Tensor:
+    """``[8, N]`` float32: log2-sum-exp, a, b, c, d, the gradient at the target, log2 p_y, and
+    what a temperature's gradient adds to its weighted sum."""
+    logprob, lse, entropy, sum_p2 = arguments.values
+    zero = torch.zeros_like(lse)
+    on = dict.fromkeys(DIFFERENTIABLE, zero)
+    on |= {name: w.squeeze(1) for name, w in arguments.weights(slice(None)).items()}
+    entropy = zero if entropy is None else entropy
+    sum_p2 = zero if sum_p2 is None else sum_p2
+    p = torch.exp(logprob)
+    mean = on["mean_logit"] / arguments.head.weight.shape[0]
+    by_p = on["lse"] - on["entropy"] * entropy - 2 * on["sum_p2"] * sum_p2
+    at_target = p * (by_p - on["entropy"] * logprob + 2 * on["sum_p2"] * p)
+    at_target = at_target - on["logprob"] * torch.expm1(logprob) + mean
+    return torch.stack(
+        [
+            lse * _LOG2E,
+            by_p - on["logprob"],
+            -_LN2 * on["entropy"],
+            2 * on["sum_p2"],
+            mean,
+            at_target,
+            logprob * _LOG2E,
+            (on["lse"] + on["mean_logit"]) * lse,
+        ]
+    )
+
+
+def temperature_gradient(head: LossHead, weighted: Tensor, of_rows: Tensor) -> Tensor:
+    """``[R]`` from the kernel's sum_v gradient_v log2 p_v ``[R]``; ``of_rows``: coefficients."""
+    return -(_LN2 * weighted + of_rows[7]) / head.scale
+
+
+class VocabLoop:
+    """dW a chunk of the vocabulary at a time: no float32 copy of the head's size exists.
+
+    NOTE [Why dW goes by vocabulary and dH by rows]
+    Each sums over what the other loops over. With all rows' gradient of a chunk in memory its dW
+    is one product, and dH, [N, H] in float32, is what accumulates; the other way round it would be
+    dW, [V, H] in float32, gigabytes.
+    """
+
+    def __init__(self, head: LossHead, by_row: Tensor, live: Tensor, *, weighted: bool) -> None:
+        self._index: Rows = slice(None)
+        if not bool(live.all()):
+            self._index = live.nonzero().squeeze(1)
+            temperature = head.temperature
+            if temperature is not None and temperature.dim() and temperature.shape[0] > 1:
+                temperature = temperature[self._index]
+            head = head._replace(
+                hidden=head.hidden[self._index],
+                target=head.target[self._index],
+                temperature=temperature,
+            )
+        self._head, self._by_row, self._weighted = head, by_row[:, self._index], weighted
+        count, vocab = head.hidden.shape[0], head.weight.shape[0]
+        self._rows = min(count, _PIECE_ROWS)
+        most = _PIECE_BYTES // (2 * max(1, self._rows)) // module.TILE_VOCAB
+        blocks = min(max(4, most), -(-vocab // module.TILE_VOCAB))
+        self._step = blocks * module.TILE_VOCAB
+        self._grad = head.hidden.new_empty(self._rows, self._step)
+        self._scratch = Scratch(head, min(count, _TILE_ROWS), 1)
+        self._weighted_sum = by_row.new_zeros(count)
+
+    def run(self, d_weight: Tensor, d_hidden: Tensor | None, d_temperature: Tensor | None) -> None:
+        """Fills the three; see ``fxrl.kernels.hopper.head.backward``."""
+        hidden, weight = self._head.hidden, self._head.weight
+        count = hidden.shape[0]
+        sums = None
+        if d_hidden is not None:
+            sums = hidden.new_zeros(hidden.shape, dtype=torch.float32)
+        for vocab in vocab_chunks(weight.shape[0], self._step):
+            total = self._by_row.new_zeros(0)
+            for start in range(0, count, self._rows):
+                piece = slice(start, min(start + self._rows, count))
+                grad = self._gradient(piece, vocab)
+                if sums is not None:
+                    into = sums[piece]
+                    torch.addmm(into, grad, weight[vocab], out_dtype=into.dtype, out=into)
+                if count <= self._rows:
+                    torch.mm(grad.t(), hidden, out=d_weight[vocab])
+                elif start == 0:
+                    total = torch.mm(grad.t(), hidden[piece], out_dtype=torch.float32)
+                else:
+                    torch.addmm(total, grad.t(), hidden[piece], out_dtype=total.dtype, out=total)
+            if count > self._rows:
+                d_weight[vocab] = total.to(d_weight.dtype)
+        if d_hidden is not None and sums is not None:
+            d_hidden[self._index] = sums.to(d_hidden.dtype)
+        if d_temperature is not None:
+            made = temperature_gradient(self._head, self._weighted_sum, self._by_row)
+            d_temperature[self._index] = made
+
+    def _gradient(self, piece: slice, vocab: slice) -> Tensor:
+        """``[rows of piece, entries of vocab]`` (scratch)."""
+        out = self._grad[: piece.stop - piece.start, : vocab.stop - vocab.start]
+        for inner in row_tiles(out.shape[0], None, _TILE_ROWS):
+            assert isinstance(inner, slice)
+            rows = slice(piece.start + inner.start, piece.start + inner.stop)
+            tile = RowTile(self._head, rows, self._scratch)
+            tile.gradient(vocab, self._by_row[:, rows].contiguous(), out[inner], self._weighted)
+            if self._weighted:
+                self._weighted_sum[rows] += tile.weighted(vocab)
+        return out

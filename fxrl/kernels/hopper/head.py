@@ -1,0 +1,204 @@
+"""The loss head on Hopper in bf16: tiles of the logits live in registers only.
+
+forward, values only     one GEMM whose epilogue takes the rows' statistics         2NHV FLOPs
+forward with vectors     the same GEMM leaves 2^(t - shift) in bf16, cuBLAS adds
+                         their product with the weight to float32 sums              4NHV
+backward                 the GEMM again, its epilogue writes the logits' gradient
+                         from the rows' log-sum-exp; cuBLAS makes dH and dW of it   4NHV, 6NHV
+
+NOTE [Why exponentials may be stored before the row's sum is known]
+u = (1 - p_y) (W_y - sum_{v != y} (e_v / S) W_v) needs e_v only up to one factor per row, which is
+applied to the finished sum [R, H]. A bf16 number has float32's exponent, so any shift within 90 of
+the row's largest t keeps e_v's eight bits; the target's own t, known from one dot product, is
+nearly always that near: less than 76 nats below, for the token was sampled. Rows where it is not
+(``misfit``) are found when their statistics are complete, and made again by the general route.
+
+NOTE [Why the sums over vocabulary chunks are float32 and are added by cuBLAS]
+Partial sums rounded to bf16 would bias training (each chunk's error is as large as the whole's).
+``out=`` of ``addmm`` with a float32 result adds in the GEMM's own epilogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from fxrl.kernels.hopper import module, plan
+from fxrl.kernels.hopper.gradient import VocabLoop, coefficients, temperature_gradient
+from fxrl.kernels.hopper.rows import COMBINED
+from fxrl.kernels.hopper.tile import RowTile, Scratch, aligned, row_tiles, vocab_chunks
+from fxrl.ops.linear_logprob_arguments import (
+    BackwardArguments,
+    ForwardArguments,
+    ForwardResult,
+    Gradients,
+)
+from fxrl.ops.linear_logprob_head import LossHead, Rows
+
+_MOMENTS = {"entropy", "sum_p2", "mean_logit"}
+_LEAST_ROWS, _LEAST_VOCAB = 64, 1000
+
+Forward: TypeAlias = Callable[[ForwardArguments], ForwardResult]
+
+
+def serves(head: LossHead) -> bool:
+    """Whether this route computes ``head``; scoring and training of the same rows must agree."""
+    hidden, weight = head.hidden, head.weight
+    return (
+        hidden.is_cuda
+        and hidden.dtype == weight.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(hidden.device) == (9, 0)
+        and hidden.shape[0] >= _LEAST_ROWS
+        and weight.shape[0] >= _LEAST_VOCAB
+        and aligned(weight)
+        and module.available()
+    )
+
+
+def forward(arguments: ForwardArguments, otherwise: Forward) -> ForwardResult:
+    """``linear_logprob_forward`` of a head that this route ``serves``.
+
+    ``otherwise`` computes the vectors of the rows whose exponentials do not fit; that there are
+    none is read back from the device, once a call.
+    """
+    result = arguments.new_result()
+    if not arguments.save_vectors:
+        _score(arguments, result)
+        return result
+    misfits = _score_with_vectors(arguments, result)
+    if bool(misfits.any()):
+        head = arguments.head._replace(row_mask=misfits)
+        again = otherwise(replace(arguments, head=head))
+        result.vectors[:, misfits] = again.vectors[:, misfits]
+    return result
+
+
+def _score(arguments: ForwardArguments, result: ForwardResult) -> None:
+    head, num_rows = arguments.head, _num_rows(arguments.head)
+    steps = _planned(plan.for_scoring, head, num_rows)
+    scratch = Scratch(head, min(steps.rows, num_rows), _statistics(arguments))
+    for rows in row_tiles(num_rows, head.row_mask, steps.rows):
+        tile = RowTile(head, rows, scratch)
+        tile.statistics()
+        _put_values(arguments, rows, tile.combine(None), result)
+
+
+def _score_with_vectors(arguments: ForwardArguments, result: ForwardResult) -> Tensor:
+    """``[N]`` bool: True where a row's vectors are not valid."""
+    head, num_rows = arguments.head, _num_rows(arguments.head)
+    steps = _planned(plan.for_product, head, num_rows)
+    scratch = Scratch(head, min(steps.rows, num_rows), _statistics(arguments))
+    chunks = _ChunkedProduct(head, steps, num_rows)
+    misfits = head.target.new_zeros(head.target.shape[0], dtype=torch.bool)
+    for rows in row_tiles(num_rows, head.row_mask, steps.rows):
+        tile = RowTile(head, rows, scratch)
+        shift = tile.target_shift()
+        product = chunks.of_exponentials(tile, shift)
+        combined = tile.combine(shift)
+        factors = _vector_factors(tile, combined, arguments.grad_outputs)
+        tile.finish(product, *factors, result.vectors)
+        misfits[rows] = combined[COMBINED.index("misfit")] != 0
+        _put_values(arguments, rows, combined, result)
+    return misfits
+
+
+def backward(arguments: BackwardArguments) -> Gradients:
+    """``linear_logprob_backward``, but for a bias's gradient, of a head that this route serves."""
+    head, made = arguments.head, arguments.new_gradients()
+    live = arguments.live_rows()
+    num_rows = int(live.sum())
+    if not num_rows:
+        return made
+    by_row = coefficients(arguments)
+    d_hidden = made.hidden if arguments.want_hidden else None
+    d_temperature = made.temperature if arguments.want_temperature else None
+    if arguments.want_weight:
+        made.weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
+        by_vocab = VocabLoop(head, by_row, live, weighted=d_temperature is not None)
+        by_vocab.run(made.weight, d_hidden, d_temperature)
+        return made
+    steps = _planned(plan.for_product, head, num_rows)
+    scratch = Scratch(head, min(steps.rows, num_rows), 1)
+    chunks = _ChunkedProduct(head, steps, num_rows)
+    for rows in row_tiles(num_rows, live, steps.rows):
+        tile = RowTile(head, rows, scratch)
+        of_tile = by_row[:, rows].contiguous()
+        product = chunks.of_gradient(tile, of_tile, weighted=d_temperature is not None)
+        if d_hidden is not None:
+            d_hidden[rows] = product.to(d_hidden.dtype)
+        if d_temperature is not None:
+            weighted = tile.weighted(slice(0, head.weight.shape[0]))
+            d_temperature[rows] = temperature_gradient(head, weighted, of_tile)
+    return made
+
+
+class _ChunkedProduct:
+    """``sum_v a_v W_v`` of a tile's rows, ``a [R, V]`` made and multiplied in chunks."""
+
+    def __init__(self, head: LossHead, steps: plan.Plan, num_rows: int) -> None:
+        rows, width = min(steps.rows, num_rows), head.weight.shape[1]
+        self._weight, self._step = head.weight, steps.vocab
+        self._factors = head.hidden.new_empty(rows, self._step)
+        self._sums = head.hidden.new_empty(rows, width, dtype=torch.float32)
+
+    def of_exponentials(self, tile: RowTile, shift: Tensor) -> Tensor:
+        """``[R, H]`` float32 (scratch), and the tile's statistics."""
+        return self._sum(tile, lambda vocab, out: tile.exponentials(vocab, shift, out))
+
+    def of_gradient(self, tile: RowTile, by_row: Tensor, *, weighted: bool) -> Tensor:
+        """``[R, H]`` float32 (scratch), and the tile's weighted sums if wanted."""
+        return self._sum(tile, lambda vocab, out: tile.gradient(vocab, by_row, out, weighted))
+
+    def _sum(self, tile: RowTile, make: Callable[[slice, Tensor], None]) -> Tensor:
+        sums = self._sums[: tile.count]
+        for vocab in vocab_chunks(self._weight.shape[0], self._step):
+            out = self._factors[: tile.count, : vocab.stop - vocab.start]
+            make(vocab, out)
+            if vocab.start:
+                torch.addmm(sums, out, self._weight[vocab], out_dtype=sums.dtype, out=sums)
+            else:
+                torch.mm(out, self._weight[vocab], out_dtype=sums.dtype, out=sums)
+        return sums
+
+
+def _num_rows(head: LossHead) -> int:
+    return head.hidden.shape[0] if head.row_mask is None else int(head.row_mask.sum())
+
+
+def _statistics(arguments: ForwardArguments) -> int:
+    return 2 if _MOMENTS.isdisjoint(arguments.outputs) else 5
+
+
+def _put_values(
+    arguments: ForwardArguments, rows: Rows, combined: Tensor, result: ForwardResult
+) -> None:
+    for name in arguments.outputs:
+        value = result.values[name]
+        value[rows] = combined[COMBINED.index(name)].to(value.dtype)
+
+
+def _planned(make: Callable[..., plan.Plan], head: LossHead, num_rows: int) -> plan.Plan:
+    """``chunk_tokens`` is the caller's plan: so many rows, of the whole vocabulary."""
+    vocab, width = head.weight.shape
+    if head.chunk_tokens:
+        return plan.Plan(head.chunk_tokens, -(-vocab // module.TILE_VOCAB) * module.TILE_VOCAB)
+    units = module.multiprocessors(head.hidden.device.index)
+    return make(num_rows, width, vocab, units)
+
+
+def _vector_factors(
+    tile: RowTile, combined: Tensor, names: tuple[str, ...]
+) -> tuple[Tensor, Tensor]:
+    """``[K, R]`` each: what multiplies the product and the target's row of the weight."""
+    logprob, mass = (combined[COMBINED.index(name)] for name in ("logprob", "mass"))
+    on_target = tile.slope * tile.target_slope()
+    of = {
+        "logprob": (-tile.slope * mass, -on_target * torch.expm1(logprob)),
+        "lse": (tile.slope * mass, on_target * torch.exp(logprob)),
+    }
+    from_product, from_target = zip(*(of[name] for name in names), strict=True)
+    return torch.stack(from_product), torch.stack(from_target)

@@ -1,0 +1,532 @@
+// Logits of a loss head on Hopper (sm_90a): hidden [R, H] times weight [V, H]^T in bf16 with float32
+// accumulators, and what is wanted of them taken in the epilogue. No logits are written to memory.
+//
+// MODE 0  row statistics of each block of 256 vocabulary entries
+// MODE 1  the same, and exp2(t - shift[row]) as bf16 with the target's entry 0
+// MODE 2  the gradient of the raw logits as bf16, given each row's log-sum-exp
+//
+// t is a transformed logit in units of log 2: t = row_scale[row] * f(x + bias[v]), f(a) = a or
+// tanh(cap * a). Compile-time constants: MODE, BIAS, CAP (0 or 1), MOMENTS (statistics of entropy,
+// sum p^2 and mean as well), WEIGHTED (MODE 2: sum_v gradient_v log2 p_v per row and block).
+//
+// A cluster of two thread blocks makes a 256 x 256 tile of logits: each 128 rows, of the same 256
+// vocabulary entries, so that each fetches half of the weight's tile and multicasts it to both. In
+// a block one warp issues the copies (TMA) into a ring of STAGES; two warpgroups multiply (wgmma)
+// 64 x 256 each, and while one is in its epilogue the other keeps the tensor cores busy.
+//
+// NOTE [Why every addition and multiplication of a statistic is an intrinsic]
+// A compiler may contract a * b + c or not, differently in MODE 0 and 1, with MOMENTS or without.
+// Scoring and training must agree in every bit, or a policy's first ratio is not 1; intrinsics with
+// a named rounding are never contracted.
+//
+// NOTE [Why the shift of a block is a whole number]
+// exp2(t - shift) of one block becomes that of another shift by a power of two, which is exact: the
+// statistics (shifted by the block's own maximum) and the stored exponentials (by the row's) are
+// the same numbers, computed once.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+struct __align__(64) TensorMap {
+  char opaque[128];
+};
+
+struct Arguments {
+  const long long* target;  // [rows]
+  const float* row_scale;   // [rows]
+  const float* bias;        // [vocab], BIAS
+  const float* shift;       // [rows], MODE 1: a whole number
+  const float* gradient;    // [7, rows], MODE 2: log2-sum-exp, a, b, c, d, at the target, log2 p_y
+  float* target_info;       // [2, rows], MODE 0 and 1: t of the target, 1 if an earlier t ties or beats it
+  float* partial;           // [statistics, blocks, rows]
+  long long partial_stride; // blocks * rows
+  int rows, rows_stride;    // the partials' and per-row arrays' pitch
+  int vocab_begin, vocab_end;
+  int k_steps, row_pairs, vocab_tiles;
+  float cap;
+};
+
+constexpr int TILE_M = 128, TILE_N = 256, TILE_K = 64, STAGES = 4, CLUSTER = 2;
+constexpr int A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2;
+constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int BOX_BYTES = 64 * 64 * 2;  // what one TMA store takes: 64 rows of 64 entries
+constexpr int STAGED_BYTES = MODE ? 4 * BOX_BYTES : 0;  // two boxes for each multiplying warpgroup
+constexpr int BARRIERS_AT = STAGES * STAGE_BYTES + STAGED_BYTES;
+constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
+constexpr float EXCLUDED = -1e30f, LOWEST_SHIFT = -1e29f;
+
+// ---- PTX
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// NOTE [Why arrivals and waits have no cluster scope]
+// What they order are copies and products of the async proxy, which the barrier's byte count and
+// wgmma's own wait have completed. With release and acquire at cluster scope each of them would
+// flush and invalidate (MEMBAR.GPU, CCTL.IVALL); without, a head of 16384 x 4096 x 151936 takes
+// 29.3 ms instead of 33.8 (H200).
+__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int x, int y, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void load_tile_to_all(u32 to, const TensorMap* map, int x, int y,
+                                                 u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<u16>((1 << CLUSTER) - 1))
+      : "memory");
+}
+
+__device__ __forceinline__ void store_box(const TensorMap* map, u32 from, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+      "r"(x), "r"(y), "r"(from)
+      : "memory");
+}
+
+// A tile of rows of 64 bf16 (128 bytes) in the 128-byte swizzle: groups of 8 rows, 1024 bytes apart.
+__device__ __forceinline__ u64 tile_descriptor(u32 address) {
+  return (u64(1) << 62) | (u64(1024 >> 4) << 32) | (u64(1) << 16) | u64((address & 0x3FFFF) >> 4);
+}
+
+// d [64, 256] (+)= a [64, 16] b [256, 16]^T. Of a thread's d, d[4 j + 2 h + i] is in row
+// 16 warp + 8 h + lane / 4, column 8 j + 2 (lane % 4) + i.
+__device__ __forceinline__ void multiply(float (&d)[128], u64 a, u64 b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "%128, %129, p, 1, 1, 0, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+        "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+        "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+        "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+__device__ __forceinline__ void multiply_begin() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void multiply_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int PENDING>
+__device__ __forceinline__ void multiply_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ float exp2_fast(float a) {
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(a));
+  return e;
+}
+
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+__device__ __forceinline__ void warpgroup_sync(int warpgroup) {
+  asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
+
+// ---- the epilogue's arithmetic
+
+// Absolute error 1e-7, which is what float32 logits have.
+__device__ __forceinline__ float tanh_fast(float a) {
+  const float decay = exp2_fast(__fmul_rn(-2.8853900817779268f, fabsf(a)));
+  return copysignf(__fdividef(__fsub_rn(1.0f, decay), __fadd_rn(1.0f, decay)), a);
+}
+
+// The same in all four lanes that hold a row, whichever of them asks: max and + commute.
+__device__ __forceinline__ float row_max(float a) {
+  a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
+  return fmaxf(a, __shfl_xor_sync(~0u, a, 2));
+}
+
+__device__ __forceinline__ float row_sum(float a) {
+  a = __fadd_rn(a, __shfl_xor_sync(~0u, a, 1));
+  return __fadd_rn(a, __shfl_xor_sync(~0u, a, 2));
+}
+
+// d becomes t. `column` is the vocabulary entry of d[0].
+__device__ __forceinline__ void transform(float (&d)[128], const Arguments& args, int column,
+                                          const float (&scale)[2]) {
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int v = column + 8 * j + i;
+      const float bias = BIAS && v < args.vocab_end ? __ldg(args.bias + v) : 0.0f;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float& t = d[4 * j + 2 * h + i];
+        if (BIAS) t = __fadd_rn(t, bias);
+        if (CAP) t = tanh_fast(__fmul_rn(t, args.cap));
+        t = __fmul_rn(t, scale[h]);
+        if (BIAS) t = fmaxf(t, EXCLUDED);  // a banned token (-inf) adds 0 and not 0 * inf
+      }
+    }
+  }
+}
+
+// Derivative of the softcap by its argument, from t = scale * tanh.
+__device__ __forceinline__ float cap_slope(float t, float inverse_scale) {
+  const float capped = t * inverse_scale;
+  return 1.0f - capped * capped;
+}
+
+// Takes the target's entry of row h out of d, if this block has it, and writes it down.
+__device__ __forceinline__ void take_target(float (&d)[128], int h, int at, int row,
+                                            const Arguments& args) {
+  // `at`: the target's column relative to this lane's first; the row's four lanes agree on `has`.
+  const int lane_column = 2 * (threadIdx.x % 4);
+  const bool has = at + lane_column >= 0 && at + lane_column < TILE_N;
+  if (!__any_sync(~0u, has)) return;
+  float t_target = EXCLUDED;
+  bool mine = false;
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& t = d[4 * j + 2 * h + i];
+      if (has && at == 8 * j + i) {
+        t_target = t;
+        mine = true;
+        t = EXCLUDED;
+      }
+    }
+  }
+  const float in_row = row_max(t_target);
+  float beaten = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (8 * j + i < at && d[4 * j + 2 * h + i] >= in_row) beaten = 1.0f;
+    }
+  }
+  beaten = row_max(beaten);
+  if (mine && row < args.rows) {
+    args.target_info[row] = t_target;
+    args.target_info[args.rows_stride + row] = beaten;
+  }
+}
+
+// Statistics of d (t, target taken out) for row h; in MODE 1 d becomes the stored exponentials.
+__device__ __forceinline__ void reduce_row(float (&d)[128], int h, int row, int block, float mean,
+                                           float shift, float inverse_scale,
+                                           const Arguments& args) {
+  float largest = EXCLUDED;
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    largest = fmaxf(largest, fmaxf(d[4 * j + 2 * h], d[4 * j + 2 * h + 1]));
+  }
+  largest = row_max(largest);
+  const float own_shift = fmaxf(ceilf(largest), LOWEST_SHIFT);
+  const float rescale = MODE == 1 ? exp2_fast(fminf(own_shift - shift, 127.0f)) : 0.0f;
+  float total = 0.0f, moment = 0.0f, squares = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& t = d[4 * j + 2 * h + i];
+      const float below = __fsub_rn(t, own_shift);
+      const float e = exp2_fast(below);
+      total = __fadd_rn(total, e);
+      if (MOMENTS) {
+        moment = __fmaf_rn(e, below, moment);
+        squares = __fmaf_rn(e, e, squares);
+      }
+      if (MODE == 1) {
+        const float slope = CAP ? cap_slope(t, inverse_scale) : 1.0f;
+        t = CAP && t == EXCLUDED ? 0.0f : e * rescale * slope;
+      }
+    }
+  }
+  total = row_sum(total);
+  if (MOMENTS) moment = row_sum(moment), squares = row_sum(squares), mean = row_sum(mean);
+  if (threadIdx.x % 4 == 0 && row < args.rows) {
+    float* out = args.partial + (long long)block * args.rows_stride + row;
+    out[0] = largest;
+    out[args.partial_stride] = total;
+    if (MOMENTS) {
+      out[2 * args.partial_stride] = moment;
+      out[3 * args.partial_stride] = squares;
+      out[4 * args.partial_stride] = mean;
+    }
+  }
+}
+
+// d (t) becomes the gradient of the raw logits, but for the target's entry:
+// p (a + b log2 p + c p) + d, times the softcap's slope.
+__device__ __forceinline__ void differentiate_row(float (&d)[128], int h, int at, int row,
+                                                  int block, int columns, float inverse_scale,
+                                                  const Arguments& args) {
+  const int pitch = args.rows_stride, safe = row < args.rows ? row : 0;
+  const float log_sum = __ldg(args.gradient + safe);
+  const float a = __ldg(args.gradient + pitch + safe);
+  const float b = __ldg(args.gradient + 2 * pitch + safe);
+  const float c = __ldg(args.gradient + 3 * pitch + safe);
+  const float mean = __ldg(args.gradient + 4 * pitch + safe);
+  const float at_target = __ldg(args.gradient + 5 * pitch + safe);
+  const float log_p_target = WEIGHTED ? __ldg(args.gradient + 6 * pitch + safe) : 0.0f;
+  float weighted = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& t = d[4 * j + 2 * h + i];
+      const bool is_target = at == 8 * j + i;
+      const float log_p = t - log_sum, p = exp2_fast(log_p);
+      const float made = is_target ? at_target : p * (a + b * log_p + c * p) + mean;
+      if (WEIGHTED && 8 * j + i < columns) weighted += made * (is_target ? log_p_target : log_p);
+      t = CAP ? made * cap_slope(t, inverse_scale) : made;
+    }
+  }
+  if (WEIGHTED) {
+    weighted = row_sum(weighted);
+    if (threadIdx.x % 4 == 0 && row < args.rows) {
+      args.partial[(long long)block * pitch + row] = weighted;
+    }
+  }
+}
+
+// Rounds d to bf16 and stores it by way of shared memory, half of the columns at a time.
+__device__ __forceinline__ void store_tile(const float (&d)[128], u32 staged, int warpgroup,
+                                           const TensorMap* out, int column, int row) {
+  const int thread = threadIdx.x % 128, lane = thread % 32;
+  const int in_row = 16 * (thread / 32) + (lane & 15), odd = lane >> 4;
+  const bool elected = thread == 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (elected) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    warpgroup_sync(warpgroup);
+#pragma unroll
+    for (int j = 16 * half; j < 16 * half + 16; j += 2) {
+      const int chunk = (j % 8 + odd) ^ (in_row & 7);
+      const u32 to = staged + (j / 8 % 2) * BOX_BYTES + in_row * 128 + chunk * 16;
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                   "r"(pack_bf16(d[4 * j], d[4 * j + 1])),
+                   "r"(pack_bf16(d[4 * j + 2], d[4 * j + 3])),
+                   "r"(pack_bf16(d[4 * j + 4], d[4 * j + 5])),
+                   "r"(pack_bf16(d[4 * j + 6], d[4 * j + 7]))
+                   : "memory");
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    warpgroup_sync(warpgroup);
+    if (elected) {
+      store_box(out, staged, column + 128 * half, row);
+      store_box(out, staged + BOX_BYTES, column + 128 * half + 64, row);
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+  }
+}
+
+// ---- the kernel's two roles
+
+struct Ring {
+  int stage = 0;
+  u32 phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+__device__ __forceinline__ void load_tiles(const TensorMap* hidden, const TensorMap* weight,
+                                           const Arguments& args, u32 shared, u32 full, u32 empty,
+                                           u32 rank) {
+  Ring ring;
+  const int tiles = args.row_pairs * args.vocab_tiles;
+  for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
+    const int row = (tile % args.row_pairs * CLUSTER + rank) * TILE_M;
+    const int column = args.vocab_begin + tile / args.row_pairs * TILE_N + rank * (TILE_N / CLUSTER);
+    for (int k = 0; k < args.k_steps; ++k, ring.advance()) {
+      barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+      const u32 a = shared + ring.stage * STAGE_BYTES, loaded = full + 8 * ring.stage;
+      barrier_expect(loaded, STAGE_BYTES);
+      load_tile(a, hidden, k * TILE_K, row, loaded);
+      load_tile_to_all(a + A_BYTES + rank * (B_BYTES / CLUSTER), weight, k * TILE_K, column,
+                       loaded);
+    }
+  }
+}
+
+__device__ __forceinline__ void accumulate_tile(float (&d)[128], int k_steps, Ring& ring,
+                                                u32 shared, u32 full, u32 empty, int warpgroup) {
+  const bool signals = threadIdx.x % 128 < CLUSTER;
+  const u32 to = threadIdx.x % 128;
+  int before = 0;
+  for (int k = 0; k < k_steps; ++k, ring.advance()) {
+    barrier_wait(full + 8 * ring.stage, ring.phase);
+    const u32 stage = shared + ring.stage * STAGE_BYTES;
+    const u64 a = tile_descriptor(stage + warpgroup * (A_BYTES / 2));
+    const u64 b = tile_descriptor(stage + A_BYTES);
+    multiply_begin();
+#pragma unroll
+    for (int part = 0; part < TILE_K / 16; ++part) {
+      multiply(d, a + 2 * part, b + 2 * part, k > 0 || part > 0);
+    }
+    multiply_commit();
+    if (k > 0) {
+      multiply_wait<1>();
+      if (signals) barrier_arrive(empty + 8 * before, to);
+    }
+    before = ring.stage;
+  }
+  multiply_wait<0>();
+  if (signals) barrier_arrive(empty + 8 * before, to);
+}
+
+__device__ __forceinline__ void multiply_tiles(const TensorMap* out, const Arguments& args,
+                                               u32 shared, u32 full, u32 empty, u32 rank,
+                                               int warpgroup) {
+  float d[128];
+  Ring ring;
+  const int thread = threadIdx.x % 128, lane_column = 2 * (thread % 4);
+  const u32 staged = shared + STAGES * STAGE_BYTES + warpgroup * 2 * BOX_BYTES;
+  const int tiles = args.row_pairs * args.vocab_tiles;
+  for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
+    const int first_row = (tile % args.row_pairs * CLUSTER + rank) * TILE_M + 64 * warpgroup;
+    const int in_chunk = tile / args.row_pairs * TILE_N;
+    const int first_column = args.vocab_begin + in_chunk, columns = args.vocab_end - first_column;
+    const int block = first_column / TILE_N, row = first_row + 16 * (thread / 32) + thread % 32 / 4;
+    int at[2];
+    float scale[2], inverse_scale[2], shift[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int safe = row + 8 * h < args.rows ? row + 8 * h : 0;
+      at[h] = static_cast<int>(__ldg(args.target + safe)) - first_column - lane_column;
+      scale[h] = __ldg(args.row_scale + safe);
+      inverse_scale[h] = CAP ? 1.0f / scale[h] : 0.0f;
+      shift[h] = MODE == 1 ? __ldg(args.shift + safe) : 0.0f;
+    }
+    accumulate_tile(d, args.k_steps, ring, shared, full, empty, warpgroup);
+    transform(d, args, first_column + lane_column, scale);
+    const bool edge = columns < TILE_N;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (MODE == 2) {
+        differentiate_row(d, h, at[h], row + 8 * h, block, columns - lane_column,
+                          inverse_scale[h], args);
+        continue;
+      }
+      float mean = 0.0f;
+      if (MOMENTS) {
+#pragma unroll
+        for (int j = 0; j < 32; ++j) {
+          mean = __fadd_rn(mean, __fadd_rn(d[4 * j + 2 * h], d[4 * j + 2 * h + 1]));
+        }
+      }
+      if (edge) {
+#pragma unroll
+        for (int j = 0; j < 32; ++j) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (8 * j + i >= columns - lane_column) d[4 * j + 2 * h + i] = EXCLUDED;
+          }
+        }
+      }
+      take_target(d, h, at[h], row + 8 * h, args);
+      reduce_row(d, h, row + 8 * h, block, mean, shift[h], inverse_scale[h], args);
+    }
+    if (MODE) store_tile(d, staged, warpgroup, out, in_chunk, first_row);
+  }
+  if (MODE && thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
+    loss_head(const __grid_constant__ TensorMap hidden, const __grid_constant__ TensorMap weight,
+              const __grid_constant__ TensorMap out, const __grid_constant__ Arguments args) {
+  extern __shared__ __align__(1024) char memory[];
+  const u32 shared = shared_address(memory);
+  const u32 full = shared + BARRIERS_AT, empty = full + 8 * STAGES;
+  const u32 rank = cluster_rank();
+  const int warpgroup = threadIdx.x / 128;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(full + 8 * stage, 1);
+      barrier_init(empty + 8 * stage, 2 * CLUSTER);  // both multiplying warpgroups of each block
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  cluster_sync();
+  if (warpgroup == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+    if (threadIdx.x == 0) load_tiles(&hidden, &weight, args, shared, full, empty, rank);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLIER_REGISTERS));
+    multiply_tiles(&out, args, shared, full, empty, rank, warpgroup - 1);
+  }
+  // A block that ended would not hear its neighbour's barriers and copies.
+  __syncwarp();
+  cluster_sync();
+}

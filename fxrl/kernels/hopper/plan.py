@@ -1,0 +1,107 @@
+"""How many rows and vocabulary entries a step of the fused head takes.
+
+The model: a device with P multiprocessors makes 128 x 256 tiles of a product in waves of P, each
+as long as the product is deep; a wave that is not full costs as much as a full one. A step's
+exponentials [R, C] and the float32 sums [R, H] must fit the scratch budget; small steps pay for
+filling and draining the pipeline and for reading the sums back.
+
+Constants measured on an H200 at the clocks it holds under load; they only rank plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from fxrl.kernels.hopper.module import TILE_DEPTH, TILE_ROWS, TILE_VOCAB
+
+_ROW_STEP = 256  # two blocks of a cluster
+_MAX_ROWS = 8192
+_STEP_US = 0.70  # 128 x 256 x 64 on one multiprocessor
+_EPILOGUE_US = 2.0
+_LAUNCH_US = 8.0
+_SUMS_BYTES_PER_US = 2.0e6
+_SCRATCH_BYTES = 176 * 2**20
+_BLOCK_STATISTICS_BYTES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``rows`` of the batch at a time, and of them ``vocab`` entries at a time."""
+
+    rows: int
+    vocab: int
+
+
+@cache
+def for_scoring(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
+    """Statistics only: as many rows as the weight is worth reading for, in full waves."""
+    blocks = _ceil(vocab, TILE_VOCAB)
+    limit = max(_ROW_STEP, _SCRATCH_BYTES // (blocks * _BLOCK_STATISTICS_BYTES))
+
+    def cost(rows: int) -> float:
+        tile = _ceil(width, TILE_DEPTH) * _STEP_US + _EPILOGUE_US
+        return _steps(num_rows, rows, lambda r: _waves(r, blocks, multiprocessors) * tile)
+
+    return Plan(min(_row_choices(num_rows, min(limit, 4096)), key=cost), blocks * TILE_VOCAB)
+
+
+@cache
+def for_product(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
+    """A tile of the head, then its product with the weight, added to sums of float32."""
+    blocks = _ceil(vocab, TILE_VOCAB)
+    depth = _ceil(width, TILE_DEPTH)
+
+    def cost(plan: Plan) -> float:
+        def step(rows: int) -> float:
+            chunks = _ceil(vocab, plan.vocab)
+            head = _waves(rows, blocks, multiprocessors) * (depth * _STEP_US + _EPILOGUE_US)
+            if chunks > 1:  # every chunk but the last ends in a wave of its own
+                tiles = plan.vocab // TILE_VOCAB
+                tail = blocks - (chunks - 1) * tiles
+                waves = (chunks - 1) * _waves(rows, tiles, multiprocessors)
+                waves += _waves(rows, tail, multiprocessors)
+                head = waves * (depth * _STEP_US + _EPILOGUE_US)
+            outputs = _ceil(rows, TILE_ROWS) * _ceil(width, TILE_VOCAB)
+            product = _ceil(outputs, multiprocessors) * _ceil(vocab, TILE_DEPTH) * _STEP_US
+            sums = chunks * 8 * rows * width / _SUMS_BYTES_PER_US
+            return head + product + sums + 2 * chunks * _LAUNCH_US
+
+        return _steps(num_rows, plan.rows, step)
+
+    return min(_plans(num_rows, width, vocab), key=cost)
+
+
+def _plans(num_rows: int, width: int, vocab: int) -> Iterator[Plan]:
+    blocks = _ceil(vocab, TILE_VOCAB)
+    found = False
+    for rows in _row_choices(num_rows, _MAX_ROWS):
+        left = _SCRATCH_BYTES - rows * (4 * width + blocks * _BLOCK_STATISTICS_BYTES)
+        most = min(blocks, left // (2 * TILE_VOCAB * rows))
+        for chunks in range(_ceil(blocks, most), _ceil(blocks, most) + 12) if most > 0 else ():
+            found = True
+            yield Plan(rows, _ceil(blocks, chunks) * TILE_VOCAB)
+    if not found:
+        yield Plan(_ROW_STEP, min(blocks, 32) * TILE_VOCAB)
+
+
+def _row_choices(num_rows: int, most: int) -> list[int]:
+    """Multiples of ``_ROW_STEP`` that cut the rows into equal parts."""
+    parts = range(1, max(2, _ceil(num_rows, _ROW_STEP) + 1))
+    sizes = {_ceil(_ceil(num_rows, n), _ROW_STEP) * _ROW_STEP for n in parts}
+    return sorted(size for size in sizes if size <= most) or [_ROW_STEP]
+
+
+def _steps(num_rows: int, rows: int, cost: object) -> float:
+    assert callable(cost)
+    full, rest = divmod(num_rows, rows)
+    return float(full * cost(rows) + (cost(rest) if rest else 0.0))
+
+
+def _waves(rows: int, vocab_tiles: int, multiprocessors: int) -> int:
+    return _ceil(_ceil(rows, _ROW_STEP) * vocab_tiles, multiprocessors // 2)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,197 @@
+"""Per-row work around the products: what a row's blocks add up to, and the saved vectors.
+
+Units: t is a transformed logit over ln 2, so that exponentials are powers of two and a change of a
+block's whole-numbered shift is exact. With M the row's largest shift and sums over v != y
+
+    S = sum 2^(t_v - M)    E = sum 2^(t_v - M) (t_v - M)    Q = sum 4^(t_v - M)
+
+the values follow as in ``fxrl.kernels.linear_logprob_tile``.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from fxrl.kernels.jit import jit, jit_unspecialized
+from fxrl.kernels.linear_logprob_transform import log1p, tanh
+
+#: Rows of what ``combine_blocks`` writes, in this order.
+COMBINED = (
+    "logprob",
+    "lse",
+    "entropy",
+    "argmax_hit",
+    "sum_p2",
+    "mean_logit",
+    "max_logit",
+    "mass",  # p_v over the stored exponential
+    "misfit",  # 1: the stored exponentials may have overflowed or underflowed
+)
+
+_LN2 = tl.constexpr(0.6931471805599453)
+_LOWEST_SHIFT = tl.constexpr(-1e29)
+_EXCLUDED = tl.constexpr(-1e30)
+# The row's largest other logit, less the shift of its exponentials. At 90 their sum over 2^18
+# entries, times a weight of 2^18, is still finite; at -90 what is flushed to zero is less than
+# 2^-36 of the largest, 2^-18 of all together.
+_GAP = tl.constexpr(90.0)
+# The target's logit is seldom far above the others (1 - p_y = 2^-70), but may be far below.
+_ABOVE_TARGET = tl.constexpr(20.0)
+
+
+@jit_unspecialized("rows", "moments", "has_shift")
+def combine_blocks(
+    partial: tl.tensor,
+    target_info: tl.tensor,
+    target: tl.tensor,
+    shift: tl.tensor,
+    combined: tl.tensor,
+    rows: tl.tensor,
+    blocks: tl.tensor,
+    vocab: tl.tensor,
+    moments: tl.tensor,
+    has_shift: tl.tensor,
+    tile_vocab: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_blocks: tl.constexpr,
+) -> None:
+    """``combined [9, rows]`` from ``partial [2 or 5, blocks, rows]`` and ``target_info [2, rows]``.
+
+    ``moments`` (0 or 1: five statistics) and ``has_shift`` are no compile-time constants: one
+    compilation for scoring and training, hence the same bits.
+    """
+    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
+    live = row < rows
+    stride = rows.to(tl.int64) * blocks
+    t_y = tl.load(target_info + row, mask=live, other=0.0)
+    t_y = tl.where(t_y <= _EXCLUDED, float("-inf"), t_y)
+    beaten = tl.load(target_info + rows + row, mask=live, other=0.0)
+    own_block = tl.load(target + row, mask=live, other=0) // tile_vocab
+
+    largest = tl.full([block_rows], _EXCLUDED, tl.float32)
+    for start in range(0, blocks, block_blocks):
+        block = start + tl.arange(0, block_blocks)
+        inside = (block < blocks)[:, None] & live[None, :]
+        at = block.to(tl.int64)[:, None] * rows + row[None, :]
+        top = tl.load(partial + at, mask=inside, other=_EXCLUDED)
+        # The argmax is the first of equal logits; in the target's own block the GEMM compared.
+        ties = (top == t_y[None, :]) & (block[:, None] < own_block[None, :])
+        beats = (top > t_y[None, :]) | ties
+        beaten = tl.maximum(beaten, tl.max(beats.to(tl.float32), 0))
+        largest = tl.maximum(largest, tl.max(top, 0))
+    base = tl.maximum(tl.ceil(largest), _LOWEST_SHIFT)
+
+    total = tl.zeros([block_rows], tl.float32)
+    moment = tl.zeros([block_rows], tl.float32)
+    squares = tl.zeros([block_rows], tl.float32)
+    mean = tl.zeros([block_rows], tl.float32)
+    for start in range(0, blocks, block_blocks):
+        block = start + tl.arange(0, block_blocks)
+        inside = (block < blocks)[:, None] & live[None, :]
+        at = block.to(tl.int64)[:, None] * rows + row[None, :]
+        top = tl.load(partial + at, mask=inside, other=_EXCLUDED)
+        gap = tl.maximum(tl.ceil(top), _LOWEST_SHIFT) - base[None, :]
+        decay = tl.exp2(gap)
+        part = tl.load(partial + stride + at, mask=inside, other=0.0)
+        total += tl.sum(part * decay, 0)
+        more = inside & (moments != 0)
+        bent = tl.load(partial + 2 * stride + at, mask=more, other=0.0)
+        moment += tl.sum((bent + tl.maximum(gap, -1e30) * part) * decay, 0)
+        squared = tl.load(partial + 3 * stride + at, mask=more, other=0.0)
+        squares += tl.sum(squared * decay * decay, 0)
+        mean += tl.sum(tl.load(partial + 4 * stride + at, mask=more, other=0.0), 0)
+
+    log_total = tl.log2(total)
+    margin = ((t_y - base) - log_total) * _LN2
+    correction = log1p(tl.exp(-tl.abs(margin)))
+    logprob = -(tl.maximum(-margin, 0.0) + correction)
+    p_others = 1.0 / (1.0 + tl.exp(margin))
+    p_target = tl.exp(logprob)
+    log_sum = tl.maximum(log_total, t_y - base) * _LN2 + correction
+    share = tl.where(total == 0.0, 0.0, 1.0 / total)
+    spread = moment * share * _LN2 - log_sum
+    entropy = -(p_target * tl.maximum(logprob, -1e30) + p_others * spread)
+    per_mass = p_others * share
+
+    valid = margin == margin  # a NaN beats all
+    mean = tl.where(mean <= _LOWEST_SHIFT, float("-inf"), mean * _LN2 / vocab)
+    put = combined + row
+    tl.store(put, logprob, mask=live)
+    tl.store(put + rows, tl.maximum(base + log_total, t_y) * _LN2 + correction, mask=live)
+    tl.store(put + 2 * rows, entropy, mask=live)
+    tl.store(put + 3 * rows, tl.where(valid, 1.0 - beaten, 0.0), mask=live)
+    tl.store(put + 4 * rows, p_target * p_target + per_mass * per_mass * squares, mask=live)
+    tl.store(put + 5 * rows, mean, mask=live)
+    tl.store(put + 6 * rows, tl.maximum(largest, t_y) * _LN2, mask=live)
+    stored = tl.load(shift + row, mask=live & (has_shift != 0), other=0.0)
+    apart = base - stored
+    fits = tl.abs(apart) <= _GAP
+    tl.store(put + 7 * rows, per_mass * tl.exp2(-apart), mask=live)
+    tl.store(put + 8 * rows, tl.where(fits, 0.0, 1.0), mask=live)
+
+
+@jit
+def target_shift(
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    target: tl.tensor,
+    bias: tl.tensor,
+    row_scale: tl.tensor,
+    shift: tl.tensor,
+    width: tl.tensor,
+    hidden_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    cap: tl.constexpr,
+    has_bias: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """``shift[row]``: by what the row's exponentials are scaled, from the target's t."""
+    row = tl.program_id(0).to(tl.int64)
+    y = tl.load(target + row)
+    total = tl.zeros([block], tl.float32)
+    for start in range(0, width, block):
+        at = start + tl.arange(0, block)
+        inside = at < width
+        h = tl.load(hidden + row * hidden_stride + at, mask=inside, other=0.0)
+        w = tl.load(weight + y * weight_stride + at, mask=inside, other=0.0)
+        total += h.to(tl.float32) * w.to(tl.float32)
+    x = tl.sum(total, 0)
+    if has_bias:
+        x += tl.load(bias + y)
+    if cap != 0.0:
+        x = tanh(x * cap)
+    tl.store(shift + row, tl.ceil(x * tl.load(row_scale + row)) + _ABOVE_TARGET)
+
+
+@jit_unspecialized("rows", "all_rows")
+def finish_vectors(
+    product: tl.tensor,
+    weight: tl.tensor,
+    target: tl.tensor,
+    from_product: tl.tensor,
+    from_target: tl.tensor,
+    row_index: tl.tensor,
+    vectors: tl.tensor,
+    rows: tl.tensor,
+    all_rows: tl.tensor,
+    width: tl.tensor,
+    weight_stride: tl.tensor,
+    count: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """``vectors[k, row_index[row]]`` = from_product[k] * product[row] + from_target[k] * W_y.
+
+    ``product [rows, H]`` float32, ``from_* [count, rows]``, ``vectors [count, all_rows, H]``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    y = tl.load(target + row)
+    u = tl.load(product + row * width + at, mask=inside, other=0.0)
+    w = tl.load(weight + y * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
+    to = tl.load(row_index + row)
+    for k in tl.static_range(count):
+        on_u, on_w = tl.load(from_product + k * rows + row), tl.load(from_target + k * rows + row)
+        made = on_u * u + on_w * w
+        out = vectors + (k * all_rows.to(tl.int64) + to) * width + at
+        tl.store(out, made.to(vectors.dtype.element_ty), mask=inside)

@@ -1,0 +1,211 @@
+"""A tile of rows of the loss head on Hopper: its scratch, and the launches that fill it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fxrl.kernels.hopper import module
+from fxrl.kernels.hopper.rows import COMBINED, combine_blocks, finish_vectors, target_shift
+from fxrl.ops.linear_logprob_head import LossHead, Rows
+
+_LOG2E = 1 / math.log(2)
+_PAD = 8  # bf16 numbers in the 16 bytes that TMA wants a row to be a multiple of
+
+
+class Scratch:
+    """Memory that the tiles of one call share: block statistics, exponentials, float32 sums."""
+
+    def __init__(self, head: LossHead, rows: int, statistics: int) -> None:
+        self._hidden = head.hidden
+        self.blocks = -(-head.weight.shape[0] // module.TILE_VOCAB)
+        self._partial = head.hidden.new_empty(statistics * self.blocks * rows, dtype=torch.float32)
+        self._target_info = head.hidden.new_empty(2 * rows, dtype=torch.float32)
+        self.statistics = statistics
+
+    def partial(self, rows: int) -> Tensor:
+        """``[statistics, blocks, rows]``, undefined."""
+        count = self.statistics * self.blocks * rows
+        return self._partial[:count].view(self.statistics, self.blocks, rows)
+
+    def target_info(self, rows: int) -> Tensor:
+        """``[2, rows]``, undefined."""
+        return self._target_info[: 2 * rows].view(2, rows)
+
+
+class RowTile:
+    """Some rows of a head: ``hidden [R, H]``, ``target [R]``, and what they are multiplied by."""
+
+    def __init__(self, head: LossHead, rows: Rows, scratch: Scratch) -> None:
+        self._head, self._scratch, self.rows = head, scratch, rows
+        self.hidden = head.hidden[rows]
+        if not aligned(self.hidden):
+            self.hidden = _padded(self.hidden)
+        self.target = head.target[rows].contiguous()
+        self.count = self.hidden.shape[0]
+        self.slope = head.row_slope(rows).expand(self.count, 1).squeeze(1)
+        factor = self.slope * (head.softcap / head.scale) if head.softcap else self.slope
+        self.row_scale = (factor * _LOG2E).contiguous()
+        self._bias = None if head.bias is None else head.bias.float().contiguous()
+        self._cap = head.scale / head.softcap if head.softcap else 0.0
+        self._arguments = module.Arguments(
+            target=self.target.data_ptr(),
+            row_scale=self.row_scale.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            rows=self.count,
+            rows_stride=self.count,
+            k_steps=-(-head.hidden.shape[1] // module.TILE_DEPTH),
+            row_pairs=-(-self.count // (module.TILE_ROWS * module.CLUSTER)),
+            cap=self._cap,
+        )
+
+    def target_shift(self) -> Tensor:
+        """``[R]``: a whole number near the row's largest t, guessed from the target's."""
+        shift = self.row_scale.new_empty(self.count)
+        weight = self._head.weight
+        target_shift[(self.count,)](
+            self.hidden,
+            weight,
+            self.target,
+            self._bias,
+            self.row_scale,
+            shift,
+            weight.shape[1],
+            self.hidden.stride(0),
+            weight.stride(0),
+            cap=self._cap,
+            has_bias=self._bias is not None,
+            block=1024,
+            num_warps=4,
+        )
+        return shift
+
+    def statistics(self) -> None:
+        """Fills the scratch's block statistics."""
+        self._launch(module.STATISTICS, slice(0, self._head.weight.shape[0]), None, None)
+
+    def exponentials(self, vocab: slice, shift: Tensor, out: Tensor) -> None:
+        """The same for the entries ``vocab``, and ``out [R, C]`` = 2^(t - shift), targets 0."""
+        self._launch(module.EXPONENTIALS, vocab, shift, out)
+
+    def gradient(self, vocab: slice, coefficients: Tensor, out: Tensor, weighted: bool) -> None:
+        """``out [R, C]``: the gradient of the raw logits of the entries ``vocab``."""
+        self._launch(module.GRADIENT, vocab, coefficients, out, weighted)
+
+    def combine(self, shift: Tensor | None) -> Tensor:
+        """``[len(COMBINED), R]`` from the block statistics."""
+        combined = self.row_scale.new_empty(len(COMBINED), self.count)
+        block_rows = 32
+        combine_blocks[(triton.cdiv(self.count, block_rows),)](
+            self._scratch.partial(self.count),
+            self._scratch.target_info(self.count),
+            self.target,
+            self.row_scale if shift is None else shift,
+            combined,
+            self.count,
+            self._scratch.blocks,
+            self._head.weight.shape[0],
+            int(self._scratch.statistics > 2),
+            int(shift is not None),
+            tile_vocab=module.TILE_VOCAB,
+            block_rows=block_rows,
+            block_blocks=64,
+            num_warps=8,
+        )
+        return combined
+
+    def weighted(self, vocab: slice) -> Tensor:
+        """``[R]``: sum of gradient_v log2 p_v over the entries ``vocab`` of the last gradients."""
+        blocks = slice(vocab.start // module.TILE_VOCAB, -(-vocab.stop // module.TILE_VOCAB))
+        return self._scratch.partial(self.count)[0, blocks].sum(0)
+
+    def finish(
+        self, product: Tensor, from_product: Tensor, from_target: Tensor, vectors: Tensor
+    ) -> None:
+        """``vectors [K, N, H]`` at this tile's rows, from ``product [R, H]`` and W_y."""
+        index = self.rows
+        if isinstance(index, slice):
+            index = torch.arange(index.start, index.start + self.count, device=product.device)
+        count, all_rows, width = vectors.shape
+        block = min(1024, triton.next_power_of_2(width))
+        finish_vectors[(self.count, triton.cdiv(width, block))](
+            product,
+            self._head.weight,
+            self.target,
+            from_product.contiguous(),
+            from_target.contiguous(),
+            index,
+            vectors,
+            self.count,
+            all_rows,
+            width,
+            self._head.weight.stride(0),
+            count=count,
+            block=block,
+            num_warps=4,
+        )
+
+    def target_slope(self) -> Tensor:
+        """``[R]``: the softcap's derivative at the target; 1 without a softcap."""
+        if not self._cap:
+            return torch.ones_like(self.row_scale)
+        capped = self._scratch.target_info(self.count)[0] / self.row_scale
+        return 1 - capped * capped
+
+    def _launch(
+        self,
+        mode: int,
+        vocab: slice,
+        per_row: Tensor | None,
+        out: Tensor | None,
+        weighted: bool = False,
+    ) -> None:
+        arguments: Any = self._arguments
+        partial = self._scratch.partial(self.count)
+        arguments.partial = partial.data_ptr()
+        arguments.partial_stride = self._scratch.blocks * self.count
+        arguments.target_info = self._scratch.target_info(self.count).data_ptr()
+        pointer = None if per_row is None else per_row.data_ptr()
+        arguments.shift = arguments.gradient = pointer
+        arguments.vocab_begin, arguments.vocab_end = vocab.start, vocab.stop
+        arguments.vocab_tiles = -(-(vocab.stop - vocab.start) // module.TILE_VOCAB)
+        device = self.hidden.device.index
+        moments = mode != module.GRADIENT and self._scratch.statistics > 2
+        variant = (mode, self._bias is not None, self._cap != 0, moments, weighted)
+        function = module.kernel(*variant, device)
+        module.launch(function, mode, self.hidden, self._head.weight, out, arguments)
+
+
+def row_tiles(num_rows: int, selected: Tensor | None, step: int) -> Iterator[Rows]:
+    """All rows, or the ``num_rows`` where ``selected`` (bool) is True, ``step`` at a time."""
+    index = None if selected is None else selected.nonzero().squeeze(1)
+    for start in range(0, num_rows, step):
+        rows = slice(start, min(start + step, num_rows))
+        yield rows if index is None else index[rows]
+
+
+def vocab_chunks(vocab: int, step: int) -> Iterator[slice]:
+    """The vocabulary, ``step`` entries at a time; ``step`` is a multiple of a block's."""
+    for start in range(0, vocab, step):
+        yield slice(start, min(start + step, vocab))
+
+
+def aligned(matrix: Tensor) -> bool:
+    """Whether TMA can read it: entries side by side, rows 16 bytes aligned."""
+    return (
+        matrix.stride(1) == 1
+        and matrix.stride(0) % _PAD == 0
+        and matrix.data_ptr() % (_PAD * matrix.element_size()) == 0
+    )
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    """A copy whose rows start 16 bytes aligned."""
+    rows, width = matrix.shape
+    padded = matrix.new_empty(rows, -(-width // _PAD) * _PAD)[:, :width]
+    return padded.copy_(matrix)
