@@ -12,7 +12,8 @@ from typing import Any
 
 from fxrl.losses import FACTORIES
 from fxrl.rl.types import Batch, Metrics
-from fxrl.runtime.drift import Drift, DriftMeter, Level
+from fxrl.runtime import drift
+from fxrl.runtime.drift import DriftMeter, Level
 
 PROBE_TOKENS = 4096
 NEVER_MEASURE = ("dpo", "sft")
@@ -57,18 +58,7 @@ class DriftWatch:
         if mean is None:
             return None
         # The losses' ratios are cut by the correction, so only the difference is judged.
-        drift = Drift(
-            num_tokens=1,
-            num_broken=0,
-            mean=mean,
-            max=record.get(f"{_KEY}/max") or mean,
-            ratio_min=1.0,
-            ratio_mean=1.0,
-            ratio_max=1.0,
-            ratio_error=math.inf,
-            kl=0.0,
-        )
         order = ("ok", "high", "severe")
-        level, told = drift.level(), self._told
+        level, told = drift.level(mean), self._told
         self._told = level
-        return drift.warning() if order.index(level) > order.index(told) else None
+        return drift.warning(mean) if order.index(level) > order.index(told) else None

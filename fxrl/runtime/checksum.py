@@ -9,15 +9,13 @@ too. It is a check against mistakes, not against an adversary.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KNUTH = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio: odd, its multiples spread over the bits
-_MASK = 2**64 - 1
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -57,21 +55,3 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         names = [name for name, value in found.items() if value.device == device]
         result |= zip(names, torch.stack([found[name] for name in names]).tolist(), strict=True)
     return {name: result[name] for name in found}
-
-
-def model_checksum(model: nn.Module, *, trainable: bool = True) -> int:
-    """One number over all parameters and buffers and their names.
-
-    Args:
-        trainable: count parameters that require grad; without them the number of a frozen base
-            stays what it was while its adapters train.
-    """
-    parameters = model.named_parameters()
-    tensors: dict[str, Tensor] = {
-        name: value for name, value in parameters if trainable or not value.requires_grad
-    }
-    tensors |= dict(model.named_buffers())
-    total = 0
-    for name, value in checksums(tensors).items():
-        total += (value & _MASK) * (zlib.crc32(name.encode()) * 2 + 1)
-    return total & _MASK

@@ -58,6 +58,31 @@ HIGH, SEVERE = 0.02, 0.2
 _SURE = 6.0  # standard errors
 
 
+def level(mean: float, high: float = HIGH, severe: float = SEVERE) -> Level:
+    """How bad a mean |d| is, in nat."""
+    if mean > severe:
+        return "severe"
+    return "high" if mean > high else "ok"
+
+
+def warning(mean: float, high: float = HIGH, severe: float = SEVERE) -> str | None:
+    """What a mean |d| alone tells and what to do about it; ``None`` while all is well."""
+    found = f"drift: sampler and trainer differ by {mean:.3g} nat on average"
+    match level(mean, high, severe):
+        case "severe":
+            return (
+                f"{found} (>{severe:g}): the two sides hardly have the same weights; check that "
+                "the engine got the last update, that its prefix cache was reset, and the adapter"
+            )
+        case "high":
+            return (
+                f"{found} (>{high:g}); keep vllm_importance_sampling_correction on. If it was so "
+                "from the first step it is rounding: an fp32 head in the engine, dtype float16, or "
+                "no FP8 weights or KV cache make it smaller (fxrl/runtime/drift.py has figures)"
+            )
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Drift:
     """One step's comparison; differences in nat, d = trainer's minus sampler's.
@@ -95,9 +120,7 @@ class Drift:
 
     def level(self, high: float = HIGH, severe: float = SEVERE) -> Level:
         """By the mean difference; a broken token is severe."""
-        if self.num_broken or self.mean > severe:
-            return "severe"
-        return "high" if self.mean > high else "ok"
+        return "severe" if self.num_broken else level(self.mean, high, severe)
 
     def warning(self, high: float = HIGH, severe: float = SEVERE) -> str | None:
         """What is wrong and what to do about it; ``None`` while all is well."""
@@ -109,25 +132,14 @@ class Drift:
                 "the engine has to report log-probs before its filters cut the distribution"
             )
         off = abs(self.ratio_mean - 1)
-        limit = high if self.mean <= severe else severe
-        found = f"drift: sampler and trainer differ by {self.mean:.3g} nat on average (>{limit:g})"
         if off > _SURE * self.ratio_error and off > 0.01:
             return (
-                f"{found}, and their mean ratio is {self.ratio_mean:.3f}, not 1: the recorded "
-                "log-probs are not those the tokens were drawn with; check the temperature on both "
-                "sides, that the engine reports processed log-probs, and that top_p, top_k, min_p "
-                "and min_tokens are off"
+                f"drift: sampler and trainer differ by {self.mean:.3g} nat on average, and their "
+                f"mean ratio is {self.ratio_mean:.3f}, not 1: the recorded log-probs are not those "
+                "the tokens were drawn with; check the temperature on both sides, that the engine "
+                "reports processed log-probs, and that top_p, top_k, min_p and min_tokens are off"
             )
-        if self.level(high, severe) == "severe":
-            return (
-                f"{found}: the two sides hardly have the same weights; check that the engine got "
-                "the last update, that its prefix cache was reset, and the adapter"
-            )
-        return (
-            f"{found}; keep vllm_importance_sampling_correction on. If it was so from the first "
-            "step it is rounding: an fp32 head in the engine, dtype float16, or no FP8 weights or "
-            "KV cache make it smaller (fxrl/runtime/drift.py has figures)"
-        )
+        return warning(self.mean, high, severe)
 
 
 class DriftMeter:

@@ -119,7 +119,7 @@ class Policy:
             if force in ("fold", "slots"):
                 raise EngineError(f"attach: route {force!r} needs a LoRA adapter; it has none")
             self.way, self.reason = self._full(is_shared)
-        elif is_shared and force is None and self._adapted(model) <= self._mirrors.keys():
+        elif is_shared and force is None and self._is_mirrored(model):
             self.way = "mirror"
             self.reason = "merged into the engine's weights, of which the trainer has its own"
         else:
@@ -142,6 +142,10 @@ class Policy:
             f"{len(apart)} parameters could not be shared ({apart[0]}, ...); all are copied at "
             "each update"
         )
+
+    def _is_mirrored(self, model: nn.Module) -> bool:
+        """Whether the merged adapter can be written into the engine's own tensors."""
+        return self._adapted(model) <= self._mirrors.keys() and not why_not_mergeable(model)
 
     def _adapted(self, model: nn.Module) -> set[str]:
         """Names of the weights that an adapter changes."""

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.runtime.checkpoint_tensors import CheckpointTensors
-from fxrl.runtime.checksum import checksum, checksums, model_checksum
+from fxrl.runtime.checksum import checksum, checksums
 from fxrl.runtime.engine import EngineError
 from fxrl.runtime.fp8_linear import Fp8Linear
 from fxrl.runtime.hf_skeleton import build_skeleton
 from fxrl.runtime.sharing_report import SharingError, SharingReport, SharingRow
 from fxrl.runtime.weight_binder import WeightBinder
 
-__all__ = ["SharingError", "SharingReport", "SharingRow", "checksum", "model_checksum", "share"]
+__all__ = ["SharingError", "SharingReport", "SharingRow", "checksum", "share"]
 
 log = logging.getLogger(__name__)
 

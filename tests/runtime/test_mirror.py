@@ -5,6 +5,7 @@ import torch
 
 from fxrl.models import lora
 from fxrl.runtime.lora_merge import Merge, merge_reference
+from fxrl.runtime.lora_route import RouteError
 from fxrl.runtime.lora_sites import lora_sites
 from fxrl.runtime.policy import Policy
 from fxrl.runtime.shared_weights import share
@@ -77,6 +78,15 @@ def test_an_adapter_is_merged_in_the_trainers_dtype_and_rounded_once(tmp_path):
     assert torch.equal(parts(fake), torch.cat(merged).to(torch.bfloat16))
     assert all(torch.equal(w, s.weight) for w, s in zip(own, shards, strict=True))  # unchanged
     assert not engine.weights
+
+
+def test_what_an_adapter_trains_beside_its_factors_is_refused_at_once(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    _, base, _, policy, _ = made(tmp_path)
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with pytest.raises(RouteError, match=r"lm_head: .*trains the module itself"):
+        attach(policy, get_peft_model(base, config))
 
 
 def shuffled(tensors):
