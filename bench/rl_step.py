@@ -41,6 +41,7 @@ COLUMNS = (
     "peak_gib",
     "drift_mean",
     "init_s",
+    "first_step_s",
     "error",
 )
 MARK = "BENCH "
@@ -169,6 +170,7 @@ def _fxrl(args: argparse.Namespace) -> dict[str, Any]:
         "decode_step_ms": generate / args.length * 1e3,
         "drift_mean": middle("sampling/sampling_logp_difference/mean"),
         "init_s": total - sum(r["step_time"] for r in records),
+        "first_step_s": records[0]["step_time"],
     }
 
 

@@ -98,7 +98,11 @@ def _memory(
     driver = context[0] - torch.cuda.mem_get_info()[0] - now.kv_cache
     for what, held, note in (
         ("tensors of trainer and engine without KV", tensors, "weights pool + trainer's tensors"),
-        ("the same with graphs and workspace", tensors + now.engine_other, "vLLM's graphs too"),
+        (
+            "the same with graphs and workspace",
+            tensors + now.engine_other,
+            "cuBLAS workspaces, vLLM's buffers and graphs too",
+        ),
         ("the same, driver's count", driver, "and all that CUDA and libraries took since start"),
     ):
         results.add(
