@@ -13,7 +13,8 @@ O enters the vectors of ``hidden_vector``, once, times slope. So for every coord
 Rounding p to bf16, which every product with a bf16 head does anyway, moves p_v by up to 2^-9 p_v,
 and so u_i by up to 2^-9 |slope| sum_{v != y} p_v |W_vi| <= 2^-9 |slope| (1 - p_y) max_v |W_vi|:
 with t = 2^-9 both errors obey one bound. Values (log-prob, entropy, ...) are summed over all
-entries whatever t is: only u changes.
+entries whatever t is: only u changes. The proof also holds where the mass is that of
+``p_v slope_v``, which is what a device weighs.
 
 NOTE [Why the mass and not each probability decides]
 Leaving out every p_v below a threshold, as bf16's underflow suggests, bounds no error: 10^5 entries
