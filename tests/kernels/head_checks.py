@@ -108,7 +108,7 @@ def grad_scaler(device):
 
 
 def repeatable(device):
-    """Scoring is training to the last bit, whatever is asked beside; every run is like the first."""
+    """Scoring is training to the last bit, whatever is asked beside; a second run is the first."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         hidden, weight, target = random_head(6, 40, 8, dtype=dtype, device=device)
         mask = torch.arange(6, device=device) % 3 > 0
