@@ -62,7 +62,7 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
         "--inputs",
         type=parse_source,
         default="peaked",
-        help="peaked (random), zipf, zipf-shuffled, or model:FOLDER, a causal LM reading text "
+        help="peaked (random), zipf:S, zipf-shuffled:S, or model:FOLDER, a causal LM reading text "
         "(%(default)s)",
     )
     parser.add_argument(

@@ -10,7 +10,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from fxrl.ops.linear_logprob_skip import BLOCK_ROWS, block_masses, skippable
 
 PEAK = 14.0  # the largest lift of a target's logit, in nats: beyond ln(262144) = 12.5
-ZIPF = 1.0, 3.0  # range of the exponent
+EXPONENT = 2.0
 _ROW_TOKENS = 512  # of text that a model reads at once
 _TEXTS = ("*.md", "LICENSE", "fxrl/**/*.py", "passes/*.py", "bench/*.py", "examples/*")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -83,11 +83,19 @@ def peaked(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Inputs:
     return _with_gradients(hidden.to(dtype), weight, target, gen)
 
 
-def zipf(shape: Shape, dtype: torch.dtype, device: str, seed: int, *, shuffled: bool) -> Inputs:
-    """Logits ``-s ln(rank) + N(0, 1)``; the exponent s of a token is U(1, 3), targets are drawn.
+def zipf(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    *,
+    exponent: float = EXPONENT,
+    shuffled: bool = False,
+) -> Inputs:
+    """Logits ``-exponent ln(rank) + N(0, 1)``; targets are drawn from them.
 
-    The first channel carries s and -ln(rank), the others the noise. Ranks follow the ids, as those
-    of a byte-pair vocabulary roughly do, or are shuffled.
+    The first channel carries the exponent and -ln(rank), the others the noise. Ranks follow the
+    ids, as those of a byte-pair vocabulary roughly do, or are shuffled.
     """
     gen = torch.Generator(device).manual_seed(seed)
     order = torch.arange(shape.vocab, device=device)
@@ -97,8 +105,7 @@ def zipf(shape: Shape, dtype: torch.dtype, device: str, seed: int, *, shuffled: 
     weight = torch.randn(shape.vocab, shape.hidden, generator=gen, device=device).mul_(noise)
     weight[:, 0] = -(1.0 + order).log()
     hidden = torch.randn(shape.tokens, shape.hidden, generator=gen, device=device)
-    low, high = ZIPF
-    hidden[:, 0] = low + (high - low) * torch.rand(shape.tokens, generator=gen, device=device)
+    hidden[:, 0] = exponent
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     return _with_gradients(hidden, weight, _drawn(hidden, weight, gen), gen)
 
@@ -123,25 +130,19 @@ def from_model(folder: str, shape: Shape, dtype: torch.dtype, device: str, seed:
 
 
 def parse_source(text: str) -> Source:
-    """``peaked``, ``zipf``, ``zipf-shuffled`` or ``model:FOLDER``, as an argument's type."""
+    """``peaked``, ``zipf[:S]``, ``zipf-shuffled[:S]``, ``model:FOLDER``, as a type."""
     if text == "peaked":
         about = (
             "head 0.02 N(0, 1); hidden N(0, 1) plus the multiple of the target's row that lifts "
             f"its logit by U(0, {PEAK:g})"
         )
         return Source(text, about, peaked)
-    if text in ("zipf", "zipf-shuffled"):
-        shuffled = text == "zipf-shuffled"
-        about = (
-            f"logits -s ln(rank) + N(0, 1), s ~ U({ZIPF[0]:g}, {ZIPF[1]:g}) for each token, ranks "
-            f"{'shuffled over the ids' if shuffled else 'in the order of the ids'}; targets drawn"
-        )
-        make = lambda *given: zipf(*given, shuffled=shuffled)  # noqa: E731
-        return Source(text, about, make)
     kind, _, folder = text.partition(":")
+    if kind in ("zipf", "zipf-shuffled"):
+        return _parse_zipf(text)
     if kind != "model" or not folder:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is none of peaked, zipf, zipf-shuffled, model:FOLDER"
+            f"{text!r} is none of peaked, zipf, zipf:S, zipf-shuffled:S, model:FOLDER"
         )
     about = f"hidden states and head of {Path(folder).name}, reading this repository's files"
     return Source(
@@ -150,6 +151,22 @@ def parse_source(text: str) -> Source:
         lambda *given: from_model(folder, *given),
         lambda: _head_shape(folder),
     )
+
+
+def _parse_zipf(text: str) -> Source:
+    kind, _, number = text.partition(":")
+    try:
+        exponent = float(number or EXPONENT)
+    except ValueError:
+        exponent = math.nan
+    if not 0 < exponent < 100:
+        raise argparse.ArgumentTypeError(f"{text!r}: the exponent {number} is not in (0, 100)")
+    shuffled = kind == "zipf-shuffled"
+    about = (
+        f"logits -{exponent:g} ln(rank) + N(0, 1), ranks "
+        f"{'shuffled over the ids' if shuffled else 'in the order of the ids'}; targets drawn"
+    )
+    return Source(text, about, partial(zipf, exponent=exponent, shuffled=shuffled))
 
 
 def skippable_share(inputs: Inputs, tolerance: float) -> float:

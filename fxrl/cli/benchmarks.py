@@ -1,8 +1,12 @@
-"""Finds and runs the scripts of ``bench/``, which a checkout has and an installed wheel has not."""
+"""Finds and runs the scripts of ``bench/``, which a checkout has and an installed wheel has not.
+
+The checkout is the one that fxrl is imported from, or else the one around the current folder.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +15,7 @@ from pathlib import Path
 import fxrl
 from fxrl.errors import ConfigError, FxrlError
 
+SUITES = ("head", "step", "rollout")  # the public names, listed first
 _NO_BENCHMARK = {"__init__", "common", "readme"}
 
 
@@ -22,17 +27,29 @@ def find_scripts(root: Path | None = None) -> dict[str, Path]:
     """Name -> file of every benchmark: a module of ``bench/`` with a ``__main__`` part.
 
     Raises:
-        NoCheckoutError: fxrl does not run from a checkout.
+        NoCheckoutError: there is no checkout.
     """
-    root = root or Path(fxrl.__file__).resolve().parents[1]
-    folder = root / "bench"
-    if not folder.is_dir() or not (root / "pyproject.toml").is_file():
+    package = Path(fxrl.__file__).resolve().parents[1]
+    here = Path.cwd().resolve()
+    places = [root] if root else [package, here, *here.parents]
+    found = next((place for place in places if _is_checkout(place)), None)
+    if found is None:
         raise NoCheckoutError(
-            f"no bench/ beside {root / 'fxrl'}: benchmarks are part of the source, not of the "
-            "package; clone the repository and install it with pip install -e '.[demo]'"
+            f"no bench/ beside {(root or package) / 'fxrl'} nor around {here}: benchmarks are part "
+            "of the source, not of the package; clone the repository and call this inside it, or "
+            "install it with pip install -e '.[demo]'"
         )
-    files = {f.stem: f for f in sorted(folder.glob("*.py")) if f.stem not in _NO_BENCHMARK}
-    return {name: f for name, f in files.items() if "__main__" in f.read_text(encoding="utf-8")}
+    files = {f.stem: f for f in sorted((found / "bench").glob("*.py"))}
+    scripts = {
+        name: file
+        for name, file in files.items()
+        if name not in _NO_BENCHMARK and "__main__" in file.read_text(encoding="utf-8")
+    }
+    return {n: scripts[n] for n in (*(s for s in SUITES if s in scripts), *scripts)}
+
+
+def _is_checkout(place: Path) -> bool:
+    return (place / "bench" / "__init__.py").is_file() and (place / "pyproject.toml").is_file()
 
 
 def first_line(script: Path) -> str:
@@ -42,7 +59,7 @@ def first_line(script: Path) -> str:
 
 
 def run_script(name: str, arguments: Sequence[str], root: Path | None = None) -> int:
-    """Runs one in its own process, from the checkout's folder.
+    """Runs one in its own process, in the current folder.
 
     Returns:
         Its exit code.
@@ -55,4 +72,11 @@ def run_script(name: str, arguments: Sequence[str], root: Path | None = None) ->
     if name not in scripts:
         raise ConfigError(f"no benchmark {name!r}; there are {', '.join(scripts) or 'none'}")
     command = [sys.executable, "-m", f"bench.{name}", *arguments]
-    return subprocess.run(command, cwd=scripts[name].parents[1], check=False).returncode
+    # The checkout is on the path and not the working folder: --out FILE is where the caller is.
+    # PYTHONSAFEPATH, here and in processes that a script starts: another bench/ there is not run.
+    path = [str(scripts[name].parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONSAFEPATH": "1",
+    }
+    return subprocess.run(command, env=environment, check=False).returncode

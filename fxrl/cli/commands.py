@@ -61,11 +61,13 @@ def train(args: Args) -> int:
 
 
 def bench(args: Args) -> int:
-    """Lists the benchmarks, or runs one."""
+    """Lists the benchmarks, or runs one: 0 measured, 1 something failed, 2 bad usage."""
     from fxrl.cli import benchmarks
 
     if args.name is not None:
-        return 0 if benchmarks.run_script(args.name, args.rest) == 0 else 1
+        passed_on = ["--json"] if args.json and "--json" not in args.rest else []
+        code = benchmarks.run_script(args.name, [*args.rest, *passed_on])
+        return code if code in (0, 2) else 1
     scripts = {n: benchmarks.first_line(f) for n, f in benchmarks.find_scripts().items()}
     if args.json:
         show.as_json(scripts)

@@ -192,9 +192,17 @@ def _bench(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "bench",
         "list the benchmarks of this checkout, or run one",
-        examples="  fxrl bench\n  fxrl bench loss_head --help",
+        about="head     the loss head beside its peers\n"
+        "step     one GRPO update: time, memory, gradients, beside eager and torch.compile\n"
+        "rollout  generation, decode kernels, and the whole step beside TRL\n\n"
+        "Each runs at sizes that fit this machine. `fxrl bench` lists the others too. They are in\n"
+        "the source's bench/, so call this in a checkout, or install one with pip install -e.",
+        examples="  fxrl bench head --help\n"
+        "  fxrl bench head --shapes 4096,2048,151936 --modes frozen --out head.json\n"
+        "  fxrl bench step --json\n"
+        "  fxrl bench rollout generate --model HuggingFaceTB/SmolLM2-135M-Instruct",
     )
-    sub.add_argument("name", nargs="?", help="a script of bench/, without .py")
+    sub.add_argument("name", nargs="?", help="head, step, rollout, or another script of bench/")
     sub.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
 
 

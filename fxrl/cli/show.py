@@ -98,4 +98,4 @@ def benchmarks(scripts: dict[str, str]) -> None:
     for name, about in scripts.items():
         table.add_row(cell(name), cell(about))
     Console(highlight=False).print(table, "")
-    print("run one: fxrl bench NAME [its own arguments, such as --help]")
+    print("run one: fxrl bench NAME [its own arguments, such as --help, --json, --out FILE]")
