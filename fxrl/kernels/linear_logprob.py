@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fxrl.kernels.hopper import head as hopper
 from fxrl.kernels.linear_logprob_launch import ROW_DATA, TileKernels
+from fxrl.kernels.linear_logprob_scale import scale
 from fxrl.kernels.linear_logprob_skip import skipping_product
 from fxrl.ops.linear_logprob_arguments import (
     BackwardArguments,
@@ -33,8 +34,8 @@ from fxrl.ops.linear_logprob_tiles import BackwardTile, ForwardTile, backward_ti
 
 
 def register() -> None:
-    """Attach both kernels to their ops for CUDA tensors."""
-    attach("cuda", forward, backward)
+    """Attach the kernels to their ops for CUDA tensors."""
+    attach("cuda", forward, backward, scale)
 
 
 def forward(arguments: ForwardArguments) -> ForwardResult:

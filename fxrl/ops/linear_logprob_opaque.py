@@ -31,6 +31,7 @@ from fxrl.ops.linear_logprob_tiles import backward_tiles, forward_tiles
 
 Forward = Callable[[ForwardArguments], ForwardResult]
 Backward = Callable[[BackwardArguments], Gradients]
+Scale = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 _Op = Callable[..., tuple[Tensor, ...]]
 
 _SCALE_BYTES = 16 * 2**20
@@ -82,15 +83,6 @@ linear_logprob_backward = torch.library.custom_op(
 )
 
 
-def attach(device_type: str, forward: Forward, backward: Backward) -> None:
-    """Run these instead of the reference for tensors of a device.
-
-    They find sizes checked, autocast off and products in full precision.
-    """
-    linear_logprob_forward.register_kernel(device_type, _forward_op(forward))
-    linear_logprob_backward.register_kernel(device_type, _backward_op(backward))
-
-
 @torch.library.custom_op("fxrl::linear_logprob_scale", mutates_args=())
 def linear_logprob_scale(grads: Tensor, vectors: Tensor, dtype: torch.dtype) -> Tensor:
     """``sum_k grads[k, :, None] * vectors[k]`` as ``[N, H]``: wide arithmetic, rounded once."""
@@ -101,6 +93,16 @@ def linear_logprob_scale(grads: Tensor, vectors: Tensor, dtype: torch.dtype) -> 
         rows = slice(start, start + step)
         out[rows] = (vectors[:, rows] * grads[:, rows, None]).sum(0).to(dtype)
     return out
+
+
+def attach(device_type: str, forward: Forward, backward: Backward, scale: Scale) -> None:
+    """Run these instead of the reference for tensors of a device.
+
+    The first two find sizes checked, autocast off and products in full precision.
+    """
+    linear_logprob_forward.register_kernel(device_type, _forward_op(forward))
+    linear_logprob_backward.register_kernel(device_type, _backward_op(backward))
+    linear_logprob_scale.register_kernel(device_type, scale)
 
 
 @linear_logprob_forward.register_fake

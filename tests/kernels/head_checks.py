@@ -164,7 +164,23 @@ def not_a_number(device):
         assert leaf.grad.isnan().all()
 
 
+def scaled_vectors(device):
+    """The op on views of every layout against float64, rounded to the result's dtype."""
+    gen = torch.Generator().manual_seed(0)
+    for count, rows, width in ((1, 5, 33), (2, 3, 1), (2, 0, 4), (1, 2, 100)):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            wide = torch.promote_types(dtype, torch.float32)
+            grads = torch.randn(rows, count, generator=gen).to(device, wide).t()
+            vectors = torch.randn(count, width, rows, generator=gen).to(device, dtype).mT
+            made = torch.ops.fxrl.linear_logprob_scale.default(grads, vectors, dtype)
+            assert made.dtype == dtype
+            truth = torch.einsum("kn,knh->nh", grads.double(), vectors.double())
+            # half an ulp, but the interpreter cuts bfloat16 off
+            close(made, truth, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)
+
+
 CHECKS = (
+    scaled_vectors,
     no_rows,
     odd_sizes,
     strided_inputs,
@@ -184,13 +200,14 @@ def main():
     calls = []
 
     def counted(run):
-        return lambda arguments: calls.append(run.__name__) or run(arguments)
+        return lambda *arguments: calls.append(run.__name__) or run(*arguments)
 
-    attach("cpu", counted(kernels.forward), counted(kernels.backward))
+    attach("cpu", *map(counted, (kernels.forward, kernels.backward, kernels.scale)))
     for check in CHECKS:
         calls.clear()
         check("cpu")
-        assert {*calls} == {"forward", "backward"}, check.__name__
+        expected = {"scale"} if check is scaled_vectors else {"forward", "backward"}
+        assert expected <= {*calls}, check.__name__
     print("all agree")
 
 
