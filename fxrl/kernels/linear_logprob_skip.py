@@ -48,14 +48,14 @@ def kept_blocks(masses: Tensor, budget: Tensor) -> KeptBlocks:
     """
     rows, blocks = masses.shape
     groups = triton.cdiv(rows, BLOCK_ROWS)
-    index = torch.empty(groups, blocks, dtype=torch.int32, device=masses.device)
-    count = torch.empty(groups, dtype=torch.int32, device=masses.device)
+    listed = torch.empty(groups, blocks, dtype=torch.int32, device=masses.device)
+    length = torch.empty(groups, dtype=torch.int32, device=masses.device)
     if groups:
         choose_blocks[(groups,)](
             masses,
             budget,
-            index,
-            count,
+            listed,
+            length,
             rows,
             blocks,
             masses.stride(0),
@@ -68,7 +68,7 @@ def kept_blocks(masses: Tensor, budget: Tensor) -> KeptBlocks:
             padded=triton.next_power_of_2(blocks),
             num_warps=8,
         )
-    return KeptBlocks(index, count)
+    return KeptBlocks(listed, length)
 
 
 def skipping_product(
@@ -126,8 +126,8 @@ def _parts(tiles: int, device: torch.device) -> int:
 def choose_blocks(
     masses: tl.tensor,
     budget: tl.tensor,
-    index: tl.tensor,
-    count: tl.tensor,
+    listed: tl.tensor,
+    length: tl.tensor,
     rows: tl.tensor,
     blocks: tl.tensor,
     row_stride: tl.tensor,
@@ -174,21 +174,21 @@ def choose_blocks(
 
     kept = ((share > tl.exp2(-fits)) & (block < blocks)).to(tl.int32)
     place = tl.cumsum(kept, 0) - 1
-    tl.store(index + group * blocks + place, block, mask=kept != 0)
-    tl.store(count + group, tl.sum(kept, 0))
+    tl.store(listed + group * blocks + place, block, mask=kept != 0)
+    tl.store(length + group, tl.sum(kept, 0))
 
 
 @jit
 def listed_product(
     e: tl.tensor,
     weight: tl.tensor,
-    index: tl.tensor,
-    count: tl.tensor,
+    listed: tl.tensor,
+    length: tl.tensor,
     partial: tl.tensor,
     rows: tl.tensor,
     vocab: tl.tensor,
     width: tl.tensor,
-    index_stride: tl.tensor,
+    listed_stride: tl.tensor,
     e_stride: tl.tensor,
     weight_stride: tl.tensor,
     parts: tl.constexpr,
@@ -203,13 +203,13 @@ def listed_product(
     group = tl.program_id(2).to(tl.int64)
     row = group * tile_rows + tl.arange(0, tile_rows)
     column = tl.program_id(0) * tile_width + tl.arange(0, tile_width)
-    listed = tl.load(count + group)
-    first, last = listed * part // parts, listed * (part + 1) // parts
+    count = tl.load(length + group)
+    first, last = count * part // parts, count * (part + 1) // parts
     steps: tl.constexpr = block_vocab // tile_depth
 
     total = tl.zeros([tile_rows, tile_width], tl.float32)
     for step in tl.range(first * steps, last * steps, num_stages=stages):
-        block = tl.load(index + group * index_stride + step // steps)
+        block = tl.load(listed + group * listed_stride + step // steps)
         entry = block * block_vocab + (step % steps) * tile_depth + tl.arange(0, tile_depth)
         left = tl.load(
             e + row[:, None] * e_stride + entry[None, :],

@@ -1,0 +1,83 @@
+"""The head's kernels compile for a Hopper GPU, without one: what the interpreter cannot see."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from fxrl.kernels import linear_logprob_scale, linear_logprob_skip, linear_logprob_tile
+
+INTEGERS = {"vocab", "rows", "width", "blocks"}
+POINTERS = {"target": "*i64", "listed": "*i32", "length": "*i32"}
+TILE = {"lowest": -3e38, "splits": 38, "splits_block": 64, "partials": 6, "block": 4096}
+VARIANTS = [
+    {"scale": 1.0, "softcap": 0.0, "has_bias": False, "has_temperature": False},
+    {"scale": 0.5, "softcap": 30.0, "has_bias": True, "has_temperature": True},
+]
+
+
+def compiled(kernel, narrow, constants):
+    """PTX for sm_90; arguments in ``narrow`` point to bf16, other tensors to float32."""
+    constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
+
+    def kind(name):
+        if name in constants:
+            return "constexpr"
+        if name in INTEGERS or name.rsplit("_")[-1] in ("stride", "count", "row", "column"):
+            return "i32"
+        return POINTERS.get(name, "*bf16" if name in narrow else "*fp32")
+
+    aligned = [i for i, name in enumerate(kernel.arg_names) if kind(name) != "constexpr"]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: kind(name) for name in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert made.metadata.shared <= 227 * 1024
+    return made.asm["ptx"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=["plain", "everything"])
+def test_passes_over_a_tile(variant):
+    more = variant["has_bias"]
+    options = {**TILE, **variant, "wants_masses": more, "group": 256, "wants_weighted": more}
+    for name, columns in (
+        ("partial_statistics", 0),
+        ("combine_statistics", 7),
+        ("probabilities", 0),
+        ("gradient", 10),
+    ):
+        kernel = getattr(linear_logprob_tile, name)
+        assert compiled(kernel, {"prob", "grad"}, {**options, "columns": columns})
+
+
+def test_the_scaling_reads_sixteen_bytes_at_once():
+    ptx = compiled(
+        linear_logprob_scale.scaled_sum,
+        {"vectors", "out"},
+        {"count": 2, "block": 4096, "vectors_column": 1},
+    )
+    assert "ld.global.v4" in ptx
+
+
+def test_the_product_that_skips_runs_on_tensor_cores():
+    ptx = compiled(
+        linear_logprob_skip.listed_product,
+        {"e", "weight"},
+        {
+            "parts": 2,
+            "block_vocab": 256,
+            "tile_rows": 128,
+            "tile_width": 256,
+            "tile_depth": 64,
+            "stages": 3,
+        },
+    )
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async" in ptx  # loads ahead of the products
+    options = {"octaves": 10, "halvings": 8, "group_rows": 128, "rows_at_once": 8, "padded": 1024}
+    assert compiled(linear_logprob_skip.choose_blocks, set(), options)
