@@ -61,8 +61,8 @@ PASSES: dict[str, tuple[str, str, str, str]] = {
         "of given tokens, log-sum-exp, entropy, mean logit, sum of p², top-1 hits",
         "the logits and every copy of them; with a frozen head also the backward's matmul over the "
         "vocabulary",
-        "frozen head: one `[N, H]` vector for each of up to two differentiated outputs; otherwise "
-        "the tile's matmul once more in backward",
+        "frozen head: one `[N, H]` vector each for log-prob and log-sum-exp; where another output "
+        "is differentiated, or the head is trained, the tile's matmul once more in backward",
         "the loss wants another statistic of the logits: `chunk-vocab-region` takes it; or for "
         "that pass's reasons",
     ),
