@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, results: common.Results) -> int:
+    for variant in map(VARIANTS.__getitem__, args.variants):
+        if variant.version is not None:  # the package was missing when the file was written
+            results.drop(variant=variant.title, version=None)
     results.notes = [note for note in results.notes if not note.startswith(_LEFT)]
     results.extra |= {"readme": README, "floors": results.extra.get("floors", {})}
     if gpu_state.available(args.device):
@@ -137,9 +140,9 @@ def _shape(
         key = mode.softcap, mode.entropy_grad
         if key not in truths:
             truths[key] = truth(sets[0], mode, args.error_rows)
+            if key == (0.0, False):
+                results.note(_distribution(shape, sets[0], truths[key]))
             common.free_memory(args.device)
-        if key == (0.0, False):
-            results.note(_distribution(shape, sets[0], truths[key]))
         for inputs in sets:
             require(inputs, mode)
         row = {"shape": str(shape), "mode": mode.name, "variant": variant.title}

@@ -93,6 +93,11 @@ class Results:
         places = {self.columns.index(name): value for name, value in values.items()}
         return any(all(row[i] == value for i, value in places.items()) for row in self.rows)
 
+    def drop(self, **values: Any) -> None:
+        """Takes out the rows with these values."""
+        places = {self.columns.index(name): value for name, value in values.items()}
+        self.rows = [r for r in self.rows if any(r[i] != value for i, value in places.items())]
+
     def add(self, **values: Any) -> None:
         """One row by column name; missing columns become ``None``, unknown ones are an error."""
         if unknown := set(values) - set(self.columns):

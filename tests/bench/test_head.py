@@ -153,6 +153,23 @@ def test_time_limit_and_append(tmp_path, monkeypatch, capsys):
     assert "cannot append" in capsys.readouterr().err
 
 
+def test_append_measures_again_what_was_not_installed(tmp_path, monkeypatch):
+    def peer(package, make):
+        variant = head_peers.Variant("peer", package, make)
+        monkeypatch.setitem(head_peers.VARIANTS, "peer", variant)
+
+    options = ("--modes", "no_grad", "--variants", "peer", "--append")
+    peer("no-such-distribution", _imports_nothing)
+    (row,), _ = run(tmp_path, *options)
+    assert "no_such_package" in row["error"]
+    (row,), _ = run(tmp_path, *options)
+    assert row["version"] is None
+    peer("torch", lambda mode: lambda h, w, t: ((h @ w.t())[:, 0].float(), None))
+    (row,), _ = run(tmp_path, *options)
+    assert row["error"] is None
+    assert row["version"] == torch.__version__
+
+
 def test_exit_codes(tmp_path, monkeypatch):
     """1 if fxrl fails; what it says it cannot do, and what fails elsewhere, is a result."""
     wanted = ["--modes", "frozen", "--out", str(tmp_path / "a.json")]

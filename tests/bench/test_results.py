@@ -36,6 +36,8 @@ def test_append(tmp_path):
     assert second.extra == {"floors": {"x": 1}}
     assert second.has(variant="eager")
     assert not second.has(variant="eager", ms=2.0)
+    second.add(variant="eager", error="late")
+    second.drop(variant="eager", error="late")
     second.note("another")
     second.note("another")
     second.add(variant="fxrl", ms=0.5)
