@@ -150,14 +150,17 @@ def _rows(record: dict[str, Any], choice: dict[str, Any]) -> str:
 
 
 def _pivots(record: dict[str, Any]) -> str:
-    """One small table for each that has rows; below it, why cells failed."""
-    parts = []
+    """One small table for each that has rows; below them, why cells failed."""
+    parts: list[str] = []
+    errors: dict[str, None] = {}  # a set in the order of its making
     for spec in record["readme"]["tables"]:
         head, lines, failed = pivot(record["columns"], record["rows"], spec)
-        if not lines:
-            continue
-        said = [f"{name}: {_cell(error)}" for name, error in failed.items()]
-        parts += [f"**{spec['title']}**", table(head, lines), *(["; ".join(said)] if said else [])]
+        for name, error in failed.items():
+            errors.setdefault(f"{name}: {_cell(error)}")
+        if lines:
+            parts += [f"**{spec['title']}**", table(head, lines)]
+    if errors:
+        parts.append("\n".join(["Failed (!) or not there (n/a):", "", *(f"- {e}" for e in errors)]))
     return "\n\n".join(parts)
 
 

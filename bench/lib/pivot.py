@@ -16,13 +16,16 @@ class PivotError(Exception):
 def pivot(
     columns: Sequence[str], rows: Sequence[Sequence[Any]], spec: dict[str, Any]
 ) -> tuple[list[str], list[list[str]], dict[str, str]]:
-    """The header, the lines, and the errors of failed cells by the name across.
+    """The header, the lines, and the errors of cells by the name across.
+
+    Both are empty if no row has the figures.
 
     Args:
         columns: of ``rows``.
         rows: lists in the order of ``columns``.
         spec: ``where`` {column: [values]}, ``rows`` and ``columns`` (names of columns), ``cells``
-            (a format string over columns, or one of them in braces).
+            (a format string over columns), and optionally ``also`` [heading, format string], a
+            column before the others that is the same for a whole line (the first row's is taken).
 
     A cell without a row is empty; one whose row lacks a figure says ``failed``, or ``n/a`` where
     the variant cannot do it by design; figures of a row that has an error carry ``(!)``.
@@ -39,8 +42,20 @@ def pivot(
         cells[key] = _cell(spec["cells"], named)
         if named.get("error"):
             errors.setdefault(str(key[1]), named["error"])
-    lines = [[str(side), *(cells.get((side, head), "") for head in heads)] for side in sides]
-    return [spec["rows"].replace("_", " "), *map(str, heads)], lines, errors
+    if all(text in (FAILED, CANNOT) for text in cells.values()):
+        return [], [], errors
+    firsts = {row[down]: dict(zip(columns, row, strict=True)) for row in reversed(chosen)}
+    heading, pattern = spec.get("also", (None, ""))
+    lines = [
+        [
+            str(side),
+            *([_cell(pattern, firsts[side] | {"error": None})] if heading else []),
+            *(cells.get((side, head), "") for head in heads),
+        ]
+        for side in sides
+    ]
+    across_names = [*([heading] if heading else []), *map(str, heads)]
+    return [spec["rows"].replace("_", " "), *across_names], lines, errors
 
 
 def where(

@@ -45,6 +45,16 @@ def test_pivot():
     ]
     assert errors == {"peer": "RuntimeError: planted"}
     assert pivot(COLUMNS, ROWS, SPEC | {"where": {"mode": ["no"]}})[1] == []
+    head, lines, _ = pivot(COLUMNS, ROWS, SPEC | {"also": ["floor", "{floor_ms:.0f}"]})
+    assert head == ["shape", "floor", "fxrl", "peer"]
+    assert [line[1] for line in lines] == ["9", "3"]
+
+
+def test_pivot_without_figures_is_empty():
+    rows = [[*row[:6], None, *row[7:]] for row in ROWS]
+    head, lines, errors = pivot(COLUMNS, rows, SPEC | {"cells": "{peak_mib:.0f}"})
+    assert head == lines == []
+    assert errors == {"peer": "RuntimeError: planted"}
 
 
 def test_pivot_tells_cannot_from_failed_and_doubtful():
@@ -74,7 +84,7 @@ def test_readme_shows_tables_and_figures(record, tmp_path):
     (tmp_path / "head.json").write_text(json.dumps(record))
     text = readme.results(tmp_path)
     assert "**Frozen**\n\n| shape | fxrl | peer |" in text
-    assert "peer: RuntimeError: planted" in text
+    assert text.count("- peer: RuntimeError: planted") == 1
     assert f"![Head: time]({(tmp_path / 'head_time.svg').as_posix()})" in text
     assert "no_grad" not in text
 
