@@ -145,7 +145,7 @@ def _shape(
             common.free_memory(args.device)
         for inputs in sets:
             require(inputs, mode)
-        row = {"shape": str(shape), "mode": mode.name, "variant": variant.title}
+        row: dict[str, Any] = {"shape": str(shape), "mode": mode.name, "variant": variant.title}
         row |= {"version": variant.version, "floor_ms": floor.of(mode.products)}
         _fill(row, variant, mode, sets, truths[key], args, deadline)
         results.add(**row)
