@@ -59,10 +59,13 @@ def random_inputs(rows, vocab, width, scale=1.0, seed=0):
 
 
 def truth(hidden, weight, target):
-    logps = torch.log_softmax(hidden.double() @ weight.double().t(), -1)
-    grad = -logps.exp()
-    grad.scatter_add_(1, target[:, None], torch.ones_like(grad[:, :1]))
-    return logps.gather(1, target[:, None])[:, 0], grad @ weight.double()
+    """Log-probs and the gradient of their sum, of confident tokens too."""
+    logits, at = hidden.double() @ weight.double().t(), target[:, None]
+    lse_others = logits.scatter(1, at, -torch.inf).logsumexp(1, keepdim=True)
+    behind = lse_others - logits.gather(1, at)
+    grad = -torch.exp(logits - lse_others) * torch.sigmoid(behind)
+    grad.scatter_(1, at, torch.sigmoid(behind))
+    return -torch.nn.functional.softplus(behind, threshold=1e9)[:, 0], grad @ weight.double()
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -207,3 +210,25 @@ def test_more_than_2_to_31_logits(served):
     torch.testing.assert_close(logprob[-50:].double(), right, rtol=1e-5, atol=1e-4)
     assert (made[-50:].double() - grad).norm() < 2**-8 * grad.norm()
     assert served == ["forward"]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_what_a_tolerance_leaves_out_keeps_its_bound(softcap, served):
+    """A Zipf-like head; the bound is proven in fxrl.ops.linear_logprob_skip."""
+    rows, vocab, width, tolerance = 700, 20000, 128, 2.0**-9
+    hidden, weight, target = random_inputs(rows, vocab, width, scale=2.0)
+    weight[:, 0] = -2.0 * torch.log(torch.arange(1, vocab + 1, device="cuda"))
+    hidden[:, 0], target = 1.0, target % 500
+    made = {}
+    for tol in (0.0, tolerance):
+        leaf = hidden.clone().requires_grad_()
+        options = {"softcap": softcap, "skip_tolerance": tol}
+        logprob = linear_logprob(leaf, weight, target, **options).logprob
+        made[tol] = logprob.detach(), torch.autograd.grad(logprob.sum(), leaf)[0].double()
+    assert torch.equal(made[0.0][0], made[tolerance][0])
+    lost = (made[tolerance][1] - made[0.0][1]).abs()
+    bound = -torch.expm1(made[0.0][0].double())[:, None] * weight.double().abs().amax(0)
+    rounding = 2**-7 * made[0.0][1].abs()  # both results are rounded to bf16
+    assert (lost <= tolerance * bound + rounding).all()
+    assert (lost > 0).any()
+    assert served == ["forward", "forward"]

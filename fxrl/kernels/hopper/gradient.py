@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fxrl.kernels.hopper import module
+from fxrl.kernels.hopper.products import add_product
 from fxrl.kernels.hopper.tile import RowTile, Scratch, row_tiles, vocab_chunks
 from fxrl.ops.linear_logprob_arguments import BackwardArguments
 from fxrl.ops.linear_logprob_checks import DIFFERENTIABLE
@@ -95,26 +96,24 @@ class VocabLoop:
         """Fills the three; see ``fxrl.kernels.hopper.head.backward``."""
         hidden, weight = self._head.hidden, self._head.weight
         count = hidden.shape[0]
-        sums = None
-        if d_hidden is not None:
-            sums = hidden.new_zeros(hidden.shape, dtype=torch.float32)
+        sums = self._by_row.new_empty(hidden.shape if d_hidden is not None else (0,))
+        piece_sum = self._by_row.new_empty(0)
+        if count > self._rows:
+            piece_sum = self._by_row.new_empty(self._step, weight.shape[1])
         for vocab in vocab_chunks(weight.shape[0], self._step):
-            total = self._by_row.new_zeros(0)
+            total = piece_sum[: vocab.stop - vocab.start]
             for start in range(0, count, self._rows):
                 piece = slice(start, min(start + self._rows, count))
                 grad = self._gradient(piece, vocab)
-                if sums is not None:
-                    into = sums[piece]
-                    torch.addmm(into, grad, weight[vocab], out_dtype=into.dtype, out=into)
-                if count <= self._rows:
-                    torch.mm(grad.t(), hidden, out=d_weight[vocab])
-                elif start == 0:
-                    total = torch.mm(grad.t(), hidden[piece], out_dtype=torch.float32)
+                if d_hidden is not None:
+                    add_product(sums[piece], grad, weight[vocab], begin=vocab.start == 0)
+                if count > self._rows:
+                    add_product(total, grad.t(), hidden[piece], begin=start == 0)
                 else:
-                    torch.addmm(total, grad.t(), hidden[piece], out_dtype=total.dtype, out=total)
+                    torch.mm(grad.t(), hidden, out=d_weight[vocab])
             if count > self._rows:
                 d_weight[vocab] = total.to(d_weight.dtype)
-        if d_hidden is not None and sums is not None:
+        if d_hidden is not None:
             d_hidden[self._index] = sums.to(d_hidden.dtype)
         if d_temperature is not None:
             made = temperature_gradient(self._head, self._weighted_sum, self._by_row)

@@ -12,10 +12,6 @@ applied to the finished sum [R, H]. A bf16 number has float32's exponent, so any
 the row's largest t keeps e_v's eight bits; the target's own t, known from one dot product, is
 nearly always that near: less than 76 nats below, for the token was sampled. Rows where it is not
 (``misfit``) are found when their statistics are complete, and made again by the general route.
-
-NOTE [Why the sums over vocabulary chunks are float32 and are added by cuBLAS]
-Partial sums rounded to bf16 would bias training (each chunk's error is as large as the whole's).
-``out=`` of ``addmm`` with a float32 result adds in the GEMM's own epilogue.
 """
 
 from __future__ import annotations
@@ -29,8 +25,9 @@ from torch import Tensor
 
 from fxrl.kernels.hopper import module, plan
 from fxrl.kernels.hopper.gradient import VocabLoop, coefficients, temperature_gradient
+from fxrl.kernels.hopper.products import ChunkedProduct, SkippingProduct
 from fxrl.kernels.hopper.rows import COMBINED
-from fxrl.kernels.hopper.tile import RowTile, Scratch, aligned, row_tiles, vocab_chunks
+from fxrl.kernels.hopper.tile import RowTile, Scratch, aligned, row_tiles
 from fxrl.ops.linear_logprob_arguments import (
     BackwardArguments,
     ForwardArguments,
@@ -65,20 +62,22 @@ def forward(arguments: ForwardArguments, otherwise: Forward) -> ForwardResult:
     ``otherwise`` computes the vectors of the rows whose exponentials do not fit; that there are
     none is read back from the device, once a call.
     """
-    result = arguments.new_result()
-    if not arguments.save_vectors:
-        _score(arguments, result)
+    head, result = arguments.head, arguments.new_result()
+    num_rows = head.hidden.shape[0] if head.row_mask is None else int(head.row_mask.sum())
+    if not num_rows:
         return result
-    misfits = _score_with_vectors(arguments, result)
+    if not arguments.save_vectors:
+        _score(arguments, num_rows, result)
+        return result
+    misfits = _score_with_vectors(arguments, num_rows, result)
     if bool(misfits.any()):
-        head = arguments.head._replace(row_mask=misfits)
-        again = otherwise(replace(arguments, head=head))
+        again = otherwise(replace(arguments, head=head._replace(row_mask=misfits)))
         result.vectors[:, misfits] = again.vectors[:, misfits]
     return result
 
 
-def _score(arguments: ForwardArguments, result: ForwardResult) -> None:
-    head, num_rows = arguments.head, _num_rows(arguments.head)
+def _score(arguments: ForwardArguments, num_rows: int, result: ForwardResult) -> None:
+    head = arguments.head
     steps = _planned(plan.for_scoring, head, num_rows)
     scratch = Scratch(head, min(steps.rows, num_rows), _statistics(arguments))
     for rows in row_tiles(num_rows, head.row_mask, steps.rows):
@@ -87,20 +86,27 @@ def _score(arguments: ForwardArguments, result: ForwardResult) -> None:
         _put_values(arguments, rows, tile.combine(None), result)
 
 
-def _score_with_vectors(arguments: ForwardArguments, result: ForwardResult) -> Tensor:
+def _score_with_vectors(
+    arguments: ForwardArguments, num_rows: int, result: ForwardResult
+) -> Tensor:
     """``[N]`` bool: True where a row's vectors are not valid."""
-    head, num_rows = arguments.head, _num_rows(arguments.head)
-    steps = _planned(plan.for_product, head, num_rows)
+    head = arguments.head
+    skips = arguments.skip_tolerance > 0
+    steps = _planned(plan.for_skipping if skips else plan.for_product, head, num_rows)
     scratch = Scratch(head, min(steps.rows, num_rows), _statistics(arguments))
-    chunks = _ChunkedProduct(head, steps, num_rows)
+    product: ChunkedProduct | SkippingProduct
+    if skips:
+        product = SkippingProduct(head, steps, num_rows, arguments.skip_tolerance)
+    else:
+        product = ChunkedProduct(head, steps, num_rows)
     misfits = head.target.new_zeros(head.target.shape[0], dtype=torch.bool)
     for rows in row_tiles(num_rows, head.row_mask, steps.rows):
         tile = RowTile(head, rows, scratch)
         shift = tile.target_shift()
-        product = chunks.of_exponentials(tile, shift)
+        others = product.of_exponentials(tile, shift)
         combined = tile.combine(shift)
         factors = _vector_factors(tile, combined, arguments.grad_outputs)
-        tile.finish(product, *factors, result.vectors)
+        tile.finish(others, *factors, result.vectors)
         misfits[rows] = combined[COMBINED.index("misfit")] != 0
         _put_values(arguments, rows, combined, result)
     return misfits
@@ -108,8 +114,10 @@ def _score_with_vectors(arguments: ForwardArguments, result: ForwardResult) -> T
 
 def backward(arguments: BackwardArguments) -> Gradients:
     """``linear_logprob_backward``, but for a bias's gradient, of a head that this route serves."""
-    head, made = arguments.head, arguments.new_gradients()
-    live = arguments.live_rows()
+    head, live = arguments.head, arguments.live_rows()
+    made = replace(arguments, want_weight=False).new_gradients()
+    if arguments.want_weight:  # rounded once, from float32 sums: no float32 copy is accumulated
+        made.weight = torch.zeros_like(head.weight, memory_format=torch.contiguous_format)
     num_rows = int(live.sum())
     if not num_rows:
         return made
@@ -117,56 +125,22 @@ def backward(arguments: BackwardArguments) -> Gradients:
     d_hidden = made.hidden if arguments.want_hidden else None
     d_temperature = made.temperature if arguments.want_temperature else None
     if arguments.want_weight:
-        made.weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
         by_vocab = VocabLoop(head, by_row, live, weighted=d_temperature is not None)
         by_vocab.run(made.weight, d_hidden, d_temperature)
         return made
     steps = _planned(plan.for_product, head, num_rows)
     scratch = Scratch(head, min(steps.rows, num_rows), 1)
-    chunks = _ChunkedProduct(head, steps, num_rows)
+    product = ChunkedProduct(head, steps, num_rows)
     for rows in row_tiles(num_rows, live, steps.rows):
         tile = RowTile(head, rows, scratch)
         of_tile = by_row[:, rows].contiguous()
-        product = chunks.of_gradient(tile, of_tile, weighted=d_temperature is not None)
+        sums = product.of_gradient(tile, of_tile, weighted=d_temperature is not None)
         if d_hidden is not None:
-            d_hidden[rows] = product.to(d_hidden.dtype)
+            d_hidden[rows] = sums.to(d_hidden.dtype)
         if d_temperature is not None:
             weighted = tile.weighted(slice(0, head.weight.shape[0]))
             d_temperature[rows] = temperature_gradient(head, weighted, of_tile)
     return made
-
-
-class _ChunkedProduct:
-    """``sum_v a_v W_v`` of a tile's rows, ``a [R, V]`` made and multiplied in chunks."""
-
-    def __init__(self, head: LossHead, steps: plan.Plan, num_rows: int) -> None:
-        rows, width = min(steps.rows, num_rows), head.weight.shape[1]
-        self._weight, self._step = head.weight, steps.vocab
-        self._factors = head.hidden.new_empty(rows, self._step)
-        self._sums = head.hidden.new_empty(rows, width, dtype=torch.float32)
-
-    def of_exponentials(self, tile: RowTile, shift: Tensor) -> Tensor:
-        """``[R, H]`` float32 (scratch), and the tile's statistics."""
-        return self._sum(tile, lambda vocab, out: tile.exponentials(vocab, shift, out))
-
-    def of_gradient(self, tile: RowTile, by_row: Tensor, *, weighted: bool) -> Tensor:
-        """``[R, H]`` float32 (scratch), and the tile's weighted sums if wanted."""
-        return self._sum(tile, lambda vocab, out: tile.gradient(vocab, by_row, out, weighted))
-
-    def _sum(self, tile: RowTile, make: Callable[[slice, Tensor], None]) -> Tensor:
-        sums = self._sums[: tile.count]
-        for vocab in vocab_chunks(self._weight.shape[0], self._step):
-            out = self._factors[: tile.count, : vocab.stop - vocab.start]
-            make(vocab, out)
-            if vocab.start:
-                torch.addmm(sums, out, self._weight[vocab], out_dtype=sums.dtype, out=sums)
-            else:
-                torch.mm(out, self._weight[vocab], out_dtype=sums.dtype, out=sums)
-        return sums
-
-
-def _num_rows(head: LossHead) -> int:
-    return head.hidden.shape[0] if head.row_mask is None else int(head.row_mask.sum())
 
 
 def _statistics(arguments: ForwardArguments) -> int:

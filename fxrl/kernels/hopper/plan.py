@@ -10,7 +10,7 @@ Constants measured on an H200 at the clocks it holds under load; they only rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,8 +21,11 @@ _MAX_ROWS = 8192
 _STEP_US = 0.70  # 128 x 256 x 64 on one multiprocessor
 _EPILOGUE_US = 2.0
 _LAUNCH_US = 8.0
-_SUMS_BYTES_PER_US = 2.0e6
+_BYTES_PER_US = 4.2e6
+_WEIGHT_READ = 0.5  # of the time to read the weight does not hide behind the products
+_SUMS_READ = 2.0  # read and write of the sums: they hide even less, at a step's end
 _SCRATCH_BYTES = 176 * 2**20
+_CACHED_BYTES = 20 * 2**20  # of hidden rows, that stay in the L2 cache while the weight goes by
 _BLOCK_STATISTICS_BYTES = 20
 
 
@@ -38,13 +41,20 @@ class Plan:
 def for_scoring(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
     """Statistics only: as many rows as the weight is worth reading for, in full waves."""
     blocks = _ceil(vocab, TILE_VOCAB)
-    limit = max(_ROW_STEP, _SCRATCH_BYTES // (blocks * _BLOCK_STATISTICS_BYTES))
+    limit = min(
+        _SCRATCH_BYTES // (blocks * _BLOCK_STATISTICS_BYTES), _CACHED_BYTES // (2 * width), 4096
+    )
+
+    weight_read = _WEIGHT_READ * 2 * vocab * width / _BYTES_PER_US
+    tile = _ceil(width, TILE_DEPTH) * _STEP_US + _EPILOGUE_US
 
     def cost(rows: int) -> float:
-        tile = _ceil(width, TILE_DEPTH) * _STEP_US + _EPILOGUE_US
-        return _steps(num_rows, rows, lambda r: _waves(r, blocks, multiprocessors) * tile)
+        def step(count: int) -> float:
+            return _waves(count, blocks, multiprocessors) * tile + weight_read + _LAUNCH_US
 
-    return Plan(min(_row_choices(num_rows, min(limit, 4096)), key=cost), blocks * TILE_VOCAB)
+        return _steps(num_rows, rows, step)
+
+    return Plan(min(_row_choices(num_rows, limit), key=cost), blocks * TILE_VOCAB)
 
 
 @cache
@@ -65,12 +75,21 @@ def for_product(num_rows: int, width: int, vocab: int, multiprocessors: int) -> 
                 head = waves * (depth * _STEP_US + _EPILOGUE_US)
             outputs = _ceil(rows, TILE_ROWS) * _ceil(width, TILE_VOCAB)
             product = _ceil(outputs, multiprocessors) * _ceil(vocab, TILE_DEPTH) * _STEP_US
-            sums = chunks * 8 * rows * width / _SUMS_BYTES_PER_US
-            return head + product + sums + 2 * chunks * _LAUNCH_US
+            sums = chunks * _SUMS_READ * 8 * rows * width / _BYTES_PER_US
+            weight_reads = 2 * _WEIGHT_READ * 2 * vocab * width / _BYTES_PER_US
+            return head + product + sums + weight_reads + 2 * chunks * _LAUNCH_US
 
         return _steps(num_rows, plan.rows, step)
 
     return min(_plans(num_rows, width, vocab), key=cost)
+
+
+@cache
+def for_skipping(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
+    """All of the vocabulary at once, of as many rows as the scratch holds."""
+    blocks = _ceil(vocab, TILE_VOCAB)
+    most = max(_ROW_STEP, _SCRATCH_BYTES // (2 * blocks * TILE_VOCAB))
+    return Plan(max(_row_choices(num_rows, most)), blocks * TILE_VOCAB)
 
 
 def _plans(num_rows: int, width: int, vocab: int) -> Iterator[Plan]:
@@ -93,10 +112,9 @@ def _row_choices(num_rows: int, most: int) -> list[int]:
     return sorted(size for size in sizes if size <= most) or [_ROW_STEP]
 
 
-def _steps(num_rows: int, rows: int, cost: object) -> float:
-    assert callable(cost)
+def _steps(num_rows: int, rows: int, cost: Callable[[int], float]) -> float:
     full, rest = divmod(num_rows, rows)
-    return float(full * cost(rows) + (cost(rest) if rest else 0.0))
+    return full * cost(rows) + (cost(rest) if rest else 0.0)
 
 
 def _waves(rows: int, vocab_tiles: int, multiprocessors: int) -> int:

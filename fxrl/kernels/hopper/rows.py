@@ -29,7 +29,8 @@ COMBINED = (
 )
 
 _LN2 = tl.constexpr(0.6931471805599453)
-_LOWEST_SHIFT = tl.constexpr(-1e29)
+LOWEST_SHIFT = -1e29  # of a block without finite logits; as in loss_head.cu
+_LOWEST_SHIFT = tl.constexpr(LOWEST_SHIFT)
 _EXCLUDED = tl.constexpr(-1e30)
 # The row's largest other logit, less the shift of its exponentials. At 90 their sum over 2^18
 # entries, times a weight of 2^18, is still finite; at -90 what is flushed to zero is less than
@@ -94,7 +95,7 @@ def combine_blocks(
         decay = tl.exp2(gap)
         part = tl.load(partial + stride + at, mask=inside, other=0.0)
         total += tl.sum(part * decay, 0)
-        more = inside & (moments != 0)
+        more = inside & (block < blocks * moments)[:, None]
         bent = tl.load(partial + 2 * stride + at, mask=more, other=0.0)
         moment += tl.sum((bent + tl.maximum(gap, -1e30) * part) * decay, 0)
         squared = tl.load(partial + 3 * stride + at, mask=more, other=0.0)
@@ -123,7 +124,7 @@ def combine_blocks(
     tl.store(put + 4 * rows, p_target * p_target + per_mass * per_mass * squares, mask=live)
     tl.store(put + 5 * rows, mean, mask=live)
     tl.store(put + 6 * rows, tl.maximum(largest, t_y) * _LN2, mask=live)
-    stored = tl.load(shift + row, mask=live & (has_shift != 0), other=0.0)
+    stored = tl.load(shift + row, mask=row < rows * has_shift, other=0.0)
     apart = base - stored
     fits = tl.abs(apart) <= _GAP
     tl.store(put + 7 * rows, per_mass * tl.exp2(-apart), mask=live)

@@ -11,7 +11,13 @@ import triton
 from torch import Tensor
 
 from fxrl.kernels.hopper import module
-from fxrl.kernels.hopper.rows import COMBINED, combine_blocks, finish_vectors, target_shift
+from fxrl.kernels.hopper.rows import (
+    COMBINED,
+    LOWEST_SHIFT,
+    combine_blocks,
+    finish_vectors,
+    target_shift,
+)
 from fxrl.ops.linear_logprob_head import LossHead, Rows
 
 _LOG2E = 1 / math.log(2)
@@ -118,6 +124,12 @@ class RowTile:
             num_warps=8,
         )
         return combined
+
+    def block_masses(self, shift: Tensor) -> Tensor:
+        """``[R, blocks]`` (a view): sums of 2^(t - shift) over each block, targets left out."""
+        partial = self._scratch.partial(self.count)
+        rescale = torch.exp2(partial[0].ceil().clamp(min=LOWEST_SHIFT) - shift)
+        return (partial[1] * rescale).t()
 
     def weighted(self, vocab: slice) -> Tensor:
         """``[R]``: sum of gradient_v log2 p_v over the entries ``vocab`` of the last gradients."""

@@ -1,0 +1,75 @@
+"""The second product, ``sum_v a_v W_v`` ``[R, H]`` of a tile's rows, its factors a made on the way.
+
+NOTE [Why the sums over vocabulary chunks are float32 and are added by cuBLAS]
+Partial sums rounded to bf16 would bias training (each chunk's error is as large as the whole's).
+``out=`` of ``addmm`` with a float32 result adds in the GEMM's own epilogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fxrl.kernels.hopper.plan import Plan
+from fxrl.kernels.hopper.tile import RowTile, vocab_chunks
+from fxrl.kernels.linear_logprob_skip import skipping_product
+from fxrl.ops.linear_logprob_head import LossHead
+
+_OF_BUDGET = 1 - 2**-10  # masses are float32 sums: their own rounding must not spend more
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, begin: bool) -> None:
+    """``total`` (+)= ``a @ b``, of bf16 factors in float32; ``begin``: what it held is dropped."""
+    if begin:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+class ChunkedProduct:
+    """``sum_v a_v W_v`` of a tile's rows, ``a [R, V]`` made and multiplied in chunks."""
+
+    def __init__(self, head: LossHead, steps: Plan, num_rows: int) -> None:
+        rows, width = min(steps.rows, num_rows), head.weight.shape[1]
+        self._weight, self._step = head.weight, steps.vocab
+        self._factors = head.hidden.new_empty(rows, self._step)
+        self._sums = head.hidden.new_empty(rows, width, dtype=torch.float32)
+
+    def of_exponentials(self, tile: RowTile, shift: Tensor) -> Tensor:
+        """``[R, H]`` float32 (scratch), and the tile's statistics."""
+        return self._sum(tile, lambda vocab, out: tile.exponentials(vocab, shift, out))
+
+    def of_gradient(self, tile: RowTile, by_row: Tensor, *, weighted: bool) -> Tensor:
+        """``[R, H]`` float32 (scratch), and the tile's weighted sums if wanted."""
+        return self._sum(tile, lambda vocab, out: tile.gradient(vocab, by_row, out, weighted))
+
+    def _sum(self, tile: RowTile, make: Callable[[slice, Tensor], None]) -> Tensor:
+        sums = self._sums[: tile.count]
+        for vocab in vocab_chunks(self._weight.shape[0], self._step):
+            out = self._factors[: tile.count, : vocab.stop - vocab.start]
+            make(vocab, out)
+            add_product(sums, out, self._weight[vocab], begin=vocab.start == 0)
+        return sums
+
+
+class SkippingProduct:
+    """The same over the blocks that a tolerance does not let go: ``fxrl.ops.linear_logprob_skip``.
+
+    A row's budget is a share of its whole sum, so its exponentials are all made before the first
+    is multiplied: fewer rows at a time than without skipping.
+    """
+
+    def __init__(self, head: LossHead, steps: Plan, num_rows: int, tolerance: float) -> None:
+        self._weight, self._tolerance = head.weight, tolerance
+        self._factors = head.hidden.new_empty(min(steps.rows, num_rows), steps.vocab)
+
+    def of_exponentials(self, tile: RowTile, shift: Tensor) -> Tensor:
+        """``[R, H]`` float32, and the tile's statistics."""
+        vocab = self._weight.shape[0]
+        factors = self._factors[: tile.count, :vocab]
+        tile.exponentials(slice(0, vocab), shift, factors)
+        masses = tile.block_masses(shift)
+        budget = _OF_BUDGET * self._tolerance * masses.sum(1)
+        return skipping_product(factors, self._weight, masses, budget)

@@ -1,0 +1,195 @@
+"""The Hopper route without its GEMM: a stand-in in plain PyTorch writes what the epilogue would.
+
+``python hopper_cases.py`` with ``TRITON_INTERPRET=1`` runs the loops, the Triton kernels around the
+products and the backward's coefficients on the CPU, against the op's float64 reference.
+"""
+
+import math
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+from fxrl.kernels import linear_logprob as general
+from fxrl.kernels.hopper import gradient, head, module, plan, products
+from fxrl.kernels.hopper.tile import RowTile
+from fxrl.ops.linear_logprob_arguments import BackwardArguments, ForwardArguments
+from fxrl.ops.linear_logprob_checks import OUTPUTS
+from fxrl.ops.linear_logprob_head import LossHead, RowValues
+from fxrl.ops.linear_logprob_opaque import reference_backward, reference_forward
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kernel_cases import check_close, make_case, to_truth
+
+EXCLUDED = -1e30
+VALUES, GRADIENTS = (1e-5, 2e-5), (2**-8, 2**-8)
+
+
+def stand_in(tile, mode, vocab, per_row, out, weighted=False):
+    """What ``loss_head.cu`` writes, by its own definitions."""
+    lossy, scratch = tile._head, tile._scratch
+    x = tile.hidden.float() @ lossy.weight[vocab].float().t()
+    if lossy.bias is not None:
+        x = x + lossy.bias[vocab].float()
+    scale = tile.row_scale[:, None]
+    t = (torch.tanh(x * (lossy.scale / lossy.softcap)) if lossy.softcap else x) * scale
+    t = t.clamp(min=EXCLUDED)
+    slope = 1 - (t / scale) ** 2 if lossy.softcap else torch.ones_like(t)
+    at = tile.target[:, None] - vocab.start
+    inside = (at >= 0) & (at < t.shape[1])
+    at = at.clamp(0, t.shape[1] - 1)
+    partial, info = scratch.partial(tile.count), scratch.target_info(tile.count)
+    blocks = range(vocab.start // 256, -(-vocab.stop // 256))
+    if mode == module.GRADIENT:
+        log_sum, a, b, c, d, at_target, log_p_target = per_row[:7, :, None]
+        log_p = t - log_sum
+        made = torch.exp2(log_p) * (a + b * log_p + c * torch.exp2(log_p)) + d
+        made = torch.where(inside, made.scatter(1, at, at_target), made)
+        log_p = torch.where(inside, log_p.scatter(1, at, log_p_target), log_p)
+        out.copy_(made * slope)
+        if weighted:
+            for k, piece in zip(blocks, (made * log_p).split(256, 1), strict=True):
+                partial[0, k] = piece.sum(1)
+        return
+    mean = t
+    t_y = t.gather(1, at)
+    before = torch.arange(t.shape[1]) < at
+    same_block = (torch.arange(t.shape[1]) + vocab.start) // 256 == (at + vocab.start) // 256
+    beaten = ((t >= t_y) & before & same_block).any(1, keepdim=True)
+    beaten |= ((t > t_y) & same_block).any(1, keepdim=True)
+    rows = inside[:, 0]
+    info[0, rows], info[1, rows] = t_y[rows, 0], beaten[rows, 0].float()
+    t = torch.where(inside, t.scatter(1, at, EXCLUDED), t)
+    pieces = zip(blocks, t.split(256, 1), mean.split(256, 1), strict=True)
+    for k, piece, whole in pieces:
+        largest = piece.amax(1)
+        below = piece - largest.ceil().clamp(min=-1e29)[:, None]
+        e = torch.exp2(below)
+        made = (largest, e.sum(1), (e * below).sum(1), (e * e).sum(1), whole.sum(1))
+        for s in range(scratch.statistics):
+            partial[s, k] = made[s]
+    if mode == module.EXPONENTIALS:
+        stored = torch.exp2(t - per_row[:, None]) * slope
+        out.copy_(torch.where(t == EXCLUDED, 0, stored))
+
+
+def add_product(total, a, b, *, begin):
+    made = a.float() @ b.float()
+    total.copy_(made if begin else total + made)
+
+
+def install(rows, vocab):
+    """Small tiles, so that every loop turns more than once."""
+    RowTile._launch = stand_in
+    products.add_product = gradient.add_product = add_product
+    module.multiprocessors = lambda device: 132
+    plan.for_product = lambda *sizes: plan.Plan(rows, vocab)
+    plan.for_scoring = lambda *sizes: plan.Plan(rows, 2**20)
+    plan.for_skipping = lambda *sizes: plan.Plan(rows, 2**20)
+    gradient._TILE_ROWS, gradient._PIECE_ROWS = rows, 2 * rows
+    gradient._PIECE_BYTES = 0  # as few blocks as it takes: 4
+
+
+def check_head(seed, draw):
+    rows, vocab = draw.randint(1, 9), draw.choice([1000, 1100, 1537])
+    case = make_case(seed, rows, vocab, draw.choice([8, 13]), torch.bfloat16, "cpu")
+    narrow, names, grads = case
+    narrow = narrow._replace(chunk_tokens=0)
+    wide = LossHead(*(to_truth(v) for v in narrow))
+    saved = tuple(n for n in names if n in ("logprob", "lse"))
+    for outputs, save in ((OUTPUTS, False), (("logprob", "lse"), True), (OUTPUTS, True)):
+        save = save and bool(saved)
+        options = (outputs, saved if save else (), save, 0.0)
+        made = head.forward(ForwardArguments(narrow, *options), general.general_forward)
+        right = reference_forward(ForwardArguments(wide, *options))
+        for name in outputs:
+            check_close(name, made.values[name], right.values[name], *VALUES)
+        check_close("vectors", made.vectors, right.vectors, *GRADIENTS)
+
+    right = reference_forward(ForwardArguments(wide, OUTPUTS, (), False, 0.0))
+    values = RowValues(*(right.values[n] for n in RowValues._fields))
+    has_temperature = narrow.temperature is not None
+    for want_weight in (False, True):
+        wants = (True, want_weight, False, has_temperature)
+        theirs = reference_backward(BackwardArguments(grads, wide, values, names, *wants))
+        small = RowValues(*(v.float() for v in values))
+        ours = head.backward(BackwardArguments(grads.float(), narrow, small, names, *wants))
+        check_close("d_hidden", ours.hidden, theirs.hidden, *GRADIENTS)
+        check_close("d_temperature", ours.temperature, theirs.temperature, 1e-4, 1e-4 * rows)
+        if want_weight:
+            check_close("d_weight", ours.weight, theirs.weight, *GRADIENTS)
+
+
+def check_misfits():
+    """Rows whose target is far below the maximum take the other way, the rest does not."""
+    gen = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 16, generator=gen).bfloat16()
+    hidden[::2] *= 200
+    weight = torch.randn(1200, 16, generator=gen).bfloat16()
+    target = torch.randint(0, 1200, (6,), generator=gen)
+    others = []
+
+    def otherwise(arguments):
+        others.append(arguments.head.row_mask)
+        return general.general_forward(arguments)
+
+    arguments = ForwardArguments(
+        LossHead(hidden, weight, target), ("logprob", "lse"), ("logprob",), True, 0.0
+    )
+    made = head.forward(arguments, otherwise)
+    wide = arguments.head._replace(hidden=hidden.double(), weight=weight.double())
+    right = reference_forward(ForwardArguments(wide, ("logprob", "lse"), ("logprob",), True, 0.0))
+    t = (hidden.double() @ weight.double().t()) / math.log(2)
+    gap = t.scatter(1, target[:, None], -torch.inf).amax(1).ceil() - (
+        t.gather(1, target[:, None])[:, 0].ceil() + 20
+    )
+    assert others[0].tolist() == (gap.abs() > 90).tolist()
+    assert 0 < others[0].sum() < 6
+    check_close("vectors", made.vectors, right.vectors, *GRADIENTS)
+
+
+def check_skipping():
+    """What is left out of a Zipf-like head keeps within the proven bound, and is a good part."""
+    gen = torch.Generator().manual_seed(1)
+    vocab, rows, tolerance = 4000, 40, 2.0**-9
+    lift = -torch.log(torch.arange(1, vocab + 1.0))[:, None] * 2.0
+    # float32: the interpreter multiplies bf16 numbers by their bits.
+    weight = torch.cat([lift, torch.randn(vocab, 15, generator=gen) / 4], 1)
+    hidden = torch.cat([torch.ones(rows, 1), torch.randn(rows, 15, generator=gen)], 1)
+    target = torch.randint(0, 100, (rows,), generator=gen)
+    wide = LossHead(hidden.double(), weight.double(), target)
+    names = ("logprob", "lse")
+    right = reference_forward(ForwardArguments(wide, names, ("logprob",), True, 0.0))
+    seen = {}
+    for tol in (0.0, tolerance):
+        arguments = ForwardArguments(
+            LossHead(hidden, weight, target), names, ("logprob",), True, tol
+        )
+        seen[tol] = head.forward(arguments, general.general_forward)
+        assert torch.equal(seen[tol].values["logprob"], seen[0.0].values["logprob"])
+    assert not torch.equal(seen[0.0].vectors, seen[tolerance].vectors)
+    error = (seen[tolerance].vectors.double() - right.vectors).abs()[0]
+    p_others = -torch.expm1(right.values["logprob"])[:, None]
+    bound = p_others * weight.double().abs().amax(0)
+    assert (error <= (tolerance + 1e-5) * bound).all()
+    assert error.max() > 1e-4 * bound.max()  # something was left out
+
+
+def main():
+    draw = random.Random(0)
+    for seed in range(int(sys.argv[1])):
+        install(draw.choice([2, 4, 16]), draw.choice([256, 512, 2**20]))
+        try:
+            check_head(seed, draw)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}") from error
+    install(4, 512)
+    check_misfits()
+    install(2**10, 2**20)
+    check_skipping()
+    print("all agree")
+
+
+if __name__ == "__main__":
+    main()

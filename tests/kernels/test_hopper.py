@@ -1,0 +1,68 @@
+"""The Hopper route of ``fxrl::linear_logprob`` on the CPU: all but the GEMM itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fxrl.kernels.hopper import head, plan
+from fxrl.kernels.hopper.tile import aligned
+from fxrl.ops.linear_logprob_head import LossHead
+from tests.kernels.interpreted import check_interpreted
+
+SIZES = [
+    (1, 64, 1000),
+    (1000, 64, 1000),
+    (16384, 4096, 151936),
+    (65536, 576, 49152),
+    (8192, 5120, 262144),
+    (262144, 8192, 262144),
+]
+
+
+def test_all_but_the_gemm_equals_the_reference():
+    check_interpreted(Path(__file__).parent / "hopper_cases.py", "24")
+
+
+def test_no_head_on_the_cpu_is_served():
+    weight = torch.zeros(2000, 64, dtype=torch.bfloat16)
+    target = torch.zeros(128, dtype=torch.int64)
+    assert not head.serves(LossHead(weight[:128], weight, target))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("make", [plan.for_scoring, plan.for_product, plan.for_skipping])
+def test_a_plan_fits_its_scratch_and_is_whole_tiles(make, sizes):
+    rows, width, vocab = sizes
+    steps = make(*sizes, 132)
+    assert steps.rows % 256 == 0
+    assert steps.vocab % 256 == 0
+    assert steps.rows < rows + 256
+    assert steps.vocab < vocab + 256
+    scratch = 2 * steps.rows * steps.vocab + 4 * steps.rows * width
+    statistics = 20 * steps.rows * -(-vocab // 256)
+    if make is plan.for_scoring:
+        assert steps.vocab >= vocab
+        assert statistics <= 180 * 2**20
+    elif make is plan.for_product:
+        assert scratch + statistics <= 192 * 2**20
+    else:
+        assert steps.vocab >= vocab
+
+
+def test_full_waves_are_preferred():
+    """132 tiles of 128 x 256 at a time: 2048 x 25344 is 12 x 66 clusters of two."""
+    steps = plan.for_product(16384, 4096, 151936, 132)
+    clusters = -(-steps.rows // 256) * (steps.vocab // 256)
+    assert clusters % 66 == 0
+
+
+def test_what_tma_can_read():
+    whole = torch.zeros(10, 64, dtype=torch.bfloat16)
+    assert aligned(whole)
+    assert aligned(whole[::2, 8:40])
+    assert not aligned(whole[:, 1:])
+    assert not aligned(torch.zeros(10, 63, dtype=torch.bfloat16))
+    assert not aligned(torch.zeros(64, 16, dtype=torch.bfloat16).t())
