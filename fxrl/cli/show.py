@@ -57,7 +57,8 @@ def plan(found: Plan, *, as_json: bool) -> None:
         for (name, site), choice in found.choices.items()
     ]
     if as_json:
-        rules = {"chunk_tokens": found.chunk_tokens, "min_saved_bytes": found.min_saved_bytes}
+        names = ("chunk_tokens", "min_saved_bytes", "head_skip_tolerance")
+        rules = {name: getattr(found, name) for name in names}
         print(json.dumps(rules | {"choices": choices}, indent=2))
         return
     print(found)

@@ -98,5 +98,7 @@ class Plan:
     def __str__(self) -> str:
         tile = self.chunk_tokens or "by bytes"
         lines = [f"rows per tile: {tile}; keep below {format_bytes(self.min_saved_bytes)}"]
+        if self.head_skip_tolerance:
+            lines.append(f"a frozen head may leave out {self.head_skip_tolerance:g} of a gradient")
         lines += [f"{name} @ {site}: {choice}" for (name, site), choice in self.choices.items()]
         return "\n".join(lines)

@@ -95,6 +95,8 @@ def test_applied_with_a_skip_tolerance():
 
 def test_the_config_gives_the_skip_tolerance():
     assert Plan.from_config(Config(head_skip_tolerance=2**-9)).head_skip_tolerance == 2**-9
+    assert "0.25 of a gradient" in str(Plan(head_skip_tolerance=0.25))
+    assert "gradient" not in str(Plan())
     for bad in (-0.1, 1.0, float("nan")):
         with pytest.raises(ConfigError, match=r"head_skip_tolerance=.* is not in \[0, 1\)"):
             Config(head_skip_tolerance=bad)
