@@ -1,4 +1,4 @@
-"""Adapters of the peers: what they cannot do, and a package whose ``__init__`` cannot be imported."""
+"""Adapters of the peers: what they cannot do, and a package that cannot be imported whole."""
 
 import sys
 
