@@ -82,8 +82,9 @@ def _score(arguments: ForwardArguments, num_rows: int, result: ForwardResult) ->
     scratch = Scratch(head, min(steps.rows, num_rows), _statistics(arguments))
     for rows in row_tiles(num_rows, head.row_mask, steps.rows):
         tile = RowTile(head, rows, scratch)
+        tile.find_target()
         tile.statistics()
-        _put_values(arguments, rows, tile.combine(None), result)
+        _put_values(arguments, rows, tile.combine(), result)
 
 
 def _score_with_vectors(
@@ -102,9 +103,9 @@ def _score_with_vectors(
     misfits = head.target.new_zeros(head.target.shape[0], dtype=torch.bool)
     for rows in row_tiles(num_rows, head.row_mask, steps.rows):
         tile = RowTile(head, rows, scratch)
-        shift = tile.target_shift()
-        others = product.of_exponentials(tile, shift)
-        combined = tile.combine(shift)
+        tile.find_target()
+        others = product.of_exponentials(tile)
+        combined = tile.combine()
         factors = _vector_factors(tile, combined, arguments.grad_outputs)
         tile.finish(others, *factors, result.vectors)
         misfits[rows] = combined[COMBINED.index("misfit")] != 0

@@ -37,9 +37,9 @@ class ChunkedProduct:
         self._factors = head.hidden.new_empty(rows, self._step)
         self._sums = head.hidden.new_empty(rows, width, dtype=torch.float32)
 
-    def of_exponentials(self, tile: RowTile, shift: Tensor) -> Tensor:
+    def of_exponentials(self, tile: RowTile) -> Tensor:
         """``[R, H]`` float32 (scratch), and the tile's statistics."""
-        return self._sum(tile, lambda vocab, out: tile.exponentials(vocab, shift, out))
+        return self._sum(tile, tile.exponentials)
 
     def of_gradient(self, tile: RowTile, by_row: Tensor, *, weighted: bool) -> Tensor:
         """``[R, H]`` float32 (scratch), and the tile's weighted sums if wanted."""
@@ -65,11 +65,11 @@ class SkippingProduct:
         self._weight, self._tolerance = head.weight, tolerance
         self._factors = head.hidden.new_empty(min(steps.rows, num_rows), steps.vocab)
 
-    def of_exponentials(self, tile: RowTile, shift: Tensor) -> Tensor:
+    def of_exponentials(self, tile: RowTile) -> Tensor:
         """``[R, H]`` float32, and the tile's statistics."""
         vocab = self._weight.shape[0]
         factors = self._factors[: tile.count, :vocab]
-        tile.exponentials(slice(0, vocab), shift, factors)
-        masses = tile.block_masses(shift)
+        tile.exponentials(slice(0, vocab), factors)
+        masses = tile.block_masses()
         budget = _OF_BUDGET * self._tolerance * masses.sum(1)
         return skipping_product(factors, self._weight, masses, budget)

@@ -16,7 +16,7 @@ from fxrl.kernels.hopper.rows import (
     LOWEST_SHIFT,
     combine_blocks,
     finish_vectors,
-    target_shift,
+    target_logits,
 )
 from fxrl.ops.linear_logprob_head import LossHead, Rows
 
@@ -54,6 +54,7 @@ class RowTile:
             self.hidden = _padded(self.hidden)
         self.target = head.target[rows].contiguous()
         self.count = self.hidden.shape[0]
+        self.target_t = self.shift = head.hidden.new_empty(0)
         self.slope = head.row_slope(rows).expand(self.count, 1).squeeze(1)
         factor = self.slope * (head.softcap / head.scale) if head.softcap else self.slope
         self.row_scale = (factor * _LOG2E).contiguous()
@@ -70,17 +71,18 @@ class RowTile:
             cap=self._cap,
         )
 
-    def target_shift(self) -> Tensor:
-        """``[R]``: a whole number near the row's largest t, guessed from the target's."""
-        shift = self.row_scale.new_empty(self.count)
+    def find_target(self) -> None:
+        """Fills ``target_t`` and ``shift`` ``[R]``, which the statistics and their like need."""
+        self.target_t, self.shift = self.row_scale.new_empty(2, self.count)
         weight = self._head.weight
-        target_shift[(self.count,)](
+        target_logits[(self.count,)](
             self.hidden,
             weight,
             self.target,
             self._bias,
             self.row_scale,
-            shift,
+            self.target_t,
+            self.shift,
             weight.shape[1],
             self.hidden.stride(0),
             weight.stride(0),
@@ -89,35 +91,33 @@ class RowTile:
             block=1024,
             num_warps=4,
         )
-        return shift
 
     def statistics(self) -> None:
         """Fills the scratch's block statistics."""
         self._launch(module.STATISTICS, slice(0, self._head.weight.shape[0]), None, None)
 
-    def exponentials(self, vocab: slice, shift: Tensor, out: Tensor) -> None:
+    def exponentials(self, vocab: slice, out: Tensor) -> None:
         """The same for the entries ``vocab``, and ``out [R, C]`` = 2^(t - shift), targets 0."""
-        self._launch(module.EXPONENTIALS, vocab, shift, out)
+        self._launch(module.EXPONENTIALS, vocab, self.shift, out)
 
     def gradient(self, vocab: slice, coefficients: Tensor, out: Tensor, weighted: bool) -> None:
         """``out [R, C]``: the gradient of the raw logits of the entries ``vocab``."""
         self._launch(module.GRADIENT, vocab, coefficients, out, weighted)
 
-    def combine(self, shift: Tensor | None) -> Tensor:
+    def combine(self) -> Tensor:
         """``[len(COMBINED), R]`` from the block statistics."""
         combined = self.row_scale.new_empty(len(COMBINED), self.count)
         block_rows = 32
         combine_blocks[(triton.cdiv(self.count, block_rows),)](
             self._scratch.partial(self.count),
             self._scratch.target_info(self.count),
+            self.target_t,
             self.target,
-            self.row_scale if shift is None else shift,
             combined,
             self.count,
             self._scratch.blocks,
             self._head.weight.shape[0],
             int(self._scratch.statistics > 2),
-            int(shift is not None),
             tile_vocab=module.TILE_VOCAB,
             block_rows=block_rows,
             block_blocks=64,
@@ -125,10 +125,10 @@ class RowTile:
         )
         return combined
 
-    def block_masses(self, shift: Tensor) -> Tensor:
+    def block_masses(self) -> Tensor:
         """``[R, blocks]`` (a view): sums of 2^(t - shift) over each block, targets left out."""
         partial = self._scratch.partial(self.count)
-        rescale = torch.exp2(partial[0].ceil().clamp(min=LOWEST_SHIFT) - shift)
+        rescale = torch.exp2(partial[0].ceil().clamp(min=LOWEST_SHIFT) - self.shift)
         return (partial[1] * rescale).t()
 
     def weighted(self, vocab: slice) -> Tensor:
@@ -166,7 +166,7 @@ class RowTile:
         """``[R]``: the softcap's derivative at the target; 1 without a softcap."""
         if not self._cap:
             return torch.ones_like(self.row_scale)
-        capped = self._scratch.target_info(self.count)[0] / self.row_scale
+        capped = self.target_t / self.row_scale
         return 1 - capped * capped
 
     def _launch(
