@@ -168,6 +168,7 @@ def _features(
     named = {
         "optimize on the CPU": _cpu(packages, core, smoke),
         "optimize on the GPU": on_gpu,
+        "loss head for Hopper": _hopper(gpu, smoke),
         "train, fetch-model and models by id": _needs("", packages, demo),
         "decompiled Dynamo code in dumps": _needs("", packages, ["depyf"]),
         "rollouts with vLLM": _vllm(packages, gpu is not None),
@@ -221,6 +222,28 @@ def _gpu_compiles(smoke: bool) -> Check:
     if importlib.util.find_spec("triton") is None:
         return Check("", "missing", "Inductor needs triton on the GPU", "pip install triton")
     return _compiles("cuda") if smoke else Check("", "ok", "not run (--quick)")
+
+
+def _hopper(gpu: tuple[str, tuple[int, int]] | None, smoke: bool) -> Check:
+    """Other GPUs, and a machine without the bindings, have the route of cuBLAS and Triton."""
+    from fxrl.kernels.hopper import module
+
+    if gpu is None:
+        return Check("", "not here", "no CUDA device that torch can use")
+    if gpu[1] != (9, 0):
+        return Check("", "not here", f"{gpu[0]} is no sm_90; its route is cuBLAS and Triton")
+    if not module.available():
+        without = "bindings of NVRTC and the driver; without, cuBLAS and Triton serve"
+        return Check("", "missing", without, "pip install cuda-bindings nvidia-cuda-nvrtc")
+    if not smoke:
+        return Check("", "ok", "not run (--quick)")
+    start = time.perf_counter()
+    try:
+        module.kernel(module.STATISTICS, False, False, False, False, 0)
+    except Exception as error:  # whatever a broken driver or NVRTC raises is the finding
+        words = (str(error).strip().splitlines() or [""])[0]
+        return Check("", "broken", f"{type(error).__name__}: {words[:200]}")
+    return Check("", "ok", f"compiled and loaded in {time.perf_counter() - start:.1f} s")
 
 
 def _compiles(device: str) -> Check:

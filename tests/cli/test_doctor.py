@@ -111,3 +111,32 @@ def test_vllm_and_its_build_for_the_cpu(monkeypatch, installed, on_gpu, status, 
     assert words in check.detail
     if status in ("missing", "broken"):
         assert "pip install 'vllm<0.34,>=0.22'" in check.cure
+
+
+@pytest.mark.parametrize(
+    ("gpu", "bindings", "status"),
+    [
+        (None, True, "not here"),
+        (("A100", (8, 0)), True, "not here"),
+        (("H200", (9, 0)), False, "missing"),
+        (("H200", (9, 0)), True, "ok"),
+    ],
+)
+def test_the_hopper_route(gpu, bindings, status, monkeypatch):
+    from fxrl.kernels.hopper import module
+
+    monkeypatch.setattr(module, "available", lambda: bindings)
+    assert doctor._hopper(gpu, smoke=False).status == status
+
+
+def test_a_driver_that_refuses_is_the_finding(monkeypatch):
+    from fxrl.kernels.hopper import module
+
+    def refuse(*variant):
+        raise module.CudaModuleError("the CUDA driver reports CUDA_ERROR_NO_BINARY_FOR_GPU")
+
+    monkeypatch.setattr(module, "available", lambda: True)
+    monkeypatch.setattr(module, "kernel", refuse)
+    check = doctor._hopper(("H200", (9, 0)), smoke=True)
+    assert check.status == "broken"
+    assert "NO_BINARY" in check.detail

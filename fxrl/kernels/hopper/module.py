@@ -1,11 +1,13 @@
 """Compiles ``loss_head.cu`` with NVRTC, once per variant and machine, and launches it.
 
 NOTE [Why CUDA C++ here and not Triton]
-The loss head is bound by the tensor cores: it is as fast as its matrix product, and whatever the
-epilogue adds must hide behind it. That takes a cluster of two blocks with multicast copies (without
-it the L2 cache cannot feed 128 x 256 tiles) and one warpgroup's epilogue under the other's product.
-Triton 3.6 offers neither on Hopper, Gluon no multicast. NVRTC and the driver's bindings are
-installed with torch's CUDA builds on Linux: there is nothing to install and no compiler to find.
+The loss head is bound by the tensor cores: it is as fast as its matrix product, and what the
+epilogue adds must hide behind it. At 16384 x 4096 x 151936 on an H200 (cuBLAS 29.0 ms) this GEMM
+takes 28.1 ms without its epilogue, 29.3 with it, 30.5 without multicast; the general route, whose
+Triton passes read the logits from memory, 35.5 to 39.4. Triton 3.6 has no warp specialization on
+Hopper that keeps one warpgroup's epilogue under the other's product, its Gluon no multicast, and
+neither says in which scope a barrier is released, which was worth 4.5 ms. NVRTC and the driver's
+bindings are installed with torch's CUDA builds on Linux: nothing to install, no compiler to find.
 """
 
 from __future__ import annotations

@@ -1,0 +1,64 @@
+"""``loss_head.cu`` compiles for a Hopper GPU, without one, to the code that its speed needs."""
+
+import itertools
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("cuda.bindings.nvrtc")
+
+import triton
+
+from fxrl.kernels.hopper import module
+
+DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+NAMES = ("MODE", "BIAS", "CAP", "MOMENTS", "WEIGHTED")
+SCORING = [(module.STATISTICS, *flags, 0) for flags in itertools.product((0, 1), repeat=3)]
+OTHERS = [
+    (module.EXPONENTIALS, 0, 0, 0, 0),
+    (module.EXPONENTIALS, 1, 1, 1, 0),
+    (module.GRADIENT, 0, 0, 0, 0),
+    (module.GRADIENT, 1, 1, 0, 1),
+]
+
+
+def machine_code(variant, tmp_path):
+    """Instructions in order, without addresses and operands' encodings."""
+    defines = tuple(f"-D{name}={value}" for name, value in zip(NAMES, variant, strict=True))
+    binary = tmp_path / "loss_head.cubin"
+    binary.write_bytes(module._cubin(defines))
+    done = subprocess.run(
+        [DISASSEMBLER, "-c", binary], capture_output=True, text=True, check=True, timeout=120
+    )
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", done.stdout)
+
+
+@pytest.mark.parametrize("variant", SCORING + OTHERS, ids=str)
+def test_nothing_stalls_the_main_loop(variant, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    code = machine_code(variant, tmp_path)
+    products = [k for k, line in enumerate(code) if "HGMMA.64x256x16.F32.BF16" in line]
+    assert len(products) >= 4
+    loop = code[products[0] : products[-1]]
+    # Cluster-wide release and acquire would flush and invalidate at every step.
+    assert not [line for line in loop if re.search("MEMBAR|CCTL|STL|LDL", line)]
+    assert any("MULTICAST" in line for line in code if "UTMALDG" in line)
+    assert any("UTMASTG" in line for line in code) == (variant[0] != module.STATISTICS)
+
+
+def test_a_variant_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compile_ = module._cubin.__wrapped__
+    defines = tuple(f"-D{name}=0" for name in NAMES)
+    first = compile_(defines)
+    monkeypatch.setattr("cuda.bindings.nvrtc.nvrtcCompileProgram", None)
+    assert compile_(defines) == first
+
+
+def test_what_nvrtc_says_is_passed_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with pytest.raises(module.CudaModuleError, match="nonsense"):
+        module._cubin.__wrapped__(("-DMODE=nonsense", "-DBIAS=0", "-DCAP=0", "-DMOMENTS=0"))
