@@ -51,7 +51,7 @@ class Config:
         passes: names of the passes to run, in order; ``None`` runs the default pipeline.
         head_skip_tolerance: with a frozen loss head, the share of ``1 - p_target`` whose tokens may
             be left out of a hidden state's gradient, in ``[0, 1)``; values are never touched. 0 is
-            exact. ``2**-9`` stays within the bound of the error that bf16 probabilities have.
+            exact. ``2**-8`` stays within the bound of the error that bf16 probabilities have.
     """
 
     chunk_tokens: int | None = None
@@ -71,7 +71,7 @@ class Config:
         if not 0 <= self.head_skip_tolerance < 1:
             raise ConfigError(
                 f"head_skip_tolerance={self.head_skip_tolerance} is not in [0, 1); use 0 for exact "
-                "gradients, 2**-9 to stay within bf16's rounding"
+                "gradients, 2**-8 to stay within bf16's rounding"
             )
         if self.min_saved_bytes < 0:
             raise ConfigError(f"min_saved_bytes={self.min_saved_bytes} is negative; use 0 for all")

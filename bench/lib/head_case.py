@@ -174,7 +174,7 @@ def errors(got: Outcome, want: Truth) -> dict[str, float]:
 def of_skip_bound(got: Outcome, want: Truth, inputs: Inputs, tolerance: float) -> float:
     """Largest share, over all entries of dH, of what leaving out blocks and bf16 may do to it.
 
-    With r = 2^-9, bf16's rounding, p_y the target's probability and g the incoming gradient:
+    With r = 2^-8, bf16's rounding, p_y the target's probability and g the incoming gradient:
 
         |dH_i - truth| <= |g| ((tolerance + r) (1 - p_y) max_v |W_vi| + 2 r |u_i|)
 
@@ -183,7 +183,7 @@ def of_skip_bound(got: Outcome, want: Truth, inputs: Inputs, tolerance: float) -
     """
     assert got.dh is not None
     assert want.outcome.dh is not None
-    rounding = 2.0**-9
+    rounding = 2.0**-8
     incoming = inputs.grad_logprob[want.rows, None].double().abs()
     others = -torch.expm1(want.outcome.logprob)[:, None]
     largest = inputs.weight.detach().abs().amax(0).double()

@@ -53,7 +53,7 @@ class Variant:
             return None
 
 
-SKIP_ARGUMENT, SKIP_TOLERANCE = "skip_tolerance", 2.0**-9  # the error of rounding p to bf16
+SKIP_ARGUMENT, SKIP_TOLERANCE = "skip_tolerance", 2.0**-9  # half of what rounding p to bf16 may do
 
 
 def _fxrl(mode: Mode) -> Head:

@@ -6,7 +6,7 @@ scratch is its float32 logits and their gradient in the dtype that the next prod
 NOTE [Why the logits stay float32 and their gradient does not]
 A log-prob is a small difference of logits of order ten: bf16 logits would put an error of 3e-2 on
 it, a policy ratio's whole clip range. The gradient only enters a sum over the vocabulary that is
-accumulated in float32; rounding its terms to bf16 costs 2^-9 of each.
+accumulated in float32; rounding its terms to bf16 costs up to 2^-8 of each.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def product_dtype(operand: Tensor) -> torch.dtype:
     """The dtype to which a gradient tile may be rounded before it is multiplied with ``operand``.
 
     NOTE [Why float16 gradients are multiplied in float32]
-    bf16 has float32's range, so rounding a tile costs 2^-9 relative and no more. float16 flushes
+    bf16 has float32's range, so rounding a tile costs 2^-8 relative and no more. float16 flushes
     what lies below 6e-8, which is where probabilities live, and overflows under a GradScaler.
     """
     narrow = operand.is_cuda and operand.dtype == torch.bfloat16

@@ -10,9 +10,9 @@ O enters the vectors of ``hidden_vector``, once, times slope. So for every coord
     |delta u_i| = |slope| |sum_{v in L} p_v slope_v W_vi| <= |slope| max_v |W_vi| sum_{v in L} p_v
                 <= t |slope| (1 - p_y) max_v |W_vi|
 
-Rounding p to bf16, which every product with a bf16 head does anyway, moves p_v by up to 2^-9 p_v,
-and so u_i by up to 2^-9 |slope| sum_{v != y} p_v |W_vi| <= 2^-9 |slope| (1 - p_y) max_v |W_vi|:
-with t = 2^-9 both errors obey one bound. Values (log-prob, entropy, ...) are summed over all
+Rounding p to bf16, which every product with a bf16 head does anyway, moves p_v by up to 2^-8 p_v,
+and so u_i by up to 2^-8 |slope| sum_{v != y} p_v |W_vi| <= 2^-8 |slope| (1 - p_y) max_v |W_vi|:
+with t = 2^-8 both errors obey one bound. Values (log-prob, entropy, ...) are summed over all
 entries whatever t is: only u changes. The proof also holds where the mass is that of
 ``p_v slope_v``, which is what a device weighs.
 

@@ -6,7 +6,7 @@ float32 accumulator of B A, round, write W; no float32 delta lies in memory. It 
 of W's dtype, but the trainer keeps A and B in float32. A float32 number is the sum of two bf16
 numbers to 2^-17 (x = high + low), so B A = B_h A_h + B_l A_h + B_h A_l is one bf16 GEMM of three
 times the rank, [B_h B_l B_h] [A_h; A_h; A_l]. The product left out, B_l A_l, is 2^-18 of B A, while
-W' itself is rounded to 2^-9. At rank 32 this GEMM is still bound by the bytes of W.
+W' itself is rounded to 2^-8. At rank 32 this GEMM is still bound by the bytes of W.
 cuBLAS promises a float32 accumulator, not that the product meets W before it is rounded: on an H200
 the product is rounded to W's dtype first. 9 to 12 % of the entries (for usual factors) are then not
 the exact sum's nearest, off by at most half a unit in the product's last place and half one in the
