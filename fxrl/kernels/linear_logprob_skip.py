@@ -38,6 +38,10 @@ class KeptBlocks(NamedTuple):
     listed: Tensor
     length: Tensor
 
+    def share(self) -> float:
+        """How much of all blocks is kept; read back from the device."""
+        return float(self.length.sum()) / max(1, self.listed.numel())
+
 
 def kept_blocks(masses: Tensor, budget: Tensor) -> KeptBlocks:
     """The blocks without which some row of a group would lose more than its budget.
@@ -84,8 +88,14 @@ def skipping_product(
         parts: a tile's list of blocks is shared by so many programs, whose sums are added in
             order; by default as many as fill the device.
     """
+    return product_of_kept(e, weight, kept_blocks(masses, budget), parts=parts)
+
+
+def product_of_kept(
+    e: Tensor, weight: Tensor, kept: KeptBlocks, *, parts: int | None = None
+) -> Tensor:
+    """``skipping_product`` for blocks that are chosen already."""
     (rows, vocab), width = e.shape, weight.shape[1]
-    kept = kept_blocks(masses, budget)
     groups, tiles = kept.length.shape[0], triton.cdiv(width, _TILE_WIDTH)
     if parts is None:
         parts = _parts(groups * tiles, e.device)

@@ -176,6 +176,23 @@ def check_skipping():
     assert error.max() > 1e-4 * bound.max()  # something was left out
 
 
+def check_not_skipping():
+    """Where few blocks can go, none does."""
+    gen = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(n, 16, generator=gen) for n in (40, 4000))
+    target = torch.randint(0, 4000, (40,), generator=gen)
+    made = [
+        head.forward(
+            ForwardArguments(
+                LossHead(hidden, weight, target), ("logprob", "lse"), ("logprob",), True, tol
+            ),
+            general.general_forward,
+        )
+        for tol in (0.0, 2.0**-8)
+    ]
+    assert torch.equal(made[0].vectors, made[1].vectors)
+
+
 def main():
     draw = random.Random(0)
     for seed in range(int(sys.argv[1])):
@@ -188,6 +205,7 @@ def main():
     check_misfits()
     install(2**10, 2**20)
     check_skipping()
+    check_not_skipping()
     print("all agree")
 
 
