@@ -121,6 +121,29 @@ def check_head(seed, draw):
             check_close("d_weight", ours.weight, theirs.weight, *GRADIENTS)
 
 
+def check_banned_target():
+    """A target that a bias of -inf bans: log-prob -inf, and no NaN in any gradient."""
+    gen = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 8, generator=gen).bfloat16() for n in (5, 1000))
+    target, bias = torch.randint(0, 1000, (5,), generator=gen), torch.zeros(1000)
+    bias[target[1]] = -torch.inf
+    narrow = LossHead(hidden, weight, target, bias)
+    made = head.forward(
+        ForwardArguments(narrow, OUTPUTS, ("logprob",), True, 0.0), general.general_forward
+    )
+    assert made.values["logprob"].isinf().tolist() == [False, True, False, False, False]
+    assert made.vectors.isfinite().all()
+    values = RowValues(*(made.values[n] for n in RowValues._fields))
+    for names in (("logprob",), ("entropy", "sum_p2")):
+        grads = torch.ones(len(names), 5)
+        wants = (True, False, False, False)
+        ours = head.backward(BackwardArguments(grads, narrow, values, names, *wants))
+        wide = LossHead(*(to_truth(v) for v in narrow))
+        exact = RowValues(*(to_truth(v) for v in values))
+        theirs = reference_backward(BackwardArguments(grads.double(), wide, exact, names, *wants))
+        check_close("d_hidden", ours.hidden, theirs.hidden, *GRADIENTS)
+
+
 def check_misfits():
     """Rows whose target is far below the maximum take the other way, the rest does not."""
     gen = torch.Generator().manual_seed(0)
@@ -203,6 +226,7 @@ def main():
             raise AssertionError(f"seed {seed}") from error
     install(4, 512)
     check_misfits()
+    check_banned_target()
     install(2**10, 2**20)
     check_skipping()
     check_not_skipping()

@@ -64,5 +64,6 @@ def test_what_tma_can_read():
     assert aligned(whole)
     assert aligned(whole[::2, 8:40])
     assert not aligned(whole[:, 1:])
+    assert not aligned(whole[:1].expand(10, 64))
     assert not aligned(torch.zeros(10, 63, dtype=torch.bfloat16))
     assert not aligned(torch.zeros(64, 16, dtype=torch.bfloat16).t())

@@ -32,6 +32,7 @@ def coefficients(arguments: BackwardArguments) -> Tensor:
     """``[8, N]`` float32: log2-sum-exp, a, b, c, d, the gradient at the target, log2 p_y, and
     what a temperature's gradient adds to its weighted sum."""
     logprob, lse, entropy, sum_p2 = arguments.values
+    logprob = logprob.clamp(min=-1e30)  # of a banned target: 0 * log 0 is 0
     zero = torch.zeros_like(lse)
     on = dict.fromkeys(DIFFERENTIABLE, zero)
     on |= {name: w.squeeze(1) for name, w in arguments.weights(slice(None)).items()}

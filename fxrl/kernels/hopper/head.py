@@ -51,6 +51,7 @@ def serves(head: LossHead) -> bool:
         and torch.cuda.get_device_capability(hidden.device) == (9, 0)
         and hidden.shape[0] >= _LEAST_ROWS
         and weight.shape[0] >= _LEAST_VOCAB
+        and head.scale != 0  # by which logits, and a temperature's gradient, are divided
         and aligned(weight)
         and module.available()
     )

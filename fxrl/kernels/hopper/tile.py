@@ -25,10 +25,9 @@ _PAD = 8  # bf16 numbers in the 16 bytes that TMA wants a row to be a multiple o
 
 
 class Scratch:
-    """Memory that the tiles of one call share: block statistics, exponentials, float32 sums."""
+    """What the GEMM writes down about a tile's rows; the tiles of one call share the memory."""
 
     def __init__(self, head: LossHead, rows: int, statistics: int) -> None:
-        self._hidden = head.hidden
         self.blocks = -(-head.weight.shape[0] // module.TILE_VOCAB)
         self._partial = head.hidden.new_empty(statistics * self.blocks * rows, dtype=torch.float32)
         self._target_info = head.hidden.new_empty(2 * rows, dtype=torch.float32)
@@ -75,6 +74,7 @@ class RowTile:
         """Fills ``target_t`` and ``shift`` ``[R]``, which the statistics and their like need."""
         self.target_t, self.shift = self.row_scale.new_empty(2, self.count)
         weight = self._head.weight
+        weight[:, 0].gather(0, self.target)  # asserts on the device that every target exists
         target_logits[(self.count,)](
             self.hidden,
             weight,
@@ -208,9 +208,10 @@ def vocab_chunks(vocab: int, step: int) -> Iterator[slice]:
 
 
 def aligned(matrix: Tensor) -> bool:
-    """Whether TMA can read it: entries side by side, rows 16 bytes aligned."""
+    """Whether TMA can read it: entries side by side, rows apart and 16 bytes aligned."""
     return (
         matrix.stride(1) == 1
+        and matrix.stride(0) >= matrix.shape[1]
         and matrix.stride(0) % _PAD == 0
         and matrix.data_ptr() % (_PAD * matrix.element_size()) == 0
     )
