@@ -6,12 +6,13 @@
 
 A table stands between two comments, ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; all other
 text is left alone. ``passes`` comes from ``fxrl.passes.REGISTRY``, ``commands`` from the command
-line's parser, ``results`` from every ``bench/results/*.json``, in the order of the file names.
+line's parser, ``summary`` from the lines of bench/lib/summary.py, ``results`` from every
+``bench/results/*.json``, in the order of ``FIRST`` and then of the file names.
 
 A result file is one JSON object:
 
     title      heading of its table
-    command    what a reader types to measure it again
+    command    what ran; what a reader types is made of it (bench/lib/shown_command.py)
     machine    the accelerator or processor
     versions   package -> version
     date       YYYY-MM-DD
@@ -32,6 +33,7 @@ import argparse
 import difflib
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,10 +43,16 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # run by its path
 
 from bench.lib import figures  # noqa: E402
+from bench.lib import summary as summary_lines  # noqa: E402
 from bench.lib.pivot import PivotError, pivot, where  # noqa: E402
+from bench.lib.shown_command import shown_commands  # noqa: E402
 
 REQUIRED = ("title", "command", "machine", "versions", "date", "columns", "rows", "notes")
-SHOWN_VERSIONS = ("python", "torch", "triton", "transformers", "vllm", "trl", "liger-kernel")
+SHOWN_VERSIONS = (
+    "python", "torch", "triton", "transformers", "vllm", "trl", "liger-kernel",
+    "nvidia-cutlass-dsl", "cut-cross-entropy", "verl", "unsloth_zoo",
+)  # fmt: skip
+FIRST = ("head", "update_step", "rl_step", "learn", "standby", "decode_kernels")  # of file names
 
 # What a person wants to know of each pass; a pass of the registry that has no entry is an error.
 PASSES: dict[str, tuple[str, str, str, str]] = {
@@ -60,7 +68,9 @@ PASSES: dict[str, tuple[str, str, str, str]] = {
         "`lm_head`, then bias, scale, softcap, temperature as the graph has them, then log-probs "
         "of given tokens, log-sum-exp, entropy, mean logit, sum of p², top-1 hits",
         "the logits and every copy of them; with a frozen head also the backward's matmul over the "
-        "vocabulary",
+        "vocabulary, and with `head_skip_tolerance` (off) blocks of the forward's second one. bf16 "
+        "on Hopper (sm_90): a CUDA GEMM with the statistics in its epilogue; other GPUs and "
+        "dtypes: cuBLAS and Triton",
         "frozen head: one `[N, H]` vector each for log-prob and log-sum-exp; where another output "
         "is differentiated, or the head is trained, the tile's matmul once more in backward",
         "the loss wants another statistic of the logits: `chunk-vocab-region` takes it; or for "
@@ -106,11 +116,29 @@ def commands() -> str:
     return table(("command", "does"), [(f"`fxrl {c.dest}`", c.help) for c in found])
 
 
+def summary() -> str:
+    """The few figures before all tables."""
+    try:
+        return table(summary_lines.HEAD, summary_lines.lines(ROOT / "bench" / "results"))
+    except PivotError as error:
+        raise ReadmeError(str(error)) from None
+
+
 def results(folder: Path | None = None) -> str:
-    """One section per result file."""
-    files = sorted((folder or ROOT / "bench" / "results").glob("*.json"))
-    sections = [section for file in files if (section := _result(file))]
-    return "\n\n".join(sections) or "Nothing is measured yet."
+    """One section per result file; files of one title say in it which they are."""
+    files = sorted((folder or ROOT / "bench" / "results").glob("*.json"), key=_place)
+    sections = {file.stem: section for file in files if (section := _result(file))}
+    titles = Counter(section.partition("\n")[0] for section in sections.values())
+    for stem, section in sections.items():
+        title, line, rest = section.partition("\n")
+        if titles[title] > 1:
+            sections[stem] = f"{title} ({stem}){line}{rest}"
+    return "\n\n".join(sections.values()) or "Nothing is measured yet."
+
+
+def _place(file: Path) -> tuple[int, str]:
+    ranks = (rank for rank, start in enumerate(FIRST) if file.name.startswith(start))
+    return next(ranks, len(FIRST)), file.name
 
 
 def _result(file: Path) -> str:
@@ -129,7 +157,8 @@ def _result(file: Path) -> str:
     except PivotError as error:
         raise ReadmeError(f"{file.name}: readme.{error}") from None
     versions = [f"{k} {record['versions'][k]}" for k in SHOWN_VERSIONS if k in record["versions"]]
-    source = f"{record['machine']}, {', '.join(versions)}, {record['date']}; `{record['command']}`"
+    typed = ", ".join(f"`{command}`" for command in shown_commands(record["command"]))
+    source = f"{record['machine']}, {', '.join(versions)}, {record['date']}; {typed}"
     notes = [f"- {note}" for note in record["notes"]]
     body = "\n\n".join([body, *(_figure(record, file, name) for name in figures.wanted(record))])
     return "\n".join(
@@ -203,6 +232,7 @@ def table(columns: Iterable[str], rows: Iterable[Sequence[Any]]) -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "passes": passes,
     "commands": commands,
+    "summary": summary,
     "results": results,
 }
 
