@@ -1,6 +1,7 @@
 """The README's summary: fxrl's row and the fastest others of the same job."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,11 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text(json.dumps(record))
     monkeypatch.setattr(summary, "LINES", (LINE,))
     return tmp_path
+
+
+def test_every_line_has_its_file():
+    results = Path(__file__).parents[2] / "bench" / "results"
+    assert len(summary.lines(results)) == len(summary.LINES) > 3
 
 
 def test_the_three_fastest_others_though_faster_than_fxrl(folder):
