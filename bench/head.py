@@ -7,7 +7,7 @@ trainable one (see bench/lib/head_floor.py). ``peak_mib`` is the allocator's pea
 so gradients count. Errors are distances to float64. A variant that cannot run is a row with its
 error. Rows are written as they come; ``--append`` goes on with a file and measures what it lacks.
 
-    fxrl bench head --shapes issue --out bench/results/head_h200.json
+    fxrl bench head --shapes issue --out head.json
     fxrl bench head --shapes "16384,4096,151936" --modes frozen --variants fxrl,trl
     fxrl bench head --inputs model:/models/smollm2 --modes frozen --variants fxrl,fxrl-skip
 """

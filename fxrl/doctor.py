@@ -226,15 +226,15 @@ def _gpu_compiles(smoke: bool) -> Check:
 
 def _hopper(gpu: tuple[str, tuple[int, int]] | None, smoke: bool) -> Check:
     """Other GPUs, and a machine without the bindings, have the route of cuBLAS and Triton."""
-    from fxrl.kernels.hopper import module
-
     if gpu is None:
         return Check("", "not here", "no CUDA device that torch can use")
     if gpu[1] != (9, 0):
         return Check("", "not here", f"{gpu[0]} is no sm_90; its route is cuBLAS and Triton")
+    from fxrl.kernels.hopper import module  # needs torch, which a machine with a GPU to use has
+
     if not module.available():
         without = "bindings of NVRTC and the driver; without, cuBLAS and Triton serve"
-        return Check("", "missing", without, "pip install cuda-bindings nvidia-cuda-nvrtc")
+        return Check("", "missing", without, module.install_command())
     if not smoke:
         return Check("", "ok", "not run (--quick)")
     start = time.perf_counter()

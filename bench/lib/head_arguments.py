@@ -13,6 +13,7 @@ from bench.lib.head_inputs import Shape, parse_source
 from bench.lib.head_peers import VARIANTS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_LARGE_GPU = 64 * 2**30  # bytes: eager's logits of most of the issue's shapes need as much
 DEFAULT_MODES = ("no_grad", "frozen", "trainable", "frozen+entropy", "frozen+softcap")
 DEFAULT_VARIANTS = tuple(name for name in VARIANTS if name != "fxrl-skip")
 
@@ -46,6 +47,8 @@ def _default_shapes(args: argparse.Namespace) -> list[Shape]:
         return [Shape(16384 if gpu else 256, *args.inputs.shape())]
     if args.inputs.name != "peaked":
         return [Shape(16384, 2048, 151936) if gpu else Shape(256, 64, 1000)]
+    if gpu and torch.cuda.get_device_properties(0).total_memory < _LARGE_GPU:
+        return parse_shapes("4096,1024,151936")
     return parse_shapes("issue" if gpu else "256,64,1000")
 
 

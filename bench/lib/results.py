@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -122,7 +123,7 @@ class Results:
     @property
     def record(self) -> dict[str, Any]:
         """What the file holds."""
-        command = " ".join(["python", "-m", _module_name(), *sys.argv[1:]])
+        command = shlex.join(["python", "-m", _module_name(), *sys.argv[1:]])
         before = self._before.get("command")
         return {
             "title": self.title,

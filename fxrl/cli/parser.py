@@ -96,7 +96,7 @@ def _model_and_loss(sub: argparse.ArgumentParser, *, batch: int, tokens: int, dt
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="fields of fxrl.Config, such as gpu_memory=75GiB min_saved_bytes=0",
+        help="fields of fxrl.Config, such as chunk_tokens=1024 min_saved_bytes=0",
     )
 
 
@@ -125,7 +125,7 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
         "plan",
         "print the plan: what is chosen for every region",
         about="Works on fake tensors: no GPU, no weights, full-size models.\n\n" + MODEL_HELP,
-        examples="  fxrl plan Qwen/Qwen3-8B --loss grpo --lora 32 --config gpu_memory=75GiB",
+        examples="  fxrl plan Qwen/Qwen3-8B --loss grpo --lora 32 --config min_saved_bytes=0",
     )
     _model_and_loss(sub, batch=4, tokens=1024, dtype="bf16")
 

@@ -2,11 +2,12 @@
 
 NOTE [Where the kernel runs unasked]
 Inside vLLM on an H200 (Qwen3-1.7B, 32 sequences of up to 2048 tokens) a decode step takes 2.90 ms
-with it and 3.08 ms with FlashAttention 3. Timed alone (``bench.decode_kernels``) it needs 0.64 to
-0.96 of FlashAttention 3's time for up to 128 sequences of like lengths and for ragged short ones,
-but 1.1 from 140 sequences of 1000 tokens on and for 64 mixed ones of up to 6350. So ``"auto"``
-takes it on Hopper, for steps of up to ``AUTO_ROWS`` sequences of engines with contexts of up to
-``AUTO_CONTEXT``; all else is vLLM's.
+with it and 3.08 ms with FlashAttention 3. Timed alone (``bench.decode_kernels``, FlashAttention 3
+with as many splits as vLLM gives it) it needs 0.84 to 0.98 of its time for 1 to 128 sequences of
+300 to 1870 tokens and a third for 32 of 16, but 1.1 from 140 sequences of 1000 tokens on, for 64
+mixed ones of up to 6350 and for one of 32768. So ``"auto"`` takes it on Hopper, for steps of up to
+``AUTO_ROWS`` sequences of engines with contexts of up to ``AUTO_CONTEXT``; all else is vLLM's. Near
+both limits at once it was not timed.
 
 It is registered in FlashAttention's own place then, which vLLM's registry allows: vLLM goes on
 choosing by itself, and a model for which it chooses another backend (MLA, sinks, head sizes) never

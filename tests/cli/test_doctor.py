@@ -129,6 +129,11 @@ def test_the_hopper_route(gpu, bindings, status, monkeypatch):
     assert doctor._hopper(gpu, smoke=False).status == status
 
 
+def test_without_torch_the_route_is_not_here(monkeypatch):
+    monkeypatch.setitem(doctor.sys.modules, "fxrl.kernels.hopper", None)  # its import would raise
+    assert doctor._hopper(None, smoke=True).status == "not here"
+
+
 def test_a_driver_that_refuses_is_the_finding(monkeypatch):
     from fxrl.kernels.hopper import module
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fxrl.kernels.hopper import head, plan
+from fxrl.kernels.hopper import head, module, plan
 from fxrl.kernels.hopper.tile import aligned
 from fxrl.ops.linear_logprob_head import LossHead
 from tests.kernels.interpreted import check_interpreted
@@ -67,3 +67,18 @@ def test_what_tma_can_read():
     assert not aligned(whole[:1].expand(10, 64))
     assert not aligned(torch.zeros(10, 63, dtype=torch.bfloat16))
     assert not aligned(torch.zeros(64, 16, dtype=torch.bfloat16).t())
+
+
+@pytest.mark.parametrize(
+    ("cuda", "packages"),
+    [
+        ("13.0", "'cuda-bindings==13.*' 'nvidia-cuda-nvrtc==13.*'"),
+        ("12.8", "'cuda-bindings==12.*' 'nvidia-cuda-nvrtc-cu12==12.*'"),
+    ],
+)
+def test_missing_bindings_are_said_with_the_cure(cuda, packages, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="slower route") as caught:
+        assert module.available.__wrapped__() is False
+    assert packages in str(caught[0].message)

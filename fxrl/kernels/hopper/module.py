@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import warnings
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,8 +64,22 @@ class Arguments(ctypes.Structure):
 
 @cache
 def available() -> bool:
-    """Whether the bindings of the driver and of NVRTC are installed (torch brings them)."""
-    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+    """Whether the bindings of the driver and of NVRTC are installed; if not, a warning, once."""
+    if find_spec("cuda") is not None and find_spec("cuda.bindings") is not None:
+        return True
+    warnings.warn(
+        "the loss head takes the slower route of cuBLAS and Triton: NVRTC's bindings, which come "
+        f"with torch's own packages, are not installed; {install_command()}",
+        stacklevel=2,
+    )
+    return False
+
+
+def install_command() -> str:
+    """For the CUDA that torch was built with."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    nvrtc = "nvidia-cuda-nvrtc" if int(major) >= 13 else f"nvidia-cuda-nvrtc-cu{major}"
+    return f"pip install 'cuda-bindings=={major}.*' '{nvrtc}=={major}.*'"
 
 
 @cache
