@@ -150,6 +150,9 @@ def _linear_logprob(
     chunk_tokens: int = 0,
     skip_tolerance: float = 0.0,
 ) -> tuple[Tensor, ...]:
+    if temperature is not None and temperature.dim() == 0:
+        # As everywhere in PyTorch, one number may stay on the CPU.
+        temperature = temperature.to(hidden.device)
     head = LossHead(
         hidden, weight, target, bias, temperature, row_mask, scale, softcap, chunk_tokens
     )

@@ -41,8 +41,14 @@ def checked_names(argument: str, text: str, allowed: Collection[str]) -> set[str
 
 
 def check_arguments(head: LossHead) -> None:
-    """Ranks, dtypes and constants."""
+    """Ranks, devices, dtypes and constants."""
     hidden, weight, target, bias, temperature, row_mask, scale, softcap, _ = head
+    for name in ("weight", "target", "bias", "temperature", "row_mask"):
+        tensor = getattr(head, name)
+        if tensor is not None and tensor.device != hidden.device:
+            raise LinearLogprobError(
+                f"{name} is on {tensor.device} and hidden on {hidden.device}; move it there"
+            )
     ranks = (("hidden", hidden, 2), ("weight", weight, 2), ("target", target, 1))
     optional = (("bias", bias, 1), ("row_mask", row_mask, 1))
     for name, tensor, rank in (*ranks, *optional):

@@ -31,12 +31,15 @@ def full_precision() -> Iterator[None]:
 
     NOTE [Why TF32 is switched off]
     TF32 keeps 10 bits of a float32 operand, and oneDNN may keep 7: a log-prob would be off by
-    more than a policy ratio's clip range, in the one place where it decides.
+    more than a policy ratio's clip range, in the one place where it decides. By default cuBLAS may
+    also add the parts of a split bf16 product in bf16, which a sum over 10^5 tokens cannot afford.
     """
     onednn: Any = torch.backends.mkldnn
     settings = (
         (torch.backends.cuda.matmul, "fp32_precision", "ieee"),
         (torch.backends.cuda.matmul, "allow_fp16_accumulation", False),
+        (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
         (onednn.matmul, "fp32_precision", "ieee"),
     )
     changed = []

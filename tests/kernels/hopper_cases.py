@@ -30,11 +30,12 @@ def stand_in(tile, mode, vocab, per_row, out, weighted=False):
     """What ``loss_head.cu`` writes, by its own definitions."""
     lossy, scratch = tile._head, tile._scratch
     x = tile.hidden.float() @ lossy.weight[vocab].float().t()
-    if lossy.bias is not None:
+    biased = lossy.bias is not None
+    if biased:
         x = x + lossy.bias[vocab].float()
     scale = tile.row_scale[:, None]
     t = (torch.tanh(x * (lossy.scale / lossy.softcap)) if lossy.softcap else x) * scale
-    t = t.clamp(min=EXCLUDED)
+    t = t.clamp(min=EXCLUDED) if biased else t  # clamp keeps a NaN
     slope = 1 - (t / scale) ** 2 if lossy.softcap else torch.ones_like(t)
     at = tile.target[:, None] - vocab.start
     inside = (at >= 0) & (at < t.shape[1])
@@ -127,21 +128,37 @@ def check_banned_target():
     hidden, weight = (torch.randn(n, 8, generator=gen).bfloat16() for n in (5, 1000))
     target, bias = torch.randint(0, 1000, (5,), generator=gen), torch.zeros(1000)
     bias[target[1]] = -torch.inf
-    narrow = LossHead(hidden, weight, target, bias)
+    narrow = LossHead(hidden, weight, target, bias, torch.tensor(0.7))
     made = head.forward(
         ForwardArguments(narrow, OUTPUTS, ("logprob",), True, 0.0), general.general_forward
     )
     assert made.values["logprob"].isinf().tolist() == [False, True, False, False, False]
     assert made.vectors.isfinite().all()
     values = RowValues(*(made.values[n] for n in RowValues._fields))
+    wide, exact = (type(v)(*map(to_truth, v)) for v in (narrow, values))
     for names in (("logprob",), ("entropy", "sum_p2")):
-        grads = torch.ones(len(names), 5)
-        wants = (True, False, False, False)
+        grads, wants = torch.ones(len(names), 5), (True, False, False, True)
         ours = head.backward(BackwardArguments(grads, narrow, values, names, *wants))
-        wide = LossHead(*(to_truth(v) for v in narrow))
-        exact = RowValues(*(to_truth(v) for v in values))
         theirs = reference_backward(BackwardArguments(grads.double(), wide, exact, names, *wants))
         check_close("d_hidden", ours.hidden, theirs.hidden, *GRADIENTS)
+        check_close("d_temperature", ours.temperature, theirs.temperature, 1e-4, 1e-4)
+
+
+def check_nan():
+    """A NaN in the head or in a bias shows in every value of the rows that read it."""
+    gen = torch.Generator().manual_seed(4)
+    hidden, weight = (torch.randn(n, 8, generator=gen).bfloat16() for n in (5, 1000))
+    target = torch.randint(0, 900, (5,), generator=gen)
+    broken = weight.clone()
+    broken[950, 0] = torch.nan
+    bias = torch.zeros(1000)
+    bias[950] = torch.nan
+    for case in ((broken, None), (broken, torch.zeros(1000)), (weight, bias)):
+        narrow = LossHead(hidden, case[0], target, case[1])
+        arguments = ForwardArguments(narrow, ("logprob", "lse"), ("logprob",), True, 0.0)
+        made = head.forward(arguments, general.general_forward)
+        assert made.values["logprob"].isnan().all()
+        assert made.vectors.isnan().all()
 
 
 def check_misfits():
@@ -227,6 +244,7 @@ def main():
     install(4, 512)
     check_misfits()
     check_banned_target()
+    check_nan()
     install(2**10, 2**20)
     check_skipping()
     check_not_skipping()

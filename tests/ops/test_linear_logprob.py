@@ -299,3 +299,9 @@ def test_bad_arguments_name_the_cure(change, message):
     with pytest.raises(LinearLogprobError) as error:
         linear_logprob(**{**arguments, **change})
     assert message in str(error.value)
+
+
+def test_another_device_is_named():
+    hidden, weight, target = random_head(5, 9, 4)
+    with pytest.raises(LinearLogprobError, match="target is on meta and hidden on cpu"):
+        linear_logprob(hidden, weight, target.to("meta"))

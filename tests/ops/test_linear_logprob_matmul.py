@@ -19,14 +19,22 @@ def flags():
     return CUDA.fp32_precision, ONEDNN.fp32_precision, CUDA.allow_fp16_accumulation
 
 
+def narrow_sums():
+    names = ("fp16", "bf16")
+    return [getattr(CUDA, f"allow_{name}_reduced_precision_reduction") for name in names]
+
+
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_what_the_user_switched_on_is_off_inside_and_back_after(precision):
     torch.set_float32_matmul_precision(precision)
     CUDA.allow_fp16_accumulation = True
     before = flags()
     assert before == ("tf32", "tf32" if precision == "high" else "bf16", True)
+    assert narrow_sums() == [True, True]  # torch's default
     with full_precision():
         assert flags() == ("ieee", "ieee", False)
+        assert narrow_sums() == [False, False]
+    assert narrow_sums() == [True, True]
     assert flags() == before
     assert torch.get_float32_matmul_precision() == precision
     with pytest.raises(ZeroDivisionError), full_precision():

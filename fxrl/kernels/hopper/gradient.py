@@ -32,7 +32,7 @@ def coefficients(arguments: BackwardArguments) -> Tensor:
     """``[8, N]`` float32: log2-sum-exp, a, b, c, d, the gradient at the target, log2 p_y, and
     what a temperature's gradient adds to its weighted sum."""
     logprob, lse, entropy, sum_p2 = arguments.values
-    logprob = logprob.clamp(min=-1e30)  # of a banned target: 0 * log 0 is 0
+    logprob = logprob.clamp(min=-1e6)  # of a banned target: 0 * log 0 is 0
     zero = torch.zeros_like(lse)
     on = dict.fromkeys(DIFFERENTIABLE, zero)
     on |= {name: w.squeeze(1) for name, w in arguments.weights(slice(None)).items()}
@@ -85,7 +85,7 @@ class VocabLoop:
             )
         self._head, self._by_row, self._weighted = head, by_row[:, self._index], weighted
         count, vocab = head.hidden.shape[0], head.weight.shape[0]
-        self._rows = min(count, _PIECE_ROWS)
+        self._rows = min(count, head.chunk_tokens or _PIECE_ROWS)
         most = _PIECE_BYTES // (2 * max(1, self._rows)) // module.TILE_VOCAB
         blocks = min(max(4, most), -(-vocab // module.TILE_VOCAB))
         self._step = blocks * module.TILE_VOCAB

@@ -34,6 +34,7 @@ from fxrl.ops.linear_logprob_arguments import (
     ForwardResult,
     Gradients,
 )
+from fxrl.ops.linear_logprob_checks import LinearLogprobError
 from fxrl.ops.linear_logprob_head import LossHead, Rows
 
 _MOMENTS = {"entropy", "sum_p2", "mean_logit"}
@@ -51,7 +52,6 @@ def serves(head: LossHead) -> bool:
         and torch.cuda.get_device_capability(hidden.device) == (9, 0)
         and hidden.shape[0] >= _LEAST_ROWS
         and weight.shape[0] >= _LEAST_VOCAB
-        and head.scale != 0  # by which logits, and a temperature's gradient, are divided
         and aligned(weight)
         and module.available()
     )
@@ -70,6 +70,11 @@ def forward(arguments: ForwardArguments, otherwise: Forward) -> ForwardResult:
     if not arguments.save_vectors:
         _score(arguments, num_rows, result)
         return result
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise LinearLogprobError(
+            "a CUDA graph is being captured, and the loss head's forward with gradient asks the "
+            "device whether every row fits; leave the head out of the graph"
+        )
     misfits = _score_with_vectors(arguments, num_rows, result)
     if bool(misfits.any()):
         again = otherwise(replace(arguments, head=head._replace(row_mask=misfits)))
@@ -136,7 +141,9 @@ def backward(arguments: BackwardArguments) -> Gradients:
     for rows in row_tiles(num_rows, live, steps.rows):
         tile = RowTile(head, rows, scratch)
         of_tile = by_row[:, rows].contiguous()
-        sums = product.of_gradient(tile, of_tile, weighted=d_temperature is not None)
+        sums = product.of_gradient(
+            tile, of_tile, weighted=d_temperature is not None, multiply=d_hidden is not None
+        )
         if d_hidden is not None:
             d_hidden[rows] = sums.to(d_hidden.dtype)
         if d_temperature is not None:
@@ -163,7 +170,8 @@ def _planned(make: Callable[..., plan.Plan], head: LossHead, num_rows: int) -> p
     if head.chunk_tokens:
         return plan.Plan(head.chunk_tokens, -(-vocab // module.TILE_VOCAB) * module.TILE_VOCAB)
     units = module.multiprocessors(head.hidden.device.index)
-    return make(num_rows, width, vocab, units)
+    # Masks give another count at every call: plans are made, and kept, for multiples of a tile.
+    return make(plan.whole_tiles(num_rows), width, vocab, units)
 
 
 def _vector_factors(

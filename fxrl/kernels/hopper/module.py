@@ -35,6 +35,9 @@ _BARRIER_BYTES = 64
 STATISTICS, EXPONENTIALS, GRADIENT = 0, 1, 2  # MODE
 
 
+_SOURCES = ("loss_head.cu", "ptx.cuh")
+
+
 class CudaModuleError(FxrlError):
     """NVRTC or the driver refused; the message is theirs."""
 
@@ -179,14 +182,15 @@ def _cubin(defines: tuple[str, ...]) -> bytes:
     from cuda.bindings import nvrtc
     from triton.runtime.cache import get_cache_manager
 
-    source = Path(__file__).with_name("loss_head.cu").read_bytes()
+    source, header = (Path(__file__).with_name(name).read_bytes() for name in _SOURCES)
     options = [b"--gpu-architecture=sm_90a", b"-std=c++17", *(d.encode() for d in defines)]
-    version = _checked(nvrtc.nvrtcVersion())
-    key = hashlib.sha256(b"\0".join([source, *options, repr(version).encode()])).hexdigest()
+    version = _nvrtc_version()
+    key = hashlib.sha256(b"\0".join([source, header, *options, version])).hexdigest()
     cached = get_cache_manager(key)
     if (path := cached.get_file("loss_head.cubin")) is not None:
         return Path(path).read_bytes()
-    program = _checked(nvrtc.nvrtcCreateProgram(source, b"loss_head.cu", 0, [], []))
+    names = [name.encode() for name in _SOURCES]
+    program = _checked(nvrtc.nvrtcCreateProgram(source, names[0], 1, [header], names[1:]))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(status):
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
@@ -198,8 +202,20 @@ def _cubin(defines: tuple[str, ...]) -> bytes:
     return cubin
 
 
+def _nvrtc_version() -> bytes:
+    from cuda.bindings import nvrtc
+
+    try:
+        return repr(_checked(nvrtc.nvrtcVersion())).encode()
+    except (RuntimeError, OSError) as error:  # what the bindings raise without the library
+        raise CudaModuleError(f"NVRTC cannot be loaded ({error}); {install_command()}") from error
+
+
 def _checked(returned: tuple[Any, ...]) -> Any:
     status, *values = returned
     if int(status):
-        raise CudaModuleError(f"the CUDA driver or NVRTC reports {status.name}")
+        raise CudaModuleError(
+            f"{type(status).__name__} {status.name}; the loss head needs a driver for the CUDA "
+            "that torch was built with, see fxrl doctor"
+        )
     return values[0] if len(values) == 1 else tuple(values)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from fxrl.kernels.hopper.module import TILE_DEPTH, TILE_ROWS, TILE_VOCAB
 
@@ -37,7 +37,7 @@ class Plan:
     vocab: int
 
 
-@cache
+@lru_cache(maxsize=1024)
 def for_scoring(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
     """Statistics only: as many rows as the weight is worth reading for, in full waves."""
     blocks = _ceil(vocab, TILE_VOCAB)
@@ -57,7 +57,7 @@ def for_scoring(num_rows: int, width: int, vocab: int, multiprocessors: int) -> 
     return Plan(min(_row_choices(num_rows, limit), key=cost), blocks * TILE_VOCAB)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def for_product(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
     """A tile of the head, then its product with the weight, added to sums of float32."""
     blocks = _ceil(vocab, TILE_VOCAB)
@@ -84,11 +84,12 @@ def for_product(num_rows: int, width: int, vocab: int, multiprocessors: int) -> 
     return min(_plans(num_rows, width, vocab), key=cost)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def for_skipping(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
     """All of the vocabulary at once, of as many rows as the scratch holds."""
     blocks = _ceil(vocab, TILE_VOCAB)
-    most = max(_ROW_STEP, _SCRATCH_BYTES // (2 * blocks * TILE_VOCAB))
+    per_row = 2 * blocks * TILE_VOCAB + 4 * width + blocks * _BLOCK_STATISTICS_BYTES
+    most = max(_ROW_STEP, _SCRATCH_BYTES // per_row)
     return Plan(max(_row_choices(num_rows, most)), blocks * TILE_VOCAB)
 
 
@@ -119,6 +120,11 @@ def _steps(num_rows: int, rows: int, cost: Callable[[int], float]) -> float:
 
 def _waves(rows: int, vocab_tiles: int, multiprocessors: int) -> int:
     return _ceil(_ceil(rows, _ROW_STEP) * vocab_tiles, multiprocessors // 2)
+
+
+def whole_tiles(num_rows: int) -> int:
+    """Rounded up to what a cluster makes at once."""
+    return _ceil(num_rows, _ROW_STEP) * _ROW_STEP
 
 
 def _ceil(a: int, b: int) -> int:

@@ -42,16 +42,25 @@ class ChunkedProduct:
         """``[R, H]`` float32 (scratch), and the tile's statistics."""
         return self._sum(tile, tile.exponentials)
 
-    def of_gradient(self, tile: RowTile, by_row: Tensor, *, weighted: bool) -> Tensor:
-        """``[R, H]`` float32 (scratch), and the tile's weighted sums if wanted."""
-        return self._sum(tile, lambda vocab, out: tile.gradient(vocab, by_row, out, weighted))
+    def of_gradient(
+        self, tile: RowTile, by_row: Tensor, *, weighted: bool, multiply: bool
+    ) -> Tensor:
+        """``[R, H]`` float32 (scratch; undefined without ``multiply``), and weighted sums."""
 
-    def _sum(self, tile: RowTile, make: Callable[[slice, Tensor], None]) -> Tensor:
+        def make(vocab: slice, out: Tensor) -> None:
+            tile.gradient(vocab, by_row, out, weighted)
+
+        return self._sum(tile, make, multiply=multiply)
+
+    def _sum(
+        self, tile: RowTile, make: Callable[[slice, Tensor], None], *, multiply: bool = True
+    ) -> Tensor:
         sums = self._sums[: tile.count]
         for vocab in vocab_chunks(self._weight.shape[0], self._step):
             out = self._factors[: tile.count, : vocab.stop - vocab.start]
             make(vocab, out)
-            add_product(sums, out, self._weight[vocab], begin=vocab.start == 0)
+            if multiply:
+                add_product(sums, out, self._weight[vocab], begin=vocab.start == 0)
         return sums
 
 
