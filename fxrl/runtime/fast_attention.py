@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -40,6 +41,16 @@ class FlashClasses:
     builder: Any
     decode_graphs: Any
 
+    @classmethod
+    def of(cls, flash_attn: Any, support: Any) -> FlashClasses:
+        """Of the module and of ``AttentionCGSupport``."""
+        return cls(
+            flash_attn.FlashAttentionBackend,
+            flash_attn.FlashAttentionImpl,
+            flash_attn.FlashAttentionMetadataBuilder,
+            support.UNIFORM_SINGLE_TOKEN_DECODE,
+        )
+
 
 def make_backend(
     classes: FlashClasses,
@@ -55,11 +66,12 @@ def make_backend(
         classes: what to derive from.
         decode: ``fxrl.kernels.decode_attention.decode_attention``.
         make_workspace: of (query heads, KV heads, head dimension), for up to ``max_rows`` rows, on
-            the device; called once for each such triple while the model is built.
+            the device; called once for each such triple while the model is built. The layers alone
+            hold what it returns (by weak references else), so that it goes when they go.
         max_rows: most sequences in a step; larger steps are vLLM's.
         name: the member of vLLM's enumeration, which looks its backends up by it.
     """
-    workspaces: dict[tuple[int, int, int], Any] = {}
+    workspaces: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()
     pair = _pair_dimension(classes.backend)
     base_impl: Any = classes.impl
     base_builder: Any = classes.builder
@@ -71,9 +83,9 @@ def make_backend(
             self.fxrl_workspace: Any = None
             if _layer_fits(self):
                 heads = (self.num_heads, self.num_kv_heads, self.head_size)
-                if heads not in workspaces:
-                    workspaces[heads] = make_workspace(*heads)
-                self.fxrl_workspace = workspaces[heads]
+                self.fxrl_workspace = workspaces.get(heads)
+                if self.fxrl_workspace is None:
+                    self.fxrl_workspace = workspaces[heads] = make_workspace(*heads)
 
         def forward(
             self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,10 @@ class VllmEngine(Serving):
         else:
             ledger = MemoryLedger(CpuProbe(lambda: built[0].cpu_bytes() if built else {}))
         ledger.before_load()
-        if names.device == "cuda":
-            _register_attention(options)
-        llm = build(names, options, path, seed, ledger, f"{_ME}.Worker")
+        capability = torch.cuda.get_device_capability() if names.device == "cuda" else None
+        place = decode_choice.place(options, capability)
+        with _attention(place) if place else nullcontext():
+            llm = build(names, options, path, seed, ledger, f"{_ME}.Worker")
         built.append(Inside(llm, names, options.tensor_parallel_size, options.max_lora_rank))
         if options.fused_sampler and names.device == "cuda" and options.tensor_parallel_size == 1:
             _use_fused_sampler(built[0].worker.model_runner)
@@ -161,8 +162,8 @@ def __getattr__(name: str) -> Any:
     makers: dict[str, Callable[[], type]] = {
         "Worker": _worker_class,
         "KvOnlyBackend": _backend_class,
-        "DecodeCUSTOM": _attention_class,
-        "DecodeFLASH_ATTN": lambda: _attention_backend("FLASH_ATTN", decode_choice.AUTO_ROWS),
+        "DecodeCUSTOM": lambda: _attention_class("CUSTOM"),
+        "DecodeFLASH_ATTN": lambda: _attention_class("FLASH_ATTN"),
     }
     if name not in makers:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -263,38 +264,37 @@ def _use_fused_sampler(runner: Any) -> None:
         runner.sampler = FastSampler(runner.sampler, fused_sample, parts, runner.device)
 
 
-def _register_attention(options: VllmOptions) -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+@contextmanager
+def _attention(place: str) -> Iterator[None]:
+    """See NOTE [Why only while an engine is built] in decode_choice.py."""
+    try:
+        from vllm.v1.attention import selector
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError as error:
+        raise decode_choice.unknown(str(error)) from error
+    member, path = AttentionBackendEnum[place], f"{_ME}.Decode{place}"
+    try:
+        with decode_choice.registered(member, path, register_backend, selector):
+            yield
+    finally:
+        _attention_backend.cache_clear()  # the next engine has classes, and scratch, of its own
 
-    if place := decode_choice.place(options, torch.cuda.get_device_capability()):
-        register_backend(AttentionBackendEnum[place], f"{_ME}.Decode{place}")
 
-
-def _attention_class() -> type:
+def _attention_class(place: str) -> type:
     from vllm.config import get_current_vllm_config
 
-    config = get_current_vllm_config()
-    graphs = config.compilation_config.cudagraph_capture_sizes or ()
-    return _attention_backend("CUSTOM", max((config.scheduler_config.max_num_seqs, *graphs)))
+    return _attention_backend(place, decode_choice.most_rows(place, get_current_vllm_config))
 
 
 @functools.cache
-def _attention_backend(place: str, max_rows: int) -> type:
+def _attention_backend(place: str, rows: int) -> type:
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends import flash_attn
 
     from fxrl.kernels.decode_attention import DecodeWorkspace, decode_attention
 
-    def workspace(q_heads: int, kv_heads: int, head_dim: int) -> DecodeWorkspace:
-        device = torch.device("cuda", torch.cuda.current_device())
-        return DecodeWorkspace(max_rows, q_heads, kv_heads, head_dim, device)
-
-    classes = FlashClasses(
-        flash_attn.FlashAttentionBackend,
-        flash_attn.FlashAttentionImpl,
-        flash_attn.FlashAttentionMetadataBuilder,
-        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
-    )
-    made = make_backend(classes, decode_attention, workspace, max_rows=max_rows, name=place)
+    workspace = functools.partial(DecodeWorkspace, rows, device=torch.device("cuda"))
+    classes = FlashClasses.of(flash_attn, AttentionCGSupport)
+    made = make_backend(classes, decode_attention, workspace, max_rows=rows, name=place)
     made.__module__, made.__qualname__ = _ME, f"Decode{place}"  # vLLM imports it by these
     return made

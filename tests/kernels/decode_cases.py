@@ -7,10 +7,14 @@ of used blocks hold NaN, so that reading what must not be read shows.
 import dataclasses
 import math
 import sys
+from pathlib import Path
 
 import torch
 
 from fxrl.kernels.decode_attention import DecodeTuning, DecodeWorkspace, decode_attention
+
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import mend_interpreter
 
 
 @dataclasses.dataclass
@@ -98,19 +102,6 @@ def check(case, *, tuning=None, scale=None, window=0, softcap=0.0, k_scale=None,
     step = torch.finfo(case.q.dtype).eps
     torch.testing.assert_close(got.double().cpu(), want, rtol=step, atol=2 * step * (v_scale or 1))
     return got
-
-
-def mend_interpreter():
-    """Triton 3.6 makes a loop's bound of a one-element array, which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_mend(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_and_mend
 
 
 def main():

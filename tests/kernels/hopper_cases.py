@@ -20,6 +20,7 @@ from fxrl.ops.linear_logprob_head import LossHead, RowValues
 from fxrl.ops.linear_logprob_opaque import reference_backward, reference_forward
 
 sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import mend_interpreter
 from kernel_cases import check_close, make_case, to_truth
 
 EXCLUDED = -1e30
@@ -234,6 +235,7 @@ def check_not_skipping():
 
 
 def main():
+    mend_interpreter()
     draw = random.Random(0)
     for seed in range(int(sys.argv[1])):
         install(draw.choice([2, 4, 16]), draw.choice([256, 512, 2**20]))
