@@ -111,20 +111,28 @@ def repeatable(device):
     """Scoring is training to the last bit, whatever is asked beside; a second run is the first."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         hidden, weight, target = random_head(6, 40, 8, dtype=dtype, device=device)
-        mask = torch.arange(6, device=device) % 3 > 0
-        for row_mask in (None, mask):
-            options = {"row_mask": row_mask, "softcap": 9.0, "chunk_tokens": 3}
-            scored = linear_logprob(hidden, weight, target, **options).logprob
-            for names in (["logprob"], OUTPUTS):
-                for train_head in (False, True):
-                    runs = []
-                    for _ in range(2):
-                        leaves = leaves_of(hidden, weight, train_head=train_head)
-                        head = (leaves[0], leaves[-1] if train_head else weight, target)
-                        out = linear_logprob(*head, **options, outputs=names)
-                        runs.append((*out, *torch.autograd.grad(out.logprob.sum(), leaves)))
-                        assert torch.equal(out.logprob, scored)
-                    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+        for mask in (None, torch.arange(6, device=device) % 3 > 0):
+            check_same_bits(hidden, weight, target, row_mask=mask, softcap=9.0, chunk_tokens=3)
+
+
+def check_same_bits(hidden, weight, target, **options):
+    """Scoring and training give the same log-probs, and everything the same again."""
+
+    def run(outputs, train_hidden, train_weight):
+        leaves = [hidden.clone().requires_grad_(train_hidden)]
+        leaves.append(weight.detach().requires_grad_(train_weight))
+        out = linear_logprob(*leaves, target, outputs=outputs, **options)
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        return out, torch.autograd.grad(out.logprob.sum(), trained) if trained else ()
+
+    scored, _ = run(["logprob"], False, False)
+    for outputs in (["logprob"], ["logprob", "entropy"], OUTPUTS):
+        for train in ((False, False), (True, False), (True, True)):
+            out, grads = run(outputs, *train)
+            assert torch.equal(out.logprob, scored.logprob)
+            again, grads_again = run(outputs, *train)
+            assert all(torch.equal(a, b) for a, b in zip(out, again, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
 
 
 def full_precision_products(device):

@@ -16,9 +16,9 @@ import fxrl.kernels
 from fxrl.kernels import linear_logprob as kernels
 from fxrl.kernels.hopper import head as hopper
 from fxrl.ops.linear_logprob import linear_logprob
-from fxrl.ops.linear_logprob_checks import OUTPUTS
 
 sys.path.insert(0, str(Path(__file__).parent))
+from head_checks import check_same_bits
 from kernel_cases import check_case, make_case
 
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -114,22 +114,7 @@ def test_several_tiles_of_rows_and_chunks_of_the_vocabulary(train_head, width, s
 
 def test_scoring_and_training_are_bitwise_equal_and_repeatable(served):
     hidden, weight, target = random_inputs(700, 30011, 128, scale=4.0)
-
-    def run(outputs, train_hidden, train_weight):
-        leaves = [hidden.clone().requires_grad_(train_hidden)]
-        leaves.append(weight.detach().requires_grad_(train_weight))
-        out = linear_logprob(*leaves, target, softcap=20.0, outputs=outputs)
-        trained = [leaf for leaf in leaves if leaf.requires_grad]
-        return out, torch.autograd.grad(out.logprob.sum(), trained) if trained else ()
-
-    scored, _ = run(["logprob"], False, False)
-    for outputs in (["logprob"], ["logprob", "entropy"], OUTPUTS):
-        for train in ((False, False), (True, False), (True, True)):
-            out, grads = run(outputs, *train)
-            assert torch.equal(out.logprob, scored.logprob)
-            again, grads_again = run(outputs, *train)
-            assert all(torch.equal(a, b) for a, b in zip(out, again, strict=True))
-            assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+    check_same_bits(hidden, weight, target, softcap=20.0)
     assert "backward" in served
 
 

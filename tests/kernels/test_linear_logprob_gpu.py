@@ -16,10 +16,9 @@ pytest.importorskip("triton")
 import fxrl.kernels
 from fxrl.kernels.linear_logprob import backward, forward
 from fxrl.ops.linear_logprob import linear_logprob
-from fxrl.ops.linear_logprob_checks import OUTPUTS
 
 sys.path.insert(0, str(Path(__file__).parent))
-from head_checks import CHECKS
+from head_checks import CHECKS, check_same_bits
 from kernel_cases import check_case, make_case
 from skip_cases import check_not_a_number, check_op, check_product, check_strided
 
@@ -60,23 +59,7 @@ def test_scoring_and_training_are_bitwise_equal_and_repeatable(dtype, masked):
     weight = torch.randn(30011, 64, generator=gen, device="cuda", dtype=dtype) / 4
     target = torch.randint(0, 30011, (300,), generator=gen, device="cuda")
     mask = torch.arange(300, device="cuda") % 3 > 0 if masked else None
-
-    def run(outputs, train_hidden, train_weight):
-        leaves = [hidden.clone().requires_grad_(train_hidden)]
-        leaves.append(weight.detach().requires_grad_(train_weight))
-        options = {"row_mask": mask, "outputs": outputs, "chunk_tokens": 128}
-        out = linear_logprob(*leaves, target, softcap=20.0, **options)
-        trained = [leaf for leaf in leaves if leaf.requires_grad]
-        return out, torch.autograd.grad(out.logprob.sum(), trained) if trained else ()
-
-    scored, _ = run(["logprob"], False, False)
-    for outputs in (["logprob"], ["logprob", "entropy"], OUTPUTS):
-        for train in ((False, False), (True, False), (True, True)):
-            out, grads = run(outputs, *train)
-            assert torch.equal(out.logprob, scored.logprob)
-            again, grads_again = run(outputs, *train)
-            assert all(torch.equal(a, b) for a, b in zip(out, again, strict=True))
-            assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+    check_same_bits(hidden, weight, target, softcap=20.0, row_mask=mask, chunk_tokens=128)
 
 
 @pytest.mark.parametrize("margin", [10.0, 20.0, 40.0])

@@ -1,6 +1,8 @@
 """The backend over doubles of vLLM's classes: which calls run ``decode``, and with what."""
 
+import gc
 import types
+import weakref
 
 import pytest
 import torch
@@ -38,6 +40,10 @@ class Backend:
         return True
 
 
+class Scratch(list):
+    """A list that can be referred to weakly."""
+
+
 def backend(calls=None, max_rows=3):
     def decode(*args, **kwargs):
         calls.append((args, kwargs))
@@ -45,7 +51,7 @@ def backend(calls=None, max_rows=3):
         return args[6]
 
     classes = FlashClasses(Backend, Impl, Builder, "decode graphs")
-    return make_backend(classes, decode, lambda *heads: [heads], max_rows=max_rows)
+    return make_backend(classes, decode, lambda *heads: Scratch([heads]), max_rows=max_rows)
 
 
 def step(**changes):
@@ -113,6 +119,19 @@ def test_layers_of_equal_heads_share_scratch():
     made = backend([]).get_impl_cls()
     assert made().fxrl_workspace is made().fxrl_workspace
     assert made().fxrl_workspace is not made(num_heads=8).fxrl_workspace
+
+
+def test_scratch_goes_with_the_last_layer_although_the_class_stays():
+    made = backend([]).get_impl_cls()
+    layers = [made(), made()]
+    gone = weakref.ref(layers[0].fxrl_workspace)
+    del layers[0]
+    gc.collect()
+    assert gone() is made().fxrl_workspace
+    layers.clear()
+    gc.collect()
+    assert gone() is None
+    assert made().fxrl_workspace == [(4, 2, 8)]
 
 
 @pytest.mark.parametrize(

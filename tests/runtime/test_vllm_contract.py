@@ -133,6 +133,32 @@ def test_sleep_backends_can_be_registered_and_unmap_one_tag(monkeypatch):
     assert done == [("unmap", (0, 10, 1, 1)), ("map", (0, 10, 1, 1))]
 
 
+def test_attention_backends_can_be_registered_and_cleared_by_name():
+    from vllm.config import get_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    assert callable(get_current_vllm_config)
+    for name in ("FLASH_ATTN", "CUSTOM"):  # what fxrl.runtime.decode_choice.place names
+        member = AttentionBackendEnum[name]
+        assert member.name == name
+        assert not member.is_overridden()
+        register_backend(member, "a.B")
+        assert member.is_overridden()
+        assert member.get_path() == "a.B"
+        member.clear_override()
+        assert not member.is_overridden()
+
+
+def test_the_choice_of_an_attention_backend_is_cached_in_one_place_that_can_be_emptied():
+    from vllm.v1.attention import selector
+
+    from fxrl.runtime.decode_choice import CACHE
+
+    cached = getattr(selector, CACHE)
+    assert callable(cached.cache_clear)
+    assert f"return {CACHE}(" in inspect.getsource(selector.get_attn_backend)
+
+
 def test_the_worker_is_found_by_its_path_and_sizes_the_cache():
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.worker.cpu_worker import CPUWorker
