@@ -1,0 +1,64 @@
+"""Engines one after another on a Hopper GPU: whose decode attention each runs, and what stays.
+
+``pytest -m 'vllm and gpu' tests/runtime/test_vllm_attention_gpu.py``
+"""
+
+import weakref
+
+import pytest
+import torch
+
+from fxrl.models import load_model
+from fxrl.runtime import SamplingParams, VllmEngine, VllmOptions
+from fxrl.runtime.decode_choice import AUTO_CAPABILITY, AUTO_CONTEXT
+
+pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
+
+POSITIONS = 2 * AUTO_CONTEXT
+MODEL = (
+    "tiny:qwen3:head_dim=64,hidden=256,heads=8,kv_heads=4,intermediate=512,"
+    f"layers=2,positions={POSITIONS}"
+)
+SHORT, LONG = {"max_model_len": 512}, {"max_model_len": POSITIONS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    pytest.importorskip("vllm")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != AUTO_CAPABILITY:
+        pytest.skip("no GPU on which fxrl's decode attention runs unasked")
+    folder = tmp_path_factory.mktemp("attention")
+    load_model(MODEL, "bf16")[0].save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        [(SHORT, True), (SHORT | {"decode_attention": "vllm"}, False), (SHORT, True)],
+        [(LONG | {"decode_attention": "fxrl"}, True), (LONG, False), (SHORT, True)],
+    ],
+    ids=["auto-vllm-auto", "fxrl-long-auto"],
+)
+def test_each_engine_runs_what_its_own_options_say_and_leaves_no_scratch(folder, order):
+    for options, fast in order:
+        given = VllmOptions(
+            max_num_seqs=8,
+            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            **options,
+        )
+        engine = VllmEngine(folder, given, eos_token_ids=[2], seed=7)
+        scratch = weakref.WeakSet()
+        config = engine._inside.engine.vllm_config.compilation_config
+        names = set()
+        for layer in config.static_forward_context.values():
+            names.add(layer.get_attn_backend().__name__)
+            if (space := getattr(layer.impl, "fxrl_workspace", None)) is not None:
+                scratch.add(space)
+        del layer, config, space
+        assert names == {"FastBackend" if fast else "FlashAttentionBackend"}
+        assert len(scratch) == fast
+        groups = engine.generate([[5, 6]] * 4, SamplingParams(max_tokens=16))
+        assert len(groups) == 4
+        engine.close()
+        assert not scratch  # although ``engine`` is still here
