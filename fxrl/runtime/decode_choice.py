@@ -80,13 +80,22 @@ def most_rows(place: str, current: Callable[[], Any]) -> int:
     return rows
 
 
-def unknown(what: str) -> EngineLoadError:
-    """The error about a vLLM whose choice of backends fxrl cannot take part in."""
-    return EngineLoadError(
+@contextmanager
+def unknown(place: str, what: str) -> Iterator[None]:
+    """Builds an engine of a vLLM whose choice of backends fxrl cannot take part in.
+
+    Raises:
+        EngineLoadError: fxrl's attention was asked for; where it was not, a warning says so.
+    """
+    problem = (
         f"this vLLM chooses its attention in a way that fxrl does not know ({what}), so fxrl's "
         "decode attention cannot be kept to one engine; set decode_attention='vllm' or use a "
         "tested version: 0.25.1, 0.32.0"
     )
+    if place != "FLASH_ATTN":
+        raise EngineLoadError(problem)
+    log.warning("%s; this engine decodes with vLLM's own", problem)
+    yield
 
 
 @contextmanager
@@ -104,11 +113,13 @@ def registered(
         selector: vLLM's module ``vllm.v1.attention.selector``, which caches what it has chosen.
 
     Raises:
-        EngineLoadError: the selector's cache is not where it was, so it cannot be emptied.
+        EngineLoadError: as ``unknown`` does, where the selector's cache cannot be emptied.
     """
     forget = getattr(getattr(selector, CACHE, None), "cache_clear", None)
     if forget is None:
-        raise unknown(f"no vllm.v1.attention.selector.{CACHE}.cache_clear")
+        with unknown(member.name, f"no vllm.v1.attention.selector.{CACHE}.cache_clear"):
+            yield
+        return
     theirs = member.get_path() if member.is_overridden() else None
     if theirs and member.name == "FLASH_ATTN":
         log.warning("%s stands in for vLLM's FlashAttention, so decode attention is its", theirs)

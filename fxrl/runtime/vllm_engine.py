@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -264,20 +264,16 @@ def _use_fused_sampler(runner: Any) -> None:
         runner.sampler = FastSampler(runner.sampler, fused_sample, parts, runner.device)
 
 
-@contextmanager
-def _attention(place: str) -> Iterator[None]:
+def _attention(place: str) -> AbstractContextManager[None]:
     """See NOTE [Why only while an engine is built] in decode_choice.py."""
     try:
         from vllm.v1.attention import selector
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:
-        raise decode_choice.unknown(str(error)) from error
+        return decode_choice.unknown(place, str(error))
+    _attention_backend.cache_clear()  # each engine has classes, and scratch, of its own
     member, path = AttentionBackendEnum[place], f"{_ME}.Decode{place}"
-    try:
-        with decode_choice.registered(member, path, register_backend, selector):
-            yield
-    finally:
-        _attention_backend.cache_clear()  # the next engine has classes, and scratch, of its own
+    return decode_choice.registered(member, path, register_backend, selector)
 
 
 def _attention_class(place: str) -> type:

@@ -120,10 +120,19 @@ def test_a_vllm_without_the_cache_is_an_error_that_names_it():
     delattr(vllm.selector, decode_choice.CACHE)
     with (
         pytest.raises(EngineLoadError, match=r"selector\._cached_get_attn_backend.*='vllm'"),
-        registered(vllm.members["FLASH_ATTN"], "fxrl.FLASH_ATTN", vllm.register, vllm.selector),
+        registered(vllm.members["CUSTOM"], "fxrl.CUSTOM", vllm.register, vllm.selector),
     ):
         pytest.fail("built")
     assert not vllm.overrides
+
+
+def test_unasked_a_vllm_without_the_cache_keeps_its_own_attention(caplog):
+    vllm = Vllm()
+    delattr(vllm.selector, decode_choice.CACHE)
+    flash = vllm.members["FLASH_ATTN"]
+    with registered(flash, "fxrl.FLASH_ATTN", vllm.register, vllm.selector):
+        assert flash.get_path() == "vllm.flash"
+    assert "decodes with vLLM's own" in caplog.text
 
 
 @pytest.mark.parametrize(("graphs", "rows"), [(None, 200), ([1, 8], 200), ([512, 256], 512)])

@@ -94,13 +94,13 @@ def test_another_vllm_is_an_error_that_says_what_is_missing(monkeypatch):
     monkeypatch.delattr(selector, decode_choice.CACHE)
     with (
         pytest.raises(vllm_engine.EngineLoadError, match=r"no vllm.*\._cached_get_attn_backend"),
-        vllm_engine._attention("FLASH_ATTN"),
+        vllm_engine._attention("CUSTOM"),
     ):
         pytest.fail("built")
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
     with (
         pytest.raises(vllm_engine.EngineLoadError, match=r"registry.*decode_attention='vllm'"),
-        vllm_engine._attention("FLASH_ATTN"),
+        vllm_engine._attention("CUSTOM"),
     ):
         pytest.fail("built")
 
