@@ -24,6 +24,18 @@ _GPU_TILE_BYTES = 320 * 2**20
 _GPU_TILE_STEP = 128  # a GEMM's tile: rows beyond a multiple of it cost as much as a full one
 
 
+def slices(length: int, step: int) -> Iterator[slice]:
+    """``range(length)``, ``step`` at a time."""
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def row_tiles(selected: Tensor | None, count: int, step: int) -> Iterator[Rows]:
+    """The ``count`` rows ``selected`` (indices; None: the first ones), ``step`` at a time."""
+    for rows in slices(count, step):
+        yield rows if selected is None else selected[rows]
+
+
 class LossHead(NamedTuple):
     """The arguments that every op of the loss head begins with, in the order of ``HEAD_SCHEMA``."""
 
@@ -58,15 +70,13 @@ class LossHead(NamedTuple):
 
     def tiles(self, row_mask: Tensor | None) -> Iterator[Rows]:
         """Row selections that cover ``row_mask`` (all rows if None), at most a tile each."""
-        step = self.tile_rows()
-        if row_mask is not None:
-            selected = row_mask.nonzero().squeeze(1)
-            for start in range(0, selected.shape[0], step):
-                yield selected[start : start + step]
-            return
-        num_rows = self.hidden.shape[0]
-        for start in range(0, num_rows, step):
-            yield slice(start, min(start + step, num_rows))
+        selected = self.selected(row_mask)
+        count = self.hidden.shape[0] if selected is None else selected.shape[0]
+        return row_tiles(selected, count, self.tile_rows())
+
+    def selected(self, row_mask: Tensor | None) -> Tensor | None:
+        """Indices of the rows where ``row_mask`` is True; None is all rows, in and out."""
+        return None if row_mask is None else row_mask.nonzero().squeeze(1)
 
     def row_temperature(self, rows: Rows) -> Tensor | None:
         """``[R, 1]`` or ``[1, 1]`` in the accumulation dtype."""

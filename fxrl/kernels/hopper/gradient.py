@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fxrl.kernels.hopper import module
 from fxrl.kernels.hopper.products import add_product
-from fxrl.kernels.hopper.tile import RowTile, Scratch, row_tiles, vocab_chunks
+from fxrl.kernels.hopper.tile import RowTile, Scratch
 from fxrl.ops.linear_logprob_arguments import BackwardArguments
 from fxrl.ops.linear_logprob_checks import DIFFERENTIABLE
-from fxrl.ops.linear_logprob_head import LossHead, Rows
+from fxrl.ops.linear_logprob_head import LossHead, Rows, slices
 
 _LOG2E, _LN2 = 1 / math.log(2), math.log(2)
 _TILE_ROWS = 4096  # of a launch: hidden rows that stay in the L2 cache while the weight goes by
@@ -72,47 +72,52 @@ class VocabLoop:
     """
 
     def __init__(self, head: LossHead, by_row: Tensor, live: Tensor, *, weighted: bool) -> None:
+        count, vocab = live.shape[0], head.weight.shape[0]
         self._index: Rows = slice(None)
-        if not bool(live.all()):
-            self._index = live.nonzero().squeeze(1)
+        if count < head.hidden.shape[0]:
+            self._index = live
             temperature = head.temperature
             if temperature is not None and temperature.dim() and temperature.shape[0] > 1:
-                temperature = temperature[self._index]
+                temperature = temperature[live]
             head = head._replace(
-                hidden=head.hidden[self._index],
-                target=head.target[self._index],
-                temperature=temperature,
+                hidden=head.hidden[live], target=head.target[live], temperature=temperature
             )
         self._head, self._by_row, self._weighted = head, by_row[:, self._index], weighted
-        count, vocab = head.hidden.shape[0], head.weight.shape[0]
         self._rows = min(count, head.chunk_tokens or _PIECE_ROWS)
-        most = _PIECE_BYTES // (2 * max(1, self._rows)) // module.TILE_VOCAB
+        most = _PIECE_BYTES // (2 * self._rows) // module.TILE_VOCAB
         blocks = min(max(4, most), -(-vocab // module.TILE_VOCAB))
         self._step = blocks * module.TILE_VOCAB
         self._grad = head.hidden.new_empty(self._rows, self._step)
-        self._scratch = Scratch(head, min(count, _TILE_ROWS), 1)
         self._weighted_sum = by_row.new_zeros(count)
+        scratch = Scratch(head, min(count, _TILE_ROWS), 1)
+        self._pieces = [(piece, self._tiles(piece, scratch)) for piece in slices(count, self._rows)]
+
+    def _tiles(self, piece: slice, scratch: Scratch) -> list[tuple[slice, RowTile, Tensor]]:
+        """Rows within the piece, their tile and their coefficients; made once for all chunks."""
+        made = []
+        for inner in slices(piece.stop - piece.start, _TILE_ROWS):
+            rows = slice(piece.start + inner.start, piece.start + inner.stop)
+            of_tile = self._by_row[:, rows].contiguous()
+            made.append((inner, RowTile(self._head, rows, scratch), of_tile))
+        return made
 
     def run(self, d_weight: Tensor, d_hidden: Tensor | None, d_temperature: Tensor | None) -> None:
         """Fills the three; see ``fxrl.kernels.hopper.head.backward``."""
         hidden, weight = self._head.hidden, self._head.weight
-        count = hidden.shape[0]
+        whole = len(self._pieces) == 1
         sums = self._by_row.new_empty(hidden.shape if d_hidden is not None else (0,))
-        piece_sum = self._by_row.new_empty(0)
-        if count > self._rows:
-            piece_sum = self._by_row.new_empty(self._step, weight.shape[1])
-        for vocab in vocab_chunks(weight.shape[0], self._step):
+        piece_sum = self._by_row.new_empty((0,) if whole else (self._step, weight.shape[1]))
+        for vocab in slices(weight.shape[0], self._step):
             total = piece_sum[: vocab.stop - vocab.start]
-            for start in range(0, count, self._rows):
-                piece = slice(start, min(start + self._rows, count))
-                grad = self._gradient(piece, vocab)
+            for piece, tiles in self._pieces:
+                grad = self._gradient(piece, tiles, vocab)
                 if d_hidden is not None:
                     add_product(sums[piece], grad, weight[vocab], begin=vocab.start == 0)
-                if count > self._rows:
-                    add_product(total, grad.t(), hidden[piece], begin=start == 0)
-                else:
+                if whole:
                     torch.mm(grad.t(), hidden, out=d_weight[vocab])
-            if count > self._rows:
+                else:
+                    add_product(total, grad.t(), hidden[piece], begin=piece.start == 0)
+            if not whole:
                 d_weight[vocab] = total.to(d_weight.dtype)
         if d_hidden is not None:
             d_hidden[self._index] = sums.to(d_hidden.dtype)
@@ -120,14 +125,13 @@ class VocabLoop:
             made = temperature_gradient(self._head, self._weighted_sum, self._by_row)
             d_temperature[self._index] = made
 
-    def _gradient(self, piece: slice, vocab: slice) -> Tensor:
+    def _gradient(
+        self, piece: slice, tiles: list[tuple[slice, RowTile, Tensor]], vocab: slice
+    ) -> Tensor:
         """``[rows of piece, entries of vocab]`` (scratch)."""
         out = self._grad[: piece.stop - piece.start, : vocab.stop - vocab.start]
-        for inner in row_tiles(out.shape[0], None, _TILE_ROWS):
-            assert isinstance(inner, slice)
-            rows = slice(piece.start + inner.start, piece.start + inner.stop)
-            tile = RowTile(self._head, rows, self._scratch)
-            tile.gradient(vocab, self._by_row[:, rows].contiguous(), out[inner], self._weighted)
+        for inner, tile, of_tile in tiles:
+            tile.gradient(vocab, of_tile, out[inner], self._weighted)
             if self._weighted:
-                self._weighted_sum[rows] += tile.weighted(vocab)
+                self._weighted_sum[piece][inner] += tile.weighted(vocab)
         return out

@@ -27,7 +27,7 @@ from fxrl.kernels.hopper import module, plan
 from fxrl.kernels.hopper.gradient import VocabLoop, coefficients, temperature_gradient
 from fxrl.kernels.hopper.products import ChunkedProduct, SkippingProduct
 from fxrl.kernels.hopper.rows import COMBINED
-from fxrl.kernels.hopper.tile import RowTile, Scratch, aligned, row_tiles
+from fxrl.kernels.hopper.tile import RowTile, Scratch, aligned
 from fxrl.ops.linear_logprob_arguments import (
     BackwardArguments,
     ForwardArguments,
@@ -35,7 +35,7 @@ from fxrl.ops.linear_logprob_arguments import (
     Gradients,
 )
 from fxrl.ops.linear_logprob_checks import LinearLogprobError
-from fxrl.ops.linear_logprob_head import LossHead, Rows
+from fxrl.ops.linear_logprob_head import LossHead, Rows, row_tiles
 
 _MOMENTS = {"entropy", "sum_p2", "mean_logit"}
 _LEAST_ROWS, _LEAST_VOCAB = 64, 1000
@@ -64,29 +64,32 @@ def forward(arguments: ForwardArguments, otherwise: Forward) -> ForwardResult:
     none is read back from the device, once a call.
     """
     head, result = arguments.head, arguments.new_result()
-    num_rows = head.hidden.shape[0] if head.row_mask is None else int(head.row_mask.sum())
+    selected = head.selected(head.row_mask)
+    num_rows = head.hidden.shape[0] if selected is None else selected.shape[0]
     if not num_rows:
         return result
     if not arguments.save_vectors:
-        _score(arguments, num_rows, result)
+        _score(arguments, selected, num_rows, result)
         return result
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise LinearLogprobError(
             "a CUDA graph is being captured, and the loss head's forward with gradient asks the "
             "device whether every row fits; leave the head out of the graph"
         )
-    misfits = _score_with_vectors(arguments, num_rows, result)
+    misfits = _score_with_vectors(arguments, selected, num_rows, result)
     if bool(misfits.any()):
         again = otherwise(replace(arguments, head=head._replace(row_mask=misfits)))
         result.vectors[:, misfits] = again.vectors[:, misfits]
     return result
 
 
-def _score(arguments: ForwardArguments, num_rows: int, result: ForwardResult) -> None:
+def _score(
+    arguments: ForwardArguments, selected: Tensor | None, num_rows: int, result: ForwardResult
+) -> None:
     head = arguments.head
     steps = _planned(plan.for_scoring, head, num_rows)
     scratch = Scratch(head, min(steps.rows, num_rows), _statistics(arguments))
-    for rows in row_tiles(num_rows, head.row_mask, steps.rows):
+    for rows in row_tiles(selected, num_rows, steps.rows):
         tile = RowTile(head, rows, scratch)
         tile.find_target()
         tile.statistics()
@@ -94,7 +97,7 @@ def _score(arguments: ForwardArguments, num_rows: int, result: ForwardResult) ->
 
 
 def _score_with_vectors(
-    arguments: ForwardArguments, num_rows: int, result: ForwardResult
+    arguments: ForwardArguments, selected: Tensor | None, num_rows: int, result: ForwardResult
 ) -> Tensor:
     """``[N]`` bool: True where a row's vectors are not valid."""
     head = arguments.head
@@ -107,7 +110,7 @@ def _score_with_vectors(
     else:
         product = ChunkedProduct(head, steps, num_rows)
     misfits = head.target.new_zeros(head.target.shape[0], dtype=torch.bool)
-    for rows in row_tiles(num_rows, head.row_mask, steps.rows):
+    for rows in row_tiles(selected, num_rows, steps.rows):
         tile = RowTile(head, rows, scratch)
         tile.find_target()
         others = product.of_exponentials(tile)
@@ -121,11 +124,11 @@ def _score_with_vectors(
 
 def backward(arguments: BackwardArguments) -> Gradients:
     """``linear_logprob_backward``, but for a bias's gradient, of a head that this route serves."""
-    head, live = arguments.head, arguments.live_rows()
+    head, live = arguments.head, arguments.live_rows().nonzero().squeeze(1)
     made = replace(arguments, want_weight=False).new_gradients()
     if arguments.want_weight:  # rounded once, from float32 sums: no float32 copy is accumulated
         made.weight = torch.zeros_like(head.weight, memory_format=torch.contiguous_format)
-    num_rows = int(live.sum())
+    num_rows = live.shape[0]
     if not num_rows:
         return made
     by_row = coefficients(arguments)
@@ -138,7 +141,7 @@ def backward(arguments: BackwardArguments) -> Gradients:
     steps = _planned(plan.for_product, head, num_rows)
     scratch = Scratch(head, min(steps.rows, num_rows), 1)
     product = ChunkedProduct(head, steps, num_rows)
-    for rows in row_tiles(num_rows, live, steps.rows):
+    for rows in row_tiles(live, num_rows, steps.rows):
         tile = RowTile(head, rows, scratch)
         of_tile = by_row[:, rows].contiguous()
         sums = product.of_gradient(

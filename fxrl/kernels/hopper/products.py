@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fxrl.kernels.hopper.plan import Plan
-from fxrl.kernels.hopper.tile import RowTile, vocab_chunks
+from fxrl.kernels.hopper.tile import RowTile
 from fxrl.kernels.linear_logprob_skip import kept_blocks, product_of_kept
-from fxrl.ops.linear_logprob_head import LossHead
+from fxrl.ops.linear_logprob_head import LossHead, slices
 
 _PAYS = 0.4  # of the blocks kept; see NOTE [Why the first rows decide whether to skip at all]
 _OF_BUDGET = 1 - 2**-10  # masses are float32 sums: their own rounding must not spend more
@@ -56,7 +56,7 @@ class ChunkedProduct:
         self, tile: RowTile, make: Callable[[slice, Tensor], None], *, multiply: bool = True
     ) -> Tensor:
         sums = self._sums[: tile.count]
-        for vocab in vocab_chunks(self._weight.shape[0], self._step):
+        for vocab in slices(self._weight.shape[0], self._step):
             out = self._factors[: tile.count, : vocab.stop - vocab.start]
             make(vocab, out)
             if multiply:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,13 +24,14 @@ _PAD = 8  # bf16 numbers in the 16 bytes that TMA wants a row to be a multiple o
 
 
 class Scratch:
-    """What the GEMM writes down about a tile's rows; the tiles of one call share the memory."""
+    """What the tiles of one call share: memory that the GEMM writes to, the bias as it reads it."""
 
     def __init__(self, head: LossHead, rows: int, statistics: int) -> None:
         self.blocks = -(-head.weight.shape[0] // module.TILE_VOCAB)
         self._partial = head.hidden.new_empty(statistics * self.blocks * rows, dtype=torch.float32)
         self._target_info = head.hidden.new_empty(2 * rows, dtype=torch.float32)
         self.statistics = statistics
+        self.bias = None if head.bias is None else head.bias.float().contiguous()
 
     def partial(self, rows: int) -> Tensor:
         """``[statistics, blocks, rows]``, undefined."""
@@ -57,7 +57,7 @@ class RowTile:
         self.slope = head.row_slope(rows).expand(self.count, 1).squeeze(1)
         factor = self.slope * (head.softcap / head.scale) if head.softcap else self.slope
         self.row_scale = (factor * _LOG2E).contiguous()
-        self._bias = None if head.bias is None else head.bias.float().contiguous()
+        self._bias = scratch.bias
         self._cap = head.scale / head.softcap if head.softcap else 0.0
         self._arguments = module.Arguments(
             target=self.target.data_ptr(),
@@ -166,8 +166,8 @@ class RowTile:
         """``[R]``: the softcap's derivative at the target; 1 without a softcap."""
         if not self._cap:
             return torch.ones_like(self.row_scale)
-        capped = self.target_t / self.row_scale
-        return 1 - capped * capped
+        z = self.target_t.unsqueeze(1) / _LOG2E
+        return self._head.cap_slope(self.rows, z).squeeze(1)
 
     def _launch(
         self,
@@ -191,20 +191,6 @@ class RowTile:
         variant = (mode, self._bias is not None, self._cap != 0, moments, weighted)
         function = module.kernel(*variant, device)
         module.launch(function, mode, self.hidden, self._head.weight, out, arguments)
-
-
-def row_tiles(num_rows: int, selected: Tensor | None, step: int) -> Iterator[Rows]:
-    """All rows, or the ``num_rows`` where ``selected`` (bool) is True, ``step`` at a time."""
-    index = None if selected is None else selected.nonzero().squeeze(1)
-    for start in range(0, num_rows, step):
-        rows = slice(start, min(start + step, num_rows))
-        yield rows if index is None else index[rows]
-
-
-def vocab_chunks(vocab: int, step: int) -> Iterator[slice]:
-    """The vocabulary, ``step`` entries at a time; ``step`` is a multiple of a block's."""
-    for start in range(0, vocab, step):
-        yield slice(start, min(start + step, vocab))
 
 
 def aligned(matrix: Tensor) -> bool:
