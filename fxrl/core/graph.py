@@ -17,8 +17,9 @@ OpOverload = type(torch.ops.aten.mm.default)
 HigherOrderOperator = type(torch.ops.higher_order.cond).__mro__[1]
 
 aten = torch.ops.aten
-#: Calls that give the same values in order under another shape, and matrix products.
+#: Calls that give the same values in order under another shape.
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+#: Calls that contract a feature dim; what separates one layer from the next.
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 

@@ -15,8 +15,6 @@ from fxrl.core.row_rules import Refusal, RowRules, operand, rule, sole_row, stat
 
 aten = torch.ops.aten
 
-#: Ops that contract a feature dim; what separates one layer from the next.
-
 
 def factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """``(rows, weight, bias)`` of a product node."""
