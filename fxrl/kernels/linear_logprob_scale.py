@@ -58,7 +58,7 @@ def scaled_sum(
     total = tl.zeros([block], grads.dtype.element_ty)
     for k in tl.static_range(count):
         grad = tl.load(grads + k * grads_count + row * grads_row)
-        at = k * vectors_count.to(tl.int64) + row * vectors_row + column * vectors_column
+        at = k * tl.cast(vectors_count, tl.int64) + row * vectors_row + column * vectors_column
         vector = tl.load(vectors + at, mask=inside, other=0.0)
         total += grad * vector.to(grads.dtype.element_ty)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)

@@ -233,5 +233,5 @@ def listed_product(
         )
         total = tl.dot(left, right, total, input_precision="ieee")
 
-    out = partial + (part * rows.to(tl.int64) + row[:, None]) * width + column[None, :]
+    out = partial + (part * tl.cast(rows, tl.int64) + row[:, None]) * width + column[None, :]
     tl.store(out, total, mask=(row < rows)[:, None] & (column < width)[None, :])

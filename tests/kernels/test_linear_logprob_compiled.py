@@ -8,9 +8,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from fxrl.kernels import linear_logprob_scale, linear_logprob_skip, linear_logprob_tile
+from fxrl.kernels.hopper import rows
 
-INTEGERS = {"vocab", "rows", "width", "blocks"}
-POINTERS = {"target": "*i64", "listed": "*i32", "length": "*i32"}
+INTEGERS = {"vocab", "rows", "all_rows", "width", "blocks", "moments"}
+POINTERS = {"target": "*i64", "row_index": "*i64", "listed": "*i32", "length": "*i32"}
 TILE = {"lowest": -3e38, "splits": 38, "splits_block": 64, "partials": 6, "block": 4096}
 VARIANTS = [
     {"scale": 1.0, "softcap": 0.0, "has_bias": False, "has_temperature": False},
@@ -18,14 +19,24 @@ VARIANTS = [
 ]
 
 
-def compiled(kernel, narrow, constants):
-    """PTX for sm_90; arguments in ``narrow`` point to bf16, other tensors to float32."""
+def is_integer(name):
+    return name in INTEGERS or name.rsplit("_")[-1] in ("stride", "count", "row", "column")
+
+
+def compiled(kernel, narrow, constants, ones=False):
+    """PTX for sm_90; arguments in ``narrow`` point to bf16, other tensors to float32.
+
+    With ``ones`` every integer is 1, which Triton makes a constant: no tensor in the kernel.
+    """
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
+    if ones:
+        kept = {kernel.arg_names[p.num] for p in kernel.params if p.do_not_specialize}
+        constants |= {k: 1 for k in kernel.arg_names if is_integer(k) and k not in kept}
 
     def kind(name):
         if name in constants:
             return "constexpr"
-        if name in INTEGERS or name.rsplit("_")[-1] in ("stride", "count", "row", "column"):
+        if is_integer(name):
             return "i32"
         return POINTERS.get(name, "*bf16" if name in narrow else "*fp32")
 
@@ -41,8 +52,9 @@ def compiled(kernel, narrow, constants):
     return made.asm["ptx"]
 
 
+@pytest.mark.parametrize("ones", [False, True], ids=["sizes", "ones"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=["plain", "everything"])
-def test_passes_over_a_tile(variant):
+def test_passes_over_a_tile(variant, ones):
     more = variant["has_bias"]
     options = {**TILE, **variant, "wants_masses": more, "group": 256, "wants_weighted": more}
     for name, columns in (
@@ -52,32 +64,36 @@ def test_passes_over_a_tile(variant):
         ("gradient", 10),
     ):
         kernel = getattr(linear_logprob_tile, name)
-        assert compiled(kernel, {"prob", "grad"}, {**options, "columns": columns})
+        assert compiled(kernel, {"prob", "grad"}, {**options, "columns": columns}, ones)
+
+
+@pytest.mark.parametrize("ones", [False, True], ids=["sizes", "ones"])
+def test_passes_over_the_rows_on_hopper(ones):
+    narrow = {"hidden", "weight", "vectors"}
+    blocks = {"tile_vocab": 256, "block_rows": 32, "block_blocks": 64}
+    assert compiled(rows.combine_blocks, narrow, blocks, ones)
+    for cap, has_bias in ((0.0, False), (30.0, True)):
+        options = {"cap": cap, "has_bias": has_bias, "block": 1024}
+        assert compiled(rows.target_logits, narrow, options, ones)
+    assert compiled(rows.finish_vectors, narrow, {"count": 2, "block": 1024}, ones)
 
 
 def test_the_scaling_reads_sixteen_bytes_at_once():
-    ptx = compiled(
-        linear_logprob_scale.scaled_sum,
-        {"vectors", "out"},
-        {"count": 2, "block": 4096, "vectors_column": 1},
-    )
-    assert "ld.global.v4" in ptx
+    narrow, options = {"vectors", "out"}, {"count": 2, "block": 4096, "vectors_column": 1}
+    assert "ld.global.v4" in compiled(linear_logprob_scale.scaled_sum, narrow, options)
+    assert compiled(linear_logprob_scale.scaled_sum, narrow, options, ones=True)
 
 
 def test_the_product_that_skips_runs_on_tensor_cores():
-    ptx = compiled(
-        linear_logprob_skip.listed_product,
-        {"e", "weight"},
-        {
-            "parts": 2,
-            "block_vocab": 256,
-            "tile_rows": 128,
-            "tile_width": 256,
-            "tile_depth": 64,
-            "stages": 3,
-        },
-    )
+    tile = {"block_vocab": 256, "tile_rows": 128, "tile_width": 256, "tile_depth": 64}
+    options = {**tile, "parts": 2, "stages": 3}
+    ptx = compiled(linear_logprob_skip.listed_product, {"e", "weight"}, options)
     assert "wgmma.mma_async" in ptx
     assert "cp.async" in ptx  # loads ahead of the products
+    assert compiled(linear_logprob_skip.listed_product, {"e", "weight"}, options, ones=True)
+
+
+@pytest.mark.parametrize("ones", [False, True], ids=["sizes", "ones"])
+def test_the_choice_of_blocks(ones):
     options = {"octaves": 10, "halvings": 8, "group_rows": 128, "rows_at_once": 8, "padded": 1024}
-    assert compiled(linear_logprob_skip.choose_blocks, set(), options)
+    assert compiled(linear_logprob_skip.choose_blocks, set(), options, ones)
