@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -117,3 +118,11 @@ class CpuProbe:
 
     def empty_cache(self) -> None:
         """See ``Probe``; PyTorch's CPU allocator keeps nothing."""
+
+
+def free_unheld() -> None:
+    """Gives memory that nobody holds back to the device, after an engine is gone."""
+    gc.unfreeze()  # vLLM freezes what exists after its start-up, cycles included
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fxrl.config import parse_bytes
 from fxrl.runtime import kv_budget
 from fxrl.runtime.engine import EngineError
 from fxrl.runtime.ledger import MemoryLedger
-from fxrl.runtime.memory_probe import Reading
+from fxrl.runtime.memory_probe import Reading, free_unheld
 from fxrl.runtime.vllm_inside import Names
 from fxrl.runtime.vllm_options import VllmOptions, engine_arguments
 
@@ -45,6 +46,20 @@ def set_environment(options: VllmOptions) -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if "expandable_segments:True" in (general := os.environ.get("PYTORCH_ALLOC_CONF", "")):
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", general)
+
+
+def forget_graph_pool(platform: Any) -> None:
+    """vLLM keeps one pool of CUDA graphs for the process; each engine shall have its own.
+
+    PyTorch refuses to capture into a pool whose graphs are gone while some memory of it is in use,
+    and cuBLAS keeps workspaces of a capture: no engine could follow a closed one. An engine that is
+    open keeps the pool that it has.
+
+    Args:
+        platform: the class of vLLM's ``current_platform``.
+    """
+    if getattr(platform, "_global_graph_pool", None) is not None:
+        platform._global_graph_pool = None
 
 
 def build(
@@ -75,13 +90,28 @@ def build(
     )
     try:
         return names.module.LLM(**arguments)
-    except EngineError:
-        raise
     except Exception as error:  # vLLM raises all kinds; all mean the same here
+        holders = ledger.holders()
+        _release(error)
+        if isinstance(error, EngineError):
+            raise
         raise EngineLoadError(
             f"vLLM could not load {str(path)!r} ({type(error).__name__}: {error}); "
-            f"memory: {ledger.holders()}"
+            f"memory: {holders}"
         ) from error
+
+
+def _release(error: BaseException) -> None:
+    """Frees what a build that failed had loaded.
+
+    The frames of the traceback hold it, for as long as anybody keeps the error (a notebook keeps
+    the last one); vLLM would refuse to load weights beside it.
+    """
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+    free_unheld()
 
 
 def _share(options: VllmOptions, reading: Reading) -> float:

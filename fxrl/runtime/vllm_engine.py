@@ -26,7 +26,7 @@ from fxrl.runtime.fast_sampler import FastSampler, SamplerParts
 from fxrl.runtime.ledger import MemoryLedger
 from fxrl.runtime.memory_probe import CpuProbe, CudaProbe, TagBytes, Tags
 from fxrl.runtime.standby import KV_TAG, Way, map_tag, tag_bytes, unmap_tag
-from fxrl.runtime.vllm_build import EngineLoadError, build, set_environment
+from fxrl.runtime.vllm_build import EngineLoadError, build, forget_graph_pool, set_environment
 from fxrl.runtime.vllm_inside import Inside, Names
 from fxrl.runtime.vllm_options import VllmOptions
 from fxrl.runtime.vllm_serving import Serving
@@ -119,6 +119,7 @@ def _installed(options: VllmOptions) -> Names:
         def tokens_input(prompt_token_ids: list[int]) -> Any:
             return TokensPrompt(prompt_token_ids=prompt_token_ids)
 
+    forget_graph_pool(type(current_platform))
     return Names(
         module=vllm,
         device=str(current_platform.device_type),

@@ -5,7 +5,6 @@ Each access to something that is not vLLM's public interface is one small method
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from fxrl.runtime.engine import EngineError
 from fxrl.runtime.lora_sites import LoraSite
-from fxrl.runtime.memory_probe import Tags
+from fxrl.runtime.memory_probe import Tags, free_unheld
 from fxrl.runtime.vllm_adapter import ADAPTER_ID, ADAPTER_NAME, Adapter
 from fxrl.runtime.vllm_requests import EngineFailedError, step
 
@@ -235,7 +234,4 @@ class Inside:
         self._adapter, self._adapter_sites = None, ()
         engine.engine_core.shutdown()
         del engine
-        gc.unfreeze()  # vLLM freezes what exists after its start-up, cycles included
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_unheld()

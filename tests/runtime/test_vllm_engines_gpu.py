@@ -1,6 +1,6 @@
 """Engines one after another on a Hopper GPU: whose decode attention each runs, and what stays.
 
-``pytest -m 'vllm and gpu' tests/runtime/test_vllm_attention_gpu.py``
+``pytest -m 'vllm and gpu' tests/runtime/test_vllm_engines_gpu.py``
 """
 
 import weakref
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fxrl.models import load_model
-from fxrl.runtime import SamplingParams, VllmEngine, VllmOptions
+from fxrl.runtime import SamplingParams, VllmEngine, VllmOptions, vllm_engine
 from fxrl.runtime.decode_choice import AUTO_CAPABILITY, AUTO_CONTEXT
+from fxrl.runtime.vllm_build import EngineLoadError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
 
@@ -62,3 +63,20 @@ def test_each_engine_runs_what_its_own_options_say_and_leaves_no_scratch(folder,
         assert len(groups) == 4
         engine.close()
         assert not scratch  # although ``engine`` is still here
+
+
+def test_after_a_build_that_failed_another_can_be_tried(folder, monkeypatch):
+    """It fails with the weights loaded; the error is kept, as a notebook does."""
+    options = VllmOptions(max_num_seqs=8, **SHORT)
+
+    def full(self, *args):
+        raise torch.OutOfMemoryError("made up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_engine.Worker, "determine_available_memory", full)
+        with pytest.raises(EngineLoadError, match="OutOfMemoryError: made up") as kept:
+            VllmEngine(folder, options, eos_token_ids=[2], seed=7)
+    engine = VllmEngine(folder, options, eos_token_ids=[2], seed=7)
+    assert len(engine.generate([[5, 6]], SamplingParams(max_tokens=4))) == 1
+    engine.close()
+    assert kept.value.__cause__ is not None

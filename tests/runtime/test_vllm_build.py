@@ -1,0 +1,75 @@
+"""A vLLM that cannot be built: what the error says, and that what was loaded is let go."""
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fxrl.runtime.engine import EngineError
+from fxrl.runtime.ledger import MemoryLedger
+from fxrl.runtime.memory_probe import CpuProbe
+from fxrl.runtime.vllm_build import EngineLoadError, build, forget_graph_pool
+from fxrl.runtime.vllm_options import VllmOptions
+from tests.runtime.test_vllm_options import KNOWN
+
+
+class NoRoomError(EngineError):
+    """One of fxrl's own, raised by a worker inside vLLM."""
+
+
+def failing(tmp_path, error):
+    """What a build raises that had loaded weights, and a reference to these."""
+    loaded = []
+
+    def start():
+        weights = torch.randn(3)
+        cycle = [weights]
+        cycle.append(cycle)
+        loaded.append(weakref.ref(weights))
+        try:
+            raise ValueError("the first of two")
+        except ValueError as first:
+            raise error from first
+
+    def llm(**arguments):
+        worker = SimpleNamespace(start=start)
+        worker.start()
+
+    fields = SimpleNamespace(__dataclass_fields__=dict.fromkeys(KNOWN))
+    names = SimpleNamespace(module=SimpleNamespace(EngineArgs=fields, LLM=llm), device="cpu")
+    ledger = MemoryLedger(CpuProbe(dict))
+    try:
+        build(names, VllmOptions(max_num_seqs=2), tmp_path, 7, ledger, "worker")
+    except EngineError as raised:
+        return raised, loaded[0]
+    raise AssertionError("it was built")
+
+
+def test_what_was_loaded_is_let_go_although_the_error_is_kept(tmp_path):
+    cause = RuntimeError("no graph could be captured")
+    kept, weights = failing(tmp_path, cause)
+    assert isinstance(kept, EngineLoadError)
+    assert kept.__cause__ is cause
+    assert weights() is None
+    with pytest.raises(
+        EngineLoadError, match=r"could not load .*RuntimeError: no graph could.*; memory: "
+    ):
+        raise kept
+
+
+def test_an_error_of_our_own_stays_as_it_is(tmp_path):
+    own = NoRoomError("no room")
+    kept, weights = failing(tmp_path, own)
+    assert kept is own
+    assert weights() is None
+
+
+def test_the_processs_graph_pool_is_forgotten():
+    class Platform:
+        _global_graph_pool = (0, 3)
+
+    forget_graph_pool(Platform)
+    assert Platform._global_graph_pool is None
+    forget_graph_pool(SimpleNamespace)  # a version without one
+    assert not hasattr(SimpleNamespace, "_global_graph_pool")
