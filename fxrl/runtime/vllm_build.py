@@ -88,11 +88,12 @@ def build(
         worker_cls=worker_cls,
         has_tokenizer=any((path / name).is_file() for name in _TOKENIZER_FILES),
     )
+    alone = not names.tags()
     try:
         return names.module.LLM(**arguments)
     except Exception as error:  # vLLM raises all kinds; all mean the same here
         holders = ledger.holders()
-        _release(error)
+        _release(error, names.allocator() if alone else None)
         if isinstance(error, EngineError):
             raise
         raise EngineLoadError(
@@ -101,17 +102,22 @@ def build(
         ) from error
 
 
-def _release(error: BaseException) -> None:
-    """Frees what a build that failed had loaded.
+def _release(error: BaseException, allocator: Any) -> None:
+    """Frees what a build that failed had loaded; vLLM would refuse to load weights beside it.
 
     The frames of the traceback hold it, for as long as anybody keeps the error (a notebook keeps
-    the last one); vLLM would refuse to load weights beside it.
+    the last one), and its tagged pools keep the memory until they are released.
+
+    Args:
+        allocator: vLLM's, of tagged pools; ``None``: there is none, or another engine uses it.
     """
     chain: BaseException | None = error
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
         chain = chain.__cause__ or chain.__context__
     free_unheld()
+    if hasattr(allocator, "release_pools"):  # versions before it keep them
+        allocator.release_pools()
 
 
 def _share(options: VllmOptions, reading: Reading) -> float:

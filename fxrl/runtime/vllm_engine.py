@@ -24,8 +24,8 @@ from fxrl.runtime import decode_choice, kv_budget
 from fxrl.runtime.fast_attention import FlashClasses, make_backend
 from fxrl.runtime.fast_sampler import FastSampler, SamplerParts
 from fxrl.runtime.ledger import MemoryLedger
-from fxrl.runtime.memory_probe import CpuProbe, CudaProbe, TagBytes, Tags
-from fxrl.runtime.standby import KV_TAG, Way, map_tag, tag_bytes, unmap_tag
+from fxrl.runtime.memory_probe import CpuProbe, CudaProbe
+from fxrl.runtime.standby import KV_TAG, Way, map_tag, unmap_tag
 from fxrl.runtime.vllm_build import EngineLoadError, build, forget_graph_pool, set_environment
 from fxrl.runtime.vllm_inside import Inside, Names
 from fxrl.runtime.vllm_options import VllmOptions
@@ -128,20 +128,17 @@ def _installed(options: VllmOptions) -> Names:
         lora_request=LoRARequest,
         lora_model=LoRAModel,
         peft_helper=PEFTHelper,
-        tags=_tags,
+        allocator=_allocator,
         quiet_config=_quiet_config,
     )
 
 
-def _tags() -> Tags:
+def _allocator() -> Any:
     try:
         from vllm.device_allocator.cumem import CuMemAllocator
     except ImportError:
-        return {}
-    if CuMemAllocator.instance is None:
-        return {}
-    sizes = tag_bytes(CuMemAllocator.instance.pointer_to_data)
-    return {tag: TagBytes(*size) for tag, size in sizes.items()}
+        return None
+    return CuMemAllocator.instance
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fxrl.runtime.engine import EngineError
 from fxrl.runtime.lora_sites import LoraSite
-from fxrl.runtime.memory_probe import Tags, free_unheld
+from fxrl.runtime.memory_probe import TagBytes, Tags, free_unheld
+from fxrl.runtime.standby import tag_bytes
 from fxrl.runtime.vllm_adapter import ADAPTER_ID, ADAPTER_NAME, Adapter
 from fxrl.runtime.vllm_requests import EngineFailedError, step
 
@@ -36,7 +37,7 @@ class Names:
         tokens_prompt: token ids to what ``add_request`` takes.
         final_only: vLLM's output kind of that name: nothing is said of unfinished requests.
         lora_request, lora_model, peft_helper: classes of those names.
-        tags: asks the tagged allocator for its pools; empty where there is none.
+        allocator: of tagged pools, one for the process; ``None`` where none was made so far.
         quiet_config: enters a vLLM configuration that compiles nothing (vLLM patches Hugging Face's
             classes once its own "transformers" backend was imported; they then ask for one).
     """
@@ -48,8 +49,15 @@ class Names:
     lora_request: Any
     lora_model: Any
     peft_helper: Any
-    tags: Callable[[], Tags]
+    allocator: Callable[[], Any]
     quiet_config: Callable[[], Any]
+
+    def tags(self) -> Tags:
+        """The tagged pools of whatever engines there are; for ``memory_probe.Probe``."""
+        if (allocator := self.allocator()) is None:
+            return {}
+        sizes = tag_bytes(allocator.pointer_to_data)
+        return {tag: TagBytes(*size) for tag, size in sizes.items()}
 
 
 class Inside:

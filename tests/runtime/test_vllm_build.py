@@ -1,5 +1,6 @@
 """A vLLM that cannot be built: what the error says, and that what was loaded is let go."""
 
+import dataclasses
 import weakref
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from fxrl.runtime.engine import EngineError
 from fxrl.runtime.ledger import MemoryLedger
 from fxrl.runtime.memory_probe import CpuProbe
 from fxrl.runtime.vllm_build import EngineLoadError, build, forget_graph_pool
+from fxrl.runtime.vllm_inside import Names
 from fxrl.runtime.vllm_options import VllmOptions
 from tests.runtime.test_vllm_options import KNOWN
 
@@ -18,8 +20,20 @@ class NoRoomError(EngineError):
     """One of fxrl's own, raised by a worker inside vLLM."""
 
 
-def failing(tmp_path, error):
-    """What a build raises that had loaded weights, and a reference to these."""
+class Allocator:
+    """vLLM's, which sees whether the weights of its pools are still there."""
+
+    def __init__(self, loaded, others):
+        self._loaded, self.alive = loaded, None
+        one = SimpleNamespace(tag="weights", handle=(0, 100), is_asleep=False)
+        self.pointer_to_data = {1: one} if others else {}
+
+    def release_pools(self):
+        self.alive = self._loaded[0]() is not None
+
+
+def failing(tmp_path, error, others=False):
+    """What a build raises that had loaded weights, a reference to these, and vLLM's allocator."""
     loaded = []
 
     def start():
@@ -37,21 +51,26 @@ def failing(tmp_path, error):
         worker.start()
 
     fields = SimpleNamespace(__dataclass_fields__=dict.fromkeys(KNOWN))
-    names = SimpleNamespace(module=SimpleNamespace(EngineArgs=fields, LLM=llm), device="cpu")
+    module = SimpleNamespace(EngineArgs=fields, LLM=llm)
+    unused = dict.fromkeys(field.name for field in dataclasses.fields(Names))
+    allocator = Allocator(loaded, others)
+    given = {"module": module, "device": "cpu", "allocator": lambda: allocator}
+    names = Names(**unused | given)
     ledger = MemoryLedger(CpuProbe(dict))
     try:
         build(names, VllmOptions(max_num_seqs=2), tmp_path, 7, ledger, "worker")
     except EngineError as raised:
-        return raised, loaded[0]
+        return raised, loaded[0], allocator
     raise AssertionError("it was built")
 
 
 def test_what_was_loaded_is_let_go_although_the_error_is_kept(tmp_path):
     cause = RuntimeError("no graph could be captured")
-    kept, weights = failing(tmp_path, cause)
+    kept, weights, allocator = failing(tmp_path, cause)
     assert isinstance(kept, EngineLoadError)
     assert kept.__cause__ is cause
     assert weights() is None
+    assert allocator.alive is False  # pools are released after what is in them
     with pytest.raises(
         EngineLoadError, match=r"could not load .*RuntimeError: no graph could.*; memory: "
     ):
@@ -60,9 +79,15 @@ def test_what_was_loaded_is_let_go_although_the_error_is_kept(tmp_path):
 
 def test_an_error_of_our_own_stays_as_it_is(tmp_path):
     own = NoRoomError("no room")
-    kept, weights = failing(tmp_path, own)
+    kept, weights, _ = failing(tmp_path, own)
     assert kept is own
     assert weights() is None
+
+
+def test_the_pools_of_another_engine_are_not_touched(tmp_path):
+    _, weights, allocator = failing(tmp_path, RuntimeError("one instance"), others=True)
+    assert weights() is None
+    assert allocator.alive is None
 
 
 def test_the_processs_graph_pool_is_forgotten():

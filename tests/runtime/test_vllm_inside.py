@@ -47,7 +47,7 @@ def make(core=None, ranks=1, rpc=None, max_lora_rank=None, model=None):
         lora_request=None,
         lora_model=None,
         peft_helper=None,
-        tags=dict,
+        allocator=lambda: None,
         quiet_config=None,
     )
     return Inside(llm, names, ranks, max_lora_rank)
