@@ -115,9 +115,9 @@ def _release(error: BaseException, allocator: Any) -> None:
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
         chain = chain.__cause__ or chain.__context__
-    free_unheld()
     if hasattr(allocator, "release_pools"):  # versions before it keep them
         allocator.release_pools()
+    free_unheld()  # a pool that is not released yet gives nothing back
 
 
 def _share(options: VllmOptions, reading: Reading) -> float:
