@@ -29,7 +29,7 @@ VALUES, GRADIENTS = (1e-5, 2e-5), (2**-8, 2**-8)
 
 def stand_in(tile, mode, vocab, per_row, out, weighted=False):
     """What ``loss_head.cu`` writes, by its own definitions."""
-    lossy, scratch = tile._head, tile._scratch
+    scratch, lossy = tile.call, tile.call.head
     x = tile.hidden.float() @ lossy.weight[vocab].float().t()
     biased = lossy.bias is not None
     if biased:
@@ -89,8 +89,8 @@ def install(rows, vocab):
     plan.for_product = lambda *sizes: plan.Plan(rows, vocab)
     plan.for_scoring = lambda *sizes: plan.Plan(rows, 2**20)
     plan.for_skipping = lambda *sizes: plan.Plan(rows, 2**20)
-    gradient._TILE_ROWS, gradient._PIECE_ROWS = rows, 2 * rows
-    gradient._PIECE_BYTES = 0  # as few blocks as it takes: 4
+    plan.for_gradient = lambda *sizes: plan.Plan(2 * rows, 1024)
+    plan.launch_rows = lambda width: rows
 
 
 def check_head(seed, draw):

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from fxrl.kernels.hopper import head, module, plan
-from fxrl.kernels.hopper.tile import aligned
+from fxrl.kernels.hopper.call import aligned
 from fxrl.ops.linear_logprob_head import LossHead
 from tests.kernels.interpreted import check_interpreted
 
@@ -52,6 +52,24 @@ def test_a_plan_fits_its_scratch_and_is_whole_tiles(make, sizes):
     else:
         assert steps.vocab >= vocab
         assert steps.rows == 256 or scratch + statistics <= 192 * 2**20
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_gradient_of_a_trainable_head_fits_its_memory(sizes):
+    rows, width, vocab = sizes
+    steps = plan.for_gradient(*sizes, 132)
+    assert steps.rows % 256 == steps.vocab % 256 == 0
+    assert steps.rows < rows + 256
+    assert steps.vocab < vocab + 256
+    assert 2 * steps.rows * steps.vocab <= 256 * 2**20
+    assert plan.launch_rows(width) % 256 == 0
+    assert 4096 <= plan.launch_rows(width) <= 16384
+
+
+def test_a_trainable_heads_pieces_read_and_write_the_fewest_sums():
+    """One piece of 16384 rows writes dW at once; of 65536 rows one piece would add dH 24 times."""
+    assert plan.for_gradient(16384, 4096, 151936, 132) == plan.Plan(16384, 8192)
+    assert 8192 <= plan.for_gradient(65536, 576, 49152, 132).rows <= 16384
 
 
 def test_full_waves_are_preferred():

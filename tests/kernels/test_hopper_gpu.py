@@ -81,13 +81,12 @@ def test_values_and_gradients_equal_the_float64_reference(sizes, served):
 @pytest.mark.parametrize("width", [64, 576])
 @pytest.mark.parametrize("train_head", [False, True])
 def test_several_tiles_of_rows_and_chunks_of_the_vocabulary(train_head, width, served, monkeypatch):
-    from fxrl.kernels.hopper import gradient, plan
+    from fxrl.kernels.hopper import plan
 
     monkeypatch.setattr(plan, "for_product", lambda *sizes: plan.Plan(256, 768))
     monkeypatch.setattr(plan, "for_scoring", lambda *sizes: plan.Plan(512, 2**20))
-    monkeypatch.setattr(gradient, "_TILE_ROWS", 256)
-    monkeypatch.setattr(gradient, "_PIECE_ROWS", 384)
-    monkeypatch.setattr(gradient, "_PIECE_BYTES", 2**20)
+    monkeypatch.setattr(plan, "for_gradient", lambda *sizes: plan.Plan(384, 1280))
+    monkeypatch.setattr(plan, "launch_rows", lambda width: 256)
     hidden, weight, target = random_inputs(1000, 3001, width, scale=3.0)
     leaves = [hidden.requires_grad_()] + [weight.requires_grad_()] * train_head
     for outputs in (["logprob"], ["logprob", "lse"], ["logprob", "entropy"]):
@@ -202,6 +201,25 @@ def test_more_than_2_to_31_logits(served):
     torch.testing.assert_close(logprob[-50:].double(), right, rtol=1e-5, atol=1e-4)
     assert (made[-50:].double() - grad).norm() < 2**-8 * grad.norm()
     assert served == ["forward"]
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_both_ways_to_a_softcap_are_exact(near, served):
+    """Within 0.7 of the cap tanh is a polynomial; a few rows beyond make others take both ways."""
+    hidden, weight, target = random_inputs(300, 3001, 128, scale=1.0)
+    hidden[::7] *= 0.5 if near else 20.0
+    out = linear_logprob(hidden.requires_grad_(), weight, target, softcap=10.0)
+    (made,) = torch.autograd.grad(out.logprob.sum(), hidden)
+    exact = hidden.detach().double().requires_grad_()
+    logits = exact @ weight.double().t()
+    assert (logits.abs().max() < 7.0) == near
+    logps = torch.log_softmax(10.0 * torch.tanh(logits / 10.0), -1).gather(1, target[:, None])
+    (right,) = torch.autograd.grad(logps.sum(), exact)
+    torch.testing.assert_close(out.logprob.double(), logps[:, 0], rtol=1e-5, atol=2e-5)
+    assert (made.double() - right).norm() <= 2**-8 * right.norm()
+    alone = linear_logprob(hidden[1:65], weight, target[1:65], softcap=10.0).logprob
+    assert torch.equal(alone, out.logprob[1:65])  # other rows beside it, the same bits
+    assert "forward" in served
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])

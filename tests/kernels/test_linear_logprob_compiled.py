@@ -10,7 +10,7 @@ from triton.compiler import ASTSource, compile
 from fxrl.kernels import linear_logprob_scale, linear_logprob_skip, linear_logprob_tile
 from fxrl.kernels.hopper import rows
 
-INTEGERS = {"vocab", "rows", "all_rows", "width", "blocks", "moments"}
+INTEGERS = {"vocab", "rows", "pitch", "all_rows", "width", "blocks", "moments"}
 POINTERS = {"target": "*i64", "row_index": "*i64", "listed": "*i32", "length": "*i32"}
 TILE = {"lowest": -3e38, "splits": 38, "splits_block": 64, "partials": 6, "block": 4096}
 VARIANTS = [
@@ -75,7 +75,9 @@ def test_passes_over_the_rows_on_hopper(ones):
     for cap, has_bias in ((0.0, False), (30.0, True)):
         options = {"cap": cap, "has_bias": has_bias, "block": 1024}
         assert compiled(rows.target_logits, narrow, options, ones)
-    assert compiled(rows.finish_vectors, narrow, {"count": 2, "block": 1024}, ones)
+    for capped in (False, True):
+        options = {"logprob_at": 0, "lse_at": 1, "capped": capped, "block": 1024}
+        assert compiled(rows.finish_vectors, narrow, options, ones)
 
 
 def test_the_scaling_reads_sixteen_bytes_at_once():

@@ -3,6 +3,7 @@
 ``loss_head.cu``  the GEMM and its epilogues          ``module``    compiles and launches it
 ``ptx.cuh``       the instructions it is made of
 ``rows``          work per row, in Triton             ``plan``      how much at a time
-``tile``          a tile of rows: scratch, launches   ``products``  what cuBLAS multiplies
-``head``          forward and backward                ``gradient``  its coefficients, and dW
+``call``          a call's rows, and its scratch      ``products``  what cuBLAS multiplies
+``tile``          a tile of rows: its launches        ``gradient``  its coefficients, and dW
+``head``          forward and backward
 """

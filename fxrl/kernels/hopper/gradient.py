@@ -15,17 +15,15 @@ import math
 import torch
 from torch import Tensor
 
-from fxrl.kernels.hopper import module
+from fxrl.kernels.hopper import plan
+from fxrl.kernels.hopper.call import Call
 from fxrl.kernels.hopper.products import add_product
-from fxrl.kernels.hopper.tile import RowTile, Scratch
+from fxrl.kernels.hopper.tile import RowTile
 from fxrl.ops.linear_logprob_arguments import BackwardArguments
 from fxrl.ops.linear_logprob_checks import DIFFERENTIABLE
 from fxrl.ops.linear_logprob_head import LossHead, Rows, slices
 
 _LOG2E, _LN2 = 1 / math.log(2), math.log(2)
-_TILE_ROWS = 4096  # of a launch: hidden rows that stay in the L2 cache while the weight goes by
-_PIECE_ROWS = 2**15
-_PIECE_BYTES = 256 * 2**20
 
 
 def coefficients(arguments: BackwardArguments) -> Tensor:
@@ -71,34 +69,41 @@ class VocabLoop:
     dW, [V, H] in float32, gigabytes.
     """
 
-    def __init__(self, head: LossHead, by_row: Tensor, live: Tensor, *, weighted: bool) -> None:
-        count, vocab = live.shape[0], head.weight.shape[0]
+    def __init__(
+        self,
+        head: LossHead,
+        steps: plan.Plan,
+        by_row: Tensor,
+        selected: Tensor | None,
+        *,
+        weighted: bool,
+    ) -> None:
+        count = by_row.shape[1]
         self._index: Rows = slice(None)
-        if count < head.hidden.shape[0]:
-            self._index = live
+        if selected is not None:
+            self._index = selected
             temperature = head.temperature
             if temperature is not None and temperature.dim() and temperature.shape[0] > 1:
-                temperature = temperature[live]
+                temperature = temperature[selected]
             head = head._replace(
-                hidden=head.hidden[live], target=head.target[live], temperature=temperature
+                hidden=head.hidden[selected],
+                target=head.target[selected],
+                temperature=temperature,
             )
-        self._head, self._by_row, self._weighted = head, by_row[:, self._index], weighted
-        self._rows = min(count, head.chunk_tokens or _PIECE_ROWS)
-        most = _PIECE_BYTES // (2 * self._rows) // module.TILE_VOCAB
-        blocks = min(max(4, most), -(-vocab // module.TILE_VOCAB))
-        self._step = blocks * module.TILE_VOCAB
+        self._head, self._by_row, self._weighted = head, by_row, weighted
+        self._rows, self._step = min(count, steps.rows), steps.vocab
         self._grad = head.hidden.new_empty(self._rows, self._step)
         self._weighted_sum = by_row.new_zeros(count)
-        scratch = Scratch(head, min(count, _TILE_ROWS), 1)
-        self._pieces = [(piece, self._tiles(piece, scratch)) for piece in slices(count, self._rows)]
+        self._tile_rows = plan.launch_rows(head.hidden.shape[1])
+        call = Call(head, None, self._tile_rows, 1)
+        self._pieces = [(piece, self._tiles(piece, call)) for piece in slices(count, self._rows)]
 
-    def _tiles(self, piece: slice, scratch: Scratch) -> list[tuple[slice, RowTile, Tensor]]:
+    def _tiles(self, piece: slice, call: Call) -> list[tuple[slice, RowTile, Tensor]]:
         """Rows within the piece, their tile and their coefficients; made once for all chunks."""
         made = []
-        for inner in slices(piece.stop - piece.start, _TILE_ROWS):
+        for inner in slices(piece.stop - piece.start, self._tile_rows):
             rows = slice(piece.start + inner.start, piece.start + inner.stop)
-            of_tile = self._by_row[:, rows].contiguous()
-            made.append((inner, RowTile(self._head, rows, scratch), of_tile))
+            made.append((inner, RowTile(call, rows), self._by_row[:, rows].contiguous()))
         return made
 
     def run(self, d_weight: Tensor, d_hidden: Tensor | None, d_temperature: Tensor | None) -> None:

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from fxrl.kernels.hopper import module, plan
+from fxrl.kernels.hopper.call import Call, aligned
 from fxrl.kernels.hopper.gradient import VocabLoop, coefficients, temperature_gradient
 from fxrl.kernels.hopper.products import ChunkedProduct, SkippingProduct
-from fxrl.kernels.hopper.rows import COMBINED
-from fxrl.kernels.hopper.tile import RowTile, Scratch, aligned
+from fxrl.kernels.hopper.tile import RowTile
 from fxrl.ops.linear_logprob_arguments import (
     BackwardArguments,
     ForwardArguments,
@@ -35,7 +35,7 @@ from fxrl.ops.linear_logprob_arguments import (
     Gradients,
 )
 from fxrl.ops.linear_logprob_checks import LinearLogprobError
-from fxrl.ops.linear_logprob_head import LossHead, Rows, row_tiles
+from fxrl.ops.linear_logprob_head import LossHead, slices
 
 _MOMENTS = {"entropy", "sum_p2", "mean_logit"}
 _LEAST_ROWS, _LEAST_VOCAB = 64, 1000
@@ -76,7 +76,9 @@ def forward(arguments: ForwardArguments, otherwise: Forward) -> ForwardResult:
             "a CUDA graph is being captured, and the loss head's forward with gradient asks the "
             "device whether every row fits; leave the head out of the graph"
         )
-    misfits = _score_with_vectors(arguments, selected, num_rows, result)
+    call = _score_with_vectors(arguments, selected, num_rows, result)
+    misfits = torch.zeros_like(head.target, dtype=torch.bool)
+    call.put("misfit", misfits)
     if bool(misfits.any()):
         again = otherwise(replace(arguments, head=head._replace(row_mask=misfits)))
         result.vectors[:, misfits] = again.vectors[:, misfits]
@@ -88,38 +90,40 @@ def _score(
 ) -> None:
     head = arguments.head
     steps = _planned(plan.for_scoring, head, num_rows)
-    scratch = Scratch(head, min(steps.rows, num_rows), _statistics(arguments))
-    for rows in row_tiles(selected, num_rows, steps.rows):
-        tile = RowTile(head, rows, scratch)
+    call = Call(head, selected, steps.rows, _statistics(arguments))
+    call.check_targets()
+    for rows in slices(num_rows, steps.rows):
+        tile = RowTile(call, rows)
         tile.find_target()
         tile.statistics()
-        _put_values(arguments, rows, tile.combine(), result)
+        tile.combine()
+    for name in arguments.outputs:
+        call.put(name, result.values[name])
 
 
 def _score_with_vectors(
     arguments: ForwardArguments, selected: Tensor | None, num_rows: int, result: ForwardResult
-) -> Tensor:
-    """``[N]`` bool: True where a row's vectors are not valid."""
+) -> Call:
+    """The finished call: where it says ``misfit``, a row's vectors are not valid."""
     head = arguments.head
     skips = arguments.skip_tolerance > 0
     steps = _planned(plan.for_skipping if skips else plan.for_product, head, num_rows)
-    scratch = Scratch(head, min(steps.rows, num_rows), _statistics(arguments))
+    call = Call(head, selected, steps.rows, _statistics(arguments))
+    call.check_targets()
     product: ChunkedProduct | SkippingProduct
     if skips:
         product = SkippingProduct(head, steps, num_rows, arguments.skip_tolerance)
     else:
         product = ChunkedProduct(head, steps, num_rows)
-    misfits = head.target.new_zeros(head.target.shape[0], dtype=torch.bool)
-    for rows in row_tiles(selected, num_rows, steps.rows):
-        tile = RowTile(head, rows, scratch)
+    for rows in slices(num_rows, steps.rows):
+        tile = RowTile(call, rows)
         tile.find_target()
         others = product.of_exponentials(tile)
-        combined = tile.combine()
-        factors = _vector_factors(tile, combined, arguments.grad_outputs)
-        tile.finish(others, *factors, result.vectors)
-        misfits[rows] = combined[COMBINED.index("misfit")] != 0
-        _put_values(arguments, rows, combined, result)
-    return misfits
+        tile.combine()
+        tile.finish(others, arguments.grad_outputs, result.vectors)
+    for name in arguments.outputs:
+        call.put(name, result.values[name])
+    return call
 
 
 def backward(arguments: BackwardArguments) -> Gradients:
@@ -131,27 +135,30 @@ def backward(arguments: BackwardArguments) -> Gradients:
     num_rows = live.shape[0]
     if not num_rows:
         return made
+    selected = live if num_rows < head.hidden.shape[0] else None
     by_row = coefficients(arguments)
+    by_row = by_row if selected is None else by_row[:, selected]
     d_hidden = made.hidden if arguments.want_hidden else None
     d_temperature = made.temperature if arguments.want_temperature else None
     if arguments.want_weight:
-        by_vocab = VocabLoop(head, by_row, live, weighted=d_temperature is not None)
+        steps = _planned(plan.for_gradient, head, num_rows)
+        by_vocab = VocabLoop(head, steps, by_row, selected, weighted=d_temperature is not None)
         by_vocab.run(made.weight, d_hidden, d_temperature)
         return made
     steps = _planned(plan.for_product, head, num_rows)
-    scratch = Scratch(head, min(steps.rows, num_rows), 1)
+    call = Call(head, selected, steps.rows, 1)
     product = ChunkedProduct(head, steps, num_rows)
-    for rows in row_tiles(live, num_rows, steps.rows):
-        tile = RowTile(head, rows, scratch)
+    for rows in slices(num_rows, steps.rows):
+        tile, places = RowTile(call, rows), call.places(rows)
         of_tile = by_row[:, rows].contiguous()
         sums = product.of_gradient(
             tile, of_tile, weighted=d_temperature is not None, multiply=d_hidden is not None
         )
         if d_hidden is not None:
-            d_hidden[rows] = sums.to(d_hidden.dtype)
+            d_hidden[places] = sums.to(d_hidden.dtype)
         if d_temperature is not None:
             weighted = tile.weighted(slice(0, head.weight.shape[0]))
-            d_temperature[rows] = temperature_gradient(head, weighted, of_tile)
+            d_temperature[places] = temperature_gradient(head, weighted, of_tile)
     return made
 
 
@@ -159,33 +166,14 @@ def _statistics(arguments: ForwardArguments) -> int:
     return 2 if _MOMENTS.isdisjoint(arguments.outputs) else 5
 
 
-def _put_values(
-    arguments: ForwardArguments, rows: Rows, combined: Tensor, result: ForwardResult
-) -> None:
-    for name in arguments.outputs:
-        value = result.values[name]
-        value[rows] = combined[COMBINED.index(name)].to(value.dtype)
-
-
 def _planned(make: Callable[..., plan.Plan], head: LossHead, num_rows: int) -> plan.Plan:
-    """``chunk_tokens`` is the caller's plan: so many rows, of the whole vocabulary."""
+    """``chunk_tokens`` is the caller's plan: so many rows, of the whole vocabulary but for dW."""
     vocab, width = head.weight.shape
     if head.chunk_tokens:
-        return plan.Plan(head.chunk_tokens, -(-vocab // module.TILE_VOCAB) * module.TILE_VOCAB)
+        whole = -(-vocab // module.TILE_VOCAB) * module.TILE_VOCAB
+        by_vocab = make is plan.for_gradient
+        step = plan.gradient_vocab(head.chunk_tokens, vocab) if by_vocab else whole
+        return plan.Plan(head.chunk_tokens, step)
     units = module.multiprocessors(head.hidden.device.index)
     # Masks give another count at every call: plans are made, and kept, for multiples of a tile.
     return make(plan.whole_tiles(num_rows), width, vocab, units)
-
-
-def _vector_factors(
-    tile: RowTile, combined: Tensor, names: tuple[str, ...]
-) -> tuple[Tensor, Tensor]:
-    """``[K, R]`` each: what multiplies the product and the target's row of the weight."""
-    logprob, mass = (combined[COMBINED.index(name)] for name in ("logprob", "mass"))
-    on_target = tile.slope * tile.target_slope()
-    of = {
-        "logprob": (-tile.slope * mass, -on_target * torch.expm1(logprob)),
-        "lse": (tile.slope * mass, on_target * torch.exp(logprob)),
-    }
-    from_product, from_target = zip(*(of[name] for name in names), strict=True)
-    return torch.stack(from_product), torch.stack(from_target)

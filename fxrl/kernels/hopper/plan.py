@@ -27,6 +27,9 @@ _SUMS_READ = 2.0  # read and write of the sums: they hide even less, at a step's
 _SCRATCH_BYTES = 176 * 2**20
 _CACHED_BYTES = 20 * 2**20  # of hidden rows, that stay in the L2 cache while the weight goes by
 _BLOCK_STATISTICS_BYTES = 20
+_GRADIENT_BYTES = 256 * 2**20
+_MAX_GRADIENT_ROWS = 2**15
+_LAUNCH_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ def for_scoring(num_rows: int, width: int, vocab: int, multiprocessors: int) -> 
     """Statistics only: as many rows as the weight is worth reading for, in full waves."""
     blocks = _ceil(vocab, TILE_VOCAB)
     limit = min(
-        _SCRATCH_BYTES // (blocks * _BLOCK_STATISTICS_BYTES), _CACHED_BYTES // (2 * width), 4096
+        _SCRATCH_BYTES // (blocks * _BLOCK_STATISTICS_BYTES), _CACHED_BYTES // (2 * width), 16384
     )
 
     weight_read = _WEIGHT_READ * 2 * vocab * width / _BYTES_PER_US
@@ -91,6 +94,36 @@ def for_skipping(num_rows: int, width: int, vocab: int, multiprocessors: int) ->
     per_row = 2 * blocks * TILE_VOCAB + 4 * width + blocks * _BLOCK_STATISTICS_BYTES
     most = max(_ROW_STEP, _SCRATCH_BYTES // per_row)
     return Plan(max(_row_choices(num_rows, most)), blocks * TILE_VOCAB)
+
+
+@lru_cache(maxsize=1024)
+def for_gradient(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
+    """The logits' gradient of a trainable head, which dH and dW are made of.
+
+    Both products are as long however it is cut; what differs is how often float32 sums are read
+    and written: dH's [R, H] for each chunk of the vocabulary, and dW's [C, H] for each of several
+    row pieces (a single one is rounded at once).
+    """
+
+    def cost(rows: int) -> float:
+        pieces = _ceil(num_rows, rows)
+        chunks = _ceil(vocab, gradient_vocab(rows, vocab))
+        return num_rows * chunks + (vocab * pieces if pieces > 1 else 0)
+
+    rows = min(_row_choices(num_rows, _MAX_GRADIENT_ROWS), key=cost)
+    return Plan(rows, gradient_vocab(rows, vocab))
+
+
+def gradient_vocab(rows: int, vocab: int) -> int:
+    """Entries of the vocabulary that ``for_gradient`` takes with so many rows, in whole tiles."""
+    most = _GRADIENT_BYTES // (2 * rows) // TILE_VOCAB
+    return min(max(4, most), _ceil(vocab, TILE_VOCAB)) * TILE_VOCAB
+
+
+def launch_rows(width: int) -> int:
+    """Hidden rows of a launch, so that they stay in the L2 cache while the weight goes by."""
+    fitting = _LAUNCH_BYTES // (2 * width) // _ROW_STEP * _ROW_STEP
+    return max(4096, min(16384, fitting))
 
 
 def _plans(num_rows: int, width: int, vocab: int) -> Iterator[Plan]:

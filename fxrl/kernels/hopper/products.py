@@ -39,7 +39,7 @@ class ChunkedProduct:
         self._sums = head.hidden.new_empty(rows, width, dtype=torch.float32)
 
     def of_exponentials(self, tile: RowTile) -> Tensor:
-        """``[R, H]`` float32 (scratch), and the tile's statistics."""
+        """``[R, H]`` float32 (scratch), and the call's block statistics."""
         return self._sum(tile, tile.exponentials)
 
     def of_gradient(

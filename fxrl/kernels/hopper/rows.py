@@ -24,6 +24,7 @@ COMBINED = (
     "sum_p2",
     "mean_logit",
     "max_logit",
+    "p_others",  # 1 - p_y
     "mass",  # p_v over the stored exponential
     "misfit",  # 1: the stored exponentials may have overflowed or underflowed
 )
@@ -40,7 +41,7 @@ _GAP = tl.constexpr(90.0)
 _ABOVE_TARGET = tl.constexpr(20.0)
 
 
-@jit_unspecialized("rows", "moments")
+@jit_unspecialized("rows", "pitch", "moments")
 def combine_blocks(
     partial: tl.tensor,
     target_info: tl.tensor,
@@ -48,6 +49,7 @@ def combine_blocks(
     target: tl.tensor,
     combined: tl.tensor,
     rows: tl.tensor,
+    pitch: tl.tensor,
     blocks: tl.tensor,
     vocab: tl.tensor,
     moments: tl.tensor,
@@ -55,10 +57,10 @@ def combine_blocks(
     block_rows: tl.constexpr,
     block_blocks: tl.constexpr,
 ) -> None:
-    """``combined [9, rows]`` from ``partial [2 or 5, blocks, rows]`` and ``target_info [2, rows]``.
+    """``combined [10, rows]`` from ``partial [2 or 5, blocks, rows]``, ``target_info [2, rows]``.
 
-    ``moments`` (0 or 1: five statistics) is no compile-time constant: one compilation for scoring
-    and training, hence the same bits.
+    ``pitch``: of ``combined``. ``moments`` (0 or 1: five statistics) is no compile-time constant:
+    one compilation for scoring and training, hence the same bits.
     """
     row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     live = row < rows
@@ -117,16 +119,17 @@ def combine_blocks(
     mean = tl.where(mean <= _LOWEST_SHIFT, float("-inf"), mean * _LN2 / vocab)
     put = combined + row
     tl.store(put, logprob, mask=live)
-    tl.store(put + rows, tl.maximum(base + log_total, t_y) * _LN2 + correction, mask=live)
-    tl.store(put + 2 * rows, entropy, mask=live)
-    tl.store(put + 3 * rows, tl.where(valid, 1.0 - beaten, 0.0), mask=live)
-    tl.store(put + 4 * rows, p_target * p_target + per_mass * per_mass * squares, mask=live)
-    tl.store(put + 5 * rows, mean, mask=live)
-    tl.store(put + 6 * rows, tl.maximum(largest, t_y) * _LN2, mask=live)
+    tl.store(put + pitch, tl.maximum(base + log_total, t_y) * _LN2 + correction, mask=live)
+    tl.store(put + 2 * pitch, entropy, mask=live)
+    tl.store(put + 3 * pitch, tl.where(valid, 1.0 - beaten, 0.0), mask=live)
+    tl.store(put + 4 * pitch, p_target * p_target + per_mass * per_mass * squares, mask=live)
+    tl.store(put + 5 * pitch, mean, mask=live)
+    tl.store(put + 6 * pitch, tl.maximum(largest, t_y) * _LN2, mask=live)
+    tl.store(put + 7 * pitch, p_others, mask=live)
     apart = base - (tl.ceil(t_y) + _ABOVE_TARGET)
     fits = tl.abs(apart) <= _GAP
-    tl.store(put + 7 * rows, per_mass * tl.exp2(-apart), mask=live)
-    tl.store(put + 8 * rows, tl.where(fits, 0.0, 1.0), mask=live)
+    tl.store(put + 8 * pitch, per_mass * tl.exp2(-apart), mask=live)
+    tl.store(put + 9 * pitch, tl.where(fits, 0.0, 1.0), mask=live)
 
 
 @jit
@@ -173,35 +176,51 @@ def target_logits(
     tl.store(shift + row, tl.ceil(t) + _ABOVE_TARGET)
 
 
-@jit_unspecialized("rows", "all_rows")
+@jit_unspecialized("pitch", "all_rows")
 def finish_vectors(
     product: tl.tensor,
     weight: tl.tensor,
     target: tl.tensor,
-    from_product: tl.tensor,
-    from_target: tl.tensor,
+    combined: tl.tensor,
+    slopes: tl.tensor,
+    target_t: tl.tensor,
+    row_scale: tl.tensor,
     row_index: tl.tensor,
     vectors: tl.tensor,
-    rows: tl.tensor,
+    pitch: tl.tensor,
     all_rows: tl.tensor,
     width: tl.tensor,
     weight_stride: tl.tensor,
-    count: tl.constexpr,
+    logprob_at: tl.constexpr,
+    lse_at: tl.constexpr,
+    capped: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """``vectors[k, row_index[row]]`` = from_product[k] * product[row] + from_target[k] * W_y.
+    """``vectors[k, row_index[row]]``, k = logprob_at and lse_at (-1: not wanted), of shape [H].
 
-    ``product [rows, H]`` float32, ``from_* [count, rows]``, ``vectors [count, all_rows, H]``.
+    With U = ``product[row]``, m the mass of a stored exponential and s = scale / T
+
+        d logprob / dh = s ((1 - p_y) f'(x_y) W_y - m U)    d lse / dh = s (p_y f'(x_y) W_y + m U)
+
+    ``product [rows, H]`` float32, ``combined [10, pitch]``, ``vectors [K, all_rows, H]``.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
     y = tl.load(target + row)
-    u = tl.load(product + row * width + at, mask=inside, other=0.0)
-    w = tl.load(weight + y * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
+    slope = tl.load(slopes + row)
+    p_target, p_others = tl.exp(tl.load(combined + row)), tl.load(combined + 7 * pitch + row)
+    on_others = slope * tl.load(combined + 8 * pitch + row)
+    on_target = slope
+    if capped:
+        bent = tl.load(target_t + row) / tl.load(row_scale + row)  # the tanh at the target
+        on_target *= 1.0 - tl.minimum(bent * bent, 1.0)
+    u = tl.load(product + row * width + at, mask=inside, other=0.0) * on_others
+    w = tl.load(weight + y * weight_stride + at, mask=inside, other=0.0).to(tl.float32) * on_target
     to = tl.load(row_index + row)
-    for k in tl.static_range(count):
-        on_u, on_w = tl.load(from_product + k * rows + row), tl.load(from_target + k * rows + row)
-        made = on_u * u + on_w * w
-        out = vectors + (k * all_rows.to(tl.int64) + to) * width + at
-        tl.store(out, made.to(vectors.dtype.element_ty), mask=inside)
+    if logprob_at >= 0:
+        out = vectors + (logprob_at * all_rows.to(tl.int64) + to) * width + at
+        tl.store(out, (p_others * w - u).to(vectors.dtype.element_ty), mask=inside)
+    if lse_at >= 0:
+        out = vectors + (lse_at * all_rows.to(tl.int64) + to) * width + at
+        tl.store(out, (p_target * w + u).to(vectors.dtype.element_ty), mask=inside)
