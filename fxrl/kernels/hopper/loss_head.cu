@@ -52,41 +52,10 @@ constexpr float EXCLUDED = -1e30f, LOWEST_SHIFT = -1e29f;
 
 // ---- the epilogue's arithmetic
 
-// NOTE [Why tanh is two functions]
-// A multiprocessor makes 16 special functions (2^x, 1 / x) in a cycle, and 128 multiplications. With
-// two of them for each logit's tanh and one for its exponential the epilogue took longer than a
-// product of depth 576. Softcapped logits are seldom beyond 0.7 of the cap: up to there tanh is an
-// odd polynomial (a minimax fit in a^2; relative error 9e-8, rounding included). Which of the two is
-// a matter of the logit alone, so it has the same bits wherever it is computed.
-constexpr float NEAR = 0.7f;
-
-__device__ __forceinline__ float tanh_near(float a) {
-  const float x = __fmul_rn(a, a);
-  float p = __fmaf_rn(-0.005138660124069395f, x, 0.0200919675252058f);
-  p = __fmaf_rn(p, x, -0.0535588602138803f);
-  p = __fmaf_rn(p, x, 0.13329110719131976f);
-  p = __fmaf_rn(p, x, -0.3333318989901587f);
-  return __fmaf_rn(__fmul_rn(a, x), p, a);
-}
-
 // Absolute error 1e-7, which is what float32 logits have.
-__device__ __forceinline__ float tanh_far(float a) {
+__device__ __forceinline__ float tanh_fast(float a) {
   const float decay = exp2_fast(__fmul_rn(-2.8853900817779268f, fabsf(a)));
-  const float inverse = inverse_fast(__fadd_rn(1.0f, decay));
-  return copysignf(__fmul_rn(__fsub_rn(1.0f, decay), inverse), a);
-}
-
-__device__ __forceinline__ void soften(float (&d)[128]) {
-  float widest = 0.0f;
-#pragma unroll
-  for (int j = 0; j < 128; ++j) widest = fmaxf(widest, fabsf(d[j]));
-  if (__any_sync(~0u, widest > NEAR)) {
-#pragma unroll
-    for (int j = 0; j < 128; ++j) d[j] = fabsf(d[j]) > NEAR ? tanh_far(d[j]) : tanh_near(d[j]);
-  } else {
-#pragma unroll
-    for (int j = 0; j < 128; ++j) d[j] = tanh_near(d[j]);
-  }
+  return copysignf(__fdividef(__fsub_rn(1.0f, decay), __fadd_rn(1.0f, decay)), a);
 }
 
 // The same in all four lanes that hold a row, whichever of them asks: max and + commute.
@@ -100,37 +69,20 @@ __device__ __forceinline__ float row_sum(float a) {
   return __fadd_rn(a, __shfl_xor_sync(~0u, a, 2));
 }
 
-__device__ __forceinline__ float bias_of(int v, const Arguments& args) {
-  return BIAS && v < args.vocab_end ? __ldg(args.bias + v) : 0.0f;
-}
-
 // d becomes t. `column` is the vocabulary entry of d[0].
 __device__ __forceinline__ void transform(float (&d)[128], const Arguments& args, int column,
                                           const float (&scale)[2]) {
-  if (CAP) {
-#pragma unroll
-    for (int j = 0; j < 32; ++j) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float bias = bias_of(column + 8 * j + i, args);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float& t = d[4 * j + 2 * h + i];
-          t = __fmul_rn(BIAS ? __fadd_rn(t, bias) : t, args.cap);
-        }
-      }
-    }
-    soften(d);
-  }
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float bias = CAP ? 0.0f : bias_of(column + 8 * j + i, args);
+      const int v = column + 8 * j + i;
+      const float bias = BIAS && v < args.vocab_end ? __ldg(args.bias + v) : 0.0f;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float& t = d[4 * j + 2 * h + i];
-        if (BIAS && !CAP) t = __fadd_rn(t, bias);
+        if (BIAS) t = __fadd_rn(t, bias);
+        if (CAP) t = tanh_fast(__fmul_rn(t, args.cap));
         t = __fmul_rn(t, scale[h]);
         // A banned token (-inf) adds 0 and not 0 * inf; fmaxf would make one of a NaN, too.
         if (BIAS) t = t < EXCLUDED ? EXCLUDED : t;

@@ -29,7 +29,6 @@ _CACHED_BYTES = 20 * 2**20  # of hidden rows, that stay in the L2 cache while th
 _BLOCK_STATISTICS_BYTES = 20
 _GRADIENT_BYTES = 256 * 2**20
 _MAX_GRADIENT_ROWS = 2**15
-_LAUNCH_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ def gradient_vocab(rows: int, vocab: int) -> int:
 
 def launch_rows(width: int) -> int:
     """Hidden rows of a launch, so that they stay in the L2 cache while the weight goes by."""
-    fitting = _LAUNCH_BYTES // (2 * width) // _ROW_STEP * _ROW_STEP
+    fitting = _CACHED_BYTES // (2 * width) // _ROW_STEP * _ROW_STEP
     return max(4096, min(16384, fitting))
 
 

@@ -140,12 +140,6 @@ __device__ __forceinline__ float exp2_fast(float a) {
   return e;
 }
 
-__device__ __forceinline__ float inverse_fast(float a) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(a));
-  return inverse;
-}
-
 // 2^a for a whole number a, exactly: 0 below the normal numbers, the largest of them above.
 __device__ __forceinline__ float power_of_two(float a) {
   if (a < -126.0f) return 0.0f;
