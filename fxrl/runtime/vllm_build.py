@@ -17,8 +17,10 @@ segments, which cannot be unmapped and mapped again.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from fxrl.runtime.ledger import MemoryLedger
 from fxrl.runtime.memory_probe import Reading, free_unheld
 from fxrl.runtime.vllm_inside import Names
 from fxrl.runtime.vllm_options import VllmOptions, engine_arguments
+
+log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -69,11 +73,13 @@ def build(
     seed: int,
     ledger: MemoryLedger,
     worker_cls: str,
+    shut_down: Callable[[], None],
 ) -> Any:
     """A ``vllm.LLM`` of the checkpoint in ``path``.
 
     Args:
         worker_cls: import path of the worker class.
+        shut_down: ends a worker that such a build has made, if it came that far.
 
     Raises:
         EngineLoadError: vLLM cannot load it with these options.
@@ -93,7 +99,7 @@ def build(
         return names.module.LLM(**arguments)
     except Exception as error:  # vLLM raises all kinds; all mean the same here
         holders = ledger.holders()
-        _release(error, names.allocator() if alone else None)
+        _release(error, shut_down if alone else None)
         if isinstance(error, EngineError):
             raise
         raise EngineLoadError(
@@ -102,22 +108,25 @@ def build(
         ) from error
 
 
-def _release(error: BaseException, allocator: Any) -> None:
+def _release(error: BaseException, shut_down: Callable[[], None] | None) -> None:
     """Frees what a build that failed had loaded; vLLM would refuse to load weights beside it.
 
     The frames of the traceback hold it, for as long as anybody keeps the error (a notebook keeps
-    the last one), and its tagged pools keep the memory until they are released.
+    the last one).
 
     Args:
-        allocator: vLLM's, of tagged pools; ``None``: there is none, or another engine uses it.
+        shut_down: lets vLLM free its own; ``None`` where that would free another engine's.
     """
+    if shut_down is not None:
+        try:
+            shut_down()
+        except Exception as second:  # what failed once may fail again; the first error counts
+            log.warning("vLLM could not free what it had loaded (%s)", second)
     chain: BaseException | None = error
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
         chain = chain.__cause__ or chain.__context__
-    if hasattr(allocator, "release_pools"):  # versions before it keep them
-        allocator.release_pools()
-    free_unheld()  # a pool that is not released yet gives nothing back
+    free_unheld()
 
 
 def _share(options: VllmOptions, reading: Reading) -> float:

@@ -1,18 +1,17 @@
 """``VllmEngine``: a real vLLM inside the trainer's process. The only file that imports vLLM.
 
-Everything that can be said without vLLM stands elsewhere: options, requests, the KV cache's size,
-standby, the ledger, how the trainer's weights get in. This file finds what those need in vLLM.
+What can be said without vLLM stands elsewhere; this file finds in vLLM what that needs.
 
 NOTE [Why a worker class of our own]
-``worker_cls`` is vLLM's own hook for it. The KV cache's size has to be decided between profiling
-and allocation, which is where ``Worker.determine_available_memory`` stands; and the backend of the
-standby has to be chosen before the worker is built. vLLM finds the subclass by its import path,
-here by the module's ``__getattr__``.
+``worker_cls`` is vLLM's own hook. The KV cache's size has to be decided between profiling and
+allocation (``Worker.determine_available_memory``), the standby's backend before the worker is
+built. vLLM finds the subclass by its import path, here by the module's ``__getattr__``.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -81,7 +80,7 @@ class VllmEngine(Serving):
         capability = torch.cuda.get_device_capability() if names.device == "cuda" else None
         place = decode_choice.place(options, capability)
         with _attention(place) if place else nullcontext():
-            llm = build(names, options, path, seed, ledger, f"{_ME}.Worker")
+            llm = build(names, options, path, seed, ledger, f"{_ME}.Worker", _shut_down_worker)
         built.append(Inside(llm, names, options.tensor_parallel_size, options.max_lora_rank))
         if options.fused_sampler and names.device == "cuda" and options.tensor_parallel_size == 1:
             _use_fused_sampler(built[0].worker.model_runner)
@@ -181,10 +180,13 @@ def _worker_class() -> type:
     class Worker(Base):  # type: ignore[misc]
         """vLLM's own, with a KV cache no larger than can be used."""
 
+        newest: Callable[[], Any] = staticmethod(lambda: None)
+
         def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             if not hasattr(LLM, "release_kv_cache_memory"):
                 _register_backend(vllm_config.model_config)
             super().__init__(vllm_config, *args, **kwargs)
+            Worker.newest = weakref.ref(self)
 
         def determine_available_memory(self) -> int:
             available = int(super().determine_available_memory())
@@ -202,6 +204,11 @@ def _worker_class() -> type:
             )
 
     return Worker
+
+
+def _shut_down_worker() -> None:
+    if (worker := _worker_class().newest()) is not None:  # type: ignore[attr-defined]
+        worker.shutdown()
 
 
 def _register_backend(model_config: Any) -> None:

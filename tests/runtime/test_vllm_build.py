@@ -20,21 +20,9 @@ class NoRoomError(EngineError):
     """One of fxrl's own, raised by a worker inside vLLM."""
 
 
-class Allocator:
-    """vLLM's, of tagged pools."""
-
-    def __init__(self, others):
-        one = SimpleNamespace(tag="weights", handle=(0, 100), is_asleep=False)
-        self.pointer_to_data = {1: one} if others else {}
-        self.released = 0
-
-    def release_pools(self):
-        self.released += 1
-
-
-def failing(tmp_path, error, others=False):
-    """What a build raises that had loaded weights, a reference to these, and vLLM's allocator."""
-    loaded = []
+def failing(tmp_path, error, others=False, fails_again=False):
+    """What a build raises that had loaded weights, a reference to these, and the shut-downs."""
+    loaded, ended = [], []
 
     def start():
         weights = torch.randn(3)
@@ -53,24 +41,31 @@ def failing(tmp_path, error, others=False):
     fields = SimpleNamespace(__dataclass_fields__=dict.fromkeys(KNOWN))
     module = SimpleNamespace(EngineArgs=fields, LLM=llm)
     unused = dict.fromkeys(field.name for field in dataclasses.fields(Names))
-    allocator = Allocator(others)
-    given = {"module": module, "device": "cpu", "allocator": lambda: allocator}
+    one = SimpleNamespace(tag="weights", handle=(0, 100), is_asleep=False)
+    pools = SimpleNamespace(pointer_to_data={1: one} if others else {})
+    given = {"module": module, "device": "cpu", "allocator": lambda: pools}
     names = Names(**unused | given)
     ledger = MemoryLedger(CpuProbe(dict))
+
+    def shut_down():
+        ended.append("worker")
+        if fails_again:
+            raise RuntimeError("no worker")
+
     try:
-        build(names, VllmOptions(max_num_seqs=2), tmp_path, 7, ledger, "worker")
+        build(names, VllmOptions(max_num_seqs=2), tmp_path, 7, ledger, "worker", shut_down)
     except EngineError as raised:
-        return raised, loaded[0], allocator
+        return raised, loaded[0], ended
     raise AssertionError("it was built")
 
 
 def test_what_was_loaded_is_let_go_although_the_error_is_kept(tmp_path):
     cause = RuntimeError("no graph could be captured")
-    kept, weights, allocator = failing(tmp_path, cause)
+    kept, weights, ended = failing(tmp_path, cause)
     assert isinstance(kept, EngineLoadError)
     assert kept.__cause__ is cause
     assert weights() is None
-    assert allocator.released == 1
+    assert ended == ["worker"]
     with pytest.raises(
         EngineLoadError, match=r"could not load .*RuntimeError: no graph could.*; memory: "
     ):
@@ -84,10 +79,17 @@ def test_an_error_of_our_own_stays_as_it_is(tmp_path):
     assert weights() is None
 
 
-def test_the_pools_of_another_engine_are_not_touched(tmp_path):
-    _, weights, allocator = failing(tmp_path, RuntimeError("one instance"), others=True)
+def test_an_engine_that_was_there_before_is_not_touched(tmp_path):
+    _, weights, ended = failing(tmp_path, RuntimeError("one instance"), others=True)
     assert weights() is None
-    assert allocator.released == 0
+    assert not ended
+
+
+def test_a_worker_that_cannot_be_shut_down_hides_nothing(tmp_path, caplog):
+    kept, weights, _ = failing(tmp_path, RuntimeError("no graph"), fails_again=True)
+    assert "no graph" in str(kept)
+    assert weights() is None
+    assert "could not free what it had loaded (no worker)" in caplog.text
 
 
 def test_the_processs_graph_pool_is_forgotten():
