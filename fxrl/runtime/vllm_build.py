@@ -73,13 +73,13 @@ def build(
     seed: int,
     ledger: MemoryLedger,
     worker_cls: str,
-    shut_down: Callable[[], None],
+    newest_worker: Callable[[], Any],
 ) -> Any:
     """A ``vllm.LLM`` of the checkpoint in ``path``.
 
     Args:
         worker_cls: import path of the worker class.
-        shut_down: ends a worker that such a build has made, if it came that far.
+        newest_worker: the one that was made last, ``None`` if it is gone or there was none.
 
     Raises:
         EngineLoadError: vLLM cannot load it with these options.
@@ -99,7 +99,7 @@ def build(
         return names.module.LLM(**arguments)
     except Exception as error:  # vLLM raises all kinds; all mean the same here
         holders = ledger.holders()
-        _release(error, shut_down if alone else None)
+        _release(error, newest_worker() if alone else None)
         if isinstance(error, EngineError):
             raise
         raise EngineLoadError(
@@ -108,18 +108,18 @@ def build(
         ) from error
 
 
-def _release(error: BaseException, shut_down: Callable[[], None] | None) -> None:
+def _release(error: BaseException, worker: Any) -> None:
     """Frees what a build that failed had loaded; vLLM would refuse to load weights beside it.
 
     The frames of the traceback hold it, for as long as anybody keeps the error (a notebook keeps
     the last one).
 
     Args:
-        shut_down: lets vLLM free its own; ``None`` where that would free another engine's.
+        worker: vLLM's, if it was made; ``None`` where its shutdown would free another engine's.
     """
-    if shut_down is not None:
+    if worker is not None:
         try:
-            shut_down()
+            _shut_down(worker)
         except Exception as second:  # what failed once may fail again; the first error counts
             log.warning("vLLM could not free what it had loaded (%s)", second)
     chain: BaseException | None = error
@@ -127,6 +127,15 @@ def _release(error: BaseException, shut_down: Callable[[], None] | None) -> None
         traceback.clear_frames(chain.__traceback__)
         chain = chain.__cause__ or chain.__context__
     free_unheld()
+
+
+def _shut_down(worker: Any) -> None:
+    model = getattr(getattr(worker, "model_runner", None), "model", None)
+    for module in () if model is None else model.modules():
+        # Dynamo's list of hooks holds a model that vLLM compiles; vLLM's engine would remove it.
+        if hasattr(module, "_bytecode_hook_handle"):
+            module.cleanup()
+    worker.shutdown()
 
 
 def _share(options: VllmOptions, reading: Reading) -> float:

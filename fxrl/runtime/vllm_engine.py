@@ -80,7 +80,7 @@ class VllmEngine(Serving):
         capability = torch.cuda.get_device_capability() if names.device == "cuda" else None
         place = decode_choice.place(options, capability)
         with _attention(place) if place else nullcontext():
-            llm = build(names, options, path, seed, ledger, f"{_ME}.Worker", _shut_down_worker)
+            llm = build(names, options, path, seed, ledger, f"{_ME}.Worker", _newest_worker)
         built.append(Inside(llm, names, options.tensor_parallel_size, options.max_lora_rank))
         if options.fused_sampler and names.device == "cuda" and options.tensor_parallel_size == 1:
             _use_fused_sampler(built[0].worker.model_runner)
@@ -194,10 +194,10 @@ def _worker_class() -> type:
             if not specs:
                 return available
             # Kinds of layers share blocks in ways of vLLM's own; as if all were the largest kind.
-            sizes = [spec.max_memory_usage_bytes(self.vllm_config) for spec in specs]
+            most = max(spec.max_memory_usage_bytes(self.vllm_config) for spec in specs)
             return kv_budget.cache_bytes(
                 available,
-                per_sequence=max(sizes) * len(sizes),
+                per_sequence=most * len(specs),
                 per_block=sum(spec.page_size_bytes for spec in specs),
                 max_num_seqs=self.vllm_config.scheduler_config.max_num_seqs,
                 max_model_len=self.vllm_config.model_config.max_model_len,
@@ -206,9 +206,8 @@ def _worker_class() -> type:
     return Worker
 
 
-def _shut_down_worker() -> None:
-    if (worker := _worker_class().newest()) is not None:  # type: ignore[attr-defined]
-        worker.shutdown()
+def _newest_worker() -> Any:
+    return _worker_class().newest()  # type: ignore[attr-defined]
 
 
 def _register_backend(model_config: Any) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from fxrl.runtime.engine import EngineError
 from fxrl.runtime.ledger import MemoryLedger
@@ -47,13 +48,22 @@ def failing(tmp_path, error, others=False, fails_again=False):
     names = Names(**unused | given)
     ledger = MemoryLedger(CpuProbe(dict))
 
-    def shut_down():
-        ended.append("worker")
-        if fails_again:
-            raise RuntimeError("no worker")
+    class Compiled(nn.Linear):
+        _bytecode_hook_handle = 3
+
+        def cleanup(self):
+            ended.append("hook")
+
+    class Worker:
+        model_runner = SimpleNamespace(model=nn.Sequential(nn.Linear(2, 2), Compiled(2, 2)))
+
+        def shutdown(self):
+            ended.append("worker")
+            if fails_again:
+                raise RuntimeError("no worker")
 
     try:
-        build(names, VllmOptions(max_num_seqs=2), tmp_path, 7, ledger, "worker", shut_down)
+        build(names, VllmOptions(max_num_seqs=2), tmp_path, 7, ledger, "worker", Worker)
     except EngineError as raised:
         return raised, loaded[0], ended
     raise AssertionError("it was built")
@@ -65,7 +75,7 @@ def test_what_was_loaded_is_let_go_although_the_error_is_kept(tmp_path):
     assert isinstance(kept, EngineLoadError)
     assert kept.__cause__ is cause
     assert weights() is None
-    assert ended == ["worker"]
+    assert ended == ["hook", "worker"]
     with pytest.raises(
         EngineLoadError, match=r"could not load .*RuntimeError: no graph could.*; memory: "
     ):
