@@ -66,10 +66,14 @@ def test_the_gradient_of_a_trainable_head_fits_its_memory(sizes):
     assert 4096 <= plan.launch_rows(width) <= 16384
 
 
-def test_a_trainable_heads_pieces_read_and_write_the_fewest_sums():
-    """One piece of 16384 rows writes dW at once; of 65536 rows one piece would add dH 24 times."""
+def test_a_trainable_heads_pieces():
+    """One piece of 16384 rows writes dW at once; 65536 in one piece would add dH 24 times.
+
+    Measured at the second (H200, 24 plans in one process): 25.5 ms with this plan, 27.2 with 13312
+    x 9984, 27.3 with 32768 x 4096, 27.6 with 65536 x 2048.
+    """
     assert plan.for_gradient(16384, 4096, 151936, 132) == plan.Plan(16384, 8192)
-    assert 8192 <= plan.for_gradient(65536, 576, 49152, 132).rows <= 16384
+    assert plan.for_gradient(65536, 576, 49152, 132) == plan.Plan(8192, 16384)
 
 
 def test_full_waves_are_preferred():

@@ -75,8 +75,7 @@ def for_product(num_rows: int, width: int, vocab: int, multiprocessors: int) -> 
                 waves = (chunks - 1) * _waves(rows, tiles, multiprocessors)
                 waves += _waves(rows, tail, multiprocessors)
                 head = waves * (depth * _STEP_US + _EPILOGUE_US)
-            outputs = _ceil(rows, TILE_ROWS) * _ceil(width, TILE_VOCAB)
-            product = _ceil(outputs, multiprocessors) * _ceil(vocab, TILE_DEPTH) * _STEP_US
+            product = _product(rows, vocab, width, multiprocessors)
             sums = chunks * _SUMS_READ * 8 * rows * width / _BYTES_PER_US
             weight_reads = 2 * _WEIGHT_READ * 2 * vocab * width / _BYTES_PER_US
             return head + product + sums + weight_reads + 2 * chunks * _LAUNCH_US
@@ -97,17 +96,22 @@ def for_skipping(num_rows: int, width: int, vocab: int, multiprocessors: int) ->
 
 @lru_cache(maxsize=1024)
 def for_gradient(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
-    """The logits' gradient of a trainable head, which dH and dW are made of.
+    """The logits' gradient of a trainable head, and dH and dW of it.
 
-    Both products are as long however it is cut; what differs is how often float32 sums are read
-    and written: dH's [R, H] for each chunk of the vocabulary, and dW's [C, H] for each of several
-    row pieces (a single one is rounded at once).
+    Float32 sums are read and written for each chunk of the vocabulary (dH's [R, H]) and for each
+    of several row pieces (dW's [C, H]; a single piece is rounded at once).
     """
+    depth = _ceil(width, TILE_DEPTH)
 
     def cost(rows: int) -> float:
-        pieces = _ceil(num_rows, rows)
-        chunks = _ceil(vocab, gradient_vocab(rows, vocab))
-        return num_rows * chunks + (vocab * pieces if pieces > 1 else 0)
+        entries = gradient_vocab(rows, vocab)
+        pieces, chunks = _ceil(num_rows, rows), _ceil(vocab, entries)
+        waves = _waves(rows, entries // TILE_VOCAB, multiprocessors)
+        head = waves * (depth * _STEP_US + _EPILOGUE_US)
+        products = _product(rows, entries, width, multiprocessors)
+        products += _product(entries, rows, width, multiprocessors)
+        sums = num_rows * chunks + (vocab * pieces if pieces > 1 else 0)
+        return pieces * chunks * (head + products) + _SUMS_READ * 8 * sums * width / _BYTES_PER_US
 
     rows = min(_row_choices(num_rows, _MAX_GRADIENT_ROWS), key=cost)
     return Plan(rows, gradient_vocab(rows, vocab))
@@ -152,6 +156,12 @@ def _steps(num_rows: int, rows: int, cost: Callable[[int], float]) -> float:
 
 def _waves(rows: int, vocab_tiles: int, multiprocessors: int) -> int:
     return _ceil(_ceil(rows, _ROW_STEP) * vocab_tiles, multiprocessors // 2)
+
+
+def _product(rows: int, depth: int, width: int, multiprocessors: int) -> float:
+    """Microseconds of ``[rows, depth] @ [depth, width]``."""
+    outputs = _ceil(rows, TILE_ROWS) * _ceil(width, TILE_VOCAB)
+    return _ceil(outputs, multiprocessors) * _ceil(depth, TILE_DEPTH) * _STEP_US
 
 
 def whole_tiles(num_rows: int) -> int:
