@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -262,7 +263,8 @@ def _distribution(shape: Shape, inputs: Inputs, want: Truth) -> str:
     share = skippable_share(inputs, SKIP_TOLERANCE)
     return (
         f"{shape}: log-probs have quantiles {low:.2f} (10 %), {middle:.2f}, {high:.2f} (90 %); of "
-        f"the blocks of 128 tokens and 256 entries {share:.1%} may be left out of dH at 2^-9"
+        f"the blocks of 128 tokens and 256 entries {share:.1%} may be left out of dH at "
+        f"2^{math.log2(SKIP_TOLERANCE):g}"
     )
 
 

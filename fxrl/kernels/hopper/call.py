@@ -19,8 +19,9 @@ class Call:
     """The rows of a call, in the order in which its tiles take them, and what these share.
 
     NOTE [Why whatever is said of a row is made for all rows of a call]
-    A tile of a small head takes the GPU half a millisecond. Ten operations on vectors of its rows
-    beside it were 5 to 10 % of that, at 65536 x 576 x 49152.
+    A tile of a small head takes the GPU half a millisecond, and operations on vectors of its rows
+    take it a few microseconds each. At 65536 x 576 x 49152 scoring runs 18 kernels instead of 112,
+    5.7 ms instead of 6.2, and a frozen head 145 instead of 377, 11.9 ms instead of 12.3.
 
     Args:
         head: of the call.
@@ -56,7 +57,8 @@ class Call:
         self.cap = head.scale / head.softcap if head.softcap else 0.0
         self.bias = None if head.bias is None else head.bias.float().contiguous()
         self.blocks = -(-head.weight.shape[0] // module.TILE_VOCAB)
-        of_rows = self.slope.new_empty(2 + len(COMBINED), self.count)
+        pitch = -(-self.count // _PAD) * _PAD  # Triton compiles another kernel for odd pointers
+        of_rows = self.slope.new_empty(2 + len(COMBINED), pitch)[:, : self.count]
         self.target_t, self.shift, self.combined = of_rows[0], of_rows[1], of_rows[2:]
         tile_rows = min(tile_rows, self.count)
         self._partial = self.slope.new_empty(statistics * self.blocks * tile_rows)
