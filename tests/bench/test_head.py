@@ -7,12 +7,14 @@ import json
 import math
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import head
 from bench.lib import head_case, head_inputs, head_peers
+from bench.lib.time_limit import TimeLimitReached
 
 SHAPE = head_inputs.Shape(45, 64, 301)
 TINY = ["--shapes", "45,64,301", "--device", "cpu", "--repeats", "2"]
@@ -114,32 +116,37 @@ def test_compile_and_failing_variants_are_rows(tmp_path, monkeypatch):
     assert found["torch.compile"]["dh_error"] < 1e-2
 
     monkeypatch.setitem(head_peers.VARIANTS, "slow", planted("slow", slow))
-    options = ("--modes", "frozen", "--variants", "slow,fxrl", "--row-limit", "0.3")
+    options = ("--modes", "frozen", "--variants", "slow,fxrl", "--row-limit", "3")
     (late, after), _ = run(tmp_path, *options)
-    assert late["error"] == "TimeLimitReached: took longer than 0.3 s"
+    assert late["error"] == "TimeLimitReached: took longer than 3 s"
     assert after["error"] is None
 
 
 def test_time_limit_and_append(tmp_path, monkeypatch, capsys):
-    calls = []
-
-    def slow(mode):
-        calls.append(mode.name)
-        return lambda h, w, t: (time.sleep(0.25), (h @ w.t()).log_softmax(-1)[:, 0], None)[1:]
+    calls, seconds = [], [0.0]
+    monkeypatch.setattr(head, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
 
     def instant(mode):
         calls.append(mode.name)
         return lambda h, w, t: ((h @ w.t()).log_softmax(-1)[:, 0], None)
 
+    def slow(mode):
+        if "--time-limit" in given:
+            seconds[0] += 1000.0
+            raise TimeLimitReached  # what the alarm does
+        return instant(mode)
+
     monkeypatch.setitem(head_peers.VARIANTS, "slow", planted("slow", slow))
     monkeypatch.setitem(head_peers.VARIANTS, "instant", planted("instant", instant))
     options = ("--modes", "no_grad,frozen", "--variants", "instant,slow", "--append")
-    rows, record = run(tmp_path, *options, "--time-limit", "1")
+    given = (*options, "--time-limit", "600")
+    rows, record = run(tmp_path, *given)
     assert [row["variant"] for row in rows] == ["instant"]  # slow was cut: no row, no error
     assert any("not measured: 3 rows" in note for note in record["notes"])
     assert "run again with --append" in capsys.readouterr().out
     calls.clear()
-    rows, record = run(tmp_path, *options, "--repeats", "1")
+    given = (*options, "--repeats", "1")
+    rows, record = run(tmp_path, *given)
     assert [(r["mode"], r["variant"]) for r in rows] == [
         ("no_grad", "instant"), ("no_grad", "slow"), ("frozen", "instant"), ("frozen", "slow"),
     ]  # fmt: skip
