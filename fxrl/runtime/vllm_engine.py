@@ -168,7 +168,7 @@ def __getattr__(name: str) -> Any:
 
 
 @functools.cache
-def _worker_class() -> type:
+def _worker_class() -> Any:
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -207,7 +207,7 @@ def _worker_class() -> type:
 
 
 def _newest_worker() -> Any:
-    return _worker_class().newest()  # type: ignore[attr-defined]
+    return _worker_class().newest()
 
 
 def _register_backend(model_config: Any) -> None:

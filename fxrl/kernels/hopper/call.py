@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,7 +33,6 @@ class Call:
     Attributes:
         count: n.
         blocks: of the vocabulary.
-        index: ``[n]`` int64, the rows' places in the batch.
         target: ``[n]`` int64.
         slope: ``[n]`` float32, scale / T.
         row_scale: ``[n]`` float32, by which the epilogue multiplies f(logit); see loss_head.cu.
@@ -49,8 +49,6 @@ class Call:
         rows: Rows = slice(None) if selected is None else selected
         self.target = head.target[rows].contiguous()
         self.count = self.target.shape[0]
-        everything = torch.arange(self.count, device=head.target.device)
-        self.index = everything if selected is None else selected
         self.slope = head.row_slope(rows).expand(self.count, 1).squeeze(1).contiguous()
         factor = self.slope * (head.softcap / head.scale) if head.softcap else self.slope
         self.row_scale = factor * _LOG2E
@@ -63,6 +61,13 @@ class Call:
         tile_rows = min(tile_rows, self.count)
         self._partial = self.slope.new_empty(statistics * self.blocks * tile_rows)
         self._target_info = self.slope.new_empty(2 * tile_rows)
+
+    @cached_property
+    def index(self) -> Tensor:
+        """``[n]`` int64, the rows' places in the batch."""
+        if self._selected is not None:
+            return self._selected
+        return torch.arange(self.count, device=self.target.device)
 
     def check_targets(self) -> None:
         """Asserts on the device that every target exists."""

@@ -69,14 +69,15 @@ def forward(arguments: ForwardArguments, otherwise: Forward) -> ForwardResult:
     if not num_rows:
         return result
     if not arguments.save_vectors:
-        _score(arguments, selected, num_rows, result)
+        _put_values(_score(arguments, selected, num_rows), arguments, result)
         return result
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise LinearLogprobError(
             "a CUDA graph is being captured, and the loss head's forward with gradient asks the "
             "device whether every row fits; leave the head out of the graph"
         )
-    call = _score_with_vectors(arguments, selected, num_rows, result)
+    call = _score_with_vectors(arguments, selected, num_rows, result.vectors)
+    _put_values(call, arguments, result)
     misfits = torch.zeros_like(head.target, dtype=torch.bool)
     call.put("misfit", misfits)
     if bool(misfits.any()):
@@ -85,9 +86,7 @@ def forward(arguments: ForwardArguments, otherwise: Forward) -> ForwardResult:
     return result
 
 
-def _score(
-    arguments: ForwardArguments, selected: Tensor | None, num_rows: int, result: ForwardResult
-) -> None:
+def _score(arguments: ForwardArguments, selected: Tensor | None, num_rows: int) -> Call:
     head = arguments.head
     steps = _planned(plan.for_scoring, head, num_rows)
     call = Call(head, selected, steps.rows, _statistics(arguments))
@@ -97,14 +96,13 @@ def _score(
         tile.find_target()
         tile.statistics()
         tile.combine()
-    for name in arguments.outputs:
-        call.put(name, result.values[name])
+    return call
 
 
 def _score_with_vectors(
-    arguments: ForwardArguments, selected: Tensor | None, num_rows: int, result: ForwardResult
+    arguments: ForwardArguments, selected: Tensor | None, num_rows: int, vectors: Tensor
 ) -> Call:
-    """The finished call: where it says ``misfit``, a row's vectors are not valid."""
+    """Fills ``vectors`` too; where the call says ``misfit``, a row's are not valid."""
     head = arguments.head
     skips = arguments.skip_tolerance > 0
     steps = _planned(plan.for_skipping if skips else plan.for_product, head, num_rows)
@@ -120,10 +118,13 @@ def _score_with_vectors(
         tile.find_target()
         others = product.of_exponentials(tile)
         tile.combine()
-        tile.finish(others, arguments.grad_outputs, result.vectors)
+        tile.finish(others, arguments.grad_outputs, vectors)
+    return call
+
+
+def _put_values(call: Call, arguments: ForwardArguments, result: ForwardResult) -> None:
     for name in arguments.outputs:
         call.put(name, result.values[name])
-    return call
 
 
 def backward(arguments: BackwardArguments) -> Gradients:

@@ -29,6 +29,7 @@ _CACHED_BYTES = 20 * 2**20  # of hidden rows, that stay in the L2 cache while th
 _BLOCK_STATISTICS_BYTES = 20
 _GRADIENT_BYTES = 256 * 2**20
 _MAX_GRADIENT_ROWS = 2**15
+_MAX_LAUNCH_ROWS = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +45,16 @@ def for_scoring(num_rows: int, width: int, vocab: int, multiprocessors: int) -> 
     """Statistics only: as many rows as the weight is worth reading for, in full waves."""
     blocks = _ceil(vocab, TILE_VOCAB)
     limit = min(
-        _SCRATCH_BYTES // (blocks * _BLOCK_STATISTICS_BYTES), _CACHED_BYTES // (2 * width), 16384
+        _SCRATCH_BYTES // (blocks * _BLOCK_STATISTICS_BYTES),
+        _CACHED_BYTES // (2 * width),
+        _MAX_LAUNCH_ROWS,
     )
 
     weight_read = _WEIGHT_READ * 2 * vocab * width / _BYTES_PER_US
-    tile = _ceil(width, TILE_DEPTH) * _STEP_US + _EPILOGUE_US
 
     def cost(rows: int) -> float:
         def step(count: int) -> float:
-            return _waves(count, blocks, multiprocessors) * tile + weight_read + _LAUNCH_US
+            return _waves(count, blocks, multiprocessors) * _wave(width) + weight_read + _LAUNCH_US
 
         return _steps(num_rows, rows, step)
 
@@ -63,18 +65,15 @@ def for_scoring(num_rows: int, width: int, vocab: int, multiprocessors: int) -> 
 def for_product(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
     """A tile of the head, then its product with the weight, added to sums of float32."""
     blocks = _ceil(vocab, TILE_VOCAB)
-    depth = _ceil(width, TILE_DEPTH)
 
     def cost(plan: Plan) -> float:
         def step(rows: int) -> float:
             chunks = _ceil(vocab, plan.vocab)
-            head = _waves(rows, blocks, multiprocessors) * (depth * _STEP_US + _EPILOGUE_US)
-            if chunks > 1:  # every chunk but the last ends in a wave of its own
-                tiles = plan.vocab // TILE_VOCAB
-                tail = blocks - (chunks - 1) * tiles
-                waves = (chunks - 1) * _waves(rows, tiles, multiprocessors)
-                waves += _waves(rows, tail, multiprocessors)
-                head = waves * (depth * _STEP_US + _EPILOGUE_US)
+            # Every chunk but the last ends in a wave of its own.
+            tiles = plan.vocab // TILE_VOCAB
+            waves = (chunks - 1) * _waves(rows, tiles, multiprocessors)
+            waves += _waves(rows, blocks - (chunks - 1) * tiles, multiprocessors)
+            head = waves * _wave(width)
             product = _product(rows, vocab, width, multiprocessors)
             sums = chunks * _SUMS_READ * 8 * rows * width / _BYTES_PER_US
             weight_reads = 2 * _WEIGHT_READ * 2 * vocab * width / _BYTES_PER_US
@@ -101,13 +100,12 @@ def for_gradient(num_rows: int, width: int, vocab: int, multiprocessors: int) ->
     Float32 sums are read and written for each chunk of the vocabulary (dH's [R, H]) and for each
     of several row pieces (dW's [C, H]; a single piece is rounded at once).
     """
-    depth = _ceil(width, TILE_DEPTH)
 
     def cost(rows: int) -> float:
         entries = gradient_vocab(rows, vocab)
         pieces, chunks = _ceil(num_rows, rows), _ceil(vocab, entries)
         waves = _waves(rows, entries // TILE_VOCAB, multiprocessors)
-        head = waves * (depth * _STEP_US + _EPILOGUE_US)
+        head = waves * _wave(width)
         products = _product(rows, entries, width, multiprocessors)
         products += _product(entries, rows, width, multiprocessors)
         sums = num_rows * chunks + (vocab * pieces if pieces > 1 else 0)
@@ -126,7 +124,7 @@ def gradient_vocab(rows: int, vocab: int) -> int:
 def launch_rows(width: int) -> int:
     """Hidden rows of a launch, so that they stay in the L2 cache while the weight goes by."""
     fitting = _CACHED_BYTES // (2 * width) // _ROW_STEP * _ROW_STEP
-    return max(4096, min(16384, fitting))
+    return max(4096, min(_MAX_LAUNCH_ROWS, fitting))
 
 
 def _plans(num_rows: int, width: int, vocab: int) -> Iterator[Plan]:
@@ -156,6 +154,11 @@ def _steps(num_rows: int, rows: int, cost: Callable[[int], float]) -> float:
 
 def _waves(rows: int, vocab_tiles: int, multiprocessors: int) -> int:
     return _ceil(_ceil(rows, _ROW_STEP) * vocab_tiles, multiprocessors // 2)
+
+
+def _wave(width: int) -> float:
+    """Microseconds of one tile of the head on each multiprocessor."""
+    return _ceil(width, TILE_DEPTH) * _STEP_US + _EPILOGUE_US
 
 
 def _product(rows: int, depth: int, width: int, multiprocessors: int) -> float:
