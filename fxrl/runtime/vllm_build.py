@@ -94,12 +94,12 @@ def build(
         worker_cls=worker_cls,
         has_tokenizer=any((path / name).is_file() for name in _TOKENIZER_FILES),
     )
-    alone = not names.tags()
+    alone, before = not names.tags(), id(newest_worker())
     try:
         return names.module.LLM(**arguments)
     except Exception as error:  # vLLM raises all kinds; all mean the same here
         holders = ledger.holders()
-        _release(error, newest_worker() if alone else None)
+        _release(error, newest_worker if alone else lambda: None, before)
         if isinstance(error, EngineError):
             raise
         raise EngineLoadError(
@@ -108,16 +108,18 @@ def build(
         ) from error
 
 
-def _release(error: BaseException, worker: Any) -> None:
+def _release(error: BaseException, newest_worker: Callable[[], Any], before: int) -> None:
     """Frees what a build that failed had loaded; vLLM would refuse to load weights beside it.
 
     The frames of the traceback hold it, for as long as anybody keeps the error (a notebook keeps
     the last one).
 
     Args:
-        worker: vLLM's, if it was made; ``None`` where its shutdown would free another engine's.
+        newest_worker: vLLM's; ``None`` where its shutdown would free another engine's pools.
+        before: ``id`` of what it said before the build: an engine's that is open, not this one's.
     """
-    if worker is not None:
+    worker = newest_worker()
+    if worker is not None and id(worker) != before:
         try:
             _shut_down(worker)
         except Exception as second:  # what failed once may fail again; the first error counts

@@ -21,32 +21,9 @@ class NoRoomError(EngineError):
     """One of fxrl's own, raised by a worker inside vLLM."""
 
 
-def failing(tmp_path, error, others=False, fails_again=False):
+def failing(tmp_path, error, others=False, fails_again=False, early=False):
     """What a build raises that had loaded weights, a reference to these, and the shut-downs."""
     loaded, ended = [], []
-
-    def start():
-        weights = torch.randn(3)
-        cycle = [weights]
-        cycle.append(cycle)
-        loaded.append(weakref.ref(weights))
-        try:
-            raise ValueError("the first of two")
-        except ValueError as first:
-            raise error from first
-
-    def llm(**arguments):
-        worker = SimpleNamespace(start=start)
-        worker.start()
-
-    fields = SimpleNamespace(__dataclass_fields__=dict.fromkeys(KNOWN))
-    module = SimpleNamespace(EngineArgs=fields, LLM=llm)
-    unused = dict.fromkeys(field.name for field in dataclasses.fields(Names))
-    one = SimpleNamespace(tag="weights", handle=(0, 100), is_asleep=False)
-    pools = SimpleNamespace(pointer_to_data={1: one} if others else {})
-    given = {"module": module, "device": "cpu", "allocator": lambda: pools}
-    names = Names(**unused | given)
-    ledger = MemoryLedger(CpuProbe(dict))
 
     class Compiled(nn.Linear):
         _bytecode_hook_handle = 3
@@ -62,8 +39,34 @@ def failing(tmp_path, error, others=False, fails_again=False):
             if fails_again:
                 raise RuntimeError("no worker")
 
+    def start():
+        weights = torch.randn(3)
+        cycle = [weights]
+        cycle.append(cycle)
+        loaded.append(weakref.ref(weights))
+        try:
+            raise ValueError("the first of two")
+        except ValueError as first:
+            raise error from first
+
+    def llm(**arguments):
+        if not early:
+            made.append(Worker())
+        worker = SimpleNamespace(start=start)
+        worker.start()
+
+    made = [Worker()] if early else [None]
+    fields = SimpleNamespace(__dataclass_fields__=dict.fromkeys(KNOWN))
+    module = SimpleNamespace(EngineArgs=fields, LLM=llm)
+    unused = dict.fromkeys(field.name for field in dataclasses.fields(Names))
+    one = SimpleNamespace(tag="weights", handle=(0, 100), is_asleep=False)
+    pools = SimpleNamespace(pointer_to_data={1: one} if others else {})
+    given = {"module": module, "device": "cpu", "allocator": lambda: pools}
+    names = Names(**unused | given)
+    ledger = MemoryLedger(CpuProbe(dict))
+
     try:
-        build(names, VllmOptions(max_num_seqs=2), tmp_path, 7, ledger, "worker", Worker)
+        build(names, VllmOptions(max_num_seqs=2), tmp_path, 7, ledger, "worker", lambda: made[-1])
     except EngineError as raised:
         return raised, loaded[0], ended
     raise AssertionError("it was built")
@@ -91,6 +94,13 @@ def test_an_error_of_our_own_stays_as_it_is(tmp_path):
 
 def test_an_engine_that_was_there_before_is_not_touched(tmp_path):
     _, weights, ended = failing(tmp_path, RuntimeError("one instance"), others=True)
+    assert weights() is None
+    assert not ended
+
+
+def test_a_worker_that_was_there_before_is_not_touched(tmp_path):
+    """Another engine's, without tagged pools; this build fails before it makes its own."""
+    _, weights, ended = failing(tmp_path, RuntimeError("bad config"), early=True)
     assert weights() is None
     assert not ended
 
