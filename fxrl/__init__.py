@@ -9,17 +9,17 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from fxrl.compile.step import TrainStep, optimize
     from fxrl.config import Config
-    from fxrl.core.plan import Plan
-    from fxrl.core.remark import Remark, Report
+    from fxrl.ir.plan import Plan
+    from fxrl.ir.remark import Remark, Report
 
 __all__ = ["Config", "Plan", "Remark", "Report", "TrainStep", "optimize"]
 
 #: Public name -> module. Imported on first use, so that ``fxrl --help`` does not wait for torch.
 _HOMES = {
     "Config": "fxrl.config",
-    "Plan": "fxrl.core.plan",
-    "Remark": "fxrl.core.remark",
-    "Report": "fxrl.core.remark",
+    "Plan": "fxrl.ir.plan",
+    "Remark": "fxrl.ir.remark",
+    "Report": "fxrl.ir.remark",
     "TrainStep": "fxrl.compile.step",
     "optimize": "fxrl.compile.step",
 }

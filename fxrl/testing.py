@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from fxrl.compile.dynamic import mark_batch
-from fxrl.compile.lower import lower
-from fxrl.core.graph import is_tensor
-from fxrl.core.graph_pass import Applied, RewritePass, Site
-from fxrl.core.plan import Choice
+from fxrl.capture.dynamic import mark_batch
+from fxrl.capture.lower import lower
+from fxrl.ir.graph import is_tensor
+from fxrl.ir.graph_pass import Applied, RewritePass, Site
+from fxrl.ir.plan import Choice
 from fxrl.passes import REGISTRY
 
 Rewrite = Callable[[fx.GraphModule], None]

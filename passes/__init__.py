@@ -8,8 +8,8 @@ if __name__ != "fxrl.passes":
 from collections.abc import Sequence
 from typing import Any
 
-from fxrl.core.graph_pass import RewritePass
 from fxrl.errors import ConfigError
+from fxrl.ir.graph_pass import RewritePass
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
 from fxrl.passes.recompute import Recompute

@@ -20,14 +20,14 @@ from typing import ClassVar
 from torch import fx
 
 import fxrl.ops.region  # noqa: F401  (declares torch.ops.fxrl.region)
-from fxrl.core.graph import last_input, needs_grad, shape_of, tensor_val
-from fxrl.core.graph_pass import Applied, Miss, RewritePass, Site
-from fxrl.core.plan import Choice, Chunks
-from fxrl.core.region import InputSpec, Region, call_region
-from fxrl.core.row_analysis import HeadMiss, HeadSite, RowProgram, analyse
-from fxrl.core.row_emit import RowEmitter, body_graph
-from fxrl.core.row_expr import RowExpr
-from fxrl.core.wide import eager_bytes, row_bytes, tile_rows
+from fxrl.analysis.rows.analysis import HeadMiss, HeadSite, RowProgram, analyse
+from fxrl.analysis.rows.cost import eager_bytes, row_bytes, tile_rows
+from fxrl.analysis.rows.emit import RowEmitter, body_graph
+from fxrl.analysis.rows.expr import RowExpr
+from fxrl.ir.graph import last_input, needs_grad, shape_of, tensor_val
+from fxrl.ir.graph_pass import Applied, Miss, RewritePass, Site
+from fxrl.ir.plan import Choice, Chunks
+from fxrl.ir.region import InputSpec, Region, call_region
 
 
 @dataclass(frozen=True, slots=True)

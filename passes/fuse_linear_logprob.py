@@ -24,18 +24,18 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import fxrl.core.logprob_reductions
-import fxrl.core.logprob_rules
+import fxrl.analysis.logprob.reductions
+import fxrl.analysis.logprob.rules
 import fxrl.ops.linear_logprob  # noqa: F401  (declares torch.ops.fxrl.linear_logprob)
-from fxrl.core.graph import last_input, shape_of, tensor_val
-from fxrl.core.graph_pass import Applied, Miss, RewritePass, Site
-from fxrl.core.logprob_algebra import LogprobAlgebra
-from fxrl.core.logprob_forms import NotRecognised
-from fxrl.core.plan import Choice, Chunks
-from fxrl.core.row_analysis import HeadMiss, HeadSite, RowProgram, analyse
-from fxrl.core.row_emit import RowEmitter
-from fxrl.core.row_expr import RowExpr, walk
-from fxrl.core.wide import eager_bytes, row_bytes, tile_rows
+from fxrl.analysis.logprob.algebra import LogprobAlgebra
+from fxrl.analysis.logprob.forms import NotRecognised
+from fxrl.analysis.rows.analysis import HeadMiss, HeadSite, RowProgram, analyse
+from fxrl.analysis.rows.cost import eager_bytes, row_bytes, tile_rows
+from fxrl.analysis.rows.emit import RowEmitter
+from fxrl.analysis.rows.expr import RowExpr, walk
+from fxrl.ir.graph import last_input, shape_of, tensor_val
+from fxrl.ir.graph_pass import Applied, Miss, RewritePass, Site
+from fxrl.ir.plan import Choice, Chunks
 from fxrl.ops.linear_logprob_checks import OUTPUTS
 
 aten = torch.ops.aten

@@ -32,15 +32,15 @@ from torch import fx
 
 import fxrl.ops.kept_region
 import fxrl.ops.region  # noqa: F401  (declare torch.ops.fxrl.region and kept_region)
-from fxrl.core.graph import HigherOrderOperator, is_call, is_tensor, numel_hint, tensor_val
-from fxrl.core.graph_pass import Applied, Miss, RewritePass, Site
-from fxrl.core.layers import Layer, layer_nodes, part_views, signature, split_layer
-from fxrl.core.legality import illegal
-from fxrl.core.outline import OutlineError, find_outline, finish_outlines, outline
-from fxrl.core.plan import Choice, Plan
-from fxrl.core.region import Region, regions_of, replace_region
-from fxrl.core.row_rules import Refusal
-from fxrl.core.saved import predict_saved
+from fxrl.analysis.layers import Layer, layer_nodes, part_views, signature, split_layer
+from fxrl.analysis.legality import illegal
+from fxrl.analysis.outline import OutlineError, find_outline, finish_outlines, outline
+from fxrl.analysis.saved_tensors import predict_saved
+from fxrl.ir.graph import HigherOrderOperator, is_call, is_tensor, numel_hint, tensor_val
+from fxrl.ir.graph_pass import Applied, Miss, RewritePass, Site
+from fxrl.ir.plan import Choice, Plan
+from fxrl.ir.region import Region, regions_of, replace_region
+from fxrl.ir.remark import Refusal
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _RARE = 3  # one call in so many may compute gradients that nobody reads

@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxrl.core.graph import is_call, is_tensor, nbytes, shape_of
-from fxrl.core.graph_pass import Applied, Miss, RewritePass, Site
-from fxrl.core.plan import Choice
-from fxrl.core.positions import Constant, Positions, known
+from fxrl.analysis.attention import Constant, Positions, known
+from fxrl.ir.graph import is_call, is_tensor, nbytes, shape_of
+from fxrl.ir.graph_pass import Applied, Miss, RewritePass, Site
+from fxrl.ir.plan import Choice
 
 aten = torch.ops.aten
 

@@ -16,16 +16,20 @@ BASE = {"errors", "config"}
 LAYERS = {
     "errors": set(),
     "config": {"errors"},
-    "core": BASE,
-    "ops": BASE | {"core"},
-    "kernels": BASE | {"core", "ops"},
-    "planner": BASE | {"core"},
-    "passes": BASE | {"core", "ops"},
-    "compile": BASE | {"core", "ops", "kernels", "planner", "passes"},
+    "ir": BASE,
+    "analysis": BASE | {"ir"},
+    "planner": BASE | {"ir"},
+    "ops": BASE | {"ir"},
+    "kernels": BASE | {"ir", "ops"},
+    "passes": BASE | {"ir", "analysis", "ops"},
+    "capture": BASE | {"ir", "analysis", "passes"},
+    "compile": BASE
+    | {"ir", "capture", "analysis", "passes", "planner", "ops", "kernels", "inspect"},
+    "inspect": BASE | {"ir", "capture", "ops", "compile"},
     "losses": BASE,
     "models": BASE,
     "runtime": BASE | {"kernels"},
-    "rl": BASE | {"core", "losses", "models", "runtime", "compile"},
+    "rl": BASE | {"ir", "losses", "models", "runtime", "compile"},
 }
 # The public API: importable by name from `fxrl` itself, so it counts as the layer that makes it.
 PUBLIC = {"Config": "config", "losses": "losses", "__version__": "errors"}
@@ -114,7 +118,7 @@ def test_vllm_only_in_its_engine():
 def test_private_torch_only_in_compile():
     """``torch._x`` is private: both as an import and as an attribute spelled out in code."""
     for file in source_files():
-        if show(file).startswith("fxrl/compile/"):
+        if show(file).startswith(("fxrl/capture/", "fxrl/compile/", "fxrl/inspect/")):
             continue
         private = {n for n in imported_modules(file) if is_private_torch(n)}
         for node in ast.walk(ast.parse(file.read_text())):
@@ -153,9 +157,9 @@ def test_passes_import_once():
 @pytest.mark.parametrize(
     ("file", "code", "layers"),
     [
-        ("fxrl/core/a.py", "from fxrl.passes import x", {"passes"}),
-        ("fxrl/core/a.py", "def f():\n    import fxrl.rl.train", {"rl"}),
-        ("fxrl/core/a.py", "from .. import rl\nfrom . import graph", {"rl", "core"}),
+        ("fxrl/ir/a.py", "from fxrl.passes import x", {"passes"}),
+        ("fxrl/ir/a.py", "def f():\n    import fxrl.rl.train", {"rl"}),
+        ("fxrl/ir/a.py", "from .. import rl\nfrom . import graph", {"rl", "ir"}),
         ("fxrl/rl/a.py", "from fxrl import optimize, Config", {"compile", "config"}),
         ("passes/a.py", "from . import base\nfrom .base import y", {"passes"}),
     ],

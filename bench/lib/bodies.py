@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from bench.lib import qwen
-from fxrl.core.region import InputSpec, Region
+from fxrl.ir.region import InputSpec, Region
 
 Function = Callable[..., tuple[Tensor, ...]]
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fxrl.core.table import cell, open_table, plain_text
+from fxrl.ir.table import cell, open_table, plain_text
 
 _PACKAGES = (
     "torch", "triton", "transformers", "peft", "numpy", "vllm", "trl", "liger-kernel",

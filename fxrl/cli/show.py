@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fxrl.core.plan import Plan
-from fxrl.core.remark import Report
-from fxrl.core.table import cell, open_table
 from fxrl.doctor import Check, Diagnosis
 from fxrl.errors import FxrlError
+from fxrl.ir.plan import Plan
+from fxrl.ir.remark import Report
+from fxrl.ir.table import cell, open_table
 
 _STYLES = {"ok": "green", "missing": "yellow", "wrong version": "yellow", "broken": "bold red"}
 

@@ -13,26 +13,26 @@ import torch
 from torch import fx
 
 from fxrl import kernels
-from fxrl.compile.attention import group_queries
-from fxrl.compile.checkpointing import (
+from fxrl.capture.checkpointing import (
     checkpoint_remarks,
     drop_unused_inputs,
     open_loss_checkpoints,
 )
+from fxrl.capture.lower import lower
 from fxrl.compile.inductor import InductorOptions
-from fxrl.compile.lower import lower
 from fxrl.compile.misses import judge_misses
 from fxrl.compile.outer import restore_checkpoints, run_outer
-from fxrl.compile.record import GraphBreak, Stage
 from fxrl.compile.regions import build_region
 from fxrl.config import Config
-from fxrl.core.graph import HigherOrderOperator
-from fxrl.core.plan import Plan
-from fxrl.core.printer import print_graph
-from fxrl.core.region import Region, regions_of
-from fxrl.core.remark import Remark, RemarkKind, Report
-from fxrl.core.source import source_of_trace
+from fxrl.ir.capture_record import GraphBreak, Stage
+from fxrl.ir.graph import HigherOrderOperator
+from fxrl.ir.plan import Plan
+from fxrl.ir.printer import print_graph
+from fxrl.ir.region import Region, regions_of
+from fxrl.ir.remark import Remark, RemarkKind, Report
+from fxrl.ir.source import source_of_trace
 from fxrl.passes import pipeline
+from fxrl.passes.group_queries import group_queries
 from fxrl.passes.recompute import Recompute
 
 

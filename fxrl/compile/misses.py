@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 
-from fxrl.core.remark import Remark, RemarkKind, Report
 from fxrl.errors import MissedRewriteError
+from fxrl.ir.remark import Remark, RemarkKind, Report
 
 
 class MissedRewriteWarning(UserWarning):

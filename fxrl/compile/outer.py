@@ -18,7 +18,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
-from fxrl.core.graph import HigherOrderOperator
+from fxrl.ir.graph import HigherOrderOperator
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxrl.core.graph import Size
-from fxrl.core.region import Region
+from fxrl.ir.graph import Size
+from fxrl.ir.region import Region
 
 
 def symbol_places(region: Region) -> Iterator[tuple[str, int, int]]:

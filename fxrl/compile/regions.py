@@ -20,8 +20,8 @@ from fxrl.compile.inductor import InductorOptions, compile_body, generated_sourc
 from fxrl.compile.keep import TracedKept
 from fxrl.compile.region_sizes import SizePlaces, size_at
 from fxrl.compile.trace_region import TracedRegion
-from fxrl.core.graph import Size
-from fxrl.core.region import Region
+from fxrl.ir.graph import Size
+from fxrl.ir.region import Region
 from fxrl.ops.kept_region import KeptBody, KeptCall
 from fxrl.ops.region import RegionKernels, TensorFunction, register, registered
 

@@ -13,13 +13,13 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+from fxrl.capture.dynamic import mark_batch
+from fxrl.capture.scoped_hooks import Takeover
 from fxrl.compile.backend import Backend
-from fxrl.compile.dynamic import mark_batch
-from fxrl.compile.takeover import Takeover
 from fxrl.config import Config
-from fxrl.core.plan import Plan
-from fxrl.core.remark import Report
 from fxrl.errors import ConfigError, FxrlError
+from fxrl.ir.plan import Plan
+from fxrl.ir.remark import Report
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
@@ -86,26 +86,26 @@ class TrainStep:
 
     def explain(self, batch: Any) -> Report:
         """What would be rewritten for this batch, found on fake tensors; nothing runs."""
-        from fxrl.compile.explain import explain
+        from fxrl.inspect.explain import explain
 
         return explain(self.model, self.loss_fn, batch, self.config, self._plan)
 
     def dump(self, directory: str | Path) -> Path:
         """Write every capture to a folder: graphs before and after each pass, region bodies,
         generated code, AOT graphs, the report, and an index to start from."""
-        from fxrl.compile.dump import write_dump
+        from fxrl.inspect.dump import write_dump
 
         return write_dump(directory, self.records(), self.report, functions=[self._compiled])
 
     def verify(self, batch: Any, **options: Any) -> Any:
         """Compare loss, metrics and every gradient with eager; blame the region at fault."""
-        from fxrl.compile.verify import verify_step
+        from fxrl.inspect.verify import verify_step
 
         return verify_step(self.model, self.loss_fn, self, batch, **options)
 
     def records(self) -> list[Any]:
         """The captures as text, for dump."""
-        from fxrl.compile.records import record_of
+        from fxrl.inspect.records import record_of
 
         return [record_of(capture) for capture in self._backend.captures]
 

@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxrl.compile.region_sizes import symbol_places
-from fxrl.core.graph import Size, hint
-from fxrl.core.region import InputSpec, Region
+from fxrl.ir.graph import Size, hint
+from fxrl.ir.region import InputSpec, Region
 
 #: The row count that tracing sees; any value of two or more gives the same graph.
 _TRACE_ROWS = 64

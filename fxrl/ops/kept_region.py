@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fxrl.core.graph import Size
+from fxrl.ir.graph import Size
 from fxrl.ops.region import WithoutAutocast, fresh, lookup
 
 Strides = tuple[int, ...]

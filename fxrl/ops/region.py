@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxrl.core.region import Region
+from fxrl.ir.region import Region
 
 TensorFunction = Callable[..., Sequence[Tensor]]
 

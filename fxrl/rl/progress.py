@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from fxrl.core.remark import RemarkKind, Report, format_bytes
+from fxrl.ir.remark import RemarkKind, Report, format_bytes
 from fxrl.rl.metrics import jsonable
 from fxrl.rl.timing import PHASES
 

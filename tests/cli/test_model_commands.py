@@ -6,9 +6,9 @@ import pytest
 
 import fxrl
 from fxrl.cli import main
-from fxrl.compile.verify_report import VerifyReport, VerifyRow
-from fxrl.core.plan import Chunks, Plan
-from fxrl.core.remark import Remark, RemarkKind, Report
+from fxrl.inspect.verify_report import VerifyReport, VerifyRow
+from fxrl.ir.plan import Chunks, Plan
+from fxrl.ir.remark import Remark, RemarkKind, Report
 
 TINY = ["tiny:qwen3:layers=1", "--loss", "grpo", "--batch", "2", "--tokens", "12"]
 CONFIG = ["--config", "min_saved_bytes=0", "compile_regions=false", "chunk_tokens=8"]

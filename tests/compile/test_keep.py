@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxrl.compile.inductor import InductorOptions
 from fxrl.compile.keep import TracedKept
 from fxrl.compile.regions import build_region
-from fxrl.core.region import InputSpec, Region
+from fxrl.ir.region import InputSpec, Region
 from fxrl.ops.region import registered
 
 

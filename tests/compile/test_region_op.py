@@ -6,7 +6,7 @@ from torch import nn
 
 from fxrl.compile.inductor import InductorOptions
 from fxrl.compile.regions import build_region
-from fxrl.core.region import InputSpec, Region
+from fxrl.ir.region import InputSpec, Region
 
 
 def region_of(function, examples, tiled, needs_grad):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fxrl
+from fxrl.analysis.outline import OutlineError, find_outline, outline
 from fxrl.compile.outer import aot_graphs
-from fxrl.core.outline import OutlineError, find_outline, outline
 from fxrl.ops.region import registered
 from fxrl.testing import lowered_graph, nodes_of_module, registered_rewrite
 from tests.compile.region_cases import (

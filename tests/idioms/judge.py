@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxrl
-from fxrl.core.remark import RemarkKind, Report
+from fxrl.ir.remark import RemarkKind, Report
 
 #: Rewrite whatever is legal, in tiles that split the 40 rows of an idiom unevenly.
 CONFIG = fxrl.Config(min_saved_bytes=0, chunk_tokens=8, compile_regions=False, on_miss="ignore")

@@ -2,10 +2,10 @@
 
 import torch
 
-from fxrl.compile.lower import lower
+from fxrl.capture.lower import lower
 from fxrl.compile.regions import build_region
-from fxrl.core.plan import Plan
-from fxrl.core.region import regions_of
+from fxrl.ir.plan import Plan
+from fxrl.ir.region import regions_of
 
 #: A plan that rewrites everything, in tiles of two rows.
 EVERYTHING = Plan(chunk_tokens=2)

@@ -19,11 +19,11 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from fxrl.compile.lower import lower
+from fxrl.capture.lower import lower
 from fxrl.compile.regions import build_region
-from fxrl.core.plan import Plan
-from fxrl.core.region import regions_of
-from fxrl.core.remark import Report
+from fxrl.ir.plan import Plan
+from fxrl.ir.region import regions_of
+from fxrl.ir.remark import Report
 from fxrl.passes import pipeline
 
 FEATURES, VOCAB = 4, 13

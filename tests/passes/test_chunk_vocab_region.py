@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
-from fxrl.core.plan import Chunks, Keep, Plan
-from fxrl.core.printer import print_graph
-from fxrl.core.region import regions_of
+from fxrl.ir.plan import Chunks, Keep, Plan
+from fxrl.ir.printer import print_graph
+from fxrl.ir.region import regions_of
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
 from tests.passes.lowered import EVERYTHING, call, lowered
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 from fxrl.config import Config
-from fxrl.core.plan import Keep, Plan
-from fxrl.core.printer import print_graph
 from fxrl.errors import ConfigError
+from fxrl.ir.plan import Keep, Plan
+from fxrl.ir.printer import print_graph
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
 from tests.passes.lowered import EVERYTHING, call, lowered
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from fxrl.core.remark import RemarkKind
+from fxrl.ir.remark import RemarkKind
 from fxrl.passes import REGISTRY
 from tests.passes.random_losses import LEAVES, MIXES, draw_loss, make_inputs, rewrite, run
 

@@ -10,9 +10,9 @@ from torch import nn
 
 import fxrl
 from fxrl.compile.misses import MissedRewriteWarning
-from fxrl.core.plan import Keep, Plan
-from fxrl.core.printer import print_graph
-from fxrl.core.region import regions_of
+from fxrl.ir.plan import Keep, Plan
+from fxrl.ir.printer import print_graph
+from fxrl.ir.region import regions_of
 from fxrl.passes.recompute import Recompute
 from tests.passes.layered import Block, Stack, ids_batch, make_stack, square_loss
 from tests.passes.lowered import lowered

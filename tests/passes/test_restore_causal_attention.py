@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch.utils.checkpoint import checkpoint
 
-from fxrl.core.plan import Keep, Plan
-from fxrl.core.printer import print_graph
+from fxrl.ir.plan import Keep, Plan
+from fxrl.ir.printer import print_graph
 from fxrl.passes.restore_causal_attention import RestoreCausalAttention
 from tests.passes.lowered import EVERYTHING, call, lowered
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from rich.console import Console
 
-from fxrl.core.remark import Remark, RemarkKind, Report
+from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.rl.metrics import JsonLines, TensorBoard, read_lines
 from fxrl.rl.plots import plot_curves, plot_times, running_mean
 from fxrl.rl.progress import JsonReporter, RichReporter

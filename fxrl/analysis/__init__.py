@@ -1,0 +1,1 @@
+"""What a graph is, found without changing it."""

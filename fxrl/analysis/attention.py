@@ -1,0 +1,170 @@
+"""What an index tensor is, when the graph alone tells: positions along a dim, or one constant.
+
+Attention masks are computed from such tensors. Following them symbolically proves a mask causal
+for every length, without looking at data.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrl.ir.graph import is_call, is_tensor, shape_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Each entry is its index along ``dim`` (counted from the end) plus ``offset``."""
+
+    dim: int
+    offset: int
+    count: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Every entry is ``value``."""
+
+    value: int | bool
+
+
+Known = Positions | Constant
+
+_COMPARE: dict[Any, Callable[[Any, Any], bool]] = {
+    aten.eq.Scalar: operator.eq,
+    aten.ne.Scalar: operator.ne,
+    aten.eq.Tensor: operator.eq,
+    aten.ne.Tensor: operator.ne,
+}
+_AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
+_SAME = (
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.expand.default,
+)
+
+
+def known(node: Any) -> Known | None:
+    """What ``node`` is, or None when the graph alone does not tell."""
+    if isinstance(node, (int, bool)):
+        return Constant(node)
+    if not is_tensor(node) or node.op != "call_function":
+        return None
+    made = _made(node)
+    if made is not None:
+        return made
+    if is_call(node, aten.add.Tensor, aten.sub.Tensor):
+        return _sum(node)
+    if is_call(node, aten.cumsum.default):
+        source = known(node.args[0])
+        return Constant(0) if source in (Constant(0), Constant(False)) else None
+    if is_call(node, aten.cat.default):
+        return _joined(node)
+    if is_call(node, aten.index.Tensor):
+        return _indexed(node)
+    if node.target in _COMPARE or is_call(node, *_AND):
+        return _compared(node)
+    return _view(node)
+
+
+def _made(node: fx.Node) -> Known | None:
+    """A tensor made from nothing: a range, or one value."""
+    if is_call(node, aten.arange.default) and len(node.args) == 1:
+        return Positions(-1, 0, str(shape_of(node)[0]))
+    if is_call(node, aten.new_ones.default, aten.ones.default, aten.ones_like.default):
+        return Constant(True)
+    if is_call(node, aten.full.default) and isinstance(node.args[1], (int, bool)):
+        return Constant(node.args[1])
+    return None
+
+
+def _compared(node: fx.Node) -> Known | None:
+    left, right = known(node.args[0]), known(node.args[1])
+    if not (isinstance(left, Constant) and isinstance(right, Constant)):
+        return None
+    if node.target in _COMPARE:
+        return Constant(_COMPARE[node.target](left.value, right.value))
+    return Constant(True) if left.value is True and right.value is True else None
+
+
+def _sum(node: fx.Node) -> Known | None:
+    if node.kwargs:
+        return None
+    left, right = known(node.args[0]), known(node.args[1])
+    sign = -1 if node.target is aten.sub.Tensor else 1
+    if isinstance(right, Constant) and left is not None:
+        if isinstance(left, Constant):
+            return Constant(left.value + sign * right.value)
+        return replace(left, offset=left.offset + sign * right.value)
+    both = isinstance(left, Positions) and isinstance(right, Positions)
+    if sign == -1 and both and (left.dim, left.count) == (right.dim, right.count):  # type: ignore[union-attr]
+        return Constant(left.offset - right.offset)  # type: ignore[union-attr]
+    return None
+
+
+def _joined(node: fx.Node) -> Known | None:
+    """``cat`` of one position and those that follow it."""
+    parts: Any = node.args[0]
+    rank = len(shape_of(node))
+    dim = int(node.args[1] if len(node.args) > 1 else 0) % rank - rank  # type: ignore[arg-type]
+    if len(parts) != 2:
+        return None
+    first, second = known(parts[0]), known(parts[1])
+    if not (isinstance(first, Positions) and isinstance(second, Positions)):
+        return None
+    follows = first.count == "1" and first.offset + 1 == second.offset
+    if not follows or (first.dim, second.dim) != (dim, dim):
+        return None
+    return Positions(dim, first.offset, str(shape_of(node)[dim]))
+
+
+def _indexed(node: fx.Node) -> Known | None:
+    """``positions[rows, at]``: what is at known positions is known."""
+    source, indices = node.args[:2]
+    inner = known(source)
+    if not isinstance(inner, Positions):
+        return inner
+    at: Any = indices[inner.dim] if len(indices) == len(shape_of(source)) else None  # type: ignore[index, arg-type]
+    where = known(at)
+    if not isinstance(where, Positions) or len(shape_of(at)) != len(shape_of(node)):
+        return None
+    return replace(where, offset=where.offset + inner.offset)
+
+
+def _view(node: fx.Node) -> Known | None:
+    source: Any = node.args[0] if node.args else None
+    inner = known(source)
+    if inner is None:
+        return None
+    if isinstance(inner, Constant):
+        views = (aten.unsqueeze.default, aten.slice.Tensor, aten.squeeze.dim, aten.view.default)
+        return inner if node.target in (*_SAME, *views) else None
+    rank = len(shape_of(node))
+    if is_call(node, aten.unsqueeze.default):
+        at = int(node.args[1]) % rank - rank  # type: ignore[arg-type]
+        return replace(inner, dim=inner.dim - (at > inner.dim - 1))
+    if is_call(node, aten.slice.Tensor):
+        return _sliced(node, inner, rank)
+    if node.target in _SAME:
+        same = str(shape_of(node)[inner.dim]) == inner.count
+        return inner if same else None
+    return None
+
+
+def _sliced(node: fx.Node, inner: Positions, rank: int) -> Positions | None:
+    dim = int(node.args[1] if len(node.args) > 1 else 0) % rank - rank  # type: ignore[arg-type]
+    if dim != inner.dim:
+        return inner
+    start = node.args[2] if len(node.args) > 2 else 0
+    step = node.args[4] if len(node.args) > 4 else 1
+    if not isinstance(start, int) or start < 0 or step != 1:
+        return None
+    return Positions(inner.dim, inner.offset + start, str(shape_of(node)[dim]))

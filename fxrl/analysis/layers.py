@@ -1,0 +1,263 @@
+"""The layers of a captured model, told from its structure: what repeats, and its parts.
+
+    layers.0: norm, qkv, rope | attention | o_proj, residual, norm, mlp, residual
+              part 0            stays       part 1
+
+A layer is what one numbered member of a module list or a sequence made (outermost number first).
+What cannot stand inside a compiled body (attention, random numbers, writes, data-dependent sizes)
+stays outside of it and splits the layer; a part is all that runs between two such calls.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrl.ir.graph import PRODUCTS, OpOverload, draws_random, is_call, is_tensor, tensor_val
+
+aten = torch.ops.aten
+
+_NUMBERED = re.compile(r"(?:.*?\.)?([A-Za-z_]\w*\.\d+)$")
+_MULTI_VIEWS = (
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.chunk.default,
+)
+_PARAMETER_DIMS = 2  # weights and biases, or adapters of these
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """A call that stays outside of compiled bodies, and why."""
+
+    node: fx.Node
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of a graph.
+
+    Attributes:
+        path: the end of its module path, such as ``layers.3``.
+        parts: the nodes between barriers, in order; parts without work are left out.
+        barriers: the calls that split it.
+    """
+
+    path: str
+    parts: tuple[tuple[fx.Node, ...], ...]
+    barriers: tuple[Barrier, ...]
+
+    @property
+    def kinds_of_barriers(self) -> tuple[str, ...]:
+        """What the barriers call, in order."""
+        return tuple(str(barrier.node.target) for barrier in self.barriers)
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """All nodes that can stand in bodies, in order of the parts."""
+        return tuple(node for part in self.parts for node in part)
+
+
+def layer_path(node: fx.Node) -> tuple[str, str] | None:
+    """The outermost numbered module that made ``node``: its whole path, and the end of it."""
+    for where, _ in (node.meta.get("nn_module_stack") or {}).values():
+        plain = where.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
+        if (match := _NUMBERED.match(plain)) is not None:
+            return plain, match[1]
+    return None
+
+
+def layer_nodes(graph: fx.Graph) -> dict[tuple[str, str], list[fx.Node]]:
+    """The nodes that each layer made, in graph order."""
+    found: dict[tuple[str, str], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and (path := layer_path(node)) is not None:
+            found.setdefault(path, []).append(node)
+    return found
+
+
+def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
+    """A layer's nodes as parts between barriers.
+
+    Args:
+        illegal: ``node -> str | None``, why a node cannot stand inside a body.
+    """
+    stages, barriers = _stages(nodes, illegal)
+    _sink_weights(nodes, stages, {barrier.node for barrier in barriers})
+    count = 1 + max(stages.values(), default=-1)
+    blocked = {barrier.node for barrier in barriers} | _items(barriers)
+    parts = []
+    for stage in range(count):
+        part = tuple(n for n in nodes if stages.get(n) == stage and n not in blocked)
+        if has_work(part):
+            parts.append(part)
+    return Layer(path, tuple(parts), tuple(barriers))
+
+
+def has_work(nodes: Iterable[fx.Node]) -> bool:
+    """Whether fusing these is worth a call: a product with something around it, or a few ops."""
+    work = [n for n in nodes if is_tensor(n) and not is_view(n)]
+    return len(work) > 2 or (len(work) == 2 and any(is_call(n, *PRODUCTS) for n in work))
+
+
+def is_view(node: object) -> bool:
+    """Whether ``node`` only looks at its operand's memory (or may)."""
+    if is_call(node, operator.getitem):
+        return is_call(node.args[0], *_MULTI_VIEWS)
+    if not (isinstance(node, fx.Node) and isinstance(node.target, OpOverload)):
+        return False
+    if node.target in (aten._unsafe_view.default, *_MULTI_VIEWS):
+        return True
+    infos = [argument.alias_info for argument in node.target._schema.arguments]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def is_product(node: object) -> bool:
+    """Whether ``node`` is a matrix product: too dear to be computed twice."""
+    return is_call(node, *PRODUCTS)
+
+
+# ---------------------------------------------------------------------------- stages
+def _stages(nodes: Sequence[fx.Node], illegal: Any) -> tuple[dict[fx.Node, int], list[Barrier]]:
+    """Stage 0 is what needs no barrier's result, stage 1 what needs one of stage 0, and so on.
+
+    So a part never depends on itself through a barrier, whatever the order of the nodes.
+    """
+    stages: dict[fx.Node, int] = {}
+    barriers: list[Barrier] = []
+    blocked: set[fx.Node] = set()
+    drawn = 0
+    for node in nodes:
+        if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+            continue
+        reason = illegal(node)
+        item = is_call(node, operator.getitem) and node.args[0] in blocked
+        if reason is not None:
+            barriers.append(Barrier(node, reason))
+        if reason is not None or item:
+            blocked.add(node)
+        before = [
+            stages[arg] + (arg in blocked and node not in blocked)
+            for arg in node.all_input_nodes
+            if arg in stages
+        ]
+        if draws_random(node):  # in the order of the program, so that it draws the same
+            before.append(drawn)
+            drawn = stages[node] = max(before)
+        stages[node] = max(before, default=0)
+    return stages, barriers
+
+
+def _items(barriers: Iterable[Barrier]) -> set[fx.Node]:
+    return {u for b in barriers for u in b.node.users if is_call(u, operator.getitem)}
+
+
+def _sink_weights(
+    nodes: Sequence[fx.Node], stages: dict[fx.Node, int], blocked: set[fx.Node]
+) -> None:
+    """Move what is computed from weights alone (a transpose, a cast) to where it is read."""
+    static: set[fx.Node] = set()
+    for node in nodes:
+        if node in stages and node not in blocked:
+            inputs = [a for a in node.all_input_nodes if tensor_val(a) is not None]
+            if inputs and all(a in static or _is_weight(a) for a in inputs):
+                static.add(node)
+    for node in reversed(nodes):
+        if node in static and node.users and all(user in stages for user in node.users):
+            stages[node] = max(stages[node], min(stages[user] for user in node.users))
+
+
+def _is_weight(node: fx.Node) -> bool:
+    val = tensor_val(node)
+    return node.op == "placeholder" and val is not None and val.dim() <= _PARAMETER_DIMS
+
+
+# ---------------------------------------------------------------------------- views on the border
+def part_views(graph: fx.Graph, parts: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
+    """Give every reader outside of a part its own copy of the part's views; returns the parts.
+
+    A body then returns memory of its own and never a view, which would have to be copied.
+    """
+    groups: list[list[fx.Node]] = [list(part) for part in parts]
+    home = {node: index for index, part in enumerate(groups) for node in part}
+    for part in parts:
+        for node in reversed(part):
+            if is_view(node):
+                _copy_for_strangers(graph, node, groups, home)
+                if not node.users:
+                    graph.erase_node(node)
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    return [sorted(set(group) & order.keys(), key=order.__getitem__) for group in groups]
+
+
+def _copy_for_strangers(
+    graph: fx.Graph, node: fx.Node, groups: list[list[fx.Node]], home: dict[fx.Node, int]
+) -> None:
+    strangers: dict[int | None, list[fx.Node]] = {}
+    for user in node.users:
+        if home.get(user) != home[node] and not is_call(user, aten.sym_size.int):
+            strangers.setdefault(home.get(user), []).append(user)
+    for group, users in strangers.items():
+        with graph.inserting_after(node):
+            copy = graph.node_copy(node)
+        for user in users:
+            user.replace_input_with(node, copy)
+        if group is not None:
+            groups[group].append(copy)
+            home[copy] = group
+
+
+# ---------------------------------------------------------------------------- equal layers
+def signature(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
+    """Equal for nodes that compute the same from inputs of the same types, whatever their names."""
+    places: dict[fx.Node, int] = {}
+    lines: list[Any] = []
+
+    def place(node: fx.Node) -> str:
+        if isinstance(_value(node), torch.SymInt):
+            return f"<{_value(node)}>"  # one size may have several names
+        if node not in places:
+            places[node] = len(places)
+            lines.append((places[node], "in", _type(node)))
+        return f"%{places[node]}"
+
+    for node in nodes:
+        if node.op == "placeholder":
+            places[node] = len(places)
+            lines.append((places[node], "in", _type(node)))
+            continue
+        args = repr(fx.map_arg((node.args, node.kwargs), lambda n: _Text(place(n))))
+        places[node] = len(places)
+        lines.append((places[node], str(node.target), args, _type(node)))
+    return tuple(lines)
+
+
+class _Text(str):
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def _type(node: fx.Node) -> str:
+    return " ".join(_types(_value(node)))
+
+
+def _types(value: Any) -> Iterator[str]:
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype} {tuple(value.shape)} {value.device.type}"
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _types(item)
+    else:
+        yield str(value)

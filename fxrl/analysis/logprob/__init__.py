@@ -1,0 +1,1 @@
+"""What a loss computes of a row of logits."""

@@ -1,0 +1,1 @@
+"""Token independence: what of a graph can run row by row."""

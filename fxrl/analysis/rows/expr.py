@@ -1,0 +1,221 @@
+"""Row expressions: what one token's row computes, free of batch, length and layout.
+
+A value of the graph that depends on the LM head is *row-local* when its entry for one token
+depends on that token's hidden row alone. Such a value is a pair of
+
+* a ``RowExpr``: an expression over ``[n, local dims...]`` tensors (n rows, any rows), and
+* tags, one per dim of the graph value: ``"t"`` a token dim, ``"v"`` a vocabulary-sized local dim,
+  ``"k"`` any other local dim (``RowValue``).
+
+Row selections (slices, shifts, masks, index-selects) never appear inside an expression: they are
+pushed to its leaves as ``RowStep`` and become ops on the small inputs, above the matmul, so rows
+that nobody reads are never projected.
+
+NOTE [Why hash-consing]: ``logits[:, :-1]`` written twice must be one value, and a loss over the
+same rows must find itself in one region. Interning makes equal expressions one object, so
+identity is equality and the emitted body shares every subexpression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fxrl.ir.graph import Size
+
+Tag = str
+TOKEN, VOCAB, LOCAL = "t", "v", "k"
+
+
+@dataclass(frozen=True, slots=True)
+class RowStep:
+    """One selection or permutation of rows, on a tensor whose token dims come first.
+
+    Attributes:
+        kind: ``"slice"`` (dim, start, end, step), ``"select"`` (dim, index), ``"split"`` (op,
+            dim, sizes, index of the part), ``"permute"`` (order), ``"index"`` (one index tensor
+            or None per token dim).
+        args: its arguments; dims count token dims, graph values (indices) are ``fx.Node``.
+        sizes: the token dims it is applied under; a tensor with other token dims and the same
+            rows is reshaped to these first.
+        result: the token dims it leaves.
+    """
+
+    kind: str
+    args: tuple[Any, ...]
+    sizes: tuple[Any, ...]
+    result: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An input of the row program.
+
+    Attributes:
+        node: the graph value.
+        prepare: ops ``(target, args after the tensor)`` that bring its token dims to the front
+            (and expand those it lacks); they run outside the region.
+        token_sizes: its token dims then; None for a shared input, the same for every row.
+        local_sizes: its local dims.
+        steps: row selections, in order.
+    """
+
+    node: fx.Node
+    prepare: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+    token_sizes: tuple[Any, ...] | None = None
+    local_sizes: tuple[int, ...] = ()
+    steps: tuple[RowStep, ...] = ()
+
+    @property
+    def tiled(self) -> bool:
+        """Whether each row has its own part of this input."""
+        return self.token_sizes is not None
+
+
+class RowExpr:
+    """A node of the expression DAG: a leaf, or an op over expressions. Compare by identity."""
+
+    __slots__ = ("args", "kwargs", "leaf", "target")
+
+    def __init__(
+        self,
+        target: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: tuple[tuple[str, Any], ...] = (),
+        leaf: Leaf | None = None,
+    ) -> None:
+        self.target = target
+        self.args = args
+        self.kwargs = kwargs
+        self.leaf = leaf
+
+    def operands(self) -> Iterator[RowExpr]:
+        """The expressions this one reads, in order."""
+        for arg in (*self.args, *(value for _, value in self.kwargs)):
+            yield from _exprs(arg)
+
+
+def _exprs(arg: Any) -> Iterator[RowExpr]:
+    if isinstance(arg, RowExpr):
+        yield arg
+    elif isinstance(arg, (tuple, list)):
+        for item in arg:
+            yield from _exprs(item)
+
+
+def map_exprs(arg: Any, function: Callable[[RowExpr], Any]) -> Any:
+    """``arg`` with every expression in it, at any depth, replaced by ``function`` of it."""
+    if isinstance(arg, RowExpr):
+        return function(arg)
+    if isinstance(arg, (tuple, list)):
+        return tuple(map_exprs(item, function) for item in arg)
+    return arg
+
+
+class ExprPool:
+    """Makes row expressions; equal ones are one object."""
+
+    def __init__(self) -> None:
+        self._interned: dict[Any, RowExpr] = {}
+        self._shifted: dict[tuple[int, Any], RowExpr] = {}
+
+    def leaf(self, leaf: Leaf) -> RowExpr:
+        """The expression that reads ``leaf``."""
+        return self._intern(("leaf", _key(leaf)), lambda: RowExpr(None, leaf=leaf))
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> RowExpr:
+        """The expression ``target(*args, **kwargs)``; lists become tuples."""
+        flat_args = map_exprs(args, lambda expr: expr)
+        flat_kwargs = tuple(sorted(kwargs.items()))
+        key = ("call", target, _key(flat_args), _key(flat_kwargs))
+        return self._intern(key, lambda: RowExpr(target, flat_args, flat_kwargs))
+
+    def _intern(self, key: Any, make: Callable[[], RowExpr]) -> RowExpr:
+        if key not in self._interned:
+            self._interned[key] = make()
+        return self._interned[key]
+
+    def shift(self, expr: RowExpr, step: RowStep) -> RowExpr:
+        """``expr`` over the rows that ``step`` selects: the step moves down to the leaves."""
+        key = (id(expr), _key(step))
+        if key not in self._shifted:
+            self._shifted[key] = self._shift(expr, step)
+        return self._shifted[key]
+
+    def _shift(self, expr: RowExpr, step: RowStep) -> RowExpr:
+        if expr.leaf is not None:
+            if not expr.leaf.tiled:
+                return expr
+            old = expr.leaf
+            moved = Leaf(
+                old.node, old.prepare, old.token_sizes, old.local_sizes, (*old.steps, step)
+            )
+            return self.leaf(moved)
+        args = map_exprs(expr.args, lambda operand: self.shift(operand, step))
+        kwargs = {name: map_exprs(v, lambda o: self.shift(o, step)) for name, v in expr.kwargs}
+        return self.call(expr.target, *args, **kwargs)
+
+
+def _key(arg: Any) -> Any:
+    """A hashable stand-in that tells ``1`` from ``1.0`` and ``True``, and nodes by identity."""
+    if isinstance(arg, RowExpr):
+        return ("expr", id(arg))
+    if isinstance(arg, (tuple, list)):
+        return tuple(_key(item) for item in arg)
+    if isinstance(arg, (Leaf, RowStep)):
+        return tuple(_key(getattr(arg, name)) for name in arg.__slots__)
+    return (type(arg).__name__, str(arg) if isinstance(arg, Size) else arg)
+
+
+def walk(roots: list[RowExpr]) -> list[RowExpr]:
+    """Every expression under ``roots`` once, operands first."""
+    order: dict[int, RowExpr] = {}
+    stack: list[tuple[RowExpr, bool]] = [(root, False) for root in reversed(roots)]
+    while stack:
+        expr, done = stack.pop()
+        if id(expr) in order:
+            continue
+        if done:
+            order[id(expr)] = expr
+        else:
+            stack.append((expr, True))
+            stack.extend((operand, False) for operand in reversed(list(expr.operands())))
+    return list(order.values())
+
+
+def leaves(roots: list[RowExpr]) -> list[RowExpr]:
+    """The leaf expressions under ``roots``, in a stable order."""
+    return [expr for expr in walk(roots) if expr.leaf is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class RowValue:
+    """A graph value as rows: its expression and what each of its dims is.
+
+    The expression has shape ``[n, *local sizes]``, the local dims in the value's own order.
+    """
+
+    expr: RowExpr
+    tags: tuple[Tag, ...]
+    sizes: tuple[Size, ...]
+
+    @property
+    def wide(self) -> bool:
+        """Whether it still carries a vocabulary-sized dim."""
+        return VOCAB in self.tags
+
+    @property
+    def token_sizes(self) -> tuple[Size, ...]:
+        return tuple(s for s, tag in zip(self.sizes, self.tags, strict=True) if tag == TOKEN)
+
+    @property
+    def local_sizes(self) -> tuple[Size, ...]:
+        return tuple(s for s, tag in zip(self.sizes, self.tags, strict=True) if tag != TOKEN)
+
+    def local_dim(self, dim: int) -> int:
+        """Dim of the row expression that holds the value's local dim ``dim``."""
+        assert self.tags[dim] != TOKEN
+        return 1 + sum(tag != TOKEN for tag in self.tags[:dim])

@@ -1,0 +1,147 @@
+"""Finding the loss heads: the matmuls whose vocabulary-sized results only feed the loss.
+
+A head is told from other widening matmuls (an MLP's up-projection, a LoRA factor) by what comes
+after it: nothing of the model does. No name, config or module class is consulted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrl.analysis.rows.products import factors, is_amplifier
+from fxrl.ir.graph import (
+    PRODUCTS,
+    HigherOrderOperator,
+    OpOverload,
+    ancestors,
+    hint,
+    is_call,
+    shape_of,
+)
+
+aten = torch.ops.aten
+
+#: Ops that treat a dim as a set of classes; reading a matmul's output makes it a head.
+_CLASS_OPS = (
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten.logsumexp.default,
+    aten.gather.default,
+    aten.argmax.default,
+    aten.topk.default,
+    aten.sort.default,
+    aten.multinomial.default,
+)
+
+
+def find_heads(graph: fx.Graph) -> list[fx.Node]:
+    """The loss heads of a graph, in order.
+
+    A widening product is a head when no other layer comes after it (later products may only keep
+    the width, such as a learned adapter on the logits), or when a softmax, gather, argmax or sort
+    reads it through elementwise and layout ops alone.
+    """
+    products = [node for node in graph.nodes if _is_layer(node)]
+    after = _downstream(graph, products)
+    heads = []
+    for node in products:
+        if not is_amplifier(node):
+            continue
+        width = hint(shape_of(node)[-1])
+        later = (p for i, p in enumerate(products) if after[node] >> i & 1 and p is not node)
+        last = all(_keeps_width(p, width) for p in later) or _feeds_class_op(node)
+        if last and not _from_activations(node):  # which looks at all that comes before
+            heads.append(node)
+    return heads
+
+
+def _is_layer(node: fx.Node) -> bool:
+    if isinstance(node.target, HigherOrderOperator):
+        return True
+    if is_call(node, *PRODUCTS, aten.mv.default, aten.convolution.default):
+        return True
+    if node.op != "call_function":
+        return False
+    name = str(node.target)
+    return "attention" in name or "grouped_mm" in name or name.startswith("fxrl.")
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    """A call with a body of its own (autograd.Function); a checkpoint only wraps the same code."""
+    if not isinstance(node.target, HigherOrderOperator):
+        return False
+    return "checkpoint" not in str(node.target)
+
+
+def _keeps_width(node: fx.Node, width: int) -> bool:
+    if not is_call(node, aten.mm.default, aten.addmm.default):
+        return False
+    return not is_amplifier(node) and hint(shape_of(node)[-1]) >= width
+
+
+def _downstream(graph: fx.Graph, products: list[fx.Node]) -> dict[fx.Node, int]:
+    """For each node the set of products that depend on it, as a bit mask."""
+    bit = {node: 1 << i for i, node in enumerate(products)}
+    below: dict[fx.Node, int] = {}
+    for node in reversed(list(graph.nodes)):
+        mask = bit.get(node, 0)
+        for user in node.users:
+            mask |= below[user]
+        below[node] = mask
+    return below
+
+
+def _from_activations(node: fx.Node) -> bool:
+    """Whether the "weight" is computed from what the rows are (keys against queries)."""
+    rows, weight, _ = factors(node)
+    mine = {n for n in ancestors([weight]) if n.op == "call_function"}
+    return bool(mine & {n for n in ancestors([rows]) if n.op == "call_function"})
+
+
+_THROUGH: tuple[Any, ...] = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.permute.default,
+    aten.transpose.int,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.cat.default,
+    aten.index.Tensor,
+    aten.unbind.int,
+)
+
+
+def _feeds_class_op(head: fx.Node) -> bool:
+    width = hint(shape_of(head)[-1])
+    seen: set[fx.Node] = set()
+    stack = [head]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if _is_opaque(user):
+                return True
+            if is_call(user, *_CLASS_OPS):
+                val = node.meta.get("val")
+                if isinstance(val, torch.Tensor) and width in [hint(s) for s in val.shape]:
+                    return True
+            if user in seen or not _transparent(user):
+                continue
+            seen.add(user)
+            stack.append(user)
+    return False
+
+
+def _transparent(node: fx.Node) -> bool:
+    if is_call(node, *_THROUGH):
+        return True
+    target = node.target
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags

@@ -1,0 +1,1 @@
+"""From a user's function to one lowered graph."""

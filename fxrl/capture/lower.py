@@ -1,0 +1,200 @@
+"""From Dynamo's graph to one functional ATen graph whose values are differentiable again.
+
+    Dynamo graph     torch functions, in-place ops, no_grad blocks, higher-order ops
+    lowered graph    functional ATen; every op has an autograd formula; no_grad became detach
+
+The passes work on the lowered graph; AOTAutograd differentiates it afterwards. So lowering must
+not lose what autograd needs: code under ``no_grad`` becomes a ``detach`` of its results, and what
+has a backward of its own (autograd.Function, checkpoint, attention) stays one opaque call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._decomp import get_decompositions
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
+from torch.utils import _pytree as pytree
+
+from fxrl.capture.lower_bodies import lower_checkpointed
+from fxrl.capture.opaque import OpaqueCalls, is_opaque
+from fxrl.ir.graph import eliminate_dead_code, is_call, propagate_requires_grad, shape_of
+from fxrl.passes.fold_broadcast_products import fold_broadcast_products
+from fxrl.passes.rebatch_loops import rebatch_loops
+from fxrl.passes.tensorize_floats import use_tensors_for_floats
+
+aten = torch.ops.aten
+
+#: Losses that reduce over vocabulary and tokens at once, opened so that rows are visible.
+_OPENED: Any = get_decompositions(
+    [
+        aten.nll_loss_forward,
+        aten.nll_loss2d_forward,
+        aten.mse_loss,
+        aten.smooth_l1_loss,
+        aten.huber_loss,
+        aten.binary_cross_entropy,
+        aten.binary_cross_entropy_with_logits,
+    ]
+)
+
+_SET_GRAD = torch._C._set_grad_enabled
+
+#: Python's side of functionalisation, untyped in PyTorch.
+_sync: Callable[[Any], None] = torch._sync  # type: ignore[attr-defined]
+_has_data_mutation: Callable[[Any], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
+
+
+def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
+    """The functional ATen graph of a Dynamo graph, with fake values in ``meta["val"]``.
+
+    The placeholders are Dynamo's, in order. Shapes stay symbolic in Dynamo's own symbols.
+    """
+    examples = [example_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+    opaque = OpaqueCalls(gm)
+    interpreter = _Lowering(gm, opaque, grad_enabled)
+    with _tracing(examples), fx_traceback.preserve_node_meta(), torch.no_grad():
+        lowered = make_fx(_functional(interpreter.run), decomposition_table=_OPENED)(*examples)
+    _name_placeholders(gm, lowered, examples)
+    opaque.restore(lowered)
+    use_tensors_for_floats(lowered.graph)
+    rebatch_loops(lowered.graph)
+    fold_broadcast_products(lowered.graph)
+    eliminate_dead_code(lowered.graph)
+    propagate_requires_grad(lowered.graph)
+    if not grad_enabled:
+        for node in lowered.graph.nodes:
+            node.meta["requires_grad"] = False
+    lower_checkpointed(lowered, partial(lower, grad_enabled=grad_enabled))
+    _equate_gathers(lowered.graph)
+    lowered.recompile()
+    return lowered
+
+
+def example_of(node: fx.Node) -> Any:
+    """The value Dynamo saw for a node: a fake tensor, a SymInt, a number."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+@contextmanager
+def _tracing(examples: list[Any]) -> Iterator[None]:
+    """Trace in Dynamo's own fake mode; new data-dependent sizes belong to this trace alone."""
+    mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None)
+    with ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(mode)
+            if mode.shape_env is not None:
+                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(enable_python_dispatcher())
+        yield
+
+
+def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with in-place ops made functional; writes into inputs become final copies.
+
+    NOTE [Why thunks]: sizes are compared and multiplied all the time while tensors are traced (20
+    times for each op), and each result would become a node of the graph, to be erased as dead. As
+    a thunk it becomes one only where a call takes it. AOTAutograd traces so too.
+    """
+
+    def run(*args: Any) -> Any:
+        with (
+            torch._C._ExcludeDispatchKeyGuard(
+                torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+            ),
+            FunctionalTensorMode(),
+            maybe_enable_thunkify(),
+        ):
+            wrapped = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, args)
+            results = function(*wrapped)
+            results = pytree.tree_map_only(FunctionalTensor, _unwrap, results)
+        for arg, wrapper in zip(args, wrapped, strict=True):
+            if isinstance(wrapper, FunctionalTensor) and _has_data_mutation(wrapper.elem):
+                arg.copy_(_unwrap(wrapper))
+        return results
+
+    return run
+
+
+def _unwrap(value: FunctionalTensor) -> torch.Tensor:
+    _sync(value)
+    unwrapped: torch.Tensor = torch._from_functional_tensor(value.elem)
+    return unwrapped
+
+
+class _Lowering(fx.Interpreter):
+    """Runs a Dynamo graph under tracing, keeping what ATen alone would lose.
+
+    NOTE [Why no_grad becomes detach]: below autograd nothing tells that code ran under no_grad,
+    and AOTAutograd would differentiate it. A detach on every result says the same as data flow.
+    """
+
+    def __init__(self, gm: fx.GraphModule, opaque: OpaqueCalls, grad_enabled: bool) -> None:
+        super().__init__(gm)
+        self._opaque = opaque
+        self._grad_enabled = grad_enabled
+        self._ambient = grad_enabled
+
+    def run_node(self, n: fx.Node) -> Any:
+        if is_call(n, _SET_GRAD):
+            self._grad_enabled = bool(n.args[0])
+            return None
+        if is_opaque(n, self.module):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            with self._set_current_node(n), fx_traceback.set_current_meta(n):
+                result = self._opaque.call(n, args, kwargs)
+        else:
+            result = super().run_node(n)
+        if self._ambient and not self._grad_enabled and n.op in ("call_function", "call_method"):
+            return _detached(result)
+        return result
+
+
+def _detached(result: Any) -> Any:
+    if isinstance(result, torch.Tensor) and result.is_floating_point():
+        return result.detach()
+    if isinstance(result, (tuple, list)):  # also PyTorch's named results, such as max's
+        return type(result)(map(_detached, result))
+    return result
+
+
+def _name_placeholders(gm: fx.GraphModule, lowered: fx.GraphModule, examples: list[Any]) -> None:
+    """Give the lowered graph Dynamo's input names and marks of what needs a gradient."""
+    theirs = gm.graph.find_nodes(op="placeholder")
+    ours = lowered.graph.find_nodes(op="placeholder")
+    for source, node, example in zip(theirs, ours, examples, strict=True):
+        node.name = node.target = source.name
+        node.meta["requires_grad"] = isinstance(example, torch.Tensor) and example.requires_grad
+        for key in ("stack_trace", "tensor_dict", "grapharg"):
+            if key in source.meta:
+                node.meta[key] = source.meta[key]
+
+
+def _equate_gathers(graph: fx.Graph) -> None:
+    """Let a gather's index have exactly the tokens of what it reads, where it does now.
+
+    NOTE [Why a guard]: gather accepts a shorter index, so ``[s0, s1, V]`` gathered by ``[s2, s3,
+    1]`` says nothing about the sizes. Row programs need to know; the comparison becomes one of
+    Dynamo's guards, and a batch that breaks it is captured anew.
+    """
+    for node in graph.nodes:
+        if not is_call(node, aten.gather.default):
+            continue
+        source, dim, index = cast(tuple[fx.Node, int, fx.Node], node.args)
+        sizes, others = shape_of(source), shape_of(index)
+        for d, (left, right) in enumerate(zip(sizes, others, strict=True)):
+            if d != dim % len(sizes) and _has_hints(left, right):
+                bool(left == right)
+
+
+def _has_hints(*sizes: Any) -> bool:
+    return all(isinstance(size, int) or size.node.has_hint() for size in sizes)

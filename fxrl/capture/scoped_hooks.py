@@ -1,0 +1,150 @@
+"""What a step takes over while it is called, and puts back: hooks and log calls that would cut
+the captured graph although they do not touch a number.
+
+Gradient checkpointing switched on by the user brings both: a forward hook that makes the
+embeddings require grad, and a logger's warning that the cache is switched off.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from fxrl.ir.remark import Remark, RemarkKind, Report
+
+Hook = Callable[..., Any]
+
+_LEVELS = ("debug", "info", "warn", "error", "critical", "exception", "log")
+
+
+class Takeover:
+    """Scoped changes around each call of a step over ``model``.
+
+    Attributes:
+        report: one analysis remark for each thing that was taken over so far.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._quiet: dict[Hook, Hook] = {}
+        self._hooked: list[str] = []
+        self._silenced = _LogMethods()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Hooks that only call ``requires_grad_`` rest while traced; log calls are not traced."""
+        swapped = self._swap_hooks()
+        ignored: dict[str, Any] = {"ignore_logging_functions": self._silenced}
+        try:
+            with torch._dynamo.config.patch(ignored):
+                yield
+        finally:
+            for hooks, key, hook in swapped:
+                hooks[key] = hook
+
+    @property
+    def report(self) -> Report:
+        """What was taken over, in words."""
+        remarks = []
+        if self._hooked:
+            reason = "the forward hook's requires_grad_() is not needed in a captured step: skipped"
+            remarks.append(_fact(", ".join(self._hooked), reason))
+        if self._silenced.met:
+            calls = ", ".join(f"{name}()" for name in sorted(self._silenced.met))
+            remarks.append(
+                _fact("logging", f"log calls are left out of the captured step: {calls}")
+            )
+        return Report(tuple(remarks))
+
+    def _swap_hooks(self) -> list[tuple[dict[int, Hook], int, Hook]]:
+        swapped = []
+        for name, module in self._model.named_modules():
+            hooks: dict[int, Hook] = module._forward_hooks
+            for key, hook in hooks.items():
+                if only_requires_grad(hook):
+                    swapped.append((hooks, key, hook))
+                    if name not in self._hooked:
+                        self._hooked.append(name)
+        for hooks, key, hook in swapped:
+            # One stand-in for each hook: Dynamo guards on a hook's identity.
+            hooks[key] = self._quiet.setdefault(hook, _quiet_while_traced(hook))
+        return swapped
+
+
+def only_requires_grad(hook: Hook) -> bool:
+    """Whether all that a hook does is ``output.requires_grad_(...)``, told from its bytecode.
+
+    Training libraries register such a hook on the embeddings so that a checkpointed layer with
+    frozen inputs has something that requires grad.
+    """
+    if not isinstance(hook, types.FunctionType):
+        return False
+    code = hook.__code__
+    plain = not code.co_freevars and not code.co_cellvars and len(code.co_varnames) == 3
+    return plain and code.co_names == ("requires_grad_",) and _constants(code) <= {None, True}
+
+
+def _constants(code: types.CodeType) -> set[Any]:
+    constants = code.co_consts
+    if constants and isinstance(constants[0], str):  # the docstring
+        constants = constants[1:]
+    return set(constants)
+
+
+def _quiet_while_traced(hook: Hook) -> Hook:
+    """``hook``, skipped in captured code.
+
+    NOTE [Why not taken off altogether]: what a graph break leaves to eager code still needs it,
+    or a reentrant checkpoint would silently drop the gradients of what it wraps.
+    """
+
+    def quiet(module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
+        return hook(module, args, output)
+
+    return quiet
+
+
+class _LogMethods(list[Any]):
+    """What Dynamo shall leave out: every log method; notes which it met.
+
+    NOTE [Why log calls are left out]: Dynamo ends the graph at each one. Libraries log once, on a
+    path that every step takes, so the logits would leave the graph for a line of text.
+    NOTE [Why an empty list]: torch 2.11 writes its settings as JSON, and sorts those that are sets.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._methods = frozenset(_log_methods())
+        self.met: set[str] = set()
+
+    def __contains__(self, method: object) -> bool:
+        found = method in self._methods
+        if found:
+            self.met.add(getattr(method, "__name__", str(method)))
+        return found
+
+    def __repr__(self) -> str:
+        return "all log methods"
+
+    def __deepcopy__(self, _: object) -> _LogMethods:
+        return self  # Dynamo copies its settings; what was met must reach this one
+
+
+def _log_methods() -> Iterator[Any]:
+    """``logging.Logger``'s log methods, those that libraries add (``warning_once``) included."""
+    for name, method in vars(logging.Logger).items():
+        if name.startswith(_LEVELS) and callable(method):
+            yield method
+
+
+def _fact(site: str, reason: str) -> Remark:
+    return Remark(RemarkKind.ANALYSIS, "capture", site, "", reason)

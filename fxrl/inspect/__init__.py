@@ -1,0 +1,1 @@
+"""Looking at a step: explain, verify, dump."""

@@ -1,0 +1,226 @@
+"""How far two runs are apart, and how far they may be.
+
+NOTE [Which tolerance]
+Rounding makes two correct programs differ. With unit roundoff ``eps`` of the dtype that the model
+computes in, ``eps_acc`` of the one it accumulates in (float32 for half precision), ``D`` roundings
+along a path (leaf modules run) and reductions of at most ``K`` terms, independent roundings grow
+with the square root of their number (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019):
+
+    tolerance = 2 (eps sqrt(D) + c eps_acc sqrt(K))
+
+2 for two programs, each with its error; ``c`` for cancellation, 4 in a loss and 16 in a gradient.
+For a 12-layer bf16 model this is the 15 to 20 % by which two correct runs were seen to differ.
+In float64 rounding is no excuse: 1e-9 for losses and 1e-7 for gradients, whatever the sizes.
+
+NOTE [Which reference]
+15 % hides many mistakes. For half precision the step is therefore compared with a run of the same
+model in float32 (or float64), the truth, and so is eager: the step passes if it is no further from
+the truth than twice eager. Eager can be near the truth by luck in one tensor, so its error counts
+as at least its error over all gradients; errors of ``n`` numbers scatter by ``1 / sqrt(n)``, so the
+factor is ``2 (1 + 3 / sqrt(n))``; and one ``eps`` is granted for rounding the result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fxrl.inspect.evaluate import Outcome
+from fxrl.inspect.verify_report import VerifyRow
+
+_CANCELLATION = {"loss": 4.0, "gradient": 16.0}
+_FLOAT64 = {"loss": 1e-9, "gradient": 1e-7}
+_SCATTER = 3.0  # standard deviations by which the error of few numbers may scatter
+_FACTOR = 2.0  # how much further from the truth than eager the step may be
+_SMALL = 1e-2  # a gradient with less than this part of the whole norm is measured against that
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerances:
+    """Accepted relative errors (see NOTE [Which tolerance]).
+
+    Attributes:
+        dtype: what the model computes in.
+        depth: ``D``, leaf modules run.
+        terms: ``K``, terms of the longest reduction.
+    """
+
+    dtype: torch.dtype
+    depth: int
+    terms: int
+
+    def at(self, dtype: torch.dtype) -> Tolerances:
+        """The same for a value whose own ``dtype`` is coarser than what the model computes in."""
+        coarser = dtype.is_floating_point and torch.finfo(dtype).eps > self.eps
+        return replace(self, dtype=dtype) if coarser else self
+
+    def of(self, kind: str) -> float:
+        """The tolerance for ``"loss"`` (also metrics and buffers) or ``"gradient"``."""
+        if self.dtype is torch.float64:
+            return _FLOAT64[kind]
+        accumulate = torch.finfo(torch.float32).eps
+        paths = self.eps * math.sqrt(max(self.depth, 1))
+        sums = accumulate * math.sqrt(max(self.terms, 1))
+        return 2 * (paths + _CANCELLATION[kind] * sums)
+
+    @property
+    def eps(self) -> float:
+        """Distance from 1 to the next number of ``dtype``."""
+        return torch.finfo(self.dtype).eps
+
+
+def compare(
+    ours: Outcome, eager: Outcome, truth: Outcome | None, tolerances: Tolerances
+) -> tuple[VerifyRow, ...]:
+    """One row a value: loss, metrics, gradients, their total, buffers that a run changed."""
+    scalars = _Judge(ours, eager, truth, tolerances, "loss")
+    wide = truth.loss if truth else None
+    rows = [scalars.scalar("loss", "loss", ours.loss, eager.loss, wide)]
+    for name in dict.fromkeys((*eager.metrics, *ours.metrics)):
+        wide = truth.metrics.get(name) if truth else None
+        rows.append(
+            scalars.scalar(name, "metric", ours.metrics.get(name), eager.metrics.get(name), wide)
+        )
+    rows += _Judge(ours, eager, truth, tolerances, "gradient").gradients()
+    # Buffers of the wider run are copies that nobody sees: always against eager.
+    direct = _Judge(ours, eager, None, tolerances, "loss")
+    for name in dict.fromkeys((*eager.buffers, *ours.buffers)):
+        values = ours.buffers.get(name), eager.buffers.get(name)
+        rows.append(direct.scalar(name, "buffer", *values, None))
+    return tuple(rows)
+
+
+class _Judge:
+    """Turns errors into rows under one rule."""
+
+    def __init__(
+        self, ours: Outcome, eager: Outcome, truth: Outcome | None, tol: Tolerances, kind: str
+    ) -> None:
+        self._ours, self._eager, self._truth = ours, eager, truth
+        self._tolerances, self._kind = tol, kind
+
+    def scalar(
+        self, name: str, kind: str, ours: Tensor | None, eager: Tensor | None, truth: Tensor | None
+    ) -> VerifyRow:
+        """A loss, metric or buffer: relative to at least 1, as log-probabilities are of order 1.
+
+        A loss may be a small difference of such terms, which no program gets relatively right.
+        """
+        if ours is None or eager is None or ours.shape != eager.shape:
+            note = f"{_described(ours)} in the step, {_described(eager)} in eager"
+            allowed = self._tolerances.of(self._kind)
+            return VerifyRow(name, kind, math.inf, math.inf, allowed, False, None, note)
+        reference = eager if truth is None or truth.shape != eager.shape else truth
+        scale = max(_norm(reference), math.sqrt(reference.numel()))
+        error = None if reference is eager else _distance(eager, reference) / scale
+        return self._row(name, kind, ours, reference, scale, (error, error))
+
+    def gradients(self) -> list[VerifyRow]:
+        """Every gradient, then all as one vector; a missing gradient counts as zeros."""
+        reference = self._truth or self._eager
+        total = math.hypot(*(_norm(g) for g in reference.grads.values() if g is not None), 0.0)
+        count = sum(g.numel() for g in reference.grads.values() if g is not None)
+        typical = self._distance_of_all(self._eager) / (total or 1.0) if self._truth else None
+        rows: list[VerifyRow] = []
+        coarsest = self._tolerances.dtype
+        for name, ours in self._ours.grads.items():
+            eager, wanted = self._eager.grads.get(name), reference.grads.get(name)
+            if ours is None and eager is None:
+                continue
+            like = next(g for g in (ours, eager) if g is not None)
+            ours_, eager_, wanted_ = (_or_zeros(g, like) for g in (ours, eager, wanted))
+            scale = self.scale_of(wanted_, total)
+            error = _distance(eager_, wanted_) / scale if self._truth else None
+            row = self._row(name, "gradient", ours_, wanted_, scale, (error, typical))
+            rows.append(_with_note(row, ours, eager))
+            coarsest = max(coarsest, eager_.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        if rows:
+            rel = self._distance_of_all(self._ours) / (total or 1.0)
+            tolerance = self._allowed(torch.empty(count, dtype=coarsest, device="meta"), typical)
+            largest = max(row.max_abs for row in rows)
+            total_ok = rel <= tolerance
+            rows.append(
+                VerifyRow("all gradients", "total", largest, rel, tolerance, total_ok, typical)
+            )
+        return rows
+
+    def scale_of(self, gradient: Tensor, total: float) -> float:
+        """What a gradient's error is relative to: its norm, but not less than noise has.
+
+        Some gradients are zero by mathematics (the key bias under softmax): they hold only the
+        rounding of larger terms. So the least scale is ``_SMALL`` of the norm of all gradients,
+        ten times that for one number, in which a whole batch cancels.
+        """
+        least = _SMALL * total * max(1.0, 10 / math.sqrt(max(gradient.numel(), 1)))
+        return max(_norm(gradient), least, torch.finfo(torch.float32).tiny)
+
+    def _row(
+        self,
+        name: str,
+        kind: str,
+        ours: Tensor,
+        reference: Tensor,
+        scale: float,
+        eager: tuple[float | None, float | None],
+    ) -> VerifyRow:
+        """``eager``: its own relative error here, and over all (``None``: it is the reference)."""
+        rel = _distance(ours, reference) / scale
+        tolerance = self._allowed(reference, *eager)
+        largest = float(_error(ours, reference).abs().max()) if ours.numel() else 0.0
+        return VerifyRow(name, kind, largest, rel, tolerance, rel <= tolerance, eager[0])
+
+    def _allowed(self, value: Tensor, *eager: float | None) -> float:
+        measured = [error for error in eager if error is not None]
+        tolerances = self._tolerances.at(value.dtype)
+        if not measured:
+            return tolerances.of(self._kind)
+        rounding = min(tolerances.eps, tolerances.of(self._kind))
+        scatter = 1 + _SCATTER / math.sqrt(max(value.numel(), 1))
+        return _FACTOR * scatter * max(measured) + rounding
+
+    def _distance_of_all(self, run: Outcome) -> float:
+        reference = (self._truth or self._eager).grads
+        distances = [0.0]
+        for name, grad in run.grads.items():
+            wanted = reference.get(name)
+            if (like := grad if grad is not None else wanted) is not None:
+                distances.append(_distance(_or_zeros(grad, like), _or_zeros(wanted, like)))
+        return math.hypot(*distances)
+
+
+def _error(ours: Tensor, reference: Tensor) -> Tensor:
+    """Difference in float64; equal infinities and NaNs on both sides differ by 0, else by inf."""
+    a, b = _wide(ours), _wide(reference)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return (a - b).nan_to_num(math.inf, math.inf, math.inf).masked_fill(same, 0.0)
+
+
+def _distance(ours: Tensor, reference: Tensor) -> float:
+    return float(_error(ours, reference).norm())
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float64; a complex number as its two parts."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64)
+
+
+def _norm(tensor: Tensor) -> float:
+    """Norm of the finite part."""
+    return float(_wide(tensor).nan_to_num(0.0, 0.0, 0.0).norm())
+
+
+def _or_zeros(tensor: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if tensor is None else tensor
+
+
+def _with_note(row: VerifyRow, ours: Tensor | None, eager: Tensor | None) -> VerifyRow:
+    if ours is None:
+        return replace(row, note="no gradient in the step")
+    return replace(row, note="no gradient in eager") if eager is None else row
+
+
+def _described(value: Tensor | None) -> str:
+    return "missing" if value is None else f"shape {tuple(value.shape)}"

@@ -1,0 +1,223 @@
+"""Write what every capture left behind as a folder that a person can read and diff.
+
+    index.md                    start here
+    report.txt, report.jsonl    all remarks
+    capture_0/
+        inputs.txt, 00_dynamo.py
+        01_<pass>.before.txt, 01_<pass>.after.txt, 01_<pass>.diff
+        regions/<id>/forward.txt, vjp.txt, generated/...
+        aot/forward.py, backward.py
+        report.txt, report.jsonl
+    depyf/                      Dynamo's bytecode, decompiled
+    fxrl-dump.json              which files are fxrl's
+
+NOTE [Why a list of our own files]
+A dump is repeated into one folder, and a graph that is gone must not look alive: so files of the
+last dump that this one does not write again are removed. Only ``fxrl-dump.json`` says which those
+are; what it does not list belongs to someone else and is neither removed nor overwritten.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fxrl.errors import FxrlError
+from fxrl.inspect.decompile import DecompileError, decompile_dynamo
+from fxrl.inspect.dump_index import CaptureFiles, RegionFiles, index
+from fxrl.ir.capture_record import CaptureRecord, RegionRecord, Stage
+from fxrl.ir.remark import Report
+
+_MANIFEST = "fxrl-dump.json"
+_REPORT_WIDTH = 120
+
+
+class DumpError(FxrlError, OSError):
+    """The folder cannot take a dump."""
+
+
+def write_dump(
+    directory: str | Path,
+    records: Sequence[CaptureRecord],
+    report: Report,
+    *,
+    functions: Sequence[Callable[..., Any]] = (),
+) -> Path:
+    """Write a dump and return the path of its ``index.md``.
+
+    Args:
+        directory: made if it does not exist; files of an earlier dump in it are replaced,
+            files of others stay as they are.
+        records: what the captures left behind.
+        report: the remarks over all captures.
+        functions: functions that ran under ``torch.compile``, whose Dynamo bytecode is
+            decompiled. Where depyf is missing or fails, the index says so.
+
+    Raises:
+        DumpError: ``directory`` is a file, its list of files is damaged, or a file of someone
+            else has a name that the dump needs. Nothing is written then.
+    """
+    root = Path(directory)
+    depyf, notes = _decompiled(functions)
+    _write(root, render(records, report, depyf=depyf, notes=notes))
+    return root / "index.md"
+
+
+def render(
+    records: Sequence[CaptureRecord],
+    report: Report,
+    *,
+    depyf: Mapping[str, str],
+    notes: Sequence[str] = (),
+) -> dict[str, str]:
+    """The files of a dump: path with ``/`` -> text. Pure: no disk, no clock.
+
+    Args:
+        records: as in ``write_dump``.
+        report: as in ``write_dump``.
+        depyf: file name -> decompiled source.
+        notes: why something is missing, for the index.
+    """
+    files = _Files()
+    captures = [_capture(files, record) for record in records]
+    decompiled = [files.add("depyf", name, text) for name, text in sorted(depyf.items())]
+    _report(files, "", report)
+    files.add("", "index.md", index(captures, report, decompiled, notes))
+    return files.texts
+
+
+class _Files:
+    """Texts by path; names made safe, and unique whatever the file system thinks of case."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self._taken: set[str] = set()
+
+    def add(self, folder: str, name: str, text: str) -> str:
+        path = self.path(folder, name)
+        self.texts[path] = text if text.endswith("\n") or not text else f"{text}\n"
+        return path
+
+    def path(self, folder: str, name: str) -> str:
+        safe = re.sub(r"[^\w.+-]", "_", name).lstrip(".") or "_"
+        path = PurePosixPath(folder, safe)
+        number = 1
+        while str(path).lower() in self._taken:
+            number += 1
+            path = path.with_name(f"{number}_{safe}")
+        self._taken.add(str(path).lower())
+        return str(path)
+
+
+def _capture(files: _Files, record: CaptureRecord) -> CaptureFiles:
+    folder = files.path("", f"capture_{record.index}")
+    return CaptureFiles(
+        record=record,
+        inputs=files.add(folder, "inputs.txt", record.inputs),
+        dynamo=files.add(folder, "00_dynamo.py", record.dynamo),
+        stages=[_stage(files, folder, n, stage) for n, stage in enumerate(record.stages, 1)],
+        regions=[_region(files, f"{folder}/regions", region) for region in record.regions],
+        aot=[files.add(f"{folder}/aot", f"{n}.py", t) for n, t in record.aot.items()],
+        report=_report(files, folder, record.report),
+    )
+
+
+def _stage(files: _Files, folder: str, number: int, stage: Stage) -> tuple[str, str, str]:
+    name = f"{number:02d}_{stage.name}"
+    before = files.add(folder, f"{name}.before.txt", stage.before)
+    after = files.add(folder, f"{name}.after.txt", stage.after)
+    lines = difflib.unified_diff(
+        stage.before.splitlines(),
+        stage.after.splitlines(),
+        PurePosixPath(before).name,
+        PurePosixPath(after).name,
+        lineterm="",
+    )
+    return before, after, files.add(folder, f"{name}.diff", "\n".join(lines))
+
+
+def _region(files: _Files, folder: str, region: RegionRecord) -> RegionFiles:
+    folder = files.path(folder, region.region_id)
+    return RegionFiles(
+        record=region,
+        forward=files.add(folder, "forward.txt", region.forward),
+        vjp=files.add(folder, "vjp.txt", region.vjp) if region.vjp else "",
+        generated=[files.add(f"{folder}/generated", n, t) for n, t in region.generated.items()],
+    )
+
+
+def _report(files: _Files, folder: str, report: Report) -> str:
+    files.add(folder, "report.jsonl", report.to_json())
+    return files.add(folder, "report.txt", report.table(_REPORT_WIDTH))
+
+
+def _decompiled(functions: Sequence[Callable[..., Any]]) -> tuple[dict[str, str], list[str]]:
+    """Decompiled sources, and why one is missing."""
+    sources: dict[str, str] = {}
+    notes: list[str] = []
+    for function in functions:
+        try:
+            sources |= decompile_dynamo(function)
+        except DecompileError as error:
+            notes.append(str(error))
+    return sources, list(dict.fromkeys(notes))
+
+
+def _write(root: Path, texts: Mapping[str, str]) -> None:
+    if root.exists() and not root.is_dir():
+        raise DumpError(f"{root} is a file, and a dump is a folder; choose another path")
+    old = _manifest(root)
+    foreign = [path for path in texts if path not in old and _in_the_way(root, path)]
+    if foreign:
+        raise DumpError(
+            f"{root} has files that fxrl did not write, under names it needs: "
+            f"{', '.join(foreign[:5])}; move them or dump into another folder"
+        )
+    root.mkdir(parents=True, exist_ok=True)
+    # The list comes first, old and new: a dump that is cut short can still be cleaned up.
+    _save_manifest(root, old | set(texts))
+    for stale in sorted(old - set(texts)):
+        _remove(root, stale)
+    for path, text in texts.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text, encoding="utf-8", newline="\n")
+    _save_manifest(root, set(texts))
+
+
+def _in_the_way(root: Path, path: str) -> bool:
+    """Whether the file exists, or a file stands where one of its folders must be."""
+    folders = [root / parent for parent in PurePosixPath(path).parents]
+    return (root / path).exists() or any(f.exists() and not f.is_dir() for f in folders)
+
+
+def _manifest(root: Path) -> set[str]:
+    """Paths that the last dump wrote."""
+    file = root / _MANIFEST
+    if not file.exists():
+        return set()
+    try:
+        paths = json.loads(file.read_text(encoding="utf-8"))["files"]
+        safe = all(not PurePosixPath(p).is_absolute() and ".." not in p.split("/") for p in paths)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DumpError(f"{file} is damaged ({error}); remove the folder and dump again") from error
+    if not safe:
+        raise DumpError(f"{file} lists files outside its folder; remove the folder and dump again")
+    return set(paths)
+
+
+def _save_manifest(root: Path, paths: set[str]) -> None:
+    text = json.dumps({"files": sorted(paths)}, indent=1)
+    (root / _MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def _remove(root: Path, path: str) -> None:
+    """Remove a file of ours and the folders that it leaves empty."""
+    (root / path).unlink(missing_ok=True)
+    for folder in (root / path).parents:
+        if folder == root or not folder.is_dir() or any(folder.iterdir()):
+            return
+        folder.rmdir()

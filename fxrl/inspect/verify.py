@@ -1,0 +1,177 @@
+"""``verify``: the optimized step against eager, value by value, and which rewrite is to blame.
+
+Both run from one random state; gradients, buffers, flags and random state are put back, so a
+verified training goes on as if nothing had been. Tolerances: ``compare``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxrl.errors import ConfigError, VerificationError
+from fxrl.inspect.bisect import find_blame
+from fxrl.inspect.compare import Tolerances, compare
+from fxrl.inspect.evaluate import (
+    EvaluationError,
+    LossFn,
+    Outcome,
+    Precision,
+    Step,
+    evaluate,
+    named_trainable,
+    watch_precision,
+)
+from fxrl.inspect.reference import TruthError, evaluate_wider
+from fxrl.inspect.verify_report import VerifyReport
+from fxrl.ir.capture_record import CaptureRecord
+from fxrl.ir.remark import RemarkKind, Report
+
+Reference = Literal["auto", "eager", "float32", "float64"]
+Rebuild = Callable[[frozenset[str]], Step]
+_REFERENCES = ("auto", "eager", "float32", "float64")
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def verify_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    step: Step,
+    batch: Any,
+    *,
+    records: Sequence[CaptureRecord] | None = None,
+    rebuild: Rebuild | None = None,
+    reference: Reference = "auto",
+) -> VerifyReport:
+    """Compare ``step(batch)`` with ``loss_fn(model, batch)``: loss, metrics, gradients, buffers.
+
+    Args:
+        model: what ``loss_fn`` is called with.
+        loss_fn: returns a scalar loss or ``(loss, {"name": value})``.
+        step: the optimized step.
+        batch: any pytree; gradients of its tensors that require grad are compared too.
+        records: captures whose applied remarks name the sites; ``None`` takes ``step.report``.
+        rebuild: makes the step with the given sites left as they are; ``None`` takes
+            ``step.without_sites``. Called only on a failure, once a trial of the search.
+        reference: ``"eager"`` compares with eager itself; ``"float32"`` and ``"float64"`` with a
+            run of the model in that dtype; ``"auto"`` takes ``"float32"`` for half precision
+            where memory allows and the loss draws no random numbers, else ``"eager"``.
+
+    Raises:
+        VerificationError: eager cannot run the batch, or the step fails where eager runs.
+        TruthError: ``reference`` names a dtype, and the model cannot run in it.
+        ConfigError: ``reference`` is none of the four.
+    """
+    if reference not in _REFERENCES:
+        raise ConfigError(f"reference={reference!r} is not one of {', '.join(_REFERENCES)}")
+    params = named_trainable(model, loss_fn)
+    eager, precision = _evaluate_eager(model, loss_fn, params, batch)
+    truth, used, notes = _reference_run(model, loss_fn, batch, reference, eager, precision)
+    tolerances = Tolerances(precision.dtype, precision.calls, _longest_reduction(params, batch))
+
+    def judge(candidate: Step) -> VerifyReport:
+        rows = compare(evaluate(candidate, model, params, batch), eager, truth, tolerances)
+        return VerifyReport(all(row.ok for row in rows), rows, (), used, tuple(notes))
+
+    def search() -> tuple[tuple[str, ...], str]:
+        sites = _applied_sites(step, records)  # known only now: the step may compile when it runs
+        return _search(judge, sites, rebuild or getattr(step, "without_sites", None))
+
+    try:
+        report = judge(step)
+    except Exception as error:  # whatever the compiled code raises is the finding
+        blame, why = search()
+        raise VerificationError(
+            f"the optimized step fails where eager runs: {type(error).__name__}: {error}; "
+            f"to blame: {', '.join(blame) or 'unknown'}{f' ({why})' if why else ''}"
+        ) from error
+    if eager.drew_random and not report.ok:
+        notes.append(
+            "the loss draws random numbers, and compiled code may draw others from one seed; "
+            "verify again with dropout 0 or model.eval()"
+        )
+    blame, why = ((), "") if report.ok else search()
+    return replace(report, blame=blame, notes=(*notes, *([why] if why else [])))
+
+
+def _search(
+    judge: Callable[[Step], VerifyReport], sites: Sequence[str], rebuild: Rebuild | None
+) -> tuple[tuple[str, ...], str]:
+    """Blamed sites, and why they are not all or not known."""
+    if not sites:
+        return (), "no rewrite was applied, so none can be blamed"
+    if rebuild is None:
+        return (), "the step cannot be built without single rewrites, so none is blamed"
+
+    def fails(enabled: frozenset[str]) -> bool:
+        try:
+            return not judge(rebuild(frozenset(sites) - enabled)).ok
+        except Exception:  # a step that raises is as wrong as one that miscounts
+            return True
+
+    return find_blame(sites, fails)
+
+
+def _evaluate_eager(
+    model: nn.Module, loss_fn: LossFn, params: dict[str, Tensor], batch: Any
+) -> tuple[Outcome, Precision]:
+    try:
+        with watch_precision(model) as precision:
+            eager = evaluate(lambda b: loss_fn(model, b), model, params, batch)
+    except EvaluationError:
+        raise
+    except Exception as error:  # user code
+        raise VerificationError(
+            f"the loss fails in eager mode, so there is nothing to compare with: "
+            f"{type(error).__name__}: {error}; cure: make loss_fn(model, batch) run first"
+        ) from error
+    for value in (*model.parameters(), eager.loss):
+        precision.see(value.dtype)
+    return eager, precision
+
+
+def _reference_run(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    reference: Reference,
+    eager: Outcome,
+    precision: Precision,
+) -> tuple[Outcome | None, str, list[str]]:
+    """The wider run if there is one, the name of what is compared with, and notes."""
+    if reference == "eager" or (reference == "auto" and precision.dtype not in _HALF):
+        return None, "eager", []
+    if reference == "auto" and eager.drew_random:
+        note = "random numbers may depend on the dtype, so there is no wider reference"
+        return None, "eager", [note]
+    used = "float32" if reference == "auto" else reference
+    if torch.finfo(precision.dtype).eps <= torch.finfo(getattr(torch, used)).eps:
+        return None, "eager", [f"{used} is no wider than {precision.dtype}, so eager is as good"]
+    try:
+        return evaluate_wider(model, loss_fn, batch, getattr(torch, used)), used, []
+    except TruthError as error:
+        if reference != "auto":
+            raise
+        return None, "eager", [f"no wider reference: {error}"]
+
+
+def _longest_reduction(params: dict[str, Tensor], batch: Any) -> int:
+    """Upper bound of the terms of a sum: the largest parameter dim, or all items of the batch."""
+    dims = [size for parameter in params.values() for size in parameter.shape]
+    items = [leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return max([1, *dims, *items])
+
+
+def _applied_sites(step: Step, records: Sequence[CaptureRecord] | None) -> list[str]:
+    """Sites that were rewritten, each once, in the order of the remarks."""
+    if records is None:
+        reports = [getattr(step, "report", Report())]
+    else:
+        reports = [record.report for record in records]
+    applied = (remark for report in reports for remark in report.of_kind(RemarkKind.APPLIED))
+    return list(dict.fromkeys(remark.site for remark in applied))

@@ -1,0 +1,1 @@
+"""The representation that every part shares: graphs, remarks, sites, plans, regions."""

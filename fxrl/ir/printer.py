@@ -1,0 +1,232 @@
+"""``print_graph``: the one text form of a graph, shared by goldens, dumps and diffs.
+
+One value a line, operands by name, type behind the colon:
+
+    %hidden = input : f32[s0, 8] grad
+    %logits = aten.mm.default(%hidden, %weight) : f32[s0, 97]
+    return %logits
+
+NOTE [Why an own printed form]
+``fx.Graph.__str__`` shows no shapes and ``print_readable`` shows addresses of higher-order
+functions, device and strides, and symbols that depend on hashes of Dynamo's internal names. A
+golden test or a diff needs a text that changes only when the graph does: so there are no
+addresses, no devices of values, and symbols are numbered in the order in which the text shows them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
+import torch
+from torch import fx
+
+from fxrl.ir.source import user_source
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_DYNAMO_NAME = re.compile(r"^[lg]_(?P<path>.*[^_])_+(?:_\d+)?$", re.IGNORECASE)
+_OVERLOAD, _PACKET = type(torch.ops.aten.mm.default), type(torch.ops.aten.mm)
+_MODULE_STEP = re.compile(r"_+(?:modules|parameters|buffers)_+")
+
+
+def print_graph(graph: fx.GraphModule | fx.Graph, *, source: bool = False) -> str:
+    """``graph`` as stable text; submodules that it calls follow as ``@name:`` blocks.
+
+    Args:
+        graph: any FX graph; types come from ``meta["val"]`` (or Dynamo's ``"example_value"``).
+        source: append the user's ``# file.py:12`` to every line where it is known.
+    """
+    graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
+    return "\n".join(_Printer(source).lines(graph))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``"bf16"``, ``torch.float8_e4m3fn`` -> ``"f8e4m3"``."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype is torch.bool:
+        return "b8"
+    name = re.sub(r"^(b?)float", r"\1f", name)
+    name = re.sub(r"^(u?)int", lambda match: f"{match[1] or ''}i" if not match[1] else "u", name)
+    name = re.sub(r"^complex", "c", name).replace("_", "")
+    return re.sub(r"(e\dm\d)fn(?=$|x)", r"\1", name)
+
+
+def input_name(name: str) -> str:
+    """Dynamo's flattened name as a path: ``L_batch_input_ids_`` -> ``batch.input_ids``.
+
+    ``L_self_modules_lm_head_parameters_weight_`` becomes ``self.lm_head.weight``. Dynamo writes
+    every separator as ``_``, so only module steps and the leading ``batch`` can be told apart;
+    anything else keeps its underscores. A name that is not Dynamo's is returned as it is.
+    """
+    if (match := _DYNAMO_NAME.match(name)) is None:
+        return name
+    path = _MODULE_STEP.sub(".", match["path"].strip("_"))
+    return re.sub(r"^batch_+", "batch.", path)
+
+
+class Symbols:
+    """Numbers symbolic sizes by first use: backed ``s0``, unbacked ``u0``, floats ``f0``."""
+
+    def __init__(self) -> None:
+        self._renamed: dict[sympy.Symbol, sympy.Symbol] = {}
+        self._counts: Counter[str] = Counter()
+
+    def text(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
+        """The expression of ``value`` in renamed symbols."""
+        expr = value.node.expr
+        for symbol in sorted(expr.free_symbols, key=lambda s: (len(s.name), s.name)):
+            if symbol not in self._renamed:
+                kind = {"u": "u", "z": "f"}.get(symbol.name[0], "s")
+                fresh = f"{kind}{self._counts[kind]}"
+                self._counts[kind] += 1
+                self._renamed[symbol] = sympy.Symbol(fresh, **symbol.assumptions0)
+        return str(expr.xreplace(self._renamed))
+
+    def is_plain(self, value: object) -> bool:
+        """Whether ``value`` is one bare symbol."""
+        return isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol)
+
+
+class _Printer:
+    def __init__(self, source: bool) -> None:
+        self._source = source
+        self._symbols = Symbols()
+
+    def lines(self, graph: fx.Graph) -> list[str]:
+        names = self._names(graph)
+        lines = [self._line(node, names) for node in graph.nodes]
+        for target, module in _called_graphs(graph).items():
+            lines += ["", f"@{target}:"]
+            lines += [f"  {line}" if line else "" for line in self.lines(module.graph)]
+        return lines
+
+    def _names(self, graph: fx.Graph) -> dict[fx.Node, str]:
+        """Printed name of each node; a nicer name gives way where it would be ambiguous."""
+        names = {node: node.name for node in graph.nodes}
+        nicer = {node: self._input_name(node) for node in graph.nodes if node.op == "placeholder"}
+        taken = Counter([*nicer.values(), *(n.name for n in graph.nodes if n not in nicer)])
+        names.update({node: name for node, name in nicer.items() if taken[name] == 1})
+        return names
+
+    def _input_name(self, node: fx.Node) -> str:
+        value = _value(node)
+        return self._symbols.text(value) if self._symbols.is_plain(value) else input_name(node.name)
+
+    def _line(self, node: fx.Node, names: dict[fx.Node, str]) -> str:
+        if node.op == "output":
+            result = node.args[0]
+            values = result if isinstance(result, tuple | list) else (result,)
+            return f"return {', '.join(self.argument(value, names) for value in values)}"
+        line = f"%{names[node]} = {self._expression(node, names)}"
+        value = _value(node)
+        if value is not None:
+            line += f" : {self.type_of(value)}"
+        if node.op in ("placeholder", "get_attr") and getattr(value, "requires_grad", False):
+            line += " grad"
+        shown = self._source and node.op != "placeholder"  # inputs carry the call, not a place
+        where = user_source(node) if shown else ""
+        return f"{line}  # {where}" if where else line
+
+    def _expression(self, node: fx.Node, names: dict[fx.Node, str]) -> str:
+        if node.op == "placeholder":
+            return "input"
+        if node.op == "get_attr":
+            return f"@{node.target}"
+        args = [self.argument(arg, names) for arg in node.args]
+        args += [f"{key}={self.argument(arg, names)}" for key, arg in node.kwargs.items()]
+        if node.op == "call_method":
+            return f"{args[0]}.{node.target}({', '.join(args[1:])})"
+        callee = f"@{node.target}" if node.op == "call_module" else _callee(node.target)
+        return f"{callee}({', '.join(args)})"
+
+    def type_of(self, value: object) -> str:
+        """``f32[s0, 97]`` for a tensor; the expression for a symbol; the type's name otherwise."""
+        if isinstance(value, torch.Tensor):
+            return f"{dtype_name(value.dtype)}[{', '.join(map(self._size, value.shape))}]"
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return self._symbols.text(value)
+        if isinstance(value, tuple | list):
+            return f"({', '.join(map(self.type_of, value))})"
+        return "none" if value is None else type(value).__name__
+
+    def _size(self, size: int | torch.SymInt) -> str:
+        return self._symbols.text(size) if isinstance(size, torch.SymInt) else str(size)
+
+    def argument(self, value: Any, names: Mapping[fx.Node, str]) -> str:
+        """One operand; see ``constant`` for those that are no graph values."""
+        if isinstance(value, fx.Node):
+            return f"%{names[value]}"
+        if isinstance(value, list | tuple):
+            inner = ", ".join(self.argument(item, names) for item in value)
+            return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+        if isinstance(value, Mapping):
+            items = (f"{key!r}: {self.argument(item, names)}" for key, item in value.items())
+            return f"{{{', '.join(items)}}}"
+        if isinstance(value, slice):
+            parts = (value.start, value.stop, value.step)
+            return f"slice({', '.join(self.argument(part, names) for part in parts)})"
+        return self.constant(value)
+
+    def constant(self, value: Any) -> str:
+        """A literal operand, without addresses; floats exactly, by ``repr``."""
+        if isinstance(value, torch.dtype):
+            return dtype_name(value)
+        if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+            return self.type_of(value)
+        if value is Ellipsis:
+            return "..."
+        if callable(value):
+            return _callee(value)
+        return _ADDRESS.sub("", str(value) if _is_torch_enum(value) else repr(value)).removeprefix(
+            "torch."
+        )
+
+
+def _is_torch_enum(value: object) -> bool:
+    return isinstance(value, torch.device | torch.layout | torch.memory_format)
+
+
+def _value(node: fx.Node) -> Any:
+    """What the node holds: a (fake) tensor, a symbol, a tuple of those, or None if unknown."""
+    for key in ("val", "example_value"):
+        if (value := node.meta.get(key)) is not None:
+            return value
+    if node.op == "get_attr" and node.graph.owning_module is not None:
+        held = _attribute(node.graph.owning_module, str(node.target))
+        return held if isinstance(held, torch.Tensor) else None
+    return None
+
+
+def _attribute(module: torch.nn.Module, path: str) -> object:
+    value: object = module
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _called_graphs(graph: fx.Graph) -> dict[str, fx.GraphModule]:
+    """Graph modules that ``graph`` calls or passes on, by path, in order of first use."""
+    called: dict[str, fx.GraphModule] = {}
+    if (owner := graph.owning_module) is None:
+        return called
+    for node in graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            module = _attribute(owner, str(node.target))
+            if isinstance(module, fx.GraphModule):
+                called[str(node.target)] = module
+    return called
+
+
+def _callee(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    if isinstance(target, _OVERLOAD | _PACKET):
+        return str(target)
+    name = getattr(target, "__name__", None) or type(target).__name__
+    module = getattr(target, "__module__", None) or "torch"
+    if module.startswith(("torch._ops", "torch._higher_order_ops")):
+        return f"higher_order.{name}"
+    return f"{module.lstrip('_')}.{name}"

@@ -1,0 +1,167 @@
+"""What the passes say: every site gets exactly one remark, applied or missed.
+
+The vocabulary is LLVM's (applied/passed, missed, analysis). A report is immutable; ``str`` (a
+table) is for people, ``to_json`` (one object per line) is for tools.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from torch import fx
+
+from fxrl.ir.table import cell, open_table, plain_text
+
+_EMPTY = (
+    "no remarks: nothing is captured yet (call the step on a batch first), or no pass found a site"
+)
+_NARROW = 100  # columns below which a remark's pass, site and source share one column
+_STYLES = {"applied": "green", "missed": "yellow", "analysis": "cyan"}
+
+
+class Refusal(Exception):
+    """How any part of fxrl says no: the reason, for people, the cure, and the graph value at fault.
+
+    Attributes:
+        at: the value that forbids the rewrite; None where it is the site itself.
+    """
+
+    def __init__(self, reason: str, cure: str = "", at: fx.Node | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.cure = cure
+        self.at = at
+
+
+class RemarkKind(StrEnum):
+    """``applied``: rewritten. ``missed``: recognised and left alone. ``analysis``: a fact."""
+
+    APPLIED = "applied"
+    MISSED = "missed"
+    ANALYSIS = "analysis"
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """One pass's word on one site.
+
+    Attributes:
+        kind: ``applied``, ``missed`` or ``analysis`` (compares equal to the plain string).
+        pass_name: such as ``"fuse-linear-logprob"``.
+        site: the graph value that anchors the site, such as ``"mm_14"``.
+        source: the user's ``file:line``, empty when the graph does not know it.
+        reason: what was done, or why nothing was.
+        cure: what the user can do about a miss; empty when nothing or not needed.
+        saved_bytes: predicted bytes that no longer live at the peak.
+    """
+
+    kind: RemarkKind
+    pass_name: str
+    site: str
+    source: str = ""
+    reason: str = ""
+    cure: str = ""
+    saved_bytes: int = 0
+
+    def __str__(self) -> str:
+        saved = f" (saves {format_bytes(self.saved_bytes)})" if self.saved_bytes else ""
+        cure = f"; {self.cure}" if self.cure else ""
+        where = f" [{self.source}]" if self.source else ""
+        return f"{self.kind}: {self.pass_name} @ {self.site}{where}: {self.reason}{cure}{saved}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All remarks of one or more captures, in the order the passes made them."""
+
+    remarks: tuple[Remark, ...] = ()
+
+    def __add__(self, other: Report) -> Report:
+        return Report(self.remarks + other.remarks)
+
+    def of_kind(self, kind: RemarkKind | str) -> tuple[Remark, ...]:
+        """The remarks of one kind."""
+        return tuple(remark for remark in self.remarks if remark.kind == kind)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Predicted bytes saved by everything applied."""
+        return sum(remark.saved_bytes for remark in self.of_kind(RemarkKind.APPLIED))
+
+    def to_json(self) -> str:
+        """JSON lines, one remark each."""
+        return "\n".join(json.dumps(asdict(remark)) for remark in self.remarks)
+
+    @classmethod
+    def of(cls, remarks: Iterable[Remark]) -> Report:
+        """A report over any iterable of remarks."""
+        return cls(tuple(remarks))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table, coloured by verdict: ``rich.print(report)``."""
+        if not self.remarks:
+            yield cell(_EMPTY)
+            return
+        yield (_narrow if options.max_width < _NARROW else _wide)(self.remarks)
+        yield cell("")
+        yield cell(f"predicted to save {format_bytes(self.saved_bytes)} at the peak", "bold")
+        counts = (f"{len(self.of_kind(kind))} {kind}" for kind in RemarkKind)
+        yield cell(f"{len(self.remarks)} remarks: {', '.join(counts)}")
+
+    def table(self, width: int | None = None) -> str:
+        """The table as plain text, ``width`` columns wide (``None``: as the terminal)."""
+        return plain_text(self, width)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _wide(remarks: Iterable[Remark]) -> Table:
+    columns = ("pass", "site", "source", "verdict", "saved", "reason and cure")
+    table = open_table(*columns, right=("saved",), fixed=("pass", "verdict", "saved"))
+    for remark in remarks:
+        table.add_row(
+            cell(remark.pass_name),
+            cell(remark.site),
+            cell(remark.source, "dim"),
+            cell(remark.kind, _STYLES[remark.kind]),
+            cell(_saved(remark)),
+            cell(_reason(remark)),
+        )
+    return table
+
+
+def _narrow(remarks: Iterable[Remark]) -> Table:
+    table = open_table("site", "verdict", "reason and cure", fixed=("verdict",))
+    for remark in remarks:
+        verdict = cell(remark.kind, _STYLES[remark.kind])
+        site = cell("\n".join(filter(None, (remark.pass_name, remark.site, remark.source))))
+        saved = cell(f"\n{_saved(remark)}" if remark.saved_bytes else "")
+        table.add_row(site, verdict + saved, cell(_reason(remark)))
+    return table
+
+
+def _saved(remark: Remark) -> str:
+    """The predicted saving; what a miss would have saved stands in parentheses."""
+    if not remark.saved_bytes:
+        return ""
+    saved = format_bytes(remark.saved_bytes)
+    return saved if remark.kind == RemarkKind.APPLIED else f"({saved})"
+
+
+def _reason(remark: Remark) -> str:
+    return f"{remark.reason}\ncure: {remark.cure}" if remark.cure else remark.reason
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``1536`` -> ``"1.5 KiB"``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"

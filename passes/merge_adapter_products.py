@@ -1,0 +1,278 @@
+"""Matrix products of a body, rewritten so that less memory is moved. The algebra is exact.
+
+    (s * %g) @ %b             becomes   s * (%g @ %b)            where the product is the smaller
+    %x @ %w + (%x @ %a) @ %b  becomes   [%x, %x @ %a] @ [%w; %b]    where the copies cost less
+
+Both are what adapters of low rank ask for: op by op, each of their products writes a value as wide
+as the layer, which an elementwise op reads again. Sums inside one product are also rounded once.
+The second form pays where a product's result is wider than its operand (gate and up projections);
+several sums over one ``%x`` share the copy of it, with zeros in the other sums' rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrl.ir.graph import (
+    RESHAPES,
+    eliminate_dead_code,
+    hint,
+    is_call,
+    nbytes,
+    shape_of,
+    tensor_val,
+    topological_sort,
+)
+
+aten = torch.ops.aten
+
+_NARROW = 256  # columns of an adapter's part of a shared operand
+_TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
+
+
+def tidy_products(graph: fx.Graph) -> None:
+    """Rewrite a traced functional graph in place; ``meta["val"]`` says what sizes are."""
+    _scale_results(graph)
+    _merge_sums(graph)
+    topological_sort(graph)
+    eliminate_dead_code(graph)
+
+
+# ---------------------------------------------------------------------------- scales
+def _scale_results(graph: fx.Graph) -> None:
+    """Multiply by a number after a product instead of before, where the result is smaller."""
+    for node in graph.find_nodes(op="call_function", target=aten.mm.default):
+        factor = 1.0
+        for at in (0, 1):
+            found = _scaled(node.args[at])
+            if found is not None and nbytes(found[-1]) > nbytes(node):
+                *views, mul = found
+                number: Any = mul.args[1]
+                factor *= number
+                node.update_arg(at, _on(graph, node, views, mul.args[0]))
+        if factor != 1.0:
+            with graph.inserting_after(node):
+                result = graph.call_function(aten.mul.Tensor, (node, factor))
+            result.meta = dict(node.meta)
+            node.replace_all_uses_with(result, delete_user_cb=lambda user, r=result: user is not r)
+
+
+def _scaled(node: Any) -> list[fx.Node] | None:
+    """The views from ``node`` down to a product with a number, that included."""
+    path = []
+    while is_call(node, *RESHAPES, *_TURNS):
+        path.append(node)
+        node = node.args[0]
+    return [*path, node] if _is_scaling(node) else None
+
+
+def _is_scaling(node: object) -> bool:
+    if not is_call(node, aten.mul.Tensor) or not isinstance(node.args[1], (int, float)):
+        return False
+    value, result = tensor_val(node.args[0]), tensor_val(node)
+    return value is not None and result is not None and value.dtype == result.dtype
+
+
+def _on(graph: fx.Graph, before: fx.Node, views: Sequence[fx.Node], value: Any) -> Any:
+    """The same views, of ``value``."""
+    with graph.inserting_before(before):
+        for view in reversed(views):
+            copy = graph.call_function(view.target, (value, *view.args[1:]), dict(view.kwargs))  # type: ignore[arg-type]
+            copy.meta = dict(view.meta)
+            value = copy
+    return value
+
+
+# ---------------------------------------------------------------------------- sums of products
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """``scale * left @ right``, one summand; ``top`` is what the sum's ``add`` reads of it."""
+
+    node: fx.Node
+    top: fx.Node
+    scale: float
+
+    @property
+    def left(self) -> fx.Node:
+        left = self.node.args[0]
+        assert isinstance(left, fx.Node)
+        return left
+
+    @property
+    def right(self) -> fx.Node:
+        right = self.node.args[1]
+        assert isinstance(right, fx.Node)
+        return right
+
+
+def _merge_sums(graph: fx.Graph) -> None:
+    sums = [found for root in _roots(graph) if len(found := _summands(root)) > 1]
+    readers: dict[fx.Node, int] = {}
+    for summands in sums:
+        for left in {product.left for product in summands}:
+            readers[left] = readers.get(left, 0) + 1
+    chosen = [best for summands in sums if len(best := _worth(summands, readers)) > 1]
+    groups: dict[fx.Node, list[list[_Product]]] = {}
+    for summands in chosen:
+        groups.setdefault(summands[0].left, []).append(summands)
+    for group in groups.values():
+        for shared in [group] if _can_share(group) else [[summands] for summands in group]:
+            _merge(graph, shared)
+
+
+def _roots(graph: fx.Graph) -> Iterable[fx.Node]:
+    """Sums that are no part of a larger sum."""
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        user = next(iter(node.users)) if len(node.users) == 1 else None
+        while user is not None and is_call(user, *RESHAPES) and len(user.users) == 1:
+            user = next(iter(user.users))
+        if _is_sum(node) and not _is_sum(user):
+            yield node
+
+
+def _is_sum(node: object) -> bool:
+    """Whether ``node`` adds two values of one shape, without a factor."""
+    if not is_call(node, aten.add.Tensor) or node.kwargs or len(node.args) != 2:
+        return False
+    left, right = map(tensor_val, node.args)
+    if left is None or right is None or node.args[0] is node.args[1]:
+        return False
+    return [*map(str, left.shape)] == [*map(str, right.shape)]
+
+
+def _summands(root: fx.Node) -> list[_Product]:
+    """The products of a sum that nothing else reads."""
+    found: list[_Product] = []
+
+    def visit(node: fx.Node, top: fx.Node, scale: float) -> None:
+        if node is not root and len(node.users) > 1:
+            return
+        if _is_sum(node) and scale == 1.0 and _same_width(node, root):
+            for arg in node.args:
+                visit(arg, arg, 1.0)  # type: ignore[arg-type]
+        elif is_call(node, *RESHAPES) and _same_width(node, root):
+            visit(node.args[0], top, scale)  # type: ignore[arg-type]
+        elif _is_scaling(node):
+            visit(node.args[0], top, scale * node.args[1])  # type: ignore[arg-type, operator]
+        elif _is_product(node) and _same_width(node, root):
+            found.append(_Product(node, top, scale))
+
+    visit(root, root, 1.0)
+    return found
+
+
+def _is_product(node: fx.Node) -> bool:
+    inner = is_call(node, aten.mm.default) and shape_of(node.args[0])[1]  # type: ignore[arg-type]
+    return isinstance(inner, int) and not isinstance(inner, bool)
+
+
+def _same_width(node: fx.Node, root: fx.Node) -> bool:
+    value, like = tensor_val(node), tensor_val(root)
+    assert value is not None
+    assert like is not None
+    return value.dtype == like.dtype and value.dim() > 1 and value.shape[-1] == like.shape[-1]
+
+
+def _worth(summands: Sequence[_Product], readers: dict[fx.Node, int]) -> list[_Product]:
+    """Those to merge, the widest left operand first; fewer than two where none pays.
+
+    A merged product saves writing and reading a result; it costs copying its operands.
+    """
+    saved = 2 * nbytes(summands[0].node)
+    costs = {
+        product: 2 * (nbytes(product.left) // readers[product.left] + nbytes(product.right))
+        for product in summands
+    }
+    ranked = sorted(summands, key=costs.__getitem__)
+    best, most = 0, 0
+    for count in range(2, len(ranked) + 1):
+        gain = saved * (count - 1) - sum(costs[product] for product in ranked[:count])
+        if gain > most:
+            best, most = count, gain
+    merged = sorted(ranked[:best], key=lambda p: (p.scale != 1.0, -hint(shape_of(p.left)[1])))
+    return merged if merged and merged[0].scale == 1.0 else []
+
+
+def _can_share(group: Sequence[Sequence[_Product]]) -> bool:
+    """Whether one left operand may serve all sums: none is needed to compute another one's
+    operands, and the rows that only one sum reads are few."""
+    rests = [product for summands in group for product in summands[1:]]
+    if any(hint(shape_of(product.left)[1]) > _NARROW for product in rests):
+        return False
+    products = {product.node for summands in group for product in summands}
+    seen: set[fx.Node] = set()
+    stack = [product.left for summands in group for product in summands]
+    while stack:
+        node = stack.pop()
+        if node in products:
+            return False
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return True
+
+
+def _merge(graph: fx.Graph, group: Sequence[Sequence[_Product]]) -> None:
+    """One product for each sum of the group, all over one concatenated left operand.
+
+    The first summand of each sum is left[0] of all: the operand that they share.
+    """
+    with graph.inserting_before(group[0][0].node):
+        shared = group[0][0].left
+        rests = [product for summands in group for product in summands[1:]]
+        lefts = [shared, *(_scaled_left(graph, product) for product in rests)]
+        left = _call(graph, aten.cat.default, lefts, 1)
+        for summands in group:
+            rights: list[fx.Node | int] = [summands[0].right]
+            for product in rests:
+                width = shape_of(product.left)[1]
+                assert isinstance(width, int)
+                rights.append(product.right if product in summands else width)
+            merged = _call(graph, aten.mm.default, left, _stacked(graph, rights))
+            summands[0].node.replace_all_uses_with(merged)
+    for summands in group:
+        for product in summands[1:]:
+            _drop(product.top)
+
+
+def _scaled_left(graph: fx.Graph, product: _Product) -> fx.Node:
+    if product.scale == 1.0:
+        return product.left
+    return _call(graph, aten.mul.Tensor, product.left, product.scale)
+
+
+def _stacked(graph: fx.Graph, parts: Sequence[fx.Node | int]) -> fx.Node:
+    """Right operands on top of each other; a number stands for so many rows of zeros."""
+    nodes = [part for part in parts if isinstance(part, fx.Node)]
+    turned = all(is_call(n, *_TURNS) and len(shape_of(n)) == 2 for n in nodes)
+    like: Any = nodes[0].args[0] if turned else nodes[0]
+    width = shape_of(nodes[0])[1]
+
+    def piece(part: fx.Node | int) -> Any:
+        if isinstance(part, fx.Node):
+            return part.args[0] if turned else part
+        size = [width, part] if turned else [part, width]
+        return _call(graph, aten.new_zeros.default, like, size)
+
+    whole = _call(graph, aten.cat.default, [piece(part) for part in parts], int(turned))
+    return _call(graph, aten.permute.default, whole, [1, 0]) if turned else whole
+
+
+def _drop(top: fx.Node) -> None:
+    """Take one summand out of the sum that reads it."""
+    (add,) = top.users
+    (other,) = (arg for arg in add.args if arg is not top)
+    assert isinstance(other, fx.Node)
+    add.replace_all_uses_with(other)
+    add.graph.erase_node(add)
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+    return node

@@ -1,0 +1,110 @@
+"""Python floats that vary (a temperature in the batch) as what they are to the graph: tensors.
+
+    %t = _local_scalar_dense(%temperature)     a number: the host waits, rows cannot follow it
+    %z = div(%logits, %t)
+becomes
+    %z = div(%logits, %temperature)            a 0-d tensor, same value and same result dtype
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrl.ir.graph import OpOverload, is_call, tensor_val
+
+aten = torch.ops.aten
+
+_ARITHMETIC: dict[Any, Any] = {
+    operator.add: aten.add.Tensor,
+    operator.sub: aten.sub.Tensor,
+    operator.mul: aten.mul.Tensor,
+    operator.truediv: aten.div.Tensor,
+    operator.pow: aten.pow.Tensor_Tensor,
+    operator.neg: aten.neg.default,
+}
+#: Overloads that take a number where another one takes a tensor; ``.Tensor`` ones take both.
+_TENSOR_OVERLOADS: dict[Any, Any] = {
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+    aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
+    aten.masked_fill.Scalar: aten.masked_fill.Tensor,
+} | {op: op for op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)}
+
+
+def use_tensors_for_floats(graph: fx.Graph) -> None:
+    """Let elementwise ops read a number's tensor instead of the number, where that is the same."""
+    tensors: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        if is_call(node, aten._local_scalar_dense.default):
+            source: Any = node.args[0]
+            val = tensor_val(source)
+            if val is not None and val.is_floating_point():
+                tensors[node] = _scalar(graph, node, source)
+        elif any(arg in tensors for arg in node.all_input_nodes):
+            if node.target in _ARITHMETIC:
+                tensors[node] = _compute(graph, node, tensors)
+            elif isinstance(node.target, OpOverload) and node.target in _TENSOR_OVERLOADS:
+                _read_tensors(graph, node, tensors)
+
+
+def _scalar(graph: fx.Graph, at: fx.Node, source: fx.Node) -> fx.Node:
+    """``source`` as a 0-d float64 tensor: Python's own precision."""
+    with graph.inserting_before(at):
+        flat = _call(graph, aten.reshape.default, source, [])
+        wide = graph.call_function(aten._to_copy.default, (flat,), {"dtype": torch.float64})
+        wide.meta["val"] = flat.meta["val"].to(torch.float64)
+        detached = _call(graph, aten.detach.default, wide)
+    return detached
+
+
+def _compute(graph: fx.Graph, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The same arithmetic in float64 on 0-d tensors."""
+    with graph.inserting_before(node):
+        like = next(tensors[arg] for arg in node.all_input_nodes if arg in tensors)
+
+        def convert(arg: Any) -> Any:
+            if isinstance(arg, fx.Node) and arg in tensors:
+                return tensors[arg]
+            filled = graph.call_function(aten.full_like.default, (like, arg))
+            filled.meta["val"] = like.meta["val"].new_empty(())
+            return filled
+
+        return _call(graph, _ARITHMETIC[node.target], *map(convert, node.args))
+
+
+def _read_tensors(graph: fx.Graph, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> None:
+    """Point one elementwise op at the tensors, unless its result would get another dtype."""
+    val = tensor_val(node)
+    if val is None or not val.is_floating_point():
+        return
+    # A 0-d float64 tensor promotes other 0-d tensors, where a Python number does not.
+    dtype = torch.float64 if val.dim() else val.dtype
+    if not val.dim() and val.dtype.itemsize < 4:
+        return
+    with graph.inserting_before(node):
+
+        def convert(arg: Any) -> Any:
+            if not (isinstance(arg, fx.Node) and arg in tensors):
+                return arg
+            kwargs: dict[str, Any] = {"dtype": dtype, "device": val.device}
+            moved = graph.call_function(aten._to_copy.default, (tensors[arg],), kwargs)
+            moved.meta["val"] = tensors[arg].meta["val"].to(**kwargs)
+            return moved
+
+        args = tuple(map(convert, node.args))
+        target: Any = _TENSOR_OVERLOADS[node.target]
+        vals = fx.node.map_arg(args, lambda n: n.meta["val"])
+        if target(*vals, **node.kwargs).dtype == val.dtype:
+            node.target, node.args = target, args
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
+    return node

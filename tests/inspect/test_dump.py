@@ -1,0 +1,322 @@
+"""A dump: what a person finds in it, and that it touches nothing of others."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from fxrl.inspect.decompile import DecompileError, decompile, decompile_dynamo
+from fxrl.inspect.dump import DumpError, render, write_dump
+from fxrl.ir.capture_record import CaptureRecord, GraphBreak, RegionRecord, Stage
+from fxrl.ir.remark import Remark, Report
+
+APPLIED = Report.of(
+    [Remark("applied", "fuse-linear-logprob", "gather", "loss.py:7", "no logits", "", 3 * 2**20)]
+)
+MISSED = Report.of(
+    [Remark("missed", "chunk-vocab-region", "mm_1", "loss.py:9", "a | b escapes", "return less")]
+)
+BEFORE = """\
+%hidden = input : f32[s0, 8] grad
+%logits = aten.mm.default(%hidden, %weight) : f32[s0, 97]
+return %logits"""
+AFTER = """\
+%hidden = input : f32[s0, 8] grad
+%logp = fxrl.linear_logprob.default(%hidden, %weight) : f32[s0]
+return %logp"""
+
+
+def make_record(index=0, **changes):
+    fields = {
+        "inputs": "batch.input_ids : i64[s0, s1]",
+        "dynamo": "class GraphModule(torch.nn.Module): ...",
+        "stages": [
+            Stage("fuse-linear-logprob", BEFORE, AFTER, APPLIED),
+            Stage("chunk-vocab-region", AFTER, AFTER, MISSED),
+        ],
+        "regions": [
+            RegionRecord("3f9a", ["gather", "gather_1"], "FORWARD", "VJP", {"fwd/a.py": "CODE"}),
+            RegionRecord("77aa", ["exp"], "FORWARD", ""),
+        ],
+        "aot": {"forward": "AOT FORWARD", "backward": "AOT BACKWARD"},
+        "report": APPLIED + MISSED,
+        "graph_breaks": [GraphBreak("print in\nthe loss", "loss.py:3")],
+    }
+    return CaptureRecord(index, **(fields | changes))
+
+
+def tree(root):
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): path.read_text() for path in files}
+
+
+def test_files(tmp_path):
+    start = write_dump(tmp_path / "new" / "dump", [make_record()], APPLIED + MISSED)
+    assert start == tmp_path / "new" / "dump" / "index.md"
+    files = tree(start.parent)
+    assert_expected_inline(
+        "\n".join(sorted(files)),
+        """\
+capture_0/00_dynamo.py
+capture_0/01_fuse-linear-logprob.after.txt
+capture_0/01_fuse-linear-logprob.before.txt
+capture_0/01_fuse-linear-logprob.diff
+capture_0/02_chunk-vocab-region.after.txt
+capture_0/02_chunk-vocab-region.before.txt
+capture_0/02_chunk-vocab-region.diff
+capture_0/aot/backward.py
+capture_0/aot/forward.py
+capture_0/inputs.txt
+capture_0/regions/3f9a/forward.txt
+capture_0/regions/3f9a/generated/fwd_a.py
+capture_0/regions/3f9a/vjp.txt
+capture_0/regions/77aa/forward.txt
+capture_0/report.jsonl
+capture_0/report.txt
+fxrl-dump.json
+index.md
+report.jsonl
+report.txt""",
+    )
+    assert files["capture_0/regions/3f9a/generated/fwd_a.py"] == "CODE\n"
+    assert json.loads(files["report.jsonl"].splitlines()[1])["cure"] == "return less"
+    assert "cure: return less" in files["report.txt"]
+
+
+def test_diff():
+    files = render([make_record()], Report(), depyf={})
+    assert_expected_inline(
+        files["capture_0/01_fuse-linear-logprob.diff"],
+        """\
+--- 01_fuse-linear-logprob.before.txt
++++ 01_fuse-linear-logprob.after.txt
+@@ -1,3 +1,3 @@
+ %hidden = input : f32[s0, 8] grad
+-%logits = aten.mm.default(%hidden, %weight) : f32[s0, 97]
+-return %logits
++%logp = fxrl.linear_logprob.default(%hidden, %weight) : f32[s0]
++return %logp
+""",
+    )
+    assert files["capture_0/02_chunk-vocab-region.diff"] == ""
+
+
+def test_index():
+    report = APPLIED + MISSED
+    files = render([make_record()], report, depyf={"f.0.py": "x"}, notes=["no depyf; cure: it"])
+    assert_expected_inline(
+        files["index.md"],
+        """\
+# What fxrl did
+
+Captures: 1. Rewrites applied: 1, missed: 1. Graph breaks: 1. Predicted to save 3 MiB at the peak.
+
+All remarks: [report.txt](report.txt), for tools [report.jsonl](report.jsonl).
+
+## How to read
+
+1. The remarks of a capture say of every site what was done, or why nothing was and the cure.
+2. Each pass of a capture has its graph before and after, and the difference: start with the diff.
+   One value stands on one line, `%name = operator(operands) : dtype[shape]`; `s0`, `s1`, ... are
+   dynamic sizes, `grad` marks an input that requires a gradient.
+3. A region is a part of the graph that was outlined, with its own backward: `forward.txt` is what
+   runs, `vjp.txt` computes its gradients, `generated/` is the code that was compiled from both.
+4. `aot/` is what remains around the regions; `00_dynamo.py` is the program before any pass.
+
+## Capture 0
+
+The program as Dynamo delivered it: [00_dynamo.py](capture_0/00_dynamo.py); its remarks: [report.txt](capture_0/report.txt).
+
+### Inputs
+
+```
+batch.input_ids : i64[s0, s1]
+```
+
+### Passes
+
+| pass | applied | missed | saves | diff | graphs |
+| --- | --- | --- | --- | --- | --- |
+| fuse-linear-logprob | 1 | 0 | 3 MiB | [diff](capture_0/01_fuse-linear-logprob.diff) | [before](capture_0/01_fuse-linear-logprob.before.txt), [after](capture_0/01_fuse-linear-logprob.after.txt) |
+| chunk-vocab-region | 0 | 1 | 0 B | no change | [before](capture_0/02_chunk-vocab-region.before.txt), [after](capture_0/02_chunk-vocab-region.after.txt) |
+
+### Remarks
+
+- applied: fuse-linear-logprob @ gather [loss.py:7]: no logits (saves 3 MiB)
+- missed: chunk-vocab-region @ mm_1 [loss.py:9]: a | b escapes; return less
+
+### Graph breaks
+
+- loss.py:3: print in the loss
+
+### Regions
+
+| region | sites | forward | backward | code |
+| --- | --- | --- | --- | --- |
+| `3f9a` | `gather`, `gather_1` | [forward](capture_0/regions/3f9a/forward.txt) | [vjp](capture_0/regions/3f9a/vjp.txt) | [fwd_a.py](capture_0/regions/3f9a/generated/fwd_a.py) |
+| `77aa` | `exp` | [forward](capture_0/regions/77aa/forward.txt) | no gradient | not compiled |
+
+### Around the regions
+
+- [forward.py](capture_0/aot/forward.py)
+- [backward.py](capture_0/aot/backward.py)
+
+## Dynamo's bytecode, decompiled
+
+- [f.0.py](depyf/f.0.py)
+- no depyf; cure: it
+""",  # noqa: E501
+    )
+
+
+def test_every_link_leads_to_a_file_and_every_file_has_a_link():
+    records = [make_record(0), make_record(1, graph_breaks=[])]
+    files = render(records, APPLIED, depyf={"loss.0.py": "x"})
+    links = set(re.findall(r"\]\(([^)]+)\)", files["index.md"]))
+    assert links <= files.keys()
+    unlinked = {path for path in files.keys() - links if not path.endswith("report.jsonl")}
+    unlinked -= {"index.md", "capture_0/inputs.txt", "capture_1/inputs.txt"}  # shown in the page
+    assert unlinked == {f"capture_{i}/02_chunk-vocab-region.diff" for i in (0, 1)}  # empty
+
+
+def test_nothing_captured(tmp_path):
+    page = write_dump(tmp_path, [], Report()).read_text()
+    assert "call the step on a batch first" in page
+
+
+def test_empty_record():
+    page = render([CaptureRecord(0)], Report(), depyf={})["index.md"]
+    assert "### Inputs\n\nnone" in page
+    assert "### Passes\n\nnone ran" in page
+    assert "none: one graph holds it all" in page
+
+
+def test_twice_is_once(tmp_path):
+    write_dump(tmp_path, [make_record()], APPLIED)
+    first = tree(tmp_path)
+    write_dump(tmp_path, [make_record()], APPLIED)
+    assert tree(tmp_path) == first
+
+
+def test_a_second_dump_removes_only_its_own(tmp_path):
+    write_dump(tmp_path, [make_record(0), make_record(1)], APPLIED)
+    notes = tmp_path / "capture_1" / "regions" / "my notes.txt"
+    notes.write_text("mine")
+    write_dump(tmp_path, [make_record(0)], APPLIED)
+    assert notes.read_text() == "mine"
+    assert [p for p in tree(tmp_path) if "capture_1" in p] == ["capture_1/regions/my notes.txt"]
+    assert not (tmp_path / "capture_1" / "aot").exists()
+
+
+def test_a_foreign_file_is_never_overwritten(tmp_path):
+    (tmp_path / "index.md").write_text("mine")
+    with pytest.raises(DumpError, match=r"index\.md; move them"):
+        write_dump(tmp_path, [make_record()], APPLIED)
+    assert tree(tmp_path) == {"index.md": "mine"}
+
+
+@pytest.mark.parametrize("name", ["capture_0", "capture_0/regions"])
+def test_a_foreign_file_in_place_of_a_folder(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(DumpError, match="did not write"):
+        write_dump(tmp_path, [make_record()], APPLIED)
+    assert tree(tmp_path) == {name: "mine"}
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "dump").write_text("mine")
+    with pytest.raises(DumpError, match="is a file"):
+        write_dump(tmp_path / "dump", [], Report())
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"files": 3}', '{"files": [3]}', '{"nothing": 1}'])
+def test_a_damaged_list_of_files(tmp_path, text):
+    (tmp_path / "fxrl-dump.json").write_text(text)
+    with pytest.raises(DumpError, match="is damaged"):
+        write_dump(tmp_path, [], Report())
+
+
+@pytest.mark.parametrize("path", ["../precious", "/etc/precious", "a/../../precious"])
+def test_a_list_that_points_outside_removes_nothing(tmp_path, path):
+    root = tmp_path / "dump"
+    root.mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (root / "fxrl-dump.json").write_text(json.dumps({"files": [path]}))
+    with pytest.raises(DumpError, match="outside its folder"):
+        write_dump(root, [], Report())
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_names_stay_inside_and_apart():
+    generated = {"../../evil.py": "1", "a/b.py": "2", "a_b.py": "3", "A_B.py": "4", "..": "5"}
+    record = make_record(regions=[RegionRecord("../r", ["x"], "F", "", generated)])
+    files = render([record], Report(), depyf={})
+    assert not [path for path in files if ".." in path.split("/")]
+    made = [text for path, text in files.items() if "/generated/" in path]
+    assert sorted(made) == ["1\n", "2\n", "3\n", "4\n", "5\n"]
+    assert len({path.lower() for path in files}) == len(files)
+
+
+def broken(batch):
+    doubled = batch["x"] * 2
+    print(end="")  # a graph break
+    return (doubled + batch["y"]).sum()
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    function = torch.compile(broken, backend="eager")
+    function({"x": torch.ones(2), "y": torch.ones(2)})
+    return function
+
+
+def test_dynamo_bytecode(compiled, tmp_path):
+    pytest.importorskip("depyf")
+    sources = decompile_dynamo(compiled)
+    first, second = sources
+    assert first == "broken.0.py"
+    assert second.startswith("torch_dynamo_resume_in_broken_at_")
+    assert "__resume_at_" in sources[first]
+    assert not re.search(r"[0-9a-f]{8}_[0-9a-f]{4}_", sources[first]), "a UUID spoils diffs"
+    page = write_dump(tmp_path, [], Report(), functions=[compiled]).read_text()
+    assert "(depyf/broken.0.py)" in page
+    assert (tmp_path / "depyf" / second).read_text() == sources[second]
+
+
+def test_decompile_is_runnable_source():
+    pytest.importorskip("depyf")
+    scope: dict = {}
+    exec(decompile(lambda x: x * 2 + 1).replace("<lambda>", "f"), scope)
+    made = next(value for name, value in scope.items() if not name.startswith("__"))
+    assert made(3) == 7
+
+
+def test_without_depyf_the_index_says_so(compiled, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "depyf", None)
+    with pytest.raises(DecompileError, match="cure: pip install depyf"):
+        decompile(broken)
+    page = write_dump(tmp_path, [], Report(), functions=[compiled, compiled]).read_text()
+    assert page.count("cure: pip install depyf") == 1
+
+
+def test_what_depyf_cannot_read_is_named(monkeypatch):
+    depyf = pytest.importorskip("depyf")
+
+    def fail(code):
+        raise NotImplementedError("CALL_X")
+
+    monkeypatch.setattr(depyf, "decompile", fail)
+    with pytest.raises(
+        DecompileError, match="cannot decompile broken: NotImplementedError: CALL_X"
+    ):
+        decompile(broken)
+
+
+def test_no_bytecode():
+    pytest.importorskip("depyf")
+    with pytest.raises(DecompileError, match="has no bytecode"):
+        decompile(torch.add)

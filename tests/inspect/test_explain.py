@@ -1,0 +1,127 @@
+"""explain: the same remarks as a real step, with nothing run."""
+
+import importlib.util
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fxrl
+from fxrl.inspect.explain import explain
+
+
+class Lm(nn.Module):
+    def __init__(self, vocab=300, hidden=8):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+def loss_fn(model, batch):
+    logp = torch.log_softmax(model(batch["ids"]).float(), -1)
+    return -logp.gather(-1, batch["ids"][..., None]).mean()
+
+
+def batch_of(rows=2, length=6):
+    return {"ids": torch.randint(0, 300, (rows, length))}
+
+
+CONFIG = fxrl.Config(min_saved_bytes=0)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def applied(report):
+    return [(r.pass_name, r.saved_bytes) for r in report.remarks if r.kind == "applied"]
+
+
+def test_it_says_what_a_real_step_says():
+    model, batch = Lm(), batch_of()
+    step = fxrl.optimize(model, loss_fn, CONFIG)
+    step(batch)
+    found = step.explain(batch)
+    assert applied(found) == applied(step.report) != []
+    assert [r.source for r in found.remarks] == [r.source for r in step.report.remarks]
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_it_needs_no_weights(kind):
+    with torch.device("meta") if kind == "meta" else FakeTensorMode():
+        model = Lm(vocab=200_000, hidden=4096)
+    batch = {"ids": torch.zeros(8, 4096, dtype=torch.long)}
+    (remark,) = applied(explain(model, loss_fn, batch, fxrl.Config()))
+    assert remark[1] > 8 * 4096 * 200_000 * 4  # at least one fp32 copy of the logits
+
+
+@torch.library.custom_op("fxrl_tests::bomb", mutates_args=())
+def bomb(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("this ran")
+
+
+bomb.register_fake(lambda x: torch.empty_like(x))
+
+
+def test_nothing_runs():
+    def armed(model, batch):
+        logits = model(batch["ids"])
+        return loss_fn(lambda ids: logits, batch) + bomb(logits.detach().sum())
+
+    with pytest.raises(AssertionError, match="this ran"):
+        armed(Lm(), batch_of())
+    report = explain(Lm(), armed, batch_of(), CONFIG)
+    assert report.remarks
+
+
+def test_a_miss_is_reported_and_never_raised():
+    def leaky(model, batch):
+        return model(batch["ids"]).softmax(1).square().mean()
+
+    report = explain(Lm(), leaky, batch_of(), fxrl.Config(min_saved_bytes=0, on_miss="error"))
+    assert [r.kind for r in report.remarks if r.kind == "missed"]
+
+
+def test_code_after_a_graph_break_is_explained_too():
+    def broken(model, batch):
+        hidden = model.embed(batch["ids"])
+        torch._dynamo.graph_break()
+        logp = torch.log_softmax(model.head(hidden), -1)
+        return -logp.gather(-1, batch["ids"][..., None]).mean()
+
+    report = explain(Lm(), broken, batch_of(), CONFIG)
+    assert applied(report)
+    assert any("graph break" in r.reason and "test_explain.py" in r.source for r in report.remarks)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_a_full_size_model_in_cpu_seconds():
+    """One layer more may cost about a second; the 36 of Qwen3-8B then take less than a minute."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    def seconds(layers):
+        config = Qwen3Config(
+            vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
+            num_hidden_layers=layers, num_key_value_heads=8, head_dim=128,
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = Qwen3ForCausalLM(config)
+        torch._dynamo.reset()
+        start = time.process_time()
+        report = explain(
+            model,
+            lambda m, b: loss_fn(lambda ids: m(ids, use_cache=False).logits, b),
+            {"ids": torch.zeros(4, 4096, dtype=torch.long)},
+            fxrl.Config(),
+        )
+        assert applied(report)
+        return time.process_time() - start
+
+    first = seconds(1)
+    assert seconds(4) - first < 3 * 1.5

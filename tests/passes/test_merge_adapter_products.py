@@ -1,0 +1,131 @@
+"""``tidy_products``: the same numbers from fewer and narrower products."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxrl.passes.merge_adapter_products import tidy_products
+
+aten = torch.ops.aten
+
+
+def draw(*sizes, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(sizes))
+    return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+
+def adapted(x, w, a, b, scale):
+    return F.linear(x, w) + F.linear(F.linear(x, a), b) * scale
+
+
+def gate_up(x, w1, a1, b1, w2, a2, b2):
+    return F.silu(adapted(x, w1, a1, b1, 0.5)) * adapted(x, w2, a2, b2, 2.0)
+
+
+def tidied(function, *args):
+    """Graph before and after; checks that both give the function's own numbers."""
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    before = counts(gm)
+    tidy_products(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    torch.testing.assert_close(gm(*args), function(*args), rtol=1e-12, atol=1e-12)
+    return gm, before
+
+
+def counts(gm):
+    targets = [node.target for node in gm.graph.nodes]
+    return {name: targets.count(op) for name, op in OPS.items()}
+
+
+OPS = {
+    "mm": aten.mm.default,
+    "add": aten.add.Tensor,
+    "cat": aten.cat.default,
+    "mul": aten.mul.Tensor,
+}
+
+
+def adapter(inner, outer, rank=2):
+    return draw(outer, inner), draw(rank, inner, seed=1), draw(outer, rank, seed=2)
+
+
+def test_a_wide_layer_and_its_adapter_become_one_product():
+    gm, before = tidied(adapted, draw(2, 200, 8), *adapter(8, 64), 0.3)
+    assert before["mm"] == 3
+    assert counts(gm) == {"mm": 2, "add": 0, "cat": 2, "mul": 1}
+
+
+def test_layers_over_one_input_share_its_copy():
+    gm, _ = tidied(gate_up, draw(400, 8), *adapter(8, 64), *adapter(8, 64, rank=3))
+    found = counts(gm)
+    assert (found["mm"], found["add"]) == (4, 0)
+    left = [n for n in gm.graph.nodes if n.target is aten.cat.default and n.args[1] == 1]
+    assert sum(n.args[0][0].meta["val"].shape[0] == 400 for n in left) == 1
+
+
+@pytest.mark.parametrize("sizes", [(2, 200, 64, 8), (1, 4, 8, 64)], ids=["narrow", "few tokens"])
+def test_what_does_not_pay_stays(sizes):
+    rows, length, inner, outer = sizes
+    gm, before = tidied(adapted, draw(rows, length, inner), *adapter(inner, outer), 0.3)
+    assert counts(gm)["mm"] == before["mm"]
+    assert counts(gm)["cat"] == 0
+
+
+def test_results_that_others_read_stay():
+    def function(x, w, a, b):
+        delta = F.linear(F.linear(x, a), b)
+        return F.linear(x, w) + delta, delta
+
+    gm, _ = tidied(function, draw(400, 8), *adapter(8, 64))
+    assert counts(gm)["cat"] == 0
+
+
+def test_a_bias_is_no_summand_of_equal_shape():
+    def function(x, w, a, b, bias):
+        return x @ w.t() + bias + (x @ a.t()) @ b.t()
+
+    gm, _ = tidied(function, draw(400, 8), *adapter(8, 64), draw(64))
+    assert counts(gm)["add"] >= 1
+
+
+def test_a_sum_that_needs_another_sum_shares_nothing():
+    def function(x, w1, a1, b1, w2, a2, b2):
+        first = adapted(x, w1, a1, b1, 1.0)
+        inner = F.linear(first, a2)  # reads the first sum
+        return first.sum() + (F.linear(x, w2) + F.linear(inner, b2)).sum()
+
+    w1, a1, b1 = adapter(8, 64)
+    tidied(function, draw(400, 8), w1, a1, b1, draw(64, 8, seed=3), draw(2, 64), draw(64, 2))
+
+
+def test_twice_the_same_product():
+    tidied(lambda x, w: x @ w.t() + x @ w.t(), draw(400, 8), draw(64, 8))
+
+    def doubled(x, w):
+        y = x @ w.t()
+        return y + y
+
+    tidied(doubled, draw(400, 8), draw(64, 8))
+
+
+def test_numbers_are_multiplied_where_there_are_fewer():
+    def function(grad, b, xa):
+        scaled = grad.view(400, 64) * 0.25
+        return scaled @ b, scaled.t() @ xa
+
+    gm, _ = tidied(function, draw(2, 200, 64), draw(64, 2), draw(400, 2))
+    scaled = [n.args[0] for n in gm.graph.nodes if n.target is aten.mul.Tensor]
+    assert [n.target for n in scaled] == [aten.mm.default] * 2
+
+
+def test_the_gradients_of_an_adapted_layer():
+    def gradients(x, w, a, b, grad):
+        with torch.enable_grad():
+            live = [t.detach().requires_grad_() for t in (x, a, b)]
+            out = adapted(live[0], w, live[1], live[2], 0.5)
+            return torch.autograd.grad(out, live, grad)
+
+    tidied(gradients, draw(2, 200, 8), *adapter(8, 64), draw(2, 200, 64, seed=9))
+    tidied(gradients, draw(2, 200, 64), *adapter(64, 8), draw(2, 200, 8, seed=9))
