@@ -14,13 +14,13 @@ from torch import fx
 
 from fxrl.ir.graph import (
     RESHAPES,
-    SizeTable,
     is_call,
     is_tensor,
     shape_of,
     tensor_val,
     topological_sort,
 )
+from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
 

@@ -22,7 +22,6 @@ from fxrl.analysis.legality import illegal
 from fxrl.analysis.tile_body import TileLayout, TileRefusal
 from fxrl.errors import FxrlError
 from fxrl.ir.graph import (
-    SizeTable,
     ancestors,
     eliminate_dead_code,
     is_call,
@@ -33,6 +32,7 @@ from fxrl.ir.graph import (
     topological_sort,
 )
 from fxrl.ir.region import InputSpec, Region, call_region
+from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import Size, SizeTable, shape_of, tensor_val
+from fxrl.ir.graph import Size, shape_of, tensor_val
+from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fxrl.compile.inductor import InductorOptions, compile_body, generated_source
 from fxrl.compile.keep import TracedKept
-from fxrl.compile.region_sizes import SizePlaces, size_at
 from fxrl.compile.trace_region import TracedRegion
 from fxrl.ir.graph import Size
 from fxrl.ir.region import Region
@@ -48,8 +47,8 @@ class _Bodies:
     def __init__(self, region: Region, options: InductorOptions | None) -> None:
         self._region = region
         self._options = options
-        self.places = SizePlaces(region)
         self.first = self._build(None)
+        self.places = self.first.traced.bound
         self._variants = [self.first]
         self._chosen: dict[tuple[int, ...], _Variant] = {}
 
@@ -135,8 +134,9 @@ class _KeptBodies:
 
     def grad_shapes(self, sizes: Sequence[Size]) -> list[tuple[tuple[Size, ...], torch.dtype]]:
         named = dict(zip(self._bodies.places.names, sizes, strict=True))
+        at = self._bodies.places
         return [
-            (tuple(size_at(size, named) for size in spec.example.shape), spec.example.dtype)
+            (tuple(at.size(size, named) for size in spec.example.shape), spec.example.dtype)
             for spec in self._region.inputs
             if spec.needs_grad
         ]

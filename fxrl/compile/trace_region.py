@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fxrl.compile.region_sizes import symbol_places
 from fxrl.ir.graph import Size, hint
 from fxrl.ir.region import InputSpec, Region
+from fxrl.ir.sizes import BoundSizes
 
 #: The row count that tracing sees; any value of two or more gives the same graph.
 _TRACE_ROWS = 64
@@ -43,7 +43,7 @@ class TracedRegion:
     def __init__(
         self, region: Region, sizes: Mapping[str, int] | None = None, *, decompose: bool = False
     ) -> None:
-        """Trace a region for ``sizes`` (by symbol; see ``SizePlaces``) and all alike them.
+        """Trace a region for ``sizes`` (by name; see ``BoundSizes``) and all alike them.
 
         Args:
             decompose: a kept region's ops as Inductor's own, so that the cut sees what is cheap;
@@ -54,12 +54,11 @@ class TracedRegion:
         self.mode = FakeTensorMode(
             shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False
         )
-        self._sizes = dict(sizes or {})
-        self._seen = {
-            name: max(2, hint(region.inputs[i].example.shape[dim]))
-            for name, i, dim in symbol_places(region)
-        }
-        self._symbols: dict[str, Size] = {}
+        self.bound = BoundSizes(region.inputs)
+        seen = self.bound.read([spec.example for spec in region.inputs])
+        assumed = {n: max(2, hint(s)) for n, s in zip(self.bound.names, seen, strict=True)}
+        assumed |= {"rows": _TRACE_ROWS} if region.tiled else {}
+        self._symbols = {n: self._symbol(n, (sizes or assumed)[n]) for n in self.bound.names}
         inputs = self._inputs()
         self.forward = self._trace(self._forward, inputs)
         outputs = _outputs_of(self.forward)
@@ -95,14 +94,30 @@ class TracedRegion:
 
     def _fake(self, spec: InputSpec) -> Tensor:
         example = spec.example
-        sizes: list[Any] = [self._size(size) for size in example.shape]
+        sizes: list[Any] = [self.bound.evaluate(size, self._symbols) for size in example.shape]
         if spec.tiled:
-            sizes[0] = self._symbol("rows", _TRACE_ROWS)
-            with self.mode:
-                return torch.empty(sizes, dtype=example.dtype, device=example.device)
-        strides = [self._size(stride) for stride in example.stride()]
+            sizes[0] = self._symbols["rows"]
+        strides = [self.bound.evaluate(stride, self._symbols) for stride in example.stride()]
+        dtype, device = example.dtype, example.device
         with self.mode:
-            return torch.empty_strided(sizes, strides, dtype=example.dtype, device=example.device)
+            if spec.tiled:
+                return torch.empty(sizes, dtype=dtype, device=device)
+            if self.region.keep and None in strides:
+                # The call copies an input that has other strides than were traced; in the same
+                # order, so that a view of it in the body stays one.
+                order = sorted(range(len(sizes)), key=lambda d: -hint(example.stride()[d]))
+                dense = torch.empty([sizes[d] for d in order], dtype=dtype, device=device)
+                return dense.permute([order.index(d) for d in range(len(sizes))])
+            known = [self._stride(*pair) for pair in zip(example.stride(), strides, strict=True)]
+            return torch.empty_strided(sizes, known, dtype=dtype, device=device)
+
+    def _stride(self, stride: Size, found: Size | None) -> Size:
+        """A stride of the region's own where no dim tells it."""
+        if found is None:
+            name = str(stride)
+            found = self._symbols.get(name) or self._fresh(name, max(2, hint(stride)))
+            self._symbols[name] = found
+        return found
 
     def _like(self, value: Tensor) -> Tensor:
         with self.mode:
@@ -110,10 +125,7 @@ class TracedRegion:
 
     def _symbol(self, name: str, example: int) -> Size:
         """A size that varies; constant where it is 0 or 1, which no symbol stands for."""
-        example = self._sizes.get(name, example)
-        if name not in self._symbols:
-            self._symbols[name] = example if example < 2 else self._fresh(name, example)
-        return self._symbols[name]
+        return example if example < 2 else self._fresh(name, example)
 
     def _fresh(self, name: str, example: int) -> Size:
         env = self.mode.shape_env
@@ -133,34 +145,6 @@ class TracedRegion:
             if not isinstance(symbol, int) and name in sizes
         }
         return int(size.node.expr.xreplace(values))
-
-    def _size(self, size: Size) -> Size:
-        """A size of the outer graph in this region's own symbols."""
-        if isinstance(size, int):
-            return size
-        expr = size.node.expr
-        if expr.is_Integer:
-            return int(expr)
-        if {str(symbol) for symbol in expr.free_symbols} <= self._seen.keys():
-            known = self._translate(expr)
-            if known is not None:
-                return known
-        return self._symbol(str(expr), max(2, hint(size)))
-
-    def _translate(self, expr: Any) -> Size | None:
-        if expr.is_Integer:
-            return int(expr)
-        if expr.is_Symbol:
-            return self._symbol(str(expr), self._seen[str(expr)])
-        if not (expr.is_Add or expr.is_Mul):
-            return None
-        parts = [self._translate(part) for part in expr.args]
-        total = parts[0]
-        for part in parts[1:]:
-            if total is None or part is None:
-                return None
-            total = total + part if expr.is_Add else total * part
-        return total
 
     # -- the two functions
     def _forward(self, *inputs: Tensor) -> list[Tensor]:
