@@ -12,14 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import (
-    RESHAPES,
-    is_call,
-    is_tensor,
-    shape_of,
-    tensor_val,
-    topological_sort,
-)
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import RESHAPES, is_call, is_tensor, shape_of, topological_sort
 from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
@@ -30,10 +24,10 @@ def fold_broadcast_products(graph: fx.Graph) -> None:
     found = [(node, weight) for node in graph.nodes if (weight := _expanded(node)) is not None]
     if not found:
         return
-    sizes = SizeTable(graph)
+    sizes, builder = SizeTable(graph), Builder(graph)
     for node, weight in found:
-        with graph.inserting_before(node):
-            _fold(graph, sizes, node, weight)
+        with builder.before(node):
+            _fold(builder, sizes, node, weight)
     topological_sort(graph)
 
 
@@ -57,35 +51,16 @@ def _expanded(node: fx.Node) -> fx.Node | None:
 
 def _only(batch: fx.Node) -> fx.Node:
     """The one matrix of a batch of one (how ``einsum`` writes a plain product)."""
-    val = tensor_val(batch)
-    assert val is not None
-    with batch.graph.inserting_after(batch):
-        matrix = batch.graph.call_function(aten.squeeze.dim, (batch, 0))
-    matrix.meta = {**batch.meta, "val": val.squeeze(0)}
-    return matrix
+    with Builder(batch.graph).after(batch) as builder:
+        return builder.call(aten.squeeze.dim, batch, 0)
 
 
-def _fold(graph: fx.Graph, sizes: SizeTable, node: fx.Node, weight: fx.Node) -> None:
-    rows, result = tensor_val(node.args[0]), tensor_val(node)
-    assert rows is not None
-    assert result is not None
-    target = [sizes.arg(size) for size in result.shape]
+def _fold(builder: Builder, sizes: SizeTable, node: fx.Node, weight: fx.Node) -> None:
+    rows: Any = node.args[0]
+    target = [sizes.arg(size) for size in shape_of(node)]
     if None in target[1:]:
         return
     target[0] = -1 if target[0] is None else target[0]
-    count = rows.shape[0] * rows.shape[1]
-
-    def call(op: Any, *args: Any, val: torch.Tensor) -> fx.Node:
-        made = graph.call_function(op, args)
-        made.meta = {**node.meta, "val": val}
-        return made
-
-    flat = call(
-        aten.reshape.default,
-        node.args[0],
-        [-1, rows.shape[2]],
-        val=rows.new_empty((count, rows.shape[2])),
-    )
-    product = call(aten.mm.default, flat, weight, val=result.new_empty((count, result.shape[2])))
-    shaped = call(aten.reshape.default, product, target, val=result)
-    node.replace_all_uses_with(shaped)
+    flat = builder.call(aten.reshape.default, rows, [-1, sizes.arg(shape_of(rows)[2])])
+    product = builder.call(aten.mm.default, flat, weight)
+    node.replace_all_uses_with(builder.call(aten.reshape.default, product, target))

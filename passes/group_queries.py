@@ -11,14 +11,22 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import RESHAPES, eliminate_dead_code, hint, is_call, shape_of, tensor_val
+from fxrl.ir.graph import (
+    RESHAPES,
+    bound,
+    eliminate_dead_code,
+    hint,
+    is_call,
+    shape_of,
+    tensor_val,
+    with_arguments,
+)
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.ir.source import user_source
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
-_OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LARGEST_HEAD = 256  # features a head up to which the fused kernels take grouped queries
 
 
@@ -36,14 +44,14 @@ def _group(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
     """Group the queries of one graph; returns the calls that keep a mask, and their masks."""
     masked = []
     for call in gm.graph.find_nodes(op="call_function", target=_SDPA):
-        options = dict(zip(_OPTIONS, call.args[3:], strict=False)) | call.kwargs
-        if options.get("attn_mask") is not None:
-            masked.append((call, options["attn_mask"]))
+        given = bound(call)
+        if given["attn_mask"] is not None:
+            masked.append((call, given["attn_mask"]))
             continue
-        query, *repeated = call.args[:3]
-        keys, values = map(_before_repeat, repeated)
+        keys, values = _before_repeat(given["key"]), _before_repeat(given["value"])
         if keys is not None and values is not None:
-            call.args, call.kwargs = (query, keys, values), options | {"enable_gqa": True}
+            args, kwargs = with_arguments(call, key=keys, value=values, enable_gqa=True)
+            call.args, call.kwargs = tuple(args), kwargs
     eliminate_dead_code(gm.graph)
     gm.recompile()
     return masked

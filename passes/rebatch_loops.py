@@ -16,26 +16,35 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import OpOverload, hint, is_call, is_tensor, shape_of
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import (
+    COPIES,
+    OpOverload,
+    bound,
+    hint,
+    is_call,
+    is_tensor,
+    shape_of,
+    with_arguments,
+)
 
 aten = torch.ops.aten
 
-#: op -> positions of its dim arguments, for ops that act within one sequence.
-_DIM_ARGS: dict[Any, tuple[int, ...]] = {
-    aten.logsumexp.default: (1,),
-    aten.sum.dim_IntList: (1,),
-    aten.mean.dim: (1,),
-    aten.amax.default: (1,),
-    aten._softmax.default: (1,),
-    aten._log_softmax.default: (1,),
-    aten.gather.default: (1,),
-    aten.unsqueeze.default: (1,),
-    aten.squeeze.dim: (1,),
-    aten.select.int: (1,),
-    aten.slice.Tensor: (1,),
-    aten.argmax.default: (1,),
-}
-_COPIES = (aten._to_copy.default, aten.detach.default, aten.clone.default)
+#: Ops that act within one sequence, along ``dim``.
+_ALONG_A_DIM = (
+    aten.logsumexp.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.amax.default,
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten.gather.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.argmax.default,
+)
 
 
 class _NotALoop(Exception):
@@ -48,8 +57,7 @@ def rebatch_loops(graph: fx.Graph) -> None:
         if not is_call(stack, aten.stack.default):
             continue
         parts: Any = stack.args[0]
-        dim = stack.args[1] if len(stack.args) > 1 else 0
-        if dim != 0 or len(parts) < 2:
+        if bound(stack)["dim"] != 0 or len(parts) < 2:
             continue
         with graph.inserting_before(stack):
             try:
@@ -91,39 +99,35 @@ class _Loop:
             raise _NotALoop
         if not is_tensor(first) or not _known(first):
             raise _NotALoop
-        rank = len(shape_of(first))
-        args = [
-            self._argument(first, position, [node.args[position] for node in nodes], rank)
-            for position in range(len(first.args))
-        ]
-        if any(node.kwargs != first.kwargs for node in nodes):
-            raise _NotALoop
-        kwargs = dict(first.kwargs)
-        target: Any = first.target
-        made = self.graph.call_function(target, tuple(args), kwargs)
-        values = fx.node.map_arg(tuple(args), lambda node: node.meta["val"])
-        made.meta = {**first.meta, "val": target(*values, **kwargs)}
-        return made
+        given = [bound(node) for node in nodes]
+        changed = {
+            name: self._argument(first, name, [arguments[name] for arguments in given])
+            for name in given[0]
+        }
+        kept = {name: value for name, value in changed.items() if value is not given[0][name]}
+        args, kwargs = with_arguments(first, **kept)
+        return Builder(self.graph, first).call(first.target, *args, **kwargs)
 
-    def _argument(self, node: fx.Node, position: int, given: list[Any], rank: int) -> Any:
+    def _argument(self, node: fx.Node, name: str, given: list[Any]) -> Any:
+        rank = len(shape_of(node))
         if is_tensor(given[0]):
             same = all(item is given[0] for item in given)
-            if same and position > 0 and len(shape_of(given[0])) <= rank:
+            if same and given[0] is not node.args[0] and len(shape_of(given[0])) <= rank:
                 return given[0]  # read alike by every sequence: broadcasting stays right-aligned
             width = len(shape_of(given[0]))
-            if node.target not in _DIM_ARGS and width != rank:
+            if node.target not in _ALONG_A_DIM and width != rank:
                 raise _NotALoop
             return self.batch(tuple(given))
         if any(item != given[0] for item in given):
             raise _NotALoop
-        if position in _DIM_ARGS.get(node.target, ()):
+        if name == "dim" and node.target in _ALONG_A_DIM:
             return _from_the_end(node, given[0])
         return given[0]
 
 
 def _known(node: fx.Node) -> bool:
     target = node.target
-    if target in _DIM_ARGS or target in _COPIES:
+    if target in _ALONG_A_DIM or target in COPIES:
         return True
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
         return False
@@ -132,6 +136,8 @@ def _known(node: fx.Node) -> bool:
 
 def _from_the_end(node: fx.Node, dims: Any) -> Any:
     """Dims counted from the end, so that a new first dim does not shift them."""
+    if dims is None or dims == []:  # all of them, which would be the new one too
+        raise _NotALoop
     source: Any = node.args[0]
     rank = len(shape_of(source)) + (node.target is aten.unsqueeze.default)
     if isinstance(dims, (list, tuple)):

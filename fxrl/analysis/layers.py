@@ -19,17 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import PRODUCTS, OpOverload, draws_random, is_call, is_tensor, tensor_val
+from fxrl.ir.graph import PRODUCTS, draws_random, is_call, is_tensor, is_view, tensor_val
 
 aten = torch.ops.aten
 
 _NUMBERED = re.compile(r"(?:.*?\.)?([A-Za-z_]\w*\.\d+)$")
-_MULTI_VIEWS = (
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
-    aten.chunk.default,
-)
 _PARAMETER_DIMS = 2  # weights and biases, or adapters of these
 
 
@@ -106,18 +100,6 @@ def has_work(nodes: Iterable[fx.Node]) -> bool:
     """Whether fusing these is worth a call: a product with something around it, or a few ops."""
     work = [n for n in nodes if is_tensor(n) and not is_view(n)]
     return len(work) > 2 or (len(work) == 2 and any(is_call(n, *PRODUCTS) for n in work))
-
-
-def is_view(node: object) -> bool:
-    """Whether ``node`` only looks at its operand's memory (or may)."""
-    if is_call(node, operator.getitem):
-        return is_call(node.args[0], *_MULTI_VIEWS)
-    if not (isinstance(node, fx.Node) and isinstance(node.target, OpOverload)):
-        return False
-    if node.target in (aten._unsafe_view.default, *_MULTI_VIEWS):
-        return True
-    infos = [argument.alias_info for argument in node.target._schema.arguments]
-    return any(info is not None and not info.is_write for info in infos)
 
 
 def is_product(node: object) -> bool:

@@ -19,9 +19,8 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from fxrl.analysis.layers import is_view
 from fxrl.compile.trace_region import TracedRegion
-from fxrl.ir.graph import Size, is_call, tensor_val
+from fxrl.ir.graph import Size, is_call, is_view, tensor_val
 from fxrl.ir.region import Region
 from fxrl.passes.merge_adapter_products import tidy_products
 

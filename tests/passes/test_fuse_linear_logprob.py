@@ -44,7 +44,7 @@ def test_applied():
 %ids = input : i64[6]
 %unsqueeze = aten.unsqueeze.default(%ids, 1) : i64[6, 1]
 %reshape_default = aten.reshape.default(%unsqueeze, [-1]) : i64[6]
-%linear_logprob_default = fxrl.linear_logprob.default(%hidden, %weight, %reshape_default, None, None, None, 2.0, 0.0, 'logprob', 'logprob', 2) : (f64[6], f64[0], f64[0], b8[0], f64[0], f64[0], f64[0])
+%linear_logprob_default = fxrl.linear_logprob.default(%hidden, %weight, %reshape_default, scale=2.0, outputs='logprob', grad_outputs='logprob', chunk_tokens=2) : (f64[6], f64[0], f64[0], b8[0], f64[0], f64[0], f64[0])
 %getitem = operator.getitem(%linear_logprob_default, 0) : f64[6]
 %reshape_default_1 = aten.reshape.default(%getitem, [-1, 1]) : f64[6, 1]
 %select = aten.select.int(%reshape_default_1, 1, 0) : f64[6]
@@ -73,7 +73,7 @@ def test_applied_under_a_shift_projects_only_the_rows_that_are_read():
 %slice_2 = aten.slice.Tensor(%ids, 0, 1, 9223372036854775807) : i64[5]
 %unsqueeze = aten.unsqueeze.default(%slice_2, 1) : i64[5, 1]
 %reshape_default = aten.reshape.default(%unsqueeze, [-1]) : i64[5]
-%linear_logprob_default = fxrl.linear_logprob.default(%slice_tensor, %weight, %reshape_default, None, None, None, 1.0, 0.0, 'logprob', 'logprob', 2) : (f64[5], f64[0], f64[0], b8[0], f64[0], f64[0], f64[0])
+%linear_logprob_default = fxrl.linear_logprob.default(%slice_tensor, %weight, %reshape_default, outputs='logprob', grad_outputs='logprob', chunk_tokens=2) : (f64[5], f64[0], f64[0], b8[0], f64[0], f64[0], f64[0])
 %getitem = operator.getitem(%linear_logprob_default, 0) : f64[5]
 %reshape_default_1 = aten.reshape.default(%getitem, [-1, 1]) : f64[5, 1]
 %select = aten.select.int(%reshape_default_1, 1, 0) : f64[5]
@@ -86,7 +86,7 @@ def test_applied_with_a_skip_tolerance():
     gm = lowered(logprob, *inputs())
     report = FuseLinearLogprob().run(gm, Plan(chunk_tokens=2, head_skip_tolerance=0.25))
     (head,) = (node for node in gm.graph.nodes if "linear_logprob" in str(node.target))
-    assert head.args[9:] == ("logprob", 2, 0.25)
+    assert head.kwargs["skip_tolerance"] == 0.25
     assert_expected_inline(
         _plain(report),
         """applied: fuse-linear-logprob @ mm: logits [6 x 32] never exist; computes logprob; gradients may leave out a share of 0.25""",
@@ -139,11 +139,24 @@ def detached_metric(hidden, weight, ids):
     return (pick(logps, ids) * entropy).sum()
 
 
+def summed_at_once(hidden, weight, ids):
+    return F.linear(hidden, weight).log_softmax(-1).sum()
+
+
+def logs_statistics_of_all_logits(hidden, weight, ids):
+    logits = F.linear(hidden, weight)
+    with torch.no_grad():
+        watched = logits.max() + logits.mean() + logits.amax() + logits.logsumexp((0, 1))
+    return pick(logits.log_softmax(-1), ids).sum() * watched
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         logprob,
         entropy_bonus,
+        summed_at_once,
+        logs_statistics_of_all_logits,
         everything_at_once,
         stable_by_hand,
         categorical,
@@ -205,10 +218,6 @@ def two_heads(hidden, weight, ids):
     return (kl * kl).sum(-1).sum()
 
 
-def summed_at_once(hidden, weight, ids):
-    return F.linear(hidden, weight).log_softmax(-1).sum()
-
-
 def mixes_tokens(hidden, weight, ids):
     return pick(F.linear(hidden, weight).softmax(0), ids).sum()
 
@@ -222,7 +231,6 @@ MISSES = {
     straight_through: "a product of a detached and a differentiated factor",
     reweighted: "the logits are multiplied by a tensor",
     two_heads: "the logits of several heads are used together",
-    summed_at_once: "a vocabulary-sized value is reduced over tokens and vocabulary at once",
     mixes_tokens: "aten._softmax.default runs over tokens (at %_softmax)",
 }
 
