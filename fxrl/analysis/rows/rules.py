@@ -150,10 +150,8 @@ def dims_of(dims: Any, rank: int) -> list[int]:
 def slice_bounds(node: fx.Node) -> tuple[Any, ...]:
     """Start, end and step of a slice, without those at the end that select all."""
     given = bound(node)
-    bounds = [given["start"] or 0, given["end"], given["step"]]
-    while len(bounds) > 1 and bounds[-1] in (None, 1):
-        bounds.pop()
-    return tuple(bounds)
+    start, end, step = given["start"] or 0, given["end"], given["step"]
+    return (start, end, step) if step != 1 else (start,) if end is None else (start, end)
 
 
 # ---------------------------------------------------------------------------- broadcasting
