@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache
 
 from bench.lib import bodies, common, qwen
-from fxrl.compile.inductor import InductorOptions
-from fxrl.compile.regions import build_region
+from fxrl.compile.bodies.inductor import InductorOptions
+from fxrl.compile.bodies.variants import build_region
 
 COLUMNS = (
     "body",

@@ -21,3 +21,7 @@ class MissedRewriteError(FxrlError):
 
 class VerificationError(FxrlError):
     """The optimized step and the eager step disagree."""
+
+
+class PlanError(FxrlError, ValueError):
+    """A plan is damaged, or names a choice that there is not."""

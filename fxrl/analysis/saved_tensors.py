@@ -12,8 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import fx
 
-from fxrl.analysis.layers import is_product, is_view
-from fxrl.ir.graph import is_call, is_tensor, nbytes, needs_grad, tensor_val
+from fxrl.analysis.layers import is_product
+from fxrl.ir.graph import (
+    is_call,
+    is_tensor,
+    is_view,
+    nbytes,
+    needs_grad,
+    propagate_requires_grad,
+    tensor_val,
+)
+from fxrl.ir.region import Region
 
 aten = torch.ops.aten
 
@@ -57,6 +66,15 @@ def predict_saved(nodes: Sequence[fx.Node]) -> int:
         sources = {value} if whole else _sources(value, inside, kept)
         kept |= sources if _bytes(sources - kept) < nbytes(value) else {value}
     return max(0, _bytes(eager) - _bytes(kept))
+
+
+def bytes_not_saved(region: Region) -> int:
+    """Bytes that a region keeps less than autograd does of the same ops, as its cut says."""
+    graph = region.forward.graph
+    for node, spec in zip(graph.find_nodes(op="placeholder"), region.inputs, strict=True):
+        node.meta["requires_grad"] = spec.needs_grad
+    propagate_requires_grad(graph)
+    return predict_saved([node for node in graph.nodes if node.op == "call_function"])
 
 
 def _bytes(values: Iterable[fx.Node]) -> int:

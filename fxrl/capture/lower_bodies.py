@@ -54,7 +54,7 @@ def _copy(body: fx.GraphModule) -> fx.GraphModule:
 
 
 def _path(body: fx.GraphModule, call: fx.Node) -> str:
-    return next((found[1] for n in body.graph.nodes if (found := layer_path(n))), call.name)
+    return next((found for n in body.graph.nodes if (found := layer_path(n))), call.name)
 
 
 def _mark(body: fx.GraphModule, call: fx.Node) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Container, Iterable, Iterator
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import fx
@@ -21,6 +21,14 @@ aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 #: Calls that contract a feature dim; what separates one layer from the next.
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+MULTI_VIEWS = (
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.chunk.default,
+)
 
 
 def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:
@@ -102,6 +110,37 @@ def _has_float(val: object) -> bool:
     if isinstance(val, (tuple, list)):
         return any(_has_float(item) for item in val)
     return False
+
+
+def is_view(node: object) -> bool:
+    """Whether ``node`` only looks at its operand's memory (or may)."""
+    if is_call(node, operator.getitem):
+        return is_call(node.args[0], *MULTI_VIEWS)
+    if not (isinstance(node, fx.Node) and isinstance(node.target, OpOverload)):
+        return False
+    if node.target in (aten._unsafe_view.default, *MULTI_VIEWS):
+        return True
+    infos = [argument.alias_info for argument in node.target._schema.arguments]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def body_of(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule | None:
+    """The graph that a checkpointed call runs; None for other nodes."""
+    if not is_call(call, CHECKPOINT) or not isinstance(call.args[0], fx.Node):
+        return None
+    body = getattr(gm, str(call.args[0].target), None)
+    return body if isinstance(body, fx.GraphModule) else None
+
+
+def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
+    """The graph and those of its checkpointed bodies, each once."""
+    yield gm.graph
+    bodies = [body for node in gm.graph.nodes if (body := body_of(gm, node)) is not None]
+    for body in dict.fromkeys(bodies):
+        yield from graphs_of(body)
 
 
 def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
@@ -198,68 +237,3 @@ def _kahn(
                 heapq.heappush(ready, order[user])
     assert emitted == len(order), "the graph has a cycle"
     return iter(result)
-
-
-class SizeTable:
-    """Finds or builds the graph value of a symbolic size.
-
-    Passes need sizes such as ``B`` or ``T - 1`` as graph arguments. They are looked up among the
-    SymInt values of the graph and the dims of its inputs, else built from sums and products.
-    """
-
-    def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node] | None = None) -> None:
-        """Learn from ``nodes``, by default from all of the graph."""
-        self._graph = graph
-        self._known: dict[Any, tuple[fx.Node | int, int | None]] = {}
-        for node in graph.nodes if nodes is None else nodes:
-            self._learn(node)
-
-    def know(self, size: Size, value: fx.Node | int) -> None:
-        """``size`` is ``value`` in this graph, whatever else was learnt."""
-        if not isinstance(size, int):
-            self._known[size.node.expr] = (value, None)
-
-    def _learn(self, node: fx.Node) -> None:
-        val = node.meta.get("val")
-        if isinstance(val, torch.SymInt):
-            self._known.setdefault(val.node.expr, (node, None))
-        elif isinstance(val, torch.Tensor):
-            for dim, size in enumerate(val.shape):
-                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                    self._known.setdefault(size.node.expr, (node, dim))
-
-    def arg(self, size: Size) -> int | fx.Node | None:
-        """``size`` as an argument of a graph call; None when it cannot be expressed.
-
-        New nodes go to the graph's current insertion point; sort the graph afterwards.
-        """
-        if isinstance(size, int):
-            return size
-        return self._build(size.node.expr, size)
-
-    def _build(self, expr: Any, like: torch.SymInt) -> int | fx.Node | None:
-        if expr.is_Integer:
-            return int(expr)
-        if expr in self._known:
-            node, dim = self._known[expr]
-            if isinstance(node, int) or dim is None:
-                return node
-            return self._sym_size(expr, node, dim)
-        if not (expr.is_Add or expr.is_Mul):
-            return None
-        function = operator.add if expr.is_Add else operator.mul
-        parts = [self._build(part, like) for part in expr.args]
-        total = parts[0]
-        for part in parts[1:]:
-            if total is None or part is None:
-                return None
-            total = self._graph.call_function(function, (total, part))
-        if isinstance(total, fx.Node):
-            total.meta["val"] = like if like.node.expr == expr else None
-        return total
-
-    def _sym_size(self, expr: Any, node: fx.Node, dim: int) -> fx.Node:
-        size = self._graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-        size.meta["val"] = shape_of(node)[dim]
-        self._known[expr] = (size, None)
-        return size

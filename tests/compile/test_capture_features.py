@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxrl.compile.misses import MissedRewriteWarning
 from fxrl.compile.step import TrainStep, optimize
 from fxrl.config import Config
 from fxrl.errors import MissedRewriteError
+from fxrl.ir.on_miss import MissedRewriteWarning
 
 CONFIG = Config(min_saved_bytes=0, chunk_tokens=8, compile_regions=False, on_miss="error")
 QUIET = Config(min_saved_bytes=0, chunk_tokens=8, compile_regions=False, on_miss="ignore")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxrl
-from fxrl.ir.graph_pass import Applied, RewritePass, Site
+from fxrl.ir.graph_pass import Applied, Pass, Site
 from fxrl.passes import REGISTRY
 
 CONFIG = {"min_saved_bytes": 0, "chunk_tokens": 4, "compile_regions": False}
@@ -40,11 +40,11 @@ class TanhSite(Site):
     """Where the plant acts."""
 
 
-class WrongTanh(RewritePass[TanhSite]):
+@dataclass(frozen=True)
+class WrongTanh(Pass[TanhSite]):
     """A planted mistake: ``tanh(x)`` becomes ``tanh(1.001 x)``."""
 
     name: ClassVar[str] = "wrong-tanh"
-    saves_memory: ClassVar[bool] = False
 
     def match(self, gm):
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default):

@@ -2,13 +2,9 @@
 
 import torch
 
-from fxrl.capture.lower import lower
-from fxrl.compile.regions import build_region
-from fxrl.ir.plan import Plan
-from fxrl.ir.region import regions_of
-
-#: A plan that rewrites everything, in tiles of two rows.
-EVERYTHING = Plan(chunk_tokens=2)
+from fxrl.compile.bodies.variants import build_region
+from fxrl.ir.region import region_calls
+from fxrl.testing import normalised
 
 
 def lowered(function, *args):
@@ -16,7 +12,7 @@ def lowered(function, *args):
     found = []
 
     def backend(gm, _):
-        found.append(lower(gm))
+        found.append(normalised(gm))
         return gm.forward
 
     torch.compiler.reset()
@@ -27,8 +23,12 @@ def lowered(function, *args):
 
 def runnable(gm):
     """``gm`` with its regions built op by op; takes tensors in the order of its inputs."""
-    for region in regions_of(gm).values():
-        build_region(region, None)
+    gm.meta["kernels"] = []  # the graph owns them
+    for call in region_calls(gm):
+        kernels = build_region(call.meta["region"], None)
+        call.update_arg(1, kernels.key)
+        gm.meta["kernels"].append(kernels)
+    gm.recompile()
     return gm
 
 

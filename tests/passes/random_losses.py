@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from fxrl.capture.lower import lower
-from fxrl.compile.regions import build_region
+from fxrl.compile.bodies.variants import build_region
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import regions_of
 from fxrl.ir.remark import Report

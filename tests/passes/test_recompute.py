@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import fxrl
-from fxrl.compile.misses import MissedRewriteWarning
+from fxrl.ir.on_miss import MissedRewriteWarning
 from fxrl.ir.plan import Keep, Plan
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import regions_of

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from fxrl.ir.plan import Keep, Plan
 from fxrl.ir.printer import print_graph
 from fxrl.passes.restore_causal_attention import RestoreCausalAttention
-from tests.passes.lowered import EVERYTHING, call, lowered
+from tests.passes.lowered import call, lowered
 
 
 def queries(seed=0, tokens=5):
@@ -77,7 +77,7 @@ def checkpointed(x):
 def test_a_proven_mask_becomes_is_causal_with_equal_numbers(attention):
     x = queries()
     gm = lowered(attention, x)
-    (remark,) = RestoreCausalAttention().run(gm, EVERYTHING).remarks
+    (remark,) = RestoreCausalAttention().run(gm).remarks
     assert remark.kind == "applied"
     assert "is_causal=True" in print_graph(gm)
     result = call(gm, x=x)
@@ -123,13 +123,13 @@ def padded(x):
 def test_any_other_mask_stays(attention):
     gm = lowered(attention, queries())
     before = print_graph(gm)
-    assert RestoreCausalAttention().run(gm, EVERYTHING).remarks == ()
+    assert RestoreCausalAttention().run(gm).remarks == ()
     assert print_graph(gm) == before
 
 
 def test_the_rewritten_graph_has_no_mask():
     gm = lowered(causal, queries())
-    report = RestoreCausalAttention().run(gm, EVERYTHING)
+    report = RestoreCausalAttention().run(gm)
     assert_expected_inline(
         print_graph(gm),
         """\

@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from fxrl.analysis.rows.expr import TOKEN, Leaf, RowExpr, RowStep, RowValue, leaves, walk
-from fxrl.ir.graph import SizeTable, hint, tensor_val
+from fxrl.ir.graph import hint, tensor_val
 from fxrl.ir.remark import Refusal
+from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
 

@@ -5,11 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxrl.compile.inductor import InductorOptions
-from fxrl.compile.keep import TracedKept
-from fxrl.compile.regions import build_region
+from fxrl.compile.bodies.inductor import InductorOptions
+from fxrl.compile.bodies.trace import TracedBody
+from fxrl.compile.bodies.variants import build_region
 from fxrl.ir.region import InputSpec, Region
-from fxrl.ops.region import registered
 
 
 def draw(*sizes):
@@ -34,7 +33,7 @@ def region_of(function, examples, needs):
     body = make_fx(function)(*examples)
     pairs = zip(examples, needs, strict=True)
     specs = [InputSpec(x, False, need, i > 0) for i, (x, need) in enumerate(pairs)]
-    return Region(body, tuple(specs), keep=True)
+    return Region(body, tuple(specs), "products")
 
 
 def gradients(function, given, needs):
@@ -53,7 +52,7 @@ def assert_equal(found, wanted, tolerance=1e-12):
 @pytest.mark.parametrize("decompose", [False, True])
 def test_the_two_halves_are_the_function_and_its_gradient(decompose):
     region = region_of(layer, inputs(), NEEDS)
-    traced = TracedKept(region, decompose=decompose)
+    traced = TracedBody(region, decompose=decompose)
 
     def run(live):
         with torch.no_grad():
@@ -61,7 +60,7 @@ def test_the_two_halves_are_the_function_and_its_gradient(decompose):
         grads = [torch.arange(o.numel()).view_as(o).to(o.dtype) for o in results[:2]]
         places = {"input": live, "output": results, "grad": grads}
         with torch.no_grad():
-            return results, traced.vjp(*(places[kind][i] for kind, i in traced.sources))
+            return results, traced.backward(*(places[kind][i] for kind, i in traced.sources))
 
     results, grads = run(inputs())
     wanted = gradients(lambda live: layer(*live), inputs(), NEEDS)
@@ -70,7 +69,7 @@ def test_the_two_halves_are_the_function_and_its_gradient(decompose):
 
 def test_weights_are_kept_as_they_are():
     """The backward reads a weight's transpose; the weight itself lives anyway."""
-    traced = TracedKept(region_of(layer, inputs(), NEEDS), decompose=True)
+    traced = TracedBody(region_of(layer, inputs(), NEEDS), decompose=True)
     assert {i for kind, i in traced.sources if kind == "input"} >= {2, 5}
     (output,) = traced.forward.graph.find_nodes(op="output")
     shapes = [tuple(node.meta["val"].shape) for node in output.args[0]]
@@ -81,10 +80,10 @@ def test_weights_are_kept_as_they_are():
 @pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])
 def test_the_op_pair(options):
     region = region_of(layer, inputs(), NEEDS)
-    build_region(region, options)
+    kernels = build_region(region, options)
 
     def run(live):
-        return torch.ops.fxrl.kept_region(live, region.id)
+        return torch.ops.fxrl.region(live, kernels.key, 0)
 
     wanted = gradients(lambda live: layer(*live), inputs(), NEEDS)
     assert_equal(gradients(run, inputs(), NEEDS), wanted, 1e-12 if options is None else 1e-6)
@@ -92,13 +91,13 @@ def test_the_op_pair(options):
 
 def test_operands_of_other_strides_are_taken():
     region = region_of(layer, inputs(), NEEDS)
-    build_region(region, None)
+    kernels = build_region(region, None)
     x, *rest = inputs()
     turned = x.transpose(0, 1).contiguous().transpose(0, 1)
 
     def run(live):
         first = live[0].transpose(0, 1).contiguous().transpose(0, 1)
-        return torch.ops.fxrl.kept_region([first, *live[1:]], region.id)
+        return torch.ops.fxrl.region([first, *live[1:]], kernels.key, 0)
 
     assert not turned.is_contiguous()
     wanted = gradients(lambda live: layer(*live), [x, *rest], NEEDS)
@@ -107,16 +106,15 @@ def test_operands_of_other_strides_are_taken():
 
 def test_only_outputs_carry_a_gradient():
     region = region_of(layer, inputs(), NEEDS)
-    build_region(region, None)
+    kernels = build_region(region, None)
     live = [x.requires_grad_(need) for x, need in zip(inputs(), NEEDS, strict=True)]
-    first, second, *kept = torch.ops.fxrl.kept_region(live, region.id)
+    first, second, *kept = torch.ops.fxrl.region(live, kernels.key, 0)
     assert first.requires_grad
     assert second.requires_grad
     assert kept
     assert not any(value.requires_grad for value in kept)
     (grad,) = torch.autograd.grad(first.sum(), live[0])  # the second output's gradient is None
     assert grad.shape == live[0].shape
-    assert registered(region.id).kept is not None
 
 
 def test_an_autograd_formula_that_writes_is_made_functional():
@@ -125,17 +123,17 @@ def test_an_autograd_formula_that_writes_is_made_functional():
 
     examples = [draw(5, 8), draw(6, 8)]
     region = region_of(indexed, examples, (True, True))
-    build_region(region, None)
+    kernels = build_region(region, None)
     live = [x.clone().requires_grad_() for x in examples]
-    (out,) = torch.ops.fxrl.kept_region(live, region.id)[:1]
+    (out,) = torch.ops.fxrl.region(live, kernels.key, 0)[:1]
     wanted = torch.autograd.grad(indexed(*live)[0].sum(), live)
     torch.testing.assert_close(torch.autograd.grad(out.sum(), live), wanted)
 
 
 def test_a_region_that_needs_no_gradient_has_a_forward_alone():
     region = region_of(layer, inputs(), (False,) * 6)
-    build_region(region, None)
-    first, second = torch.ops.fxrl.kept_region(inputs(), region.id)
+    kernels = build_region(region, None)
+    first, second = torch.ops.fxrl.region(inputs(), kernels.key, 0)
     wanted = layer(*inputs())
     torch.testing.assert_close([first, second], wanted, rtol=1e-12, atol=1e-12)
 
@@ -153,8 +151,8 @@ def test_a_cast_to_a_wider_dtype_and_back_is_nothing():
         draw(64, 2).float(),
     ]
     region = region_of(adapted, examples, (True, False, True, True))
-    traced = TracedKept(region, decompose=True)
-    wide = [n for half in (traced.forward, traced.vjp) for n in half.graph.nodes]
+    traced = TracedBody(region, decompose=True)
+    wide = [n for half in (traced.forward, traced.backward) for n in half.graph.nodes]
     sizes = [
         n.meta["val"].numel()
         for n in wide
