@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Container, Iterable, Iterator
 from typing import TypeGuard
 

@@ -124,7 +124,7 @@ class Plan:
             )
         choices = data.get("choices", {})
         if not isinstance(choices, dict):
-            raise PlanError(f"choices is {choices!r}, not a table of sites")
+            raise PlanError(f"choices={choices!r} is no table of sites")
         numbers = {name: _number(name, data.get(name)) for name in _NUMBERS}
         return cls({site: _choice(site, given) for site, given in choices.items()}, **numbers)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import Tensor, fx
 
@@ -83,7 +84,7 @@ class _Known(Generic[V]):
             return self.sizes[expr]
         found = self._solve(expr, solving) if expr.is_Symbol else self._compose(expr, solving)
         if found is None:
-            found = self._differ(expr)
+            found = self._eliminate(expr)
         if found is not None and not solving:
             self.sizes[expr] = found
         return found
@@ -119,11 +120,16 @@ class _Known(Generic[V]):
             return part if divisor == 1 else _Apply(operator.floordiv, part, divisor)
         return None
 
-    def _differ(self, expr: Any) -> Any:
-        """``expr`` from a known size that differs by a number, where its symbols are nowhere."""
+    def _eliminate(self, expr: Any) -> Any:
+        """``expr`` with a known sum (``a + b``) put in for its symbols, which are known nowhere."""
         for known, value in self.sizes.items():
-            if (number := expr - known).is_Integer:
-                return _Apply(operator.add, value, int(number))
+            for symbol in (known.free_symbols & expr.free_symbols) - self.sizes.keys():
+                if not _is_polynomial(known) or known.diff(symbol) != 1:
+                    continue
+                whole = sympy.Symbol(f"<{known}>", integer=True)
+                rest = expr.subs(symbol, whole - (known - symbol)).expand()
+                if rest.free_symbols - self.sizes.keys() == {whole}:
+                    return _Known({**self.sizes, whole: value}).find(rest)
         return None
 
 

@@ -82,26 +82,6 @@ return %sum_1""",
     )
 
 
-def test_applied_with_a_skip_tolerance():
-    gm = lowered(logprob, *inputs())
-    report = FuseLinearLogprob().run(gm, Plan(chunk_tokens=2, head_skip_tolerance=0.25))
-    (head,) = (node for node in gm.graph.nodes if "linear_logprob" in str(node.target))
-    assert head.args[9:] == ("logprob", 2, 0.25)
-    assert_expected_inline(
-        _plain(report),
-        """applied: fuse-linear-logprob @ mm: logits [6 x 32] never exist; computes logprob; gradients may leave out a share of 0.25""",
-    )
-
-
-def test_the_config_gives_the_skip_tolerance():
-    assert Plan.from_config(Config(head_skip_tolerance=2**-9)).head_skip_tolerance == 2**-9
-    assert "0.25 of a gradient" in str(Plan(head_skip_tolerance=0.25))
-    assert "gradient" not in str(Plan())
-    for bad in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ConfigError, match=r"head_skip_tolerance=.* is not in \[0, 1\)"):
-            Config(head_skip_tolerance=bad)
-
-
 def everything_at_once(hidden, weight, ids):
     """Bias, scale, softcap and temperature; five statistics, three of them differentiated."""
     bias = torch.linspace(-1, 1, 32, dtype=hidden.dtype)

@@ -183,9 +183,15 @@ class TracedBody:
             sizes[0] = self._symbols["rows"]
         told = [self.bound.evaluate(stride, self._symbols) for stride in example.stride()]
         strides = [stride for stride in told if stride is not None]
-        # The call copies an input that has other strides than were traced.
-        plain = spec.tiled or len(strides) < len(told)
-        return self._empty(example, sizes, None if plain else strides)
+        if not spec.tiled and len(strides) == len(told):
+            return self._empty(example, sizes, strides)
+        # The call copies an input that has other strides than were traced; dims in the same order,
+        # so that a view of it in the body stays one.
+        order = sorted(range(len(sizes)), key=lambda d: -hint(example.stride()[d]))
+        order = list(range(len(sizes))) if spec.tiled else order
+        dense = self._empty(example, [sizes[d] for d in order], None)
+        with self.mode:
+            return dense.permute([order.index(d) for d in range(len(sizes))])
 
     def _like(self, value: Tensor, *, contiguous: bool = False) -> Tensor:
         return self._empty(value, value.shape, None if contiguous else value.stride())
