@@ -28,6 +28,7 @@ from fxrl.ir.graph import (
 )
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
+from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
@@ -56,6 +57,8 @@ class MergeAdapterProducts(Normalisation[Site]):
     def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
         scaled = _scale_results(gm.graph)
         merged = _merge_sums(gm.graph)
+        if not scaled and not merged:
+            raise Refusal("no copy of operands costs less than the sums of products")
         return Applied(f"{merged} sums of products merged, {scaled} scales moved behind products")
 
 

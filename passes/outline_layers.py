@@ -167,11 +167,12 @@ def _judged(layers: tuple[tuple[fx.GraphModule, Layer], ...]) -> Iterator[LayerS
         if len(layer.parts) > _MANY_PARTS:
             barrier = layer.barriers[0]
             why = f"{len(layer.parts)} parts: %{barrier.node} {barrier.reason}"
-            raise Refusal(f"{names_of(site)} fall into {why}", at=barrier.node)
+            raise Refusal(f"fall into {why}", at=barrier.node)
         for part in layer.parts:
             find_outline(owner.graph, part)
     except Refusal as refusal:
-        yield Miss(anchor, refusal)
+        reason = f"{names_of(site)}: {refusal.reason}"
+        yield Miss(anchor, Refusal(reason, refusal.cure, refusal.at))
     else:
         yield site
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Container, Iterable, Iterator
 from typing import TypeGuard
 

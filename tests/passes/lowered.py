@@ -2,23 +2,35 @@
 
 import torch
 
+from fxrl.capture.lower import lower
 from fxrl.compile.bodies.variants import build_region
 from fxrl.ir.region import region_calls
+from fxrl.ir.site import name_sites
 from fxrl.testing import normalised
 
 
-def lowered(function, *args):
-    """The lowered graph of ``function`` on these arguments; sizes are constants."""
+def lowered(function, *args, respelled=True):
+    """The lowered graph of ``function`` on these arguments; sizes are constants.
+
+    ``respelled``: after the passes that only respell, as those over heads and layers see it.
+    """
     found = []
 
     def backend(gm, _):
-        found.append(normalised(gm))
+        found.append(normalised(gm) if respelled else raw(gm))
         return gm.forward
 
     torch.compiler.reset()
     torch.compile(function, backend=backend, fullgraph=True)(*args)
     (gm,) = found
     return gm
+
+
+def raw(gm):
+    """The graph that the first pass of all sees."""
+    graph = lower(gm)
+    name_sites(graph, "0")
+    return graph
 
 
 def runnable(gm):

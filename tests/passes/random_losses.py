@@ -22,8 +22,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from fxrl.capture.lower import lower
 from fxrl.config import Config
 from fxrl.ir.plan import Plan
-from fxrl.ir.site import name_sites
 from fxrl.ir.remark import Report
+from fxrl.ir.site import name_sites
 from fxrl.passes import pipeline
 from tests.passes.lowered import runnable
 

@@ -83,7 +83,7 @@ return %mean""",
     )
     assert_expected_inline(
         plain(report),
-        """applied: chunk-vocab-region @ mm: logits [6 x 32] live in tiles of 2 rows (saves 3 KiB)""",
+        """applied: chunk-vocab-region @ 0:loss/mm: logits [6 x 32] live in tiles of 2 rows (saves 3 KiB)""",
     )
 
 
@@ -120,7 +120,7 @@ return %mean""",
     )
     assert_expected_inline(
         plain(report),
-        """applied: chunk-vocab-region @ mm: logits [6 x 32] live in tiles of 2 rows (saves 3 KiB)""",
+        """applied: chunk-vocab-region @ 0:loss/mm: logits [6 x 32] live in tiles of 2 rows (saves 3 KiB)""",
     )
 
 
@@ -188,7 +188,7 @@ def test_missed(function):
     report = ChunkVocabRegion(tile_tokens=2).run(gm)
     assert print_graph(gm) == before
     assert not regions_of(gm)
-    assert plain(report) == f"missed: chunk-vocab-region @ mm: {MISSES[function]}"
+    assert plain(report) == f"missed: chunk-vocab-region @ 0:loss/mm: {MISSES[function]}"
     assert all(re.search(r"test_chunk_vocab_region\.py:\d+$", r.source) for r in report.remarks)
 
 
@@ -197,7 +197,9 @@ def test_the_plan_keeps_it():
     before = print_graph(gm)
     plan = Plan({"0:loss/mm": Keep("the plan keeps it")})
     report = ChunkVocabRegion().run(gm, plan)
-    assert_expected_inline(plain(report), """missed: chunk-vocab-region @ mm: the plan keeps it""")
+    assert_expected_inline(
+        plain(report), """missed: chunk-vocab-region @ 0:loss/mm: the plan keeps it"""
+    )
     assert print_graph(gm) == before
 
 
@@ -207,7 +209,7 @@ def test_below_min_saved_bytes():
     report = ChunkVocabRegion(min_saved_bytes=1 << 20).run(gm)
     assert_expected_inline(
         plain(report),
-        """missed: chunk-vocab-region @ mm: it would save 4.5 KiB, below min_saved_bytes=1 MiB""",
+        """missed: chunk-vocab-region @ 0:loss/mm: it would save 4.5 KiB, below min_saved_bytes=1 MiB""",
     )
     assert print_graph(gm) == before
 

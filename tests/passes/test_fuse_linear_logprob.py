@@ -5,8 +5,6 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
-from fxrl.config import Config
-from fxrl.errors import ConfigError
 from fxrl.ir.plan import Keep, Plan
 from fxrl.ir.printer import print_graph
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
@@ -53,7 +51,7 @@ return %sum_1""",
     )
     assert_expected_inline(
         _plain(report),
-        """applied: fuse-linear-logprob @ mm: logits [6 x 32] never exist; computes logprob""",
+        """applied: fuse-linear-logprob @ 0:loss/mm: logits [6 x 32] never exist; computes logprob""",
     )
 
 

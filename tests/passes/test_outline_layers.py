@@ -45,39 +45,39 @@ def test_applied():
         "\n".join(line for line in printed(gm).splitlines() if "= input" not in line),
         """\
 %embedding = aten.embedding.default(%model.embed.weight, %b_ids) : f64[2, 5, 8]
-%kept_region_default = fxrl.region.default([%embedding, %model.blocks.0.norm, %model.blocks.0.qkv.q.weight, %model.blocks.0.qkv.k.weight, %model.blocks.0.qkv.v.weight], 'ID') : (f64[10, 8], f64[10, 8], f64[10, 8])
-%getitem_2 = operator.getitem(%kept_region_default, 0) : f64[10, 8]
-%getitem_3 = operator.getitem(%kept_region_default, 1) : f64[10, 8]
-%getitem_4 = operator.getitem(%kept_region_default, 2) : f64[10, 8]
-%_unsafe_view_10 = aten._unsafe_view.default(%getitem_2, [2, 5, 8]) : f64[2, 5, 8]
+%region_default = fxrl.region.default([%embedding, %model.blocks.0.norm, %model.blocks.0.qkv.q.weight, %model.blocks.0.qkv.k.weight, %model.blocks.0.qkv.v.weight], 'ID', 0) : (f64[10, 8], f64[10, 8], f64[10, 8])
+%getitem = operator.getitem(%region_default, 0) : f64[10, 8]
+%getitem_1 = operator.getitem(%region_default, 1) : f64[10, 8]
+%getitem_2 = operator.getitem(%region_default, 2) : f64[10, 8]
+%_unsafe_view_10 = aten._unsafe_view.default(%getitem, [2, 5, 8]) : f64[2, 5, 8]
 %view_28 = aten.view.default(%_unsafe_view_10, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
 %transpose_10 = aten.transpose.int(%view_28, 1, 2) : f64[2, 2, 5, 4]
-%_unsafe_view_9 = aten._unsafe_view.default(%getitem_3, [2, 5, 8]) : f64[2, 5, 8]
+%_unsafe_view_9 = aten._unsafe_view.default(%getitem_1, [2, 5, 8]) : f64[2, 5, 8]
 %view_27 = aten.view.default(%_unsafe_view_9, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
 %transpose_9 = aten.transpose.int(%view_27, 1, 2) : f64[2, 2, 5, 4]
-%_unsafe_view_8 = aten._unsafe_view.default(%getitem_4, [2, 5, 8]) : f64[2, 5, 8]
+%_unsafe_view_8 = aten._unsafe_view.default(%getitem_2, [2, 5, 8]) : f64[2, 5, 8]
 %view_26 = aten.view.default(%_unsafe_view_8, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
 %transpose_8 = aten.transpose.int(%view_26, 1, 2) : f64[2, 2, 5, 4]
 %scaled_dot_product_attention_default = aten.scaled_dot_product_attention.default(%transpose_10, %transpose_9, %transpose_8, is_causal=True) : f64[2, 2, 5, 4]
-%kept_region_default_1 = fxrl.region.default([%scaled_dot_product_attention_default, %model.blocks.0.out.weight, %embedding, %model.blocks.0.up.weight, %model.blocks.0.up.bias, %model.blocks.0.down.weight, %model.blocks.0.down.bias], 'ID') : (f64[2, 5, 8])
-%getitem_5 = operator.getitem(%kept_region_default_1, 0) : f64[2, 5, 8]
-%kept_region_default_2 = fxrl.region.default([%getitem_5, %model.blocks.1.norm, %model.blocks.1.qkv.q.weight, %model.blocks.1.qkv.k.weight, %model.blocks.1.qkv.v.weight], 'ID') : (f64[10, 8], f64[10, 8], f64[10, 8])
-%getitem_6 = operator.getitem(%kept_region_default_2, 0) : f64[10, 8]
-%getitem_7 = operator.getitem(%kept_region_default_2, 1) : f64[10, 8]
-%getitem_8 = operator.getitem(%kept_region_default_2, 2) : f64[10, 8]
-%_unsafe_view_13 = aten._unsafe_view.default(%getitem_6, [2, 5, 8]) : f64[2, 5, 8]
+%region_default_1 = fxrl.region.default([%scaled_dot_product_attention_default, %model.blocks.0.out.weight, %embedding, %model.blocks.0.up.weight, %model.blocks.0.up.bias, %model.blocks.0.down.weight, %model.blocks.0.down.bias], 'ID', 0) : (f64[2, 5, 8])
+%getitem_3 = operator.getitem(%region_default_1, 0) : f64[2, 5, 8]
+%region_default_2 = fxrl.region.default([%getitem_3, %model.blocks.1.norm, %model.blocks.1.qkv.q.weight, %model.blocks.1.qkv.k.weight, %model.blocks.1.qkv.v.weight], 'ID', 0) : (f64[10, 8], f64[10, 8], f64[10, 8])
+%getitem_4 = operator.getitem(%region_default_2, 0) : f64[10, 8]
+%getitem_5 = operator.getitem(%region_default_2, 1) : f64[10, 8]
+%getitem_6 = operator.getitem(%region_default_2, 2) : f64[10, 8]
+%_unsafe_view_13 = aten._unsafe_view.default(%getitem_4, [2, 5, 8]) : f64[2, 5, 8]
 %view_31 = aten.view.default(%_unsafe_view_13, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
 %transpose_13 = aten.transpose.int(%view_31, 1, 2) : f64[2, 2, 5, 4]
-%_unsafe_view_12 = aten._unsafe_view.default(%getitem_7, [2, 5, 8]) : f64[2, 5, 8]
+%_unsafe_view_12 = aten._unsafe_view.default(%getitem_5, [2, 5, 8]) : f64[2, 5, 8]
 %view_30 = aten.view.default(%_unsafe_view_12, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
 %transpose_12 = aten.transpose.int(%view_30, 1, 2) : f64[2, 2, 5, 4]
-%_unsafe_view_11 = aten._unsafe_view.default(%getitem_8, [2, 5, 8]) : f64[2, 5, 8]
+%_unsafe_view_11 = aten._unsafe_view.default(%getitem_6, [2, 5, 8]) : f64[2, 5, 8]
 %view_29 = aten.view.default(%_unsafe_view_11, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
 %transpose_11 = aten.transpose.int(%view_29, 1, 2) : f64[2, 2, 5, 4]
 %scaled_dot_product_attention_default_1 = aten.scaled_dot_product_attention.default(%transpose_13, %transpose_12, %transpose_11, is_causal=True) : f64[2, 2, 5, 4]
-%kept_region_default_3 = fxrl.region.default([%scaled_dot_product_attention_default_1, %model.blocks.1.out.weight, %getitem_5, %model.blocks.1.up.weight, %model.blocks.1.up.bias, %model.blocks.1.down.weight, %model.blocks.1.down.bias], 'ID') : (f64[2, 5, 8])
-%getitem_9 = operator.getitem(%kept_region_default_3, 0) : f64[2, 5, 8]
-%view_24 = aten.view.default(%getitem_9, [10, 8]) : f64[10, 8]
+%region_default_3 = fxrl.region.default([%scaled_dot_product_attention_default_1, %model.blocks.1.out.weight, %getitem_3, %model.blocks.1.up.weight, %model.blocks.1.up.bias, %model.blocks.1.down.weight, %model.blocks.1.down.bias], 'ID', 0) : (f64[2, 5, 8])
+%getitem_7 = operator.getitem(%region_default_3, 0) : f64[2, 5, 8]
+%view_24 = aten.view.default(%getitem_7, [10, 8]) : f64[10, 8]
 %t_12 = aten.t.default(%model.head.weight) : f64[8, 3]
 %addmm_4 = aten.addmm.default(%model.head.bias, %view_24, %t_12) : f64[10, 3]
 %view_25 = aten.view.default(%addmm_4, [2, 5, 3]) : f64[2, 5, 3]
@@ -87,7 +87,7 @@ return %mean_2""",
     )
     assert_expected_inline(
         plain(report),
-        """applied: recompute @ pow_1: keep: blocks.0 to blocks.1 in 4 calls of 2 compiled bodies (saves 1.406 KiB)""",
+        """applied: outline-layers @ 0:blocks.0-1: blocks.0 to blocks.1 in 4 calls of 2 compiled bodies""",
     )
 
 
@@ -127,7 +127,7 @@ def test_a_checkpointed_body_is_outlined_inside():
     report = OutlineLayers().run(gm)
     assert_expected_inline(
         plain(report),
-        """applied: recompute @ pow_1: recompute: of each only its input is kept: blocks.0 to blocks.2 in 6 calls of 2 compiled bodies""",
+        """applied: outline-layers @ 0:blocks.0-2: blocks.0 to blocks.2 in 6 calls of 2 compiled bodies""",
     )
     assert "fxrl.region" not in printed(gm).split("@")[0]
     assert len(regions_of(gm)) == 2
@@ -141,8 +141,8 @@ def test_layers_that_differ_are_sites_of_their_own():
     assert_expected_inline(
         plain(report),
         """\
-applied: recompute @ pow_1: keep: blocks.0, blocks.2 in 4 calls of 2 compiled bodies (saves 1.406 KiB)
-applied: recompute @ pow_2: keep: blocks.1, blocks.3 in 4 calls of 2 compiled bodies (saves 1.406 KiB)""",
+applied: outline-layers @ 0:blocks.0-2: blocks.0, blocks.2 in 4 calls of 2 compiled bodies
+applied: outline-layers @ 0:blocks.1-3: blocks.1, blocks.3 in 4 calls of 2 compiled bodies""",
     )
 
 
@@ -170,7 +170,7 @@ def test_missed_too_many_parts():
     gm = graph_of(Stack([ManyPieces(), ManyPieces()]).double())
     assert_expected_inline(
         plain(missed(gm)),
-        """missed: recompute @ mul: blocks.0 to blocks.1 fall into 9 parts: %scaled_dot_product_attention_default is attention, whose kernel the call chooses (at %scaled_dot_product_attention_default)""",
+        """missed: outline-layers @ 0:blocks.0/mul: blocks.0 to blocks.1 fall into 9 parts: %scaled_dot_product_attention_default is attention, whose kernel the call chooses (at %scaled_dot_product_attention_default)""",
     )
 
 
@@ -200,7 +200,7 @@ def test_missed_body_that_cannot_be_lowered(look):
     gm = graph_of(Stack([Looking(look), Looking(look)], checkpointed=True).double())
     assert_expected_inline(
         plain(missed(gm)).partition(". We only support")[0],  # the rest is PyTorch's advice
-        """missed: recompute @ x: blocks.0 to blocks.1: the checkpointed body could not be lowered: RuntimeError: Found a custom (non-ATen) operator whose output has alias annotations: fxrl_recompute_test::look(Tensor(a) x) -> Tensor(a)""",
+        """missed: outline-layers @ 0:blocks.0/mul.x: the checkpointed body could not be lowered: RuntimeError: Found a custom (non-ATen) operator whose output has alias annotations: fxrl_recompute_test::look(Tensor(a) x) -> Tensor(a)""",
     )
 
 
@@ -227,7 +227,7 @@ def test_missed_random_numbers_between_the_calls_of_a_layer():
     gm = graph_of(DropoutBetween([Twice(), Twice()]).double())
     assert_expected_inline(
         plain(missed(gm)),
-        """missed: recompute @ view: blocks.0 to blocks.1: %native_dropout (aten.native_dropout.default) draws random numbers, which a recompute would draw again""",
+        """missed: outline-layers @ 0:blocks.0.up/view: %native_dropout (aten.native_dropout.default) draws random numbers, which a recompute would draw again (at %native_dropout)""",
     )
 
 
@@ -267,7 +267,7 @@ def test_missed_size_that_no_input_has():
     report = OutlineLayers().run(gm)
     assert_expected_inline(
         re.sub(r"\bs\d+", "s", plain(report)),
-        """missed: recompute @ view: blocks.0 to blocks.1: %trunc = TruncToInt(0.5*ToFloat(s)) cannot be read off the input tensors""",
+        """missed: outline-layers @ 0:blocks.0-1: %trunc = TruncToInt(0.5*ToFloat(s)) cannot be read off the input tensors (at %trunc)""",
     )
     assert print_graph(gm) == before
     assert not regions_of(gm)
@@ -279,7 +279,7 @@ def test_a_part_that_cannot_be_outlined_is_left_and_named():
     report = OutlineLayers().run(gm)
     assert_expected_inline(
         re.sub(r"\bs\d+", "s", plain(report)),
-        """applied: recompute @ view: keep: blocks.0 to blocks.1 in 2 calls of 1 compiled bodies; 2 parts run op by op: %trunc = TruncToInt(0.5*ToFloat(s)) cannot be read off the input tensors (saves 3 KiB)""",
+        """applied: outline-layers @ 0:blocks.0-1: blocks.0 to blocks.1 in 2 calls of 1 compiled bodies; 2 parts run op by op: %trunc = TruncToInt(0.5*ToFloat(s)) cannot be read off the input tensors""",
     )
     assert printed(gm).count("fxrl.region.default") == 2
     assert printed(gm).count("aten.tanh.default") == 2
@@ -292,7 +292,8 @@ def test_missed_by_the_plan():
     gm = graph_of(make_stack(2))
     plan = Plan({remark.site: Keep("the plan keeps it")})
     assert_expected_inline(
-        plain(OutlineLayers().run(gm, plan)), """missed: recompute @ pow_1: the plan keeps it"""
+        plain(OutlineLayers().run(gm, plan)),
+        """missed: outline-layers @ 0:blocks.0-1: the plan keeps it""",
     )
     assert print_graph(gm) == before
 

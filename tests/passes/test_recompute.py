@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import fxrl
+from fxrl.compile.step import TrainStep
 from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer, Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
@@ -38,20 +39,35 @@ def plain(report):
 
 def test_products_are_kept_where_nothing_is_planned():
     gm = outlined()
-    assert_expected_inline(plain(Recompute().run(gm)), """""")
+    assert_expected_inline(
+        plain(Recompute().run(gm)),
+        """\
+applied: recompute @ 0:blocks.0: keep: matrix products; norms and activations run again (saves 720 B)
+applied: recompute @ 0:blocks.1: keep: matrix products; norms and activations run again (saves 720 B)""",
+    )
     assert {region.cut for region in regions_of(gm).values()} == {"products"}
 
 
 def test_the_plan_chooses_layer_by_layer():
     gm = outlined()
     plan = Plan({"0:blocks.1": CutLayer("inputs")})
-    assert_expected_inline(plain(Recompute().run(gm, plan)), """""")
+    assert_expected_inline(
+        plain(Recompute().run(gm, plan)),
+        """\
+applied: recompute @ 0:blocks.0: keep: matrix products; norms and activations run again (saves 720 B)
+applied: recompute @ 0:blocks.1: recompute: only its inputs are kept (saves 720 B)""",
+    )
     cuts = [(c.meta["region"].layer, c.meta["region"].cut) for c in region_calls(gm)]
     assert cuts == [("0:blocks.0", "products")] * 2 + [("0:blocks.1", "inputs")] * 2
 
 
 def test_a_checkpointed_layer_keeps_its_input():
-    assert_expected_inline(plain(Recompute().run(outlined(checkpointed=True))), """""")
+    assert_expected_inline(
+        plain(Recompute().run(outlined(checkpointed=True))),
+        """\
+applied: recompute @ 0:blocks.0: recompute: the user's checkpointing keeps only its input
+applied: recompute @ 0:blocks.1: recompute: the user's checkpointing keeps only its input""",
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,12 +91,14 @@ def test_nothing_is_outlined_no_remark():
     assert Recompute().run(gm).remarks == ()
 
 
-@pytest.mark.parametrize("cuts", [("products", "products"), ("inputs", "products"), ("inputs",) * 2])
+@pytest.mark.parametrize(
+    "cuts", [("products", "products"), ("inputs", "products"), ("inputs",) * 2]
+)
 def test_every_plan_gives_the_same_numbers(cuts):
     model = make_stack(2)
     plan = Plan({f"0:blocks.{i}": CutLayer(cut) for i, cut in enumerate(cuts)})
     plan = Plan.from_json(plan.to_json())
-    step = fxrl.compile.step.TrainStep(model, square_loss, fxrl.Config(**OPTIONS), plan)
+    step = TrainStep(model, square_loss, fxrl.Config(**OPTIONS), plan)
     for shape in ((2, 5), (3, 8), (1, 4)):
         assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
     assert [step.plan.choices[f"0:blocks.{i}"].kept for i in range(2)] == list(cuts)
@@ -92,7 +110,7 @@ def test_inputs_keep_less_than_products():
     for cut in ("products", "inputs"):
         model = make_stack(3, width=32)
         plan = Plan({f"0:blocks.{i}": CutLayer(cut) for i in range(3)})
-        step = fxrl.compile.step.TrainStep(model, square_loss, fxrl.Config(**OPTIONS), plan)
+        step = TrainStep(model, square_loss, fxrl.Config(**OPTIONS), plan)
         batch = ids_batch(4, 32)
         step(batch)
         kept[cut] = saved_bytes(lambda step=step, batch=batch: step(batch))
@@ -104,7 +122,13 @@ def test_a_step_lists_a_choice_for_every_site():
     step = fxrl.optimize(make_stack(2), square_loss, fxrl.Config(**OPTIONS))
     assert "nothing is captured yet" in str(step.plan)
     step(ids_batch())
-    assert_expected_inline(str(step.plan), """""")
+    assert_expected_inline(
+        str(step.plan),
+        """\
+0:blocks.0-1: outline-layers
+0:blocks.0: layer: matrix products are kept for the backward
+0:blocks.1: layer: matrix products are kept for the backward""",
+    )
     assert Plan.from_json(step.plan.to_json()) == step.plan
     assert step.plan_for(ids_batch(3, 7)).choices == step.plan.choices
 
@@ -120,7 +144,10 @@ def test_a_step_lists_a_choice_for_every_site():
         ('{"version": 1, "choices": {"0:x": {"kind": "layer", "kept": "all"}}}', "neither"),
         ('{"version": 1, "choices": {"0:x": {"kind": "layer", "keep": 1}}}', "keep is unknown"),
         ('{"version": 1, "choices": {"0:x": {"kind": "head"}}}', "by"),
-        ('{"version": 1, "choices": {"0:x": {"kind": "head", "by": "y", "tile_tokens": -1}}}', "-1"),
+        (
+            '{"version": 1, "choices": {"0:x": {"kind": "head", "by": "y", "tile_tokens": -1}}}',
+            "-1",
+        ),
         ('{"version": 1, "step_seconds": "long", "choices": {}}', "step_seconds='long'"),
     ],
 )

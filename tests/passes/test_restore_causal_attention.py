@@ -76,7 +76,7 @@ def checkpointed(x):
 )
 def test_a_proven_mask_becomes_is_causal_with_equal_numbers(attention):
     x = queries()
-    gm = lowered(attention, x)
+    gm = lowered(attention, x, respelled=False)
     (remark,) = RestoreCausalAttention().run(gm).remarks
     assert remark.kind == "applied"
     assert "is_causal=True" in print_graph(gm)
@@ -121,7 +121,7 @@ def padded(x):
     ids=lambda attention: attention.__name__,
 )
 def test_any_other_mask_stays(attention):
-    gm = lowered(attention, queries())
+    gm = lowered(attention, queries(), respelled=False)
     before = print_graph(gm)
     (remark,) = RestoreCausalAttention().run(gm).remarks
     assert remark.kind == "analysis"
@@ -132,7 +132,7 @@ def test_any_other_mask_stays(attention):
 
 
 def test_the_rewritten_graph_has_no_mask():
-    gm = lowered(causal, queries())
+    gm = lowered(causal, queries(), respelled=False)
     report = RestoreCausalAttention().run(gm)
     assert_expected_inline(
         print_graph(gm),
@@ -147,9 +147,8 @@ return %scaled_dot_product_attention_default""",
 
 
 def test_missed_when_the_plan_keeps_it():
-    gm = lowered(causal, queries())
+    gm = lowered(causal, queries(), respelled=False)
     (site,) = RestoreCausalAttention().match(gm)
     plan = Plan({site.name: Keep("a dense mask is wanted", missed=False)})
     (remark,) = RestoreCausalAttention().run(gm, plan).remarks
     assert (remark.kind, remark.reason) == ("analysis", "a dense mask is wanted")
-
