@@ -41,7 +41,7 @@ def normalised(gm: fx.GraphModule) -> fx.GraphModule:
     lowered = lower(gm)
     name_sites(lowered, "0")
     respell = [one() for one in REGISTRY.values() if one.stage == Stage.NORMALISE]
-    return Pipeline(tuple(respell)).run(lowered, Plan()).graph
+    return Pipeline(tuple(respell)).run(lowered, Plan()).gm
 
 
 def nodes_of_module(graph: fx.Graph, path: str) -> list[fx.Node]:

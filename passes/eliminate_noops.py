@@ -1,7 +1,7 @@
 """Remove calls that give back what they were given.
 
     %b = view(%a, shape of %a)                 %b is %a
-    %b = select(view(%a, [n, 1]), 1, 0)        %b is %a
+    %b = select(view(%a, [n, 1]), 1, 0)        %b = view(%a, [n])
     %c = view(view(%a, ..), shape)             %c = view(%a, shape)
     %c = to_copy(to_copy(%a, wide), narrow)    %c is %a, where the first cast loses nothing
 
@@ -71,8 +71,11 @@ class EliminateNoops(Normalisation[Noop]):
             node.update_arg(0, value)
             if node.target is aten.view.default and not is_call(value, *RESHAPES):
                 node.target = aten.reshape.default  # the value's strides may be any
-        else:
+        elif _same_shape(node, value):
             node.replace_all_uses_with(value)
+        else:  # one column of a view: the view without it
+            column: Any = node.args[0]
+            node.target, node.args = aten.reshape.default, (value, column.args[1][:1])
         return Applied("a call that does nothing is left out")
 
     def _operand(self, node: fx.Node) -> fx.Node | None:
@@ -97,7 +100,7 @@ def _same_shape(node: fx.Node, value: Any) -> bool:
 
 
 def _before_column(node: fx.Node) -> fx.Node | None:
-    """``x`` of ``select(view(x, [n, 1]), 1, 0)``."""
+    """``x`` of ``select(view(x, [n, 1]), 1, 0)``, whatever its shape."""
     column: Any = node.args[0]
     if not is_call(column, *RESHAPES, aten.unsqueeze.default) or node.args[1:] not in (
         (1, 0),
@@ -106,7 +109,7 @@ def _before_column(node: fx.Node) -> fx.Node | None:
         return None
     source: Any = column.args[0]
     one_column = len(shape_of(column)) == 2 and shape_of(column)[1] == 1
-    return source if one_column and _same_shape(node, source) else None
+    return source if one_column else None
 
 
 def _before_round_trip(node: fx.Node) -> fx.Node | None:

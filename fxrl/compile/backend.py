@@ -92,8 +92,9 @@ class Backend:
             return None
         name_sites(lowered, str(capture.index))
         capture.lowered, capture.pipeline, capture.given = lowered, self._pipeline, self.plan
-        capture.rewritten = self._pipeline.run(lowered, self.plan)
-        return capture.rewritten.graph
+        with torch._C._DisableAutocast():  # the graph already holds its casts
+            capture.rewritten = self._pipeline.run(lowered, self.plan)
+        return capture.rewritten.gm
 
     def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
         if any(isinstance(x, torch.Tensor) and x.is_cuda for x in examples):

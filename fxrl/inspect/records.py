@@ -74,7 +74,7 @@ def record_of(capture: Capture) -> CaptureRecord:
 
     AOTAutograd's graphs are made here, for reading: the step itself may run without them.
     """
-    running = capture.rewritten.graph if capture.rewritten and capture.running else None
+    running = capture.rewritten.gm if capture.rewritten and capture.running else None
     graphs = {} if running is None else aot_graphs(running)
     return CaptureRecord(
         capture.index,
@@ -113,7 +113,7 @@ def _regions(capture: Capture) -> Iterator[RegionRecord]:
     """The regions as they were traced; as the pass outlined them where they were not built."""
     if capture.rewritten is None:
         return
-    graph = capture.rewritten.graph
+    graph = capture.rewritten.gm
     sites: dict[str, list[str]] = {}
     for call in region_calls(graph):
         region = call.meta["region"]

@@ -28,13 +28,13 @@ class Rewritten:
     """What a pipeline made of a graph.
 
     Attributes:
-        graph: the rewritten graph; the one that was given is as it was.
+        gm: the rewritten graph; the one that was given is as it was.
         plan: a choice for each site.
         report: the passes' remarks, in order.
         rewrites: ``(pass, site)`` of all that was rewritten, normalising passes included.
     """
 
-    graph: fx.GraphModule
+    gm: fx.GraphModule
     plan: Plan
     report: Report
     rewrites: tuple[tuple[str, str], ...]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from fxrl.ir.graph import HigherOrderOperator, graphs_of
+from fxrl.ir.graph import HigherOrderOperator, graphs_of, hint
 from fxrl.ir.region import region_at
 
 
@@ -92,9 +92,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    """Equal for all sizes, or for those that the tracing run saw: a pass may rely on its guards."""
     if any(isinstance(v, torch.SymInt) and free_unbacked_symbols(v) for v in (one, other)):
         return True
-    return bool(statically_known_true(one == other))
+    return bool(statically_known_true(one == other)) or hint(one) == hint(other)
 
 
 def _show(value: Any) -> str:

@@ -86,7 +86,7 @@ def test_decoder_layers_are_recomputed_from_their_input():
     batch = qwen_batch(4, 16)
     eager = saved_bytes(lambda: masked_logprob(model, batch))
     assert saved_bytes(lambda: step(batch)) < 0.6 * eager
-    saved = aot_graphs(capture.rewritten.graph)["backward"].graph.find_nodes(op="placeholder")
+    saved = aot_graphs(capture.rewritten.gm)["backward"].graph.find_nodes(op="placeholder")
     shapes = [tuple(n.meta["val"].shape) for n in saved if isinstance(n.meta["val"], torch.Tensor)]
     assert [s for s in shapes if len(s) == 3 and s[-1] == 32], "the layers' inputs are saved"
     assert not [s for s in shapes if len(s) == 3 and s[-1] == 48], "nothing inside them is"

@@ -302,7 +302,7 @@ def rewrite(
     name_sites(lowered, "0")
     config = Config(passes=passes, chunk_tokens=tile or None, min_saved_bytes=0)
     done = pipeline(config).run(lowered, Plan())
-    return Rewritten(runnable(done.graph), done.report, env)
+    return Rewritten(runnable(done.gm), done.report, env)
 
 
 def run(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:

@@ -108,10 +108,10 @@ def test_every_plan_gives_the_same_numbers(cuts):
 def test_inputs_keep_less_than_products():
     kept = {}
     for cut in ("products", "inputs"):
-        model = make_stack(3, width=32)
+        model = make_stack(3)
         plan = Plan({f"0:blocks.{i}": CutLayer(cut) for i in range(3)})
         step = TrainStep(model, square_loss, fxrl.Config(**OPTIONS), plan)
-        batch = ids_batch(4, 32)
+        batch = ids_batch(8, 64)
         step(batch)
         kept[cut] = saved_bytes(lambda step=step, batch=batch: step(batch))
     assert kept["inputs"] < 0.8 * kept["products"]

@@ -127,7 +127,7 @@ class TracedBody:
         with self.mode:
             done = pipeline.run(gm, self._plan)
         self.rewrites += done.rewrites
-        return done.graph
+        return done.gm
 
     # -- sizes
     def serves(self, sizes: Mapping[str, int]) -> bool:

@@ -103,14 +103,12 @@ class CompiledRegion(RegionKernels):
     def fake_grads(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
         named = dict(zip(self._bound.names, sizes, strict=True))
         wanted = [spec for spec in self.region.inputs if spec.needs_grad]
-        shapes = [[self._bound.size(s, named) for s in spec.example.shape] for spec in wanted]
-        for shape, spec in zip(shapes, wanted, strict=True):
-            if spec.tiled:
-                shape[0] = named["rows"]
-        return [
-            torch.empty(shape, dtype=spec.example.dtype, device=device)
-            for shape, spec in zip(shapes, wanted, strict=True)
-        ]
+        grads = []
+        for spec in wanted:
+            first = [named["rows"]] if spec.tiled else []
+            rest = [self._bound.size(size, named) for size in spec.example.shape[len(first) :]]
+            grads.append(torch.empty([*first, *rest], dtype=spec.example.dtype, device=device))
+        return grads
 
     def generated(self) -> dict[str, str]:
         """File name -> source that Inductor generated, over all variants."""
