@@ -9,14 +9,13 @@ error. Rows are written as they come; ``--append`` goes on with a file and measu
 
     fxrl bench head --shapes issue --out head.json
     fxrl bench head --shapes "16384,4096,151936" --modes frozen --variants fxrl,trl
-    fxrl bench head --inputs model:/models/smollm2 --modes frozen --variants fxrl,fxrl-skip
+    fxrl bench head --inputs model:/models/smollm2 --modes frozen --variants fxrl,cce
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,19 +26,18 @@ from torch import Tensor
 
 from bench.lib import common, gpu_state, head_floor
 from bench.lib.head_arguments import DTYPES, parse
-from bench.lib.head_case import MODES, Mode, Outcome, Truth, errors, of_skip_bound, require, truth
-from bench.lib.head_inputs import Inputs, Shape, skippable_share
+from bench.lib.head_case import MODES, Mode, Outcome, Truth, errors, require, truth
+from bench.lib.head_inputs import Inputs, Shape
 from bench.lib.head_notes import README, notes
-from bench.lib.head_peers import SKIP_TOLERANCE, VARIANTS, Head, Variant
+from bench.lib.head_peers import VARIANTS, Head, Variant
 from bench.lib.time_limit import TimeLimitReached, time_limit
 
 COLUMNS = (
     "shape", "mode", "variant", "version", "ms", "ms_min", "ms_max", "floor_ms", "of_floor",
-    "peak_mib", "logprob_error", "entropy_error", "dh_error", "dw_error", "of_skip_bound",
+    "peak_mib", "logprob_error", "entropy_error", "dh_error", "dw_error",
     "first_call_s", "sm_mhz", "power_w", "temperature_c", "error",
 )  # fmt: skip
 _LEFT = "not measured: "
-_OURS = ("fxrl", "fxrl-skip")
 
 
 class DeviceLostError(Exception):
@@ -115,9 +113,9 @@ def _missing(
 
 def _ours_failed(results: common.Results) -> bool:
     """Whether fxrl has an error that is no "cannot do this"."""
-    titles = {VARIANTS[name].title for name in _OURS if name in VARIANTS}
     named = [dict(zip(results.columns, row, strict=True)) for row in results.rows]
-    found = [row["error"] for row in named if row["variant"] in titles and row["error"]]
+    ours = VARIANTS["fxrl"].title
+    found = [row["error"] for row in named if row["variant"] == ours and row["error"]]
     return any(not error.startswith("UnsupportedError") for error in found)
 
 
@@ -142,7 +140,7 @@ def _shape(
         if key not in truths:
             truths[key] = truth(sets[0], mode, args.error_rows)
             if key == (0.0, False):
-                results.note(_distribution(shape, sets[0], truths[key]))
+                results.note(_distribution(shape, truths[key]))
             common.free_memory(args.device)
         for inputs in sets:
             require(inputs, mode)
@@ -200,22 +198,12 @@ def _fill(
                 row["peak_mib"] = _peak(lambda: call(head, sets[0], mode), base) / 2**20
             if gpu_state.available(args.device):
                 row |= gpu_state.under(work)
-            made = call(head, sets[0], mode)
-            row |= errors(made, want)
-            if variant is VARIANTS["fxrl-skip"]:
-                _assert_bound(row, made, want, sets[0])
+            row |= errors(call(head, sets[0], mode), want)
     except TimeLimitReached as error:
         _check_time(deadline)  # the run's time, not the row's: the row stays unmeasured
         row["error"] = common.error_text(error)
     except Exception as error:  # a peer that cannot run this is a result
         row["error"] = common.error_text(error)
-
-
-def _assert_bound(row: dict[str, Any], made: Outcome, want: Truth, inputs: Inputs) -> None:
-    """What was left out stays within the proven bound, or the row is an error."""
-    row["of_skip_bound"] = share = of_skip_bound(made, want, inputs, SKIP_TOLERANCE)
-    if not share <= 1:
-        raise ArithmeticError(f"dH is off by {share:.3g} of the bound that leaving out has")
 
 
 def _time(row: dict[str, Any], work: Callable[[], Any], args: argparse.Namespace) -> None:
@@ -257,15 +245,10 @@ def _peak(work: Callable[[], Any], base: int) -> int:
     return torch.cuda.max_memory_allocated() - base
 
 
-def _distribution(shape: Shape, inputs: Inputs, want: Truth) -> str:
+def _distribution(shape: Shape, want: Truth) -> str:
     found = want.outcome.logprob.quantile(want.outcome.logprob.new_tensor([0.1, 0.5, 0.9]))
     low, middle, high = found.tolist()
-    share = skippable_share(inputs, SKIP_TOLERANCE)
-    return (
-        f"{shape}: log-probs have quantiles {low:.2f} (10 %), {middle:.2f}, {high:.2f} (90 %); of "
-        f"the blocks of 128 tokens and 256 entries {share:.1%} may be left out of dH at "
-        f"2^{math.log2(SKIP_TOLERANCE):g}"
-    )
+    return f"{shape}: log-probs have quantiles {low:.2f} (10 %), {middle:.2f}, {high:.2f} (90 %)"
 
 
 if __name__ == "__main__":

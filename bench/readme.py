@@ -68,9 +68,8 @@ PASSES: dict[str, tuple[str, str, str, str]] = {
         "`lm_head`, then bias, scale, softcap, temperature as the graph has them, then log-probs "
         "of given tokens, log-sum-exp, entropy, mean logit, sum of p², top-1 hits",
         "the logits and every copy of them; with a frozen head also the backward's matmul over the "
-        "vocabulary, and with `head_skip_tolerance` (off) blocks of the forward's second one. bf16 "
-        "on Hopper (sm_90): a CUDA GEMM with the statistics in its epilogue; other GPUs and "
-        "dtypes: cuBLAS and Triton",
+        "vocabulary. bf16 on Hopper (sm_90): a CUDA GEMM with the statistics in its epilogue; "
+        "other GPUs and dtypes: cuBLAS and Triton",
         "frozen head: one `[N, H]` vector each for log-prob and log-sum-exp; where another output "
         "is differentiated, or the head is trained, the tile's matmul once more in backward",
         "the loss wants another statistic of the logits: `chunk-vocab-region` takes it; or for "

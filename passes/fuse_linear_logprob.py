@@ -90,8 +90,6 @@ class FuseLinearLogprob(RewritePass[LogprobSite]):
         stats = sorted({name for fused in site.fused for name in fused.algebra.stats})
         shape = " x ".join(str(size) for size in shape_of(site.anchor))
         what = f"logits [{shape}] never exist; computes {', '.join(stats)}"
-        if choice.skip_tolerance:
-            what += f"; gradients may leave out a share of {choice.skip_tolerance:g}"
         return Applied(
             what,
             max(0, site.saved_bytes - 3 * tile * per_row),
@@ -171,8 +169,6 @@ class _Emission:
             ",".join(name for name in OUTPUTS if self.algebra.stats.get(name)),
             self.choice.tokens,
         )
-        if self.choice.skip_tolerance:
-            args += (self.choice.skip_tolerance,)
         call = self.graph.call_function(torch.ops.fxrl.linear_logprob.default, args)
         example = tensor_val(hidden)
         assert example is not None

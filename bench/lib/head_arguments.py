@@ -15,7 +15,6 @@ from bench.lib.head_peers import VARIANTS
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LARGE_GPU = 64 * 2**30  # bytes: eager's logits of most of the shapes need as much
 DEFAULT_MODES = ("no_grad", "frozen", "trainable", "frozen+entropy", "frozen+softcap")
-DEFAULT_VARIANTS = tuple(name for name in VARIANTS if name != "fxrl-skip")
 
 
 def parse(about: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -65,15 +64,14 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
         "--inputs",
         type=parse_source,
         default="peaked",
-        help="peaked (random), zipf:S, zipf-shuffled:S, or model:FOLDER, a causal LM reading text "
-        "(%(default)s)",
+        help="peaked (random), or model:FOLDER, a causal LM reading text (%(default)s)",
     )
     parser.add_argument(
         "--variants",
         type=_names(VARIANTS, "variant"),
-        default=DEFAULT_VARIANTS,
+        default=tuple(VARIANTS),
         metavar="A,B",
-        help=f"of {', '.join(VARIANTS)}; or all (all but fxrl-skip)",
+        help=f"of {', '.join(VARIANTS)}; or all (all)",
     )
     parser.add_argument(
         "--modes",

@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from bench.lib.head_case import CHECKED_VOCAB, MODES, SOFTCAP
-from bench.lib.head_peers import SKIP_TOLERANCE
 
 _MODES = {
     "no_grad": "Log-probs without gradient; floor 2NHV",
@@ -57,7 +56,5 @@ def notes(args: argparse.Namespace) -> list[str]:
         f"floor: {floors}; cuBLAS through torch.mm, for each product the fastest of both layouts "
         "and of tiles of 2048 to all rows or columns, the mode's products in sequence, same run",
         f"softcap {SOFTCAP:g}; frozen+entropy: entropy without gradient, frozen+entropy_grad: with",
-        f"fxrl, skipping: skip_tolerance {SKIP_TOLERANCE:g}, half of p in bf16; of_skip_bound: the "
-        "largest share over all entries of dH of what this and bf16 may do to it, proven below 1",
         "CCE, Liger's CuTe and verl's kernel make dW for a frozen head as well",
     ]

@@ -67,14 +67,6 @@ LINES = (
         _LARGE | {"mode": ["trainable"]},
     ),
     Line(
-        "frozen head, Zipf-distributed tokens with ids in that order, `head_skip_tolerance` 2^-9",
-        "head_skip_zipf_2_h200",
-        _HEAD_CELLS,
-        "ms",
-        _LARGE | {"mode": ["frozen"]},
-        ours="fxrl, skipping",
-    ),
-    Line(
         "GRPO update, Qwen3-8B's shape, LoRA, 16384 tokens: time, peak",
         "update_step_qwen3_8b_h200",
         _UPDATE_CELLS,

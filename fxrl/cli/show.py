@@ -57,7 +57,7 @@ def plan(found: Plan, *, as_json: bool) -> None:
         for (name, site), choice in found.choices.items()
     ]
     if as_json:
-        names = ("chunk_tokens", "min_saved_bytes", "head_skip_tolerance")
+        names = ("chunk_tokens", "min_saved_bytes")
         rules = {name: getattr(found, name) for name in names}
         print(json.dumps(rules | {"choices": choices}, indent=2))
         return

@@ -22,13 +22,9 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Run the region in tiles of ``tokens`` rows; 0 lets the tile's bytes decide.
-
-    A fused head may leave ``skip_tolerance`` of a token's gradient out (``Config`` says of what).
-    """
+    """Run the region in tiles of ``tokens`` rows; 0 lets the tile's bytes decide."""
 
     tokens: int = 0
-    skip_tolerance: float = 0.0
 
 
 Choice = Keep | Chunks
@@ -50,7 +46,6 @@ class Plan:
         switched_off: sites that every pass keeps, whatever the rest says.
         least_hidden: device type -> hidden values of a layer below which it runs op by op.
         compile_regions: whether region bodies will be compiled.
-        head_skip_tolerance: as in ``Config``.
     """
 
     choices: Mapping[tuple[str, str], Choice] = field(default_factory=dict)
@@ -59,7 +54,6 @@ class Plan:
     switched_off: frozenset[str] = frozenset()
     least_hidden: Mapping[str, int] = field(default_factory=dict)
     compile_regions: bool = True
-    head_skip_tolerance: float = 0.0
 
     @classmethod
     def from_config(cls, config: Config) -> Plan:
@@ -71,7 +65,6 @@ class Plan:
             config.min_saved_bytes,
             least_hidden={} if named else dict(_LEAST_HIDDEN),
             compile_regions=named or config.compile_regions,
-            head_skip_tolerance=config.head_skip_tolerance,
         )
 
     def without(self, sites: frozenset[str]) -> Plan:
@@ -93,12 +86,10 @@ class Plan:
                 f"it would save {format_bytes(saved_bytes)}, below "
                 f"min_saved_bytes={format_bytes(self.min_saved_bytes)}"
             )
-        return Chunks(self.chunk_tokens, self.head_skip_tolerance)
+        return Chunks(self.chunk_tokens)
 
     def __str__(self) -> str:
         tile = self.chunk_tokens or "by bytes"
         lines = [f"rows per tile: {tile}; keep below {format_bytes(self.min_saved_bytes)}"]
-        if self.head_skip_tolerance:
-            lines.append(f"a frozen head may leave out {self.head_skip_tolerance:g} of a gradient")
         lines += [f"{name} @ {site}: {choice}" for (name, site), choice in self.choices.items()]
         return "\n".join(lines)

@@ -19,7 +19,6 @@ from torch import Tensor
 from fxrl.kernels.hopper import head as hopper
 from fxrl.kernels.linear_logprob_launch import ROW_DATA, TileKernels
 from fxrl.kernels.linear_logprob_scale import scale
-from fxrl.kernels.linear_logprob_skip import skipping_product
 from fxrl.ops.linear_logprob_arguments import (
     BackwardArguments,
     ForwardArguments,
@@ -68,7 +67,6 @@ def general_backward(arguments: BackwardArguments) -> Gradients:
 def _forward_tile(arguments: ForwardArguments) -> ForwardTile:
     """Values; with vectors also p in the product's dtype, and its product with the head."""
     head = arguments.head
-    skips = arguments.skip_tolerance > 0 and _can_skip(head)
     loop = _TileLoop(head, product_dtype(head.weight) if arguments.save_vectors else None)
 
     def run(rows: Rows) -> tuple[Mapping[str, Tensor], Tensor | None]:
@@ -79,23 +77,10 @@ def _forward_tile(arguments: ForwardArguments) -> ForwardTile:
         if not arguments.save_vectors:
             return values, None
         prob = loop.grad(logits)
-        masses = loop.kernels.probabilities(rows, logits, values["lse"], prob, with_masses=skips)
-        if masses is None:
-            return values, backproject(prob, head.weight)
-        budget = -torch.expm1(values["logprob"]) * arguments.skip_tolerance
-        return values, skipping_product(prob, head.weight, masses, budget)
+        loop.kernels.probabilities(rows, logits, values["lse"], prob)
+        return values, backproject(prob, head.weight)
 
     return run
-
-
-def _can_skip(head: LossHead) -> bool:
-    """Whether a product with this head may skip: elsewhere it leaves nothing out, which is right.
-
-    float64 would be rounded, and a float16 head is multiplied with float32 probabilities.
-    """
-    dtype = head.weight.dtype
-    whole = head.weight.stride(1) == 1
-    return whole and dtype == product_dtype(head.weight) != torch.float64
 
 
 def _backward_tile(arguments: BackwardArguments) -> BackwardTile:

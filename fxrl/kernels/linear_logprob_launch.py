@@ -16,7 +16,6 @@ from fxrl.kernels.linear_logprob_tile import (
 )
 from fxrl.ops.linear_logprob_checks import DIFFERENTIABLE, OUTPUTS
 from fxrl.ops.linear_logprob_head import LossHead, Rows
-from fxrl.ops.linear_logprob_skip import BLOCK_VOCAB
 
 #: Columns of what the gradient reads of a row: the forward's values, then weights by output.
 ROW_DATA = ("logprob", "lse", "entropy", "sum_p2", "p_others", *DIFFERENTIABLE)
@@ -74,28 +73,17 @@ class TileKernels:
         )
         return statistics
 
-    def probabilities(
-        self, rows: Rows, logits: Tensor, lse: Tensor, prob: Tensor, *, with_masses: bool
-    ) -> Tensor | None:
-        """``prob [R, V]``, in its dtype: p_v times the softcap's slope, 0 at the target.
-
-        Returns its sums over blocks of ``BLOCK_VOCAB`` before it was rounded, if asked.
-        """
-        num_rows, group = logits.shape[0], min(BLOCK_VOCAB, self._block)
-        masses = logits.new_empty(num_rows, triton.cdiv(self._vocab, group))
-        probabilities[(num_rows, self._splits)](
+    def probabilities(self, rows: Rows, logits: Tensor, lse: Tensor, prob: Tensor) -> None:
+        """``prob [R, V]``, in its dtype: p_v times the softcap's slope, 0 at the target."""
+        probabilities[(logits.shape[0], self._splits)](
             logits,
             self.head.target[rows].contiguous(),
             lse=lse.contiguous(),
             prob=prob,
-            masses=masses,
-            wants_masses=with_masses,
-            group=group,
             block=self._block,
             num_warps=self._num_warps(),
             **self._options(rows),
         )
-        return masses if with_masses else None
 
     def logit_gradient(
         self, rows: Rows, logits: Tensor, row_data: Tensor, grad: Tensor, *, with_temperature: bool

@@ -168,7 +168,6 @@ def probabilities(
     temperature: tl.tensor,
     lse: tl.tensor,
     prob: tl.tensor,
-    masses: tl.tensor,
     vocab: tl.tensor,
     temperature_stride: tl.tensor,
     scale: tl.constexpr,
@@ -176,11 +175,9 @@ def probabilities(
     lowest: tl.constexpr,
     has_bias: tl.constexpr,
     has_temperature: tl.constexpr,
-    wants_masses: tl.constexpr,
-    group: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """``prob[row]`` = p_v times the softcap's slope; 0 at the target. ``masses``: by ``group``."""
+    """``prob[row]`` = p_v times the softcap's slope; 0 at the target."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     column, valid, z, slope = load_logits(
@@ -200,12 +197,6 @@ def probabilities(
     p = tl.exp(z - tl.load(lse + row)) * slope
     p = tl.where(column == tl.load(target + row).to(tl.int32), 0.0, p)
     tl.store(prob + row * vocab + column, p.to(prob.dtype.element_ty), mask=valid)
-    if wants_masses:
-        groups: tl.constexpr = block // group
-        of_row = (vocab + group - 1) // group
-        at = split * groups + tl.arange(0, groups)
-        mass = tl.sum(tl.reshape(tl.where(valid, p, 0.0), (groups, group)), 1)
-        tl.store(masses + row * of_row + at, mass, mask=at < of_row)
 
 
 @jit

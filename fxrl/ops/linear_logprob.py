@@ -14,7 +14,6 @@ What a graph pass emits (positional in this order; all after ``target`` have def
         outputs,       str = "logprob": comma-separated names, see below
         grad_outputs,  str? = None: those of them that are differentiated (None: all that can be)
         chunk_tokens,  int = 0: rows per tile (0: as many as keep a logits tile small)
-        skip_tolerance, float = 0.0: see fxrl.ops.linear_logprob_skip; 0 leaves nothing out
     ) -> (logprob, lse, entropy, argmax_hit, sum_p2, mean_logit, max_logit)
 
 with ``z = softcap * tanh(scale * (hidden weight^T + bias) / softcap) / temperature``.
@@ -64,14 +63,13 @@ from fxrl.ops.linear_logprob_checks import (
     OUTPUTS,
     LinearLogprobError,
     check_arguments,
-    check_skip_tolerance,
     checked_names,
     parse_outputs,
 )
 from fxrl.ops.linear_logprob_head import LossHead, RowValues
 from fxrl.ops.linear_logprob_opaque import linear_logprob_forward
 
-_INPUTS = 13  # of linear_logprob_forward
+_INPUTS = 12  # of linear_logprob_forward
 _ROW_VALUES = RowValues._fields
 
 
@@ -100,7 +98,6 @@ def linear_logprob(
     outputs: Sequence[str] = ("logprob",),
     grad_outputs: Sequence[str] | None = None,
     chunk_tokens: int = 0,
-    skip_tolerance: float = 0.0,
 ) -> LinearLogprobOutput:
     """The op with names instead of positions; see the module docstring for shapes and dtypes.
 
@@ -121,7 +118,6 @@ def linear_logprob(
             ",".join(outputs),
             None if grad_outputs is None else ",".join(grad_outputs),
             chunk_tokens,
-            skip_tolerance,
         )
     )
 
@@ -130,7 +126,7 @@ torch.library.define(
     "fxrl::linear_logprob",
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, Tensor? temperature=None, "
     "Tensor? row_mask=None, float scale=1.0, float softcap=0.0, str outputs='logprob', "
-    "str? grad_outputs=None, SymInt chunk_tokens=0, float skip_tolerance=0.0) "
+    "str? grad_outputs=None, SymInt chunk_tokens=0) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
@@ -148,7 +144,6 @@ def _linear_logprob(
     outputs: str = "logprob",
     grad_outputs: str | None = None,
     chunk_tokens: int = 0,
-    skip_tolerance: float = 0.0,
 ) -> tuple[Tensor, ...]:
     if temperature is not None and temperature.dim() == 0:
         # As everywhere in PyTorch, one number may stay on the CPU.
@@ -157,7 +152,6 @@ def _linear_logprob(
         hidden, weight, target, bias, temperature, row_mask, scale, softcap, chunk_tokens
     )
     check_arguments(head)
-    check_skip_tolerance(skip_tolerance)
     wanted = checked_names("outputs", outputs, OUTPUTS)
     differentiated = wanted & {*DIFFERENTIABLE}
     if grad_outputs is not None:
@@ -168,7 +162,6 @@ def _linear_logprob(
         _joined(wanted | read),
         _joined(differentiated),
         bool(read) and hidden.requires_grad and _made_in_forward(head, differentiated),
-        skip_tolerance,
     )
     pairs = zip(OUTPUTS, values, strict=True)
     return tuple(v if name in wanted else v.new_empty(0) for name, v in pairs)
@@ -200,7 +193,7 @@ def _read_by_backward(head: LossHead, differentiated: set[str]) -> set[str]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *head, outputs, grad_outputs, save_vectors, _ = inputs
+    *head, outputs, grad_outputs, save_vectors = inputs
     hidden, weight, target, bias, temperature, row_mask, *constants = head
     *values, vectors = output
     ctx.differentiated = parse_outputs(grad_outputs)

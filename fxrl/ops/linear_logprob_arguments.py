@@ -17,7 +17,7 @@ from fxrl.ops.linear_logprob_checks import OUTPUTS, parse_outputs
 from fxrl.ops.linear_logprob_head import HEAD_SCHEMA, VALUES_SCHEMA, LossHead, Rows, RowValues
 
 FORWARD_SCHEMA = (
-    f"({HEAD_SCHEMA}, str outputs, str grad_outputs, bool save_vectors, float skip_tolerance)"
+    f"({HEAD_SCHEMA}, str outputs, str grad_outputs, bool save_vectors)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 BACKWARD_SCHEMA = (
@@ -47,23 +47,19 @@ class ForwardArguments:
         grad_outputs: those that are differentiated.
         save_vectors: make ``d value / d hidden`` of each of ``grad_outputs``, which then are
             ``logprob``, ``lse`` or both; ``outputs`` holds both.
-        skip_tolerance: see ``fxrl.ops.linear_logprob_skip``; leaving out nothing is always right.
     """
 
     head: LossHead
     outputs: tuple[str, ...]
     grad_outputs: tuple[str, ...]
     save_vectors: bool
-    skip_tolerance: float
 
     @classmethod
     def unpack(cls, arguments: Sequence[Any]) -> ForwardArguments:
         """From the op's positional arguments."""
-        outputs, grad_outputs, save_vectors, skip_tolerance = arguments[_HEAD:]
+        outputs, grad_outputs, save_vectors = arguments[_HEAD:]
         head = LossHead(*arguments[:_HEAD])
-        return cls(
-            head, parse_outputs(outputs), parse_outputs(grad_outputs), save_vectors, skip_tolerance
-        )
+        return cls(head, parse_outputs(outputs), parse_outputs(grad_outputs), save_vectors)
 
     def new_result(self, factory: Callable[..., Tensor] | None = None) -> ForwardResult:
         """Result tensors to fill: zeros where a mask leaves rows out."""

@@ -74,14 +74,6 @@ def check_arguments(head: LossHead) -> None:
         raise LinearLogprobError(f"softcap={softcap} is negative; use 0 for no softcap")
 
 
-def check_skip_tolerance(value: float) -> None:
-    """A share of a probability: at least 0 and below 1."""
-    if not 0 <= value < 1:
-        raise LinearLogprobError(
-            f"skip_tolerance={value} is not in [0, 1); use 0 for the exact product"
-        )
-
-
 def check_sizes(head: LossHead) -> None:
     """Sizes that must agree: rows N, vocabulary V, width H."""
     hidden, weight, target, bias, temperature, row_mask, *_ = head

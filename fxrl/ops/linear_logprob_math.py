@@ -29,7 +29,6 @@ from torch import Tensor
 from fxrl.ops.linear_logprob_arguments import BackwardArguments, ForwardArguments
 from fxrl.ops.linear_logprob_head import LossHead, Rows, RowValues
 from fxrl.ops.linear_logprob_matmul import backproject, project
-from fxrl.ops.linear_logprob_skip import leave_out_small_blocks_
 from fxrl.ops.linear_logprob_tiles import BackwardTile, ForwardTile
 
 
@@ -78,9 +77,6 @@ class ReferenceTiles:
             others = None
             if save:
                 prob = space.take("prob", tile.target.shape[0])
-                if arguments.skip_tolerance > 0:
-                    p_others = -torch.expm1(values["logprob"])
-                    leave_out_small_blocks_(prob, p_others, arguments.skip_tolerance)
                 if tile.cap_slope is not None:
                     prob.mul_(tile.cap_slope)
                 others = backproject(prob, head.weight)

@@ -71,8 +71,8 @@ def check_case(forward, backward, case, tolerance, grad_tolerance):
     """Forward with every output and vectors, then the backward with every gradient."""
     head, names, grads = case
     wide = LossHead(*map(to_truth, head))
-    made = forward(ForwardArguments(head, OUTPUTS, MADE_IN_FORWARD, True, 0.0))
-    truth = reference_forward(ForwardArguments(wide, OUTPUTS, MADE_IN_FORWARD, True, 0.0))
+    made = forward(ForwardArguments(head, OUTPUTS, MADE_IN_FORWARD, True))
+    truth = reference_forward(ForwardArguments(wide, OUTPUTS, MADE_IN_FORWARD, True))
     for name in OUTPUTS:
         check_close(name, made.values[name], truth.values[name], *tolerance)
     check_close("vectors", made.vectors, truth.vectors, *grad_tolerance)

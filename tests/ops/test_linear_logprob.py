@@ -284,7 +284,6 @@ def test_a_bad_target_is_an_error(bad):
         ({"temperature": torch.ones(2)}, "temperature has 2 entries, expected 1 or 5"),
         ({"scale": 0.0}, "scale=0"),
         ({"softcap": -1.0}, "softcap=-1.0 is negative"),
-        ({"skip_tolerance": 1.0}, "skip_tolerance=1.0 is not in [0, 1)"),
         ({"outputs": ["logp"]}, "'logp' is not one of"),
         ({"outputs": ["max_logit"], "grad_outputs": ["max_logit"]}, "'max_logit' is not one of"),
     ],

@@ -37,7 +37,7 @@ def test_opcheck_of_the_composite(trainable_head):
 def test_opcheck_of_the_forward(saved):
     forward = torch.ops.fxrl.linear_logprob_forward.default
     names = "logprob,lse" if saved else "logprob,entropy"
-    args = (*arguments(trainable_head=not saved), 4, "logprob,lse,entropy", names, saved, 0.01)
+    args = (*arguments(trainable_head=not saved), 4, "logprob,lse,entropy", names, saved)
     torch.library.opcheck(forward, args)
 
 

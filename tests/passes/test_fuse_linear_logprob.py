@@ -5,8 +5,6 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
-from fxrl.config import Config
-from fxrl.errors import ConfigError
 from fxrl.ir.plan import Keep, Plan
 from fxrl.ir.printer import print_graph
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
@@ -80,26 +78,6 @@ def test_applied_under_a_shift_projects_only_the_rows_that_are_read():
 %sum_1 = aten.sum.default(%select) : f64[]
 return %sum_1""",
     )
-
-
-def test_applied_with_a_skip_tolerance():
-    gm = lowered(logprob, *inputs())
-    report = FuseLinearLogprob().run(gm, Plan(chunk_tokens=2, head_skip_tolerance=0.25))
-    (head,) = (node for node in gm.graph.nodes if "linear_logprob" in str(node.target))
-    assert head.args[9:] == ("logprob", 2, 0.25)
-    assert_expected_inline(
-        _plain(report),
-        """applied: fuse-linear-logprob @ mm: logits [6 x 32] never exist; computes logprob; gradients may leave out a share of 0.25""",
-    )
-
-
-def test_the_config_gives_the_skip_tolerance():
-    assert Plan.from_config(Config(head_skip_tolerance=2**-9)).head_skip_tolerance == 2**-9
-    assert "0.25 of a gradient" in str(Plan(head_skip_tolerance=0.25))
-    assert "gradient" not in str(Plan())
-    for bad in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ConfigError, match=r"head_skip_tolerance=.* is not in \[0, 1\)"):
-            Config(head_skip_tolerance=bad)
 
 
 def everything_at_once(hidden, weight, ids):

@@ -26,7 +26,7 @@ from torch import Tensor
 from fxrl.kernels.hopper import module, plan
 from fxrl.kernels.hopper.call import Call, aligned
 from fxrl.kernels.hopper.gradient import VocabLoop, coefficients, temperature_gradient
-from fxrl.kernels.hopper.products import ChunkedProduct, SkippingProduct
+from fxrl.kernels.hopper.products import ChunkedProduct
 from fxrl.kernels.hopper.tile import RowTile
 from fxrl.ops.linear_logprob_arguments import (
     BackwardArguments,
@@ -104,15 +104,10 @@ def _score_with_vectors(
 ) -> Call:
     """Fills ``vectors`` too; where the call says ``misfit``, a row's are not valid."""
     head = arguments.head
-    skips = arguments.skip_tolerance > 0
-    steps = _planned(plan.for_skipping if skips else plan.for_product, head, num_rows)
+    steps = _planned(plan.for_product, head, num_rows)
     call = Call(head, selected, steps.rows, _statistics(arguments))
     call.check_targets()
-    product: ChunkedProduct | SkippingProduct
-    if skips:
-        product = SkippingProduct(head, steps, num_rows, arguments.skip_tolerance)
-    else:
-        product = ChunkedProduct(head, steps, num_rows)
+    product = ChunkedProduct(head, steps, num_rows)
     for rows in slices(num_rows, steps.rows):
         tile = RowTile(call, rows)
         tile.find_target()

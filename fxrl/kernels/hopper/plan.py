@@ -85,15 +85,6 @@ def for_product(num_rows: int, width: int, vocab: int, multiprocessors: int) -> 
 
 
 @lru_cache(maxsize=1024)
-def for_skipping(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
-    """All of the vocabulary at once, of as many rows as the scratch holds."""
-    blocks = _ceil(vocab, TILE_VOCAB)
-    per_row = 2 * blocks * TILE_VOCAB + 4 * width + blocks * _BLOCK_STATISTICS_BYTES
-    most = max(_ROW_STEP, _SCRATCH_BYTES // per_row)
-    return Plan(max(_row_choices(num_rows, most)), blocks * TILE_VOCAB)
-
-
-@lru_cache(maxsize=1024)
 def for_gradient(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
     """The logits' gradient of a trainable head, and dH and dW of it.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
 from fxrl.kernels.hopper import module
 from fxrl.kernels.hopper.call import Call
-from fxrl.kernels.hopper.rows import LOWEST_SHIFT, combine_blocks, finish_vectors, target_logits
+from fxrl.kernels.hopper.rows import combine_blocks, finish_vectors, target_logits
 
 
 class RowTile:
@@ -84,12 +83,6 @@ class RowTile:
             block_blocks=64,
             num_warps=8,
         )
-
-    def block_masses(self) -> Tensor:
-        """``[R, blocks]`` (a view): sums of 2^(t - shift) over each block, targets left out."""
-        partial = self.call.partial(self.count)
-        rescale = torch.exp2(partial[0].ceil().clamp(min=LOWEST_SHIFT) - self.shift)
-        return (partial[1] * rescale).t()
 
     def weighted(self, vocab: slice) -> Tensor:
         """``[R]``: sum of gradient_v log2 p_v over the entries ``vocab`` of the last gradients."""
