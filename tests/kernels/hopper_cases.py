@@ -11,13 +11,17 @@ from pathlib import Path
 
 import torch
 
-from fxrl.kernels import linear_logprob as general
-from fxrl.kernels.hopper import gradient, head, module, plan, products
-from fxrl.kernels.hopper.tile import RowTile
-from fxrl.ops.linear_logprob_arguments import BackwardArguments, ForwardArguments
-from fxrl.ops.linear_logprob_checks import OUTPUTS
-from fxrl.ops.linear_logprob_head import LossHead, RowValues
-from fxrl.ops.linear_logprob_opaque import reference_backward, reference_forward
+from fxrl.kernels.hopper import head, module, plan
+from fxrl.kernels.hopper.call import RowTile
+from fxrl.kernels.linear_logprob import cuda as general
+from fxrl.ops.linear_logprob.arguments import (
+    OUTPUTS,
+    BackwardArguments,
+    ForwardArguments,
+    LossHead,
+    RowValues,
+)
+from fxrl.ops.linear_logprob.reference import reference_backward, reference_forward
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import mend_interpreter
@@ -84,11 +88,11 @@ def add_product(total, a, b, *, begin):
 def install(rows, vocab):
     """Small tiles, so that every loop turns more than once."""
     RowTile._launch = stand_in
-    products.add_product = gradient.add_product = add_product
+    head.add_product = add_product
     module.multiprocessors = lambda device: 132
-    plan.for_product = lambda *sizes: plan.Plan(rows, vocab)
-    plan.for_scoring = lambda *sizes: plan.Plan(rows, 2**20)
-    plan.for_gradient = lambda *sizes: plan.Plan(2 * rows, 1024)
+    plan.for_product = lambda *sizes: plan.TilePlan(rows, vocab)
+    plan.for_scoring = lambda *sizes: plan.TilePlan(rows, 2**20)
+    plan.for_gradient = lambda *sizes: plan.TilePlan(2 * rows, 1024)
     plan.launch_rows = lambda width: rows
 
 

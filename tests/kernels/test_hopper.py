@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from fxrl.kernels.hopper import head, module, plan
 from fxrl.kernels.hopper.call import aligned
-from fxrl.ops.linear_logprob_head import LossHead
+from fxrl.ops.linear_logprob import LossHead
 from tests.kernels.interpreted import check_interpreted
 
 SIZES = [
@@ -69,8 +69,8 @@ def test_a_trainable_heads_pieces():
     Measured at the second (H200, 24 plans in one process): 25.5 ms with this plan, 27.2 with 13312
     x 9984, 27.3 with 32768 x 4096, 27.6 with 65536 x 2048.
     """
-    assert plan.for_gradient(16384, 4096, 151936, 132) == plan.Plan(16384, 8192)
-    assert plan.for_gradient(65536, 576, 49152, 132) == plan.Plan(8192, 16384)
+    assert plan.for_gradient(16384, 4096, 151936, 132) == plan.TilePlan(16384, 8192)
+    assert plan.for_gradient(65536, 576, 49152, 132) == plan.TilePlan(8192, 16384)
 
 
 def test_full_waves_are_preferred():

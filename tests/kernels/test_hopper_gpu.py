@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 import fxrl.kernels
-from fxrl.kernels import linear_logprob as kernels
 from fxrl.kernels.hopper import head as hopper
+from fxrl.kernels.linear_logprob import cuda as kernels
 from fxrl.ops.linear_logprob import linear_logprob
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -83,9 +83,9 @@ def test_values_and_gradients_equal_the_float64_reference(sizes, served):
 def test_several_tiles_of_rows_and_chunks_of_the_vocabulary(train_head, width, served, monkeypatch):
     from fxrl.kernels.hopper import plan
 
-    monkeypatch.setattr(plan, "for_product", lambda *sizes: plan.Plan(256, 768))
-    monkeypatch.setattr(plan, "for_scoring", lambda *sizes: plan.Plan(512, 2**20))
-    monkeypatch.setattr(plan, "for_gradient", lambda *sizes: plan.Plan(384, 1280))
+    monkeypatch.setattr(plan, "for_product", lambda *sizes: plan.TilePlan(256, 768))
+    monkeypatch.setattr(plan, "for_scoring", lambda *sizes: plan.TilePlan(512, 2**20))
+    monkeypatch.setattr(plan, "for_gradient", lambda *sizes: plan.TilePlan(384, 1280))
     monkeypatch.setattr(plan, "launch_rows", lambda width: 256)
     hidden, weight, target = random_inputs(1000, 3001, width, scale=3.0)
     leaves = [hidden.requires_grad_()] + [weight.requires_grad_()] * train_head

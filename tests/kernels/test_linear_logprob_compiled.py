@@ -7,8 +7,8 @@ pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from fxrl.kernels import linear_logprob_scale, linear_logprob_tile
 from fxrl.kernels.hopper import rows
+from fxrl.kernels.linear_logprob import tile
 
 INTEGERS = {"vocab", "rows", "pitch", "all_rows", "width", "blocks", "moments"}
 POINTERS = {"target": "*i64", "row_index": "*i64"}
@@ -63,7 +63,7 @@ def test_passes_over_a_tile(variant, ones):
         ("probabilities", 0),
         ("gradient", 10),
     ):
-        kernel = getattr(linear_logprob_tile, name)
+        kernel = getattr(tile, name)
         assert compiled(kernel, {"prob", "grad"}, {**options, "columns": columns}, ones)
 
 
@@ -82,5 +82,5 @@ def test_passes_over_the_rows_on_hopper(ones):
 
 def test_the_scaling_reads_sixteen_bytes_at_once():
     narrow, options = {"vectors", "out"}, {"count": 2, "block": 4096, "vectors_column": 1}
-    assert "ld.global.v4" in compiled(linear_logprob_scale.scaled_sum, narrow, options)
-    assert compiled(linear_logprob_scale.scaled_sum, narrow, options, ones=True)
+    assert "ld.global.v4" in compiled(tile.scaled_sum, narrow, options)
+    assert compiled(tile.scaled_sum, narrow, options, ones=True)

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 import fxrl.kernels
-from fxrl.kernels.linear_logprob import backward, forward
+from fxrl.kernels.linear_logprob.cuda import backward, forward
 from fxrl.ops.linear_logprob import linear_logprob
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from fxrl.ops.linear_logprob import linear_logprob
-from fxrl.ops.linear_logprob_checks import LinearLogprobError, TargetError
+from fxrl.ops.linear_logprob import LinearLogprobError, TargetError, linear_logprob
 
 sys.path.insert(0, str(Path(__file__).parent))
 from linear_logprob_reference import DIFFERENTIABLE, OUTPUTS, random_head, reference

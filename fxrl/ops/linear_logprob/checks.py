@@ -11,11 +11,7 @@ from collections.abc import Collection
 import torch
 
 from fxrl.errors import FxrlError
-from fxrl.ops.linear_logprob_head import LossHead
-
-OUTPUTS = ("logprob", "lse", "entropy", "argmax_hit", "sum_p2", "mean_logit", "max_logit")
-DIFFERENTIABLE = ("logprob", "lse", "entropy", "sum_p2", "mean_logit")
-MADE_IN_FORWARD = ("logprob", "lse")  # see NOTE [Why the forward makes the gradient]
+from fxrl.ops.linear_logprob.arguments import LossHead, parse_outputs
 
 
 class LinearLogprobError(FxrlError, ValueError):
@@ -24,11 +20,6 @@ class LinearLogprobError(FxrlError, ValueError):
 
 class TargetError(FxrlError, IndexError):
     """A target outside the vocabulary in a row that is not masked."""
-
-
-def parse_outputs(text: str) -> tuple[str, ...]:
-    """``"logprob,entropy"`` as names; the empty text names none."""
-    return tuple(name for name in text.split(",") if name)
 
 
 def checked_names(argument: str, text: str, allowed: Collection[str]) -> set[str]:
