@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from bench import head
-from bench.lib import head_case, head_inputs, head_peers
-from bench.lib.time_limit import TimeLimitReached
+from bench.lib import common, head_case, head_inputs, head_peers
 
 SHAPE = head_inputs.Shape(45, 64, 301)
 TINY = ["--shapes", "45,64,301", "--device", "cpu", "--repeats", "2"]
@@ -132,7 +131,7 @@ def test_time_limit_and_append(tmp_path, monkeypatch, capsys):
     def slow(mode):
         if "--time-limit" in given:
             seconds[0] += 1000.0
-            raise TimeLimitReached  # what the alarm does
+            raise common.TimeLimitReached  # what the alarm does
         return instant(mode)
 
     monkeypatch.setitem(head_peers.VARIANTS, "slow", planted("slow", slow))
