@@ -40,12 +40,7 @@ from fxrl.ops.linear_logprob.arguments import (
 )
 from fxrl.ops.linear_logprob.matmul import backproject, product_dtype, project
 from fxrl.ops.linear_logprob.op import attach
-from fxrl.ops.linear_logprob.reference import (
-    BackwardTile,
-    ForwardTile,
-    backward_tiles,
-    forward_tiles,
-)
+from fxrl.ops.linear_logprob.reference import backward_tiles, forward_tiles
 
 #: Columns of what the gradient reads of a row: the forward's values, then weights by output.
 ROW_DATA = ("logprob", "lse", "entropy", "sum_p2", "p_others", *DIFFERENTIABLE)
@@ -94,16 +89,6 @@ def scale(grads: Tensor, vectors: Tensor, dtype: torch.dtype) -> Tensor:
 
 def general_forward(arguments: ForwardArguments) -> ForwardResult:
     """``forward`` for every dtype, size and GPU."""
-    return forward_tiles(arguments, _forward_tile(arguments))
-
-
-def general_backward(arguments: BackwardArguments) -> Gradients:
-    """``backward`` for every dtype, size and GPU."""
-    return backward_tiles(arguments, _backward_tile(arguments))
-
-
-def _forward_tile(arguments: ForwardArguments) -> ForwardTile:
-    """Values; with vectors also p in the product's dtype, and its product with the head."""
     weight, save = arguments.head.weight, arguments.save_vectors
     passes = _TilePasses(arguments.head, product_dtype(weight) if save else None)
 
@@ -114,23 +99,21 @@ def _forward_tile(arguments: ForwardArguments) -> ForwardTile:
             return values, None
         return values, backproject(passes.probabilities(rows, logits, values["lse"]), weight)
 
-    return run
+    return forward_tiles(arguments, run)
 
 
-def _backward_tile(arguments: BackwardArguments) -> BackwardTile:
-    """The gradient of the raw logits in one pass over them."""
-    head = arguments.head
+def general_backward(arguments: BackwardArguments) -> Gradients:
+    """``backward`` for every dtype, size and GPU."""
+    head, wanted = arguments.head, arguments.want_temperature
     # A bias sums the gradient itself: its terms are not rounded first.
     passes = _TilePasses(head, head.dtype if arguments.want_bias else product_dtype(head.weight))
     row_data = _row_data(arguments)
 
     def run(rows: Rows) -> tuple[Tensor, Tensor | None]:
         logits = passes.project(rows)
-        return passes.logit_gradient(
-            rows, logits, row_data[rows], with_temperature=arguments.want_temperature
-        )
+        return passes.logit_gradient(rows, logits, row_data[rows], with_temperature=wanted)
 
-    return run
+    return backward_tiles(arguments, run)
 
 
 def _row_data(arguments: BackwardArguments) -> Tensor:

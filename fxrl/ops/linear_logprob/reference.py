@@ -47,12 +47,38 @@ BackwardTile: TypeAlias = Callable[[Rows], tuple[Tensor, Tensor | None]]
 
 def reference_forward(arguments: ForwardArguments) -> ForwardResult:
     """The specification of ``linear_logprob_forward``."""
-    return forward_tiles(arguments, ReferenceTiles(arguments.head).forward(arguments))
+    head, space, save = arguments.head, Workspace(arguments.head), arguments.save_vectors
+
+    def run(rows: Rows) -> tuple[Mapping[str, Tensor], Tensor | None]:
+        tile = project_tile(head, rows, space, with_slope=save)
+        values = row_statistics(head, tile, space, arguments.outputs, with_prob=save)
+        others = None
+        if save:
+            prob = space.take("prob", tile.target.shape[0])
+            if tile.cap_slope is not None:
+                prob.mul_(tile.cap_slope)
+            others = backproject(prob, head.weight)
+        return {name: value.squeeze(1) for name, value in values.items()}, others
+
+    return forward_tiles(arguments, run)
 
 
 def reference_backward(arguments: BackwardArguments) -> Gradients:
     """The specification of ``linear_logprob_backward``."""
-    return backward_tiles(arguments, ReferenceTiles(arguments.head).backward(arguments))
+    head, space = arguments.head, Workspace(arguments.head)
+
+    def run(rows: Rows) -> tuple[Tensor, Tensor | None]:
+        tile = project_tile(head, rows, space, with_slope=True)
+        values, weights = arguments.values.of(rows), arguments.weights(rows)
+        grad = logit_grad(head, tile, values, weights, space)
+        on_temperature = None
+        if arguments.want_temperature:
+            on_temperature = temperature_grad(head, tile, values, weights, grad)
+        if tile.cap_slope is not None:
+            grad.mul_(tile.cap_slope)
+        return grad, on_temperature
+
+    return backward_tiles(arguments, run)
 
 
 # -- the loops over tiles, which the general device kernels share: an implementation gives the work
@@ -144,48 +170,6 @@ class Tile:
     target: Tensor
     logits: Tensor
     cap_slope: Tensor | None
-
-
-class ReferenceTiles:
-    """The work of one tile, for ``forward_tiles`` and ``backward_tiles``."""
-
-    def __init__(self, head: LossHead) -> None:
-        self._head = head
-        self._space = Workspace(head)
-
-    def forward(self, arguments: ForwardArguments) -> ForwardTile:
-        """Values, and the product with the head if vectors are saved."""
-        head, space, save = self._head, self._space, arguments.save_vectors
-
-        def run(rows: Rows) -> tuple[Mapping[str, Tensor], Tensor | None]:
-            tile = project_tile(head, rows, space, with_slope=save)
-            values = row_statistics(head, tile, space, arguments.outputs, with_prob=save)
-            others = None
-            if save:
-                prob = space.take("prob", tile.target.shape[0])
-                if tile.cap_slope is not None:
-                    prob.mul_(tile.cap_slope)
-                others = backproject(prob, head.weight)
-            return {name: value.squeeze(1) for name, value in values.items()}, others
-
-        return run
-
-    def backward(self, arguments: BackwardArguments) -> BackwardTile:
-        """The gradient of the raw logits, and of the temperature by row."""
-        head, space = self._head, self._space
-
-        def run(rows: Rows) -> tuple[Tensor, Tensor | None]:
-            tile = project_tile(head, rows, space, with_slope=True)
-            values, weights = arguments.values.of(rows), arguments.weights(rows)
-            grad = logit_grad(head, tile, values, weights, space)
-            on_temperature = None
-            if arguments.want_temperature:
-                on_temperature = temperature_grad(head, tile, values, weights, grad)
-            if tile.cap_slope is not None:
-                grad.mul_(tile.cap_slope)
-            return grad, on_temperature
-
-        return run
 
 
 def project_tile(head: LossHead, rows: Rows, space: Workspace, *, with_slope: bool) -> Tile:
