@@ -49,9 +49,6 @@ class Config:
         on_miss: ``"warn"``, ``"error"`` (raise ``MissedRewriteError``) or ``"ignore"``.
         inductor: extra Inductor options for region bodies, on top of fxrl's own.
         passes: names of the passes to run, in order; ``None`` runs the default pipeline.
-        head_skip_tolerance: with a frozen loss head, the share of ``1 - p_target`` whose tokens may
-            be left out of a hidden state's gradient, in ``[0, 1)``; values are never touched. 0 is
-            exact. ``2**-8`` stays within the bound of the error that bf16 probabilities have.
     """
 
     chunk_tokens: int | None = None
@@ -63,16 +60,10 @@ class Config:
     on_miss: Literal["warn", "error", "ignore"] = "warn"
     inductor: Mapping[str, Any] | None = None
     passes: tuple[str, ...] | None = None
-    head_skip_tolerance: float = 0.0
 
     def __post_init__(self) -> None:
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens={self.chunk_tokens} is below 1; use None to plan it")
-        if not 0 <= self.head_skip_tolerance < 1:
-            raise ConfigError(
-                f"head_skip_tolerance={self.head_skip_tolerance} is not in [0, 1); use 0 for exact "
-                "gradients, 2**-8 to stay within bf16's rounding"
-            )
         if self.min_saved_bytes < 0:
             raise ConfigError(f"min_saved_bytes={self.min_saved_bytes} is negative; use 0 for all")
         for name in ("gpu_memory", "host_memory"):

@@ -25,8 +25,7 @@ import torch
 from torch import fx
 
 import fxrl.analysis.logprob.reductions
-import fxrl.analysis.logprob.rules
-import fxrl.ops.linear_logprob  # noqa: F401  (declares torch.ops.fxrl.linear_logprob)
+import fxrl.analysis.logprob.rules  # noqa: F401  (both register their rules)
 from fxrl.analysis.logprob.algebra import LogprobAlgebra
 from fxrl.analysis.logprob.forms import NotRecognised
 from fxrl.analysis.rows.analysis import HeadMiss, HeadSite, RowProgram, analyse
@@ -38,7 +37,7 @@ from fxrl.ir.graph import last_input, shape_of, tensor_val
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
 from fxrl.ir.plan import Choice, choose_head, tokens_per_tile
 from fxrl.ir.remark import Refusal
-from fxrl.ops.linear_logprob_checks import OUTPUTS
+from fxrl.ops.linear_logprob import OUTPUTS, LossHead
 
 aten = torch.ops.aten
 
@@ -187,20 +186,20 @@ class _Emission:
         hidden = self.emit(rows)
         weight = self._weight(matrix)
         bias = None if transform.bias is None else self.emit(transform.bias)
-        args: tuple[Any, ...] = (
-            hidden,
-            weight,
-            self._target(hidden),
-            bias,
-            self._temperature(hidden),
-            None,
-            transform.scale,
-            transform.softcap,
-            ",".join(name for name in OUTPUTS if name in self.algebra.stats),
-            ",".join(name for name in OUTPUTS if self.algebra.stats.get(name)),
-            self.tile_tokens,
+        options = {
+            "bias": bias,
+            "temperature": self._temperature(hidden),
+            "scale": transform.scale,
+            "softcap": transform.softcap,
+            "outputs": ",".join(name for name in OUTPUTS if name in self.algebra.stats),
+            "grad_outputs": ",".join(name for name in OUTPUTS if self.algebra.stats.get(name)),
+            "chunk_tokens": self.tile_tokens,
+        }
+        call = self.graph.call_function(
+            torch.ops.fxrl.linear_logprob.default,
+            (hidden, weight, self._target(hidden)),
+            {k: v for k, v in options.items() if v != LossHead._field_defaults.get(k)},
         )
-        call = self.graph.call_function(torch.ops.fxrl.linear_logprob.default, args)
         example = tensor_val(hidden)
         assert example is not None
         count = example.shape[0]

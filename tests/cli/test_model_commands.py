@@ -64,14 +64,12 @@ def test_plan(step, capsys):
     assert json.loads(capsys.readouterr().out) == {
         "chunk_tokens": 128,
         "min_saved_bytes": 2**20,
-        "head_skip_tolerance": 0.0,
         "choices": [
             {
                 "pass": "some-pass",
                 "site": "mm_1",
                 "choice": "chunks",
                 "tokens": 64,
-                "skip_tolerance": 0.0,
             }
         ],
     }

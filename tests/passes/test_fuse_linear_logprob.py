@@ -42,7 +42,7 @@ def test_applied():
 %ids = input : i64[6]
 %unsqueeze = aten.unsqueeze.default(%ids, 1) : i64[6, 1]
 %reshape_default = aten.reshape.default(%unsqueeze, [-1]) : i64[6]
-%linear_logprob_default = fxrl.linear_logprob.default(%hidden, %weight, %reshape_default, None, None, None, 2.0, 0.0, 'logprob', 'logprob', 2) : (f64[6], f64[0], f64[0], b8[0], f64[0], f64[0], f64[0])
+%linear_logprob_default = fxrl.linear_logprob.default(%hidden, %weight, %reshape_default, scale=2.0, outputs='logprob', grad_outputs='logprob', chunk_tokens=2) : (f64[6], f64[0], f64[0], b8[0], f64[0], f64[0], f64[0])
 %getitem = operator.getitem(%linear_logprob_default, 0) : f64[6]
 %reshape_default_1 = aten.reshape.default(%getitem, [-1, 1]) : f64[6, 1]
 %select = aten.select.int(%reshape_default_1, 1, 0) : f64[6]
@@ -71,7 +71,7 @@ def test_applied_under_a_shift_projects_only_the_rows_that_are_read():
 %slice_2 = aten.slice.Tensor(%ids, 0, 1, 9223372036854775807) : i64[5]
 %unsqueeze = aten.unsqueeze.default(%slice_2, 1) : i64[5, 1]
 %reshape_default = aten.reshape.default(%unsqueeze, [-1]) : i64[5]
-%linear_logprob_default = fxrl.linear_logprob.default(%slice_tensor, %weight, %reshape_default, None, None, None, 1.0, 0.0, 'logprob', 'logprob', 2) : (f64[5], f64[0], f64[0], b8[0], f64[0], f64[0], f64[0])
+%linear_logprob_default = fxrl.linear_logprob.default(%slice_tensor, %weight, %reshape_default, outputs='logprob', grad_outputs='logprob', chunk_tokens=2) : (f64[5], f64[0], f64[0], b8[0], f64[0], f64[0], f64[0])
 %getitem = operator.getitem(%linear_logprob_default, 0) : f64[5]
 %reshape_default_1 = aten.reshape.default(%getitem, [-1, 1]) : f64[5, 1]
 %select = aten.select.int(%reshape_default_1, 1, 0) : f64[5]

@@ -3,7 +3,7 @@
 ``partial_statistics`` reads the raw logits ``h W^T`` once (``combine_statistics`` finishes a row).
 ``probabilities`` and ``gradient`` read raw logits once and the row's values, and write p or
 ``sum_k weight_k d value_k``. Transform, statistics and derivatives are those of
-``fxrl.ops.linear_logprob_math``. With max and sums of a row over v != y, and x_v = z_v - m,
+``fxrl.ops.linear_logprob.reference``. With max and sums of a row over v != y, and x_v = z_v - m,
 
     m = max z_v    S = sum exp x_v    E = sum exp(x_v) x_v    Q = sum exp(2 x_v)
     d = z_y - m - log S                  1 - p_y = 1 / (1 + exp d)        logprob = -softplus(-d)
@@ -18,6 +18,10 @@ NOTE [Why all statistics are computed even if one is asked for]
 Reading the tile costs more than the arithmetic. And a kernel compiled without some of them may be
 contracted differently: scoring (log-prob) and training (log-prob and entropy) would differ in the
 last bit, and the first ratio of a policy update would not be 1.
+
+NOTE [Why scale and softcap are compile-time constants]
+Triton passes a float argument as float32, which a float64 head must not be rounded to. They are
+constants of a model; there is one compilation for each pair.
 """
 
 from __future__ import annotations
@@ -25,13 +29,95 @@ from __future__ import annotations
 import triton.language as tl
 
 from fxrl.kernels.jit import jit
-from fxrl.kernels.linear_logprob_transform import (
-    add4,
-    inverse_temperature,
-    load_logits,
-    log1p,
-    transform,
-)
+
+
+@jit
+def tanh(a: tl.tensor) -> tl.tensor:
+    """Relative precision near 0 too, where ``1 - exp(-2a)`` has none."""
+    decay = tl.exp(-2.0 * tl.abs(a))
+    far = (1.0 - decay) / (1.0 + decay)
+    s = a * a
+    series = 2.0 / 15.0 + s * (-17.0 / 315.0 + s * (62.0 / 2835.0 - s * (1382.0 / 155925.0)))
+    near = a * (1.0 + s * (-1.0 / 3.0 + s * series))
+    return tl.where(s < 0.01, near, tl.where(a < 0, -far, far))
+
+
+@jit
+def log1p(a: tl.tensor) -> tl.tensor:
+    """``log(1 + a)`` for 0 <= a <= 1, by the series of 2 artanh(a / (2 + a))."""
+    t = a / (2.0 + a)
+    s = t * t
+    total = s * 0.0
+    for k in tl.static_range(16):
+        total = total * s + 1.0 / (31 - 2 * k)
+    return 2.0 * t * total
+
+
+@jit
+def transform(
+    x: tl.tensor, inverse_t: tl.tensor, scale: tl.constexpr, softcap: tl.constexpr
+) -> tl.tensor:
+    if softcap > 0.0:
+        return tanh(x * (scale / softcap)) * softcap * inverse_t
+    else:
+        return x * scale * inverse_t
+
+
+@jit
+def add4(
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+    e: tl.tensor,
+    f: tl.tensor,
+    g: tl.tensor,
+    h: tl.tensor,
+) -> tl.tensor:
+    """Four sums in one reduction, hence one round through shared memory."""
+    return a + e, b + f, c + g, d + h
+
+
+@jit
+def inverse_temperature(
+    temperature: tl.tensor, at: tl.tensor, has_temperature: tl.constexpr
+) -> tl.tensor:
+    if has_temperature:
+        return 1.0 / tl.load(temperature + at)
+    else:  # both branches: only one of them is compiled
+        return 1.0
+
+
+@jit
+def load_logits(
+    logits: tl.tensor,
+    bias: tl.tensor,
+    temperature: tl.tensor,
+    row: tl.tensor,
+    split: tl.tensor,
+    vocab: tl.tensor,
+    temperature_stride: tl.tensor,
+    scale: tl.constexpr,
+    softcap: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_temperature: tl.constexpr,
+    block: tl.constexpr,
+) -> tl.tensor:
+    """Columns of a split, which of them exist, their transformed logits and the softcap's slope.
+
+    Columns outside are loaded as 0 and transformed to 0.
+    """
+    column = split * block + tl.arange(0, block)
+    valid = column < vocab
+    x = tl.load(logits + row * vocab + column, mask=valid, other=0.0)
+    if has_bias:
+        x += tl.load(bias + column, mask=valid, other=0.0)
+    inverse_t = inverse_temperature(temperature, row * temperature_stride, has_temperature)
+    if softcap > 0.0:
+        capped = tanh(x * (scale / softcap))
+        return column, valid, capped * softcap * inverse_t, 1.0 - capped * capped
+    else:
+        return column, valid, x * scale * inverse_t, 1.0
 
 
 @jit
@@ -57,19 +143,9 @@ def partial_statistics(
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     columns, valid, z, _ = load_logits(
-        logits,
-        bias,
-        temperature,
-        row,
-        split,
-        vocab,
-        temperature_stride,
-        scale,
-        softcap,
-        has_bias,
-        has_temperature,
-        block,
-    )
+        logits, bias, temperature, row, split, vocab, temperature_stride,
+        scale, softcap, has_bias, has_temperature, block,
+    )  # fmt: skip
     y = tl.load(target + row).to(tl.int32)
     x_y = tl.load(x_target + row)
     if has_bias:
@@ -117,7 +193,7 @@ def combine_statistics(
     partials: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """``statistics[row]``, in the launcher's order ``STATISTICS``, from the partial ones."""
+    """``statistics[row]``, in the order of ``OUTPUTS``, from the partial ones."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, splits_block)
     valid = split < splits
@@ -168,7 +244,6 @@ def probabilities(
     temperature: tl.tensor,
     lse: tl.tensor,
     prob: tl.tensor,
-    masses: tl.tensor,
     vocab: tl.tensor,
     temperature_stride: tl.tensor,
     scale: tl.constexpr,
@@ -176,36 +251,18 @@ def probabilities(
     lowest: tl.constexpr,
     has_bias: tl.constexpr,
     has_temperature: tl.constexpr,
-    wants_masses: tl.constexpr,
-    group: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """``prob[row]`` = p_v times the softcap's slope; 0 at the target. ``masses``: by ``group``."""
+    """``prob[row]`` = p_v times the softcap's slope; 0 at the target."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     column, valid, z, slope = load_logits(
-        logits,
-        bias,
-        temperature,
-        row,
-        split,
-        vocab,
-        temperature_stride,
-        scale,
-        softcap,
-        has_bias,
-        has_temperature,
-        block,
-    )
+        logits, bias, temperature, row, split, vocab, temperature_stride,
+        scale, softcap, has_bias, has_temperature, block,
+    )  # fmt: skip
     p = tl.exp(z - tl.load(lse + row)) * slope
     p = tl.where(column == tl.load(target + row).to(tl.int32), 0.0, p)
     tl.store(prob + row * vocab + column, p.to(prob.dtype.element_ty), mask=valid)
-    if wants_masses:
-        groups: tl.constexpr = block // group
-        of_row = (vocab + group - 1) // group
-        at = split * groups + tl.arange(0, groups)
-        mass = tl.sum(tl.reshape(tl.where(valid, p, 0.0), (groups, group)), 1)
-        tl.store(masses + row * of_row + at, mass, mask=at < of_row)
 
 
 @jit
@@ -237,19 +294,9 @@ def gradient(
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     column, valid, z, slope = load_logits(
-        logits,
-        bias,
-        temperature,
-        row,
-        split,
-        vocab,
-        temperature_stride,
-        scale,
-        softcap,
-        has_bias,
-        has_temperature,
-        block,
-    )
+        logits, bias, temperature, row, split, vocab, temperature_stride,
+        scale, softcap, has_bias, has_temperature, block,
+    )  # fmt: skip
     row_of = row_data + row * columns
     logprob = tl.maximum(tl.load(row_of), lowest)
     entropy = tl.load(row_of + 2)
@@ -273,3 +320,30 @@ def gradient(
         tl.store(weighted + row * splits + split, tl.sum(tl.where(valid, made * log_p, 0.0), 0))
     made *= slope
     tl.store(grad + row * vocab + column, made.to(grad.dtype.element_ty), mask=valid)
+
+
+@jit
+def scaled_sum(
+    grads: tl.tensor,
+    vectors: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    grads_count: tl.tensor,
+    grads_row: tl.tensor,
+    vectors_count: tl.tensor,
+    vectors_row: tl.tensor,
+    vectors_column: tl.tensor,
+    count: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """``out[row]`` = sum_k grads[k, row] * vectors[k, row], in grads' dtype, rounded once."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    total = tl.zeros([block], grads.dtype.element_ty)
+    for k in tl.static_range(count):
+        grad = tl.load(grads + k * grads_count + row * grads_row)
+        at = k * tl.cast(vectors_count, tl.int64) + row * vectors_row + column * vectors_column
+        vector = tl.load(vectors + at, mask=inside, other=0.0)
+        total += grad * vector.to(grads.dtype.element_ty)
+    tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)

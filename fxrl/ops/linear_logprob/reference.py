@@ -1,4 +1,4 @@
-"""The mathematics of the fused loss head, one tile of rows at a time.
+"""The mathematics of the fused loss head, one tile of rows at a time: the ops' specification.
 
 With ``x = h W^T + b`` and ``z = softcap(scale * x) / T`` (softcap(a) = c tanh(a / c)), for one row
 and its target y, sums over the vocabulary:
@@ -20,17 +20,128 @@ target's entry of ``onehot - p`` is ``-expm1(logp)``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from fxrl.ops.linear_logprob_arguments import BackwardArguments, ForwardArguments
-from fxrl.ops.linear_logprob_head import LossHead, Rows, RowValues
-from fxrl.ops.linear_logprob_matmul import backproject, project
-from fxrl.ops.linear_logprob_skip import leave_out_small_blocks_
-from fxrl.ops.linear_logprob_tiles import BackwardTile, ForwardTile
+from fxrl.ops.linear_logprob.arguments import (
+    BackwardArguments,
+    ForwardArguments,
+    ForwardResult,
+    Gradients,
+    LossHead,
+    Rows,
+    RowValues,
+)
+from fxrl.ops.linear_logprob.matmul import accumulate_weight_grad, backproject, project
+
+#: Rows -> values ``[R]`` by name, and ``sum_{v != y} p_v slope_v W_v`` ``[R, H]`` if vectors are
+#: saved (slope_v: the softcap's, 1 without; in the accumulation dtype).
+ForwardTile: TypeAlias = Callable[[Rows], tuple[Mapping[str, Tensor], Tensor | None]]
+#: Rows -> gradient of the raw logits ``[R, V]``, and of the temperature by row ``[R]`` if wanted.
+BackwardTile: TypeAlias = Callable[[Rows], tuple[Tensor, Tensor | None]]
+
+
+def reference_forward(arguments: ForwardArguments) -> ForwardResult:
+    """The specification of ``linear_logprob_forward``."""
+    head, space, save = arguments.head, Workspace(arguments.head), arguments.save_vectors
+
+    def run(rows: Rows) -> tuple[Mapping[str, Tensor], Tensor | None]:
+        tile = project_tile(head, rows, space, with_slope=save)
+        values = row_statistics(head, tile, space, arguments.outputs, with_prob=save)
+        others = None
+        if save:
+            prob = space.take("prob", tile.target.shape[0])
+            if tile.cap_slope is not None:
+                prob.mul_(tile.cap_slope)
+            others = backproject(prob, head.weight)
+        return {name: value.squeeze(1) for name, value in values.items()}, others
+
+    return forward_tiles(arguments, run)
+
+
+def reference_backward(arguments: BackwardArguments) -> Gradients:
+    """The specification of ``linear_logprob_backward``."""
+    head, space = arguments.head, Workspace(arguments.head)
+
+    def run(rows: Rows) -> tuple[Tensor, Tensor | None]:
+        tile = project_tile(head, rows, space, with_slope=True)
+        values, weights = arguments.values.of(rows), arguments.weights(rows)
+        grad = logit_grad(head, tile, values, weights, space)
+        on_temperature = None
+        if arguments.want_temperature:
+            on_temperature = temperature_grad(head, tile, values, weights, grad)
+        if tile.cap_slope is not None:
+            grad.mul_(tile.cap_slope)
+        return grad, on_temperature
+
+    return backward_tiles(arguments, run)
+
+
+# -- the loops over tiles, which the general device kernels share: an implementation gives the work
+# of one tile; the loops place its results, make the saved vectors and multiply its logit gradient
+
+
+def forward_tiles(arguments: ForwardArguments, tile: ForwardTile) -> ForwardResult:
+    """``linear_logprob_forward`` one tile of unmasked rows at a time."""
+    head, result = arguments.head, arguments.new_result()
+    for rows in head.tiles(head.row_mask):
+        values, others = tile(rows)
+        for name in arguments.outputs:
+            result.values[name][rows] = values[name].to(result.values[name].dtype)
+        if others is not None:
+            row_values = values["logprob"], values["lse"]
+            for k, name in enumerate(arguments.grad_outputs):
+                vector = hidden_vector(head, rows, name, *row_values, others)
+                result.vectors[k, rows] = vector.to(result.vectors.dtype)
+    return result
+
+
+def backward_tiles(arguments: BackwardArguments, tile: BackwardTile) -> Gradients:
+    """``linear_logprob_backward`` one tile of live rows at a time.
+
+    dW is accumulated in one float32 (float64) ``[V, H]`` and rounded to the weight's dtype once.
+    """
+    head, made = arguments.head, arguments.new_gradients()
+    for rows in head.tiles(arguments.live_rows()):
+        grad, on_temperature = tile(rows)
+        if on_temperature is not None:
+            made.temperature[rows] = on_temperature
+        if arguments.want_hidden:
+            made.hidden[rows] = backproject(grad, head.weight).to(made.hidden.dtype)
+        if arguments.want_weight:
+            accumulate_weight_grad(made.weight, grad, head.hidden[rows])
+        if arguments.want_bias:
+            made.bias += grad.sum(0)
+    return made
+
+
+def hidden_vector(
+    head: LossHead, rows: Rows, name: str, logprob: Tensor, lse: Tensor, others: Tensor
+) -> Tensor:
+    """``d value / d hidden`` ``[R, H]`` of ``logprob`` or ``lse`` (``[R]`` each, of ``rows``).
+
+    With O = ``others`` = sum_{v != y} p_v slope_v W_v, which both share:
+
+        d logprob / d h = scale / T ((1 - p_y) slope_y W_y - O)
+        d lse     / d h = scale / T (p_y       slope_y W_y + O)
+
+    The target's row of the head enters here and not in the product: it is not rounded with the
+    probabilities, and ``1 - p_y`` is never formed by subtraction.
+    """
+    logprob, lse = logprob.unsqueeze(1), lse.unsqueeze(1)
+    share = -torch.expm1(logprob) if name == "logprob" else logprob.exp()
+    if head.softcap:
+        share = share * head.cap_slope(rows, logprob + lse)
+    at_target = share * head.weight[head.target[rows]].to(head.dtype)
+    made = at_target - others if name == "logprob" else at_target + others
+    return made.mul_(head.row_slope(rows))
+
+
+# -- one tile
 
 
 class Workspace:
@@ -59,51 +170,6 @@ class Tile:
     target: Tensor
     logits: Tensor
     cap_slope: Tensor | None
-
-
-class ReferenceTiles:
-    """The work of one tile, for ``forward_tiles`` and ``backward_tiles``."""
-
-    def __init__(self, head: LossHead) -> None:
-        self._head = head
-        self._space = Workspace(head)
-
-    def forward(self, arguments: ForwardArguments) -> ForwardTile:
-        """Values, and the product with the head if vectors are saved."""
-        head, space, save = self._head, self._space, arguments.save_vectors
-
-        def run(rows: Rows) -> tuple[Mapping[str, Tensor], Tensor | None]:
-            tile = project_tile(head, rows, space, with_slope=save)
-            values = row_statistics(head, tile, space, arguments.outputs, with_prob=save)
-            others = None
-            if save:
-                prob = space.take("prob", tile.target.shape[0])
-                if arguments.skip_tolerance > 0:
-                    p_others = -torch.expm1(values["logprob"])
-                    leave_out_small_blocks_(prob, p_others, arguments.skip_tolerance)
-                if tile.cap_slope is not None:
-                    prob.mul_(tile.cap_slope)
-                others = backproject(prob, head.weight)
-            return {name: value.squeeze(1) for name, value in values.items()}, others
-
-        return run
-
-    def backward(self, arguments: BackwardArguments) -> BackwardTile:
-        """The gradient of the raw logits, and of the temperature by row."""
-        head, space = self._head, self._space
-
-        def run(rows: Rows) -> tuple[Tensor, Tensor | None]:
-            tile = project_tile(head, rows, space, with_slope=True)
-            values, weights = arguments.values.of(rows), arguments.weights(rows)
-            grad = logit_grad(head, tile, values, weights, space)
-            on_temperature = None
-            if arguments.want_temperature:
-                on_temperature = temperature_grad(head, tile, values, weights, grad)
-            if tile.cap_slope is not None:
-                grad.mul_(tile.cap_slope)
-            return grad, on_temperature
-
-        return run
 
 
 def project_tile(head: LossHead, rows: Rows, space: Workspace, *, with_slope: bool) -> Tile:

@@ -11,11 +11,7 @@ from collections.abc import Collection
 import torch
 
 from fxrl.errors import FxrlError
-from fxrl.ops.linear_logprob_head import LossHead
-
-OUTPUTS = ("logprob", "lse", "entropy", "argmax_hit", "sum_p2", "mean_logit", "max_logit")
-DIFFERENTIABLE = ("logprob", "lse", "entropy", "sum_p2", "mean_logit")
-MADE_IN_FORWARD = ("logprob", "lse")  # see NOTE [Why the forward makes the gradient]
+from fxrl.ops.linear_logprob.arguments import LossHead, parse_outputs
 
 
 class LinearLogprobError(FxrlError, ValueError):
@@ -24,11 +20,6 @@ class LinearLogprobError(FxrlError, ValueError):
 
 class TargetError(FxrlError, IndexError):
     """A target outside the vocabulary in a row that is not masked."""
-
-
-def parse_outputs(text: str) -> tuple[str, ...]:
-    """``"logprob,entropy"`` as names; the empty text names none."""
-    return tuple(name for name in text.split(",") if name)
 
 
 def checked_names(argument: str, text: str, allowed: Collection[str]) -> set[str]:
@@ -72,14 +63,6 @@ def check_arguments(head: LossHead) -> None:
         raise LinearLogprobError("scale=0 makes every token equally likely; use a non-zero scale")
     if softcap < 0:
         raise LinearLogprobError(f"softcap={softcap} is negative; use 0 for no softcap")
-
-
-def check_skip_tolerance(value: float) -> None:
-    """A share of a probability: at least 0 and below 1."""
-    if not 0 <= value < 1:
-        raise LinearLogprobError(
-            f"skip_tolerance={value} is not in [0, 1); use 0 for the exact product"
-        )
 
 
 def check_sizes(head: LossHead) -> None:

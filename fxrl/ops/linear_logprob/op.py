@@ -1,30 +1,25 @@
 """``fxrl::linear_logprob``: log-probabilities of given tokens from hidden states, without logits.
 
-What a graph pass emits (positional in this order; all after ``target`` have defaults):
+    torch.ops.fxrl.linear_logprob(hidden, weight, target, bias=..., outputs="logprob,entropy", ...)
+        -> (logprob, lse, entropy, argmax_hit, sum_p2, mean_logit, max_logit)
 
-    torch.ops.fxrl.linear_logprob.default(
-        hidden,        Tensor [N, H]
-        weight,        Tensor [V, H], hidden's dtype
-        target,        Tensor [N] int64, in [0, V) where row_mask is True
-        bias,          Tensor? [V]
-        temperature,   Tensor? [] or [1] or [N], floating
-        row_mask,      Tensor? [N] bool; a False row is not projected: value 0, gradient 0
-        scale,         float = 1.0
-        softcap,       float = 0.0, none
-        outputs,       str = "logprob": comma-separated names, see below
-        grad_outputs,  str? = None: those of them that are differentiated (None: all that can be)
-        chunk_tokens,  int = 0: rows per tile (0: as many as keep a logits tile small)
-        skip_tolerance, float = 0.0: see fxrl.ops.linear_logprob_skip; 0 leaves nothing out
-    ) -> (logprob, lse, entropy, argmax_hit, sum_p2, mean_logit, max_logit)
+with ``z = softcap * tanh(scale * (hidden weight^T + bias) / softcap) / temperature``. It takes what
+``LossHead`` names, all after ``target`` by keyword, and
 
-with ``z = softcap * tanh(scale * (hidden weight^T + bias) / softcap) / temperature``.
+    outputs,       str = "logprob": comma-separated names, of ``OUTPUTS``
+    grad_outputs,  str? = None: those of them that are differentiated (None: all that can be)
+
 Always seven tensors: ``[N]`` for a name in ``outputs``, else ``[0]``; float32 (float64 for float64
 inputs), ``argmax_hit`` bool. ``logprob = z_y - lse``; ``argmax_hit``: the target is the first
 maximum. ``argmax_hit``, ``max_logit`` and outputs outside ``grad_outputs`` are detached.
 
-The op is a composite: it runs above autograd, sees who requires a gradient, and calls
-``linear_logprob_forward``, to which device kernels attach
-(``torch.library.register_kernel("fxrl::linear_logprob_forward", "cuda")``).
+The op is a composite: it runs above autograd, sees who requires a gradient, and calls the opaque
+ops, whose eager reference runs on every device, in tiles of rows; nothing of size [N, V] exists. A
+device's own kernels are given to ``attach``.
+
+    linear_logprob_forward   values, and the gradient vectors that the backward will only scale
+    linear_logprob_scale     the backward of a frozen head: incoming scalars times saved vectors
+    linear_logprob_backward  the backward that recomputes each tile: hidden, head, temperature
 
 NOTE [Why the forward makes the gradient]
 Each differentiable output depends on hidden row i alone, so its gradient is one vector u_i times
@@ -51,28 +46,43 @@ composite is resolved by AOTAutograd (or eager autograd) at the moment that is k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxrl.ops.linear_logprob_arguments import reduce_to_temperature
-from fxrl.ops.linear_logprob_checks import (
+from fxrl.ops.linear_logprob.arguments import (
     DIFFERENTIABLE,
     MADE_IN_FORWARD,
     OUTPUTS,
+    BackwardArguments,
+    ForwardArguments,
+    ForwardResult,
+    Gradients,
+    LossHead,
+    RowValues,
+    parse_outputs,
+    reduce_to_temperature,
+    schema_of,
+)
+from fxrl.ops.linear_logprob.checks import (
     LinearLogprobError,
     check_arguments,
-    check_skip_tolerance,
+    check_sizes,
+    check_target,
     checked_names,
-    parse_outputs,
 )
-from fxrl.ops.linear_logprob_head import LossHead, RowValues
-from fxrl.ops.linear_logprob_opaque import linear_logprob_forward
+from fxrl.ops.linear_logprob.matmul import full_precision
+from fxrl.ops.linear_logprob.reference import reference_backward, reference_forward
 
-_INPUTS = 13  # of linear_logprob_forward
-_ROW_VALUES = RowValues._fields
+Forward = Callable[[ForwardArguments], ForwardResult]
+Backward = Callable[[BackwardArguments], Gradients]
+Scale = Callable[[Tensor, Tensor, torch.dtype], Tensor]
+_Op = Callable[..., tuple[Tensor, ...]]
+
+_SCALE_BYTES = 16 * 2**20
+_PLACES = tuple(map(LossHead._fields.index, ("hidden", "weight", "bias", "temperature")))
 
 
 class LinearLogprobOutput(NamedTuple):
@@ -92,46 +102,33 @@ def linear_logprob(
     weight: Tensor,
     target: Tensor,
     *,
-    bias: Tensor | None = None,
-    temperature: Tensor | None = None,
-    row_mask: Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float = 0.0,
     outputs: Sequence[str] = ("logprob",),
     grad_outputs: Sequence[str] | None = None,
-    chunk_tokens: int = 0,
-    skip_tolerance: float = 0.0,
+    **options: Any,
 ) -> LinearLogprobOutput:
-    """The op with names instead of positions; see the module docstring for shapes and dtypes.
+    """The op with lists of names instead of text; ``options`` are the others of ``LossHead``.
 
     Raises:
         LinearLogprobError: shapes, dtypes or names do not fit.
         TargetError: on the CPU, an unmasked target is outside ``[0, V)``.
     """
-    return LinearLogprobOutput(
-        *torch.ops.fxrl.linear_logprob.default(
-            hidden,
-            weight,
-            target,
-            bias,
-            temperature,
-            row_mask,
-            scale,
-            softcap,
-            ",".join(outputs),
-            None if grad_outputs is None else ",".join(grad_outputs),
-            chunk_tokens,
-            skip_tolerance,
-        )
-    )
+    options["outputs"] = ",".join(outputs)
+    options["grad_outputs"] = None if grad_outputs is None else ",".join(grad_outputs)
+    made = torch.ops.fxrl.linear_logprob.default(hidden, weight, target, **options)
+    return LinearLogprobOutput(*made)
+
+
+# -- the composite
+
+
+def _tensors(count: int) -> str:
+    return f" -> ({', '.join(['Tensor'] * count)})"
 
 
 torch.library.define(
     "fxrl::linear_logprob",
-    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, Tensor? temperature=None, "
-    "Tensor? row_mask=None, float scale=1.0, float softcap=0.0, str outputs='logprob', "
-    "str? grad_outputs=None, SymInt chunk_tokens=0, float skip_tolerance=0.0) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({schema_of(LossHead, with_defaults=True)}, str outputs='logprob', str? grad_outputs=None)"
+    + _tensors(len(OUTPUTS)),
 )
 
 
@@ -140,24 +137,16 @@ def _linear_logprob(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Tensor | None = None,
-    temperature: Tensor | None = None,
-    row_mask: Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float = 0.0,
+    *,
     outputs: str = "logprob",
     grad_outputs: str | None = None,
-    chunk_tokens: int = 0,
-    skip_tolerance: float = 0.0,
+    **options: Any,
 ) -> tuple[Tensor, ...]:
-    if temperature is not None and temperature.dim() == 0:
+    head = LossHead(hidden, weight, target, **options)
+    if head.temperature is not None and head.temperature.dim() == 0:
         # As everywhere in PyTorch, one number may stay on the CPU.
-        temperature = temperature.to(hidden.device)
-    head = LossHead(
-        hidden, weight, target, bias, temperature, row_mask, scale, softcap, chunk_tokens
-    )
+        head = head._replace(temperature=head.temperature.to(hidden.device))
     check_arguments(head)
-    check_skip_tolerance(skip_tolerance)
     wanted = checked_names("outputs", outputs, OUTPUTS)
     differentiated = wanted & {*DIFFERENTIABLE}
     if grad_outputs is not None:
@@ -168,7 +157,6 @@ def _linear_logprob(
         _joined(wanted | read),
         _joined(differentiated),
         bool(read) and hidden.requires_grad and _made_in_forward(head, differentiated),
-        skip_tolerance,
     )
     pairs = zip(OUTPUTS, values, strict=True)
     return tuple(v if name in wanted else v.new_empty(0) for name, v in pairs)
@@ -189,8 +177,7 @@ def _trains(tensor: Tensor | None) -> bool:
 
 def _read_by_backward(head: LossHead, differentiated: set[str]) -> set[str]:
     """Values that the gradients of ``differentiated`` are made from; none if nothing is trained."""
-    trained = (head.hidden, head.weight, head.bias, head.temperature)
-    if not differentiated or not any(map(_trains, trained)):
+    if not differentiated or not any(map(_trains, head.trained)):
         return set()
     if _made_in_forward(head, differentiated):
         extra = {"entropy"} if _trains(head.temperature) else set()
@@ -199,21 +186,110 @@ def _read_by_backward(head: LossHead, differentiated: set[str]) -> set[str]:
     return {"logprob", "lse"} | extra
 
 
+# -- the opaque ops
+
+
+def _forward_op(run: Forward) -> _Op:
+    """``run`` with the op's positional arguments, checked, as the dtypes of its operands say."""
+
+    def op(*positional: Any) -> tuple[Tensor, ...]:
+        arguments = ForwardArguments.unpack(positional)
+        check_sizes(arguments.head)
+        check_target(arguments.head)
+        with torch.autocast(arguments.head.hidden.device.type, enabled=False), full_precision():
+            return run(arguments).pack()
+
+    return op
+
+
+def _backward_op(run: Backward) -> _Op:
+    def op(*positional: Any) -> tuple[Tensor, ...]:
+        arguments = BackwardArguments.unpack(positional)
+        with torch.autocast(arguments.head.hidden.device.type, enabled=False), full_precision():
+            return run(arguments).pack(arguments)
+
+    return op
+
+
+linear_logprob_forward = torch.library.custom_op(
+    "fxrl::linear_logprob_forward",
+    _forward_op(reference_forward),
+    mutates_args=(),
+    schema=f"({schema_of(LossHead)}, str outputs, str grad_outputs, bool save_vectors)"
+    + _tensors(len(OUTPUTS) + 1),
+)
+linear_logprob_backward = torch.library.custom_op(
+    "fxrl::linear_logprob_backward",
+    _backward_op(reference_backward),
+    mutates_args=(),
+    schema=f"(Tensor grads, {schema_of(LossHead)}, {schema_of(RowValues)}, str grad_outputs, "
+    "bool want_hidden, bool want_weight, bool want_bias, bool want_temperature)"
+    + _tensors(len(_PLACES)),
+)
+
+
+@torch.library.custom_op("fxrl::linear_logprob_scale", mutates_args=())
+def linear_logprob_scale(grads: Tensor, vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    """``sum_k grads[k, :, None] * vectors[k]`` as ``[N, H]``: wide arithmetic, rounded once."""
+    _, num_rows, width = vectors.shape
+    out = vectors.new_empty(num_rows, width, dtype=dtype)
+    step = max(1, _SCALE_BYTES // max(1, width * grads.element_size()))
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        out[rows] = (vectors[:, rows] * grads[:, rows, None]).sum(0).to(dtype)
+    return out
+
+
+def attach(device_type: str, forward: Forward, backward: Backward, scale: Scale) -> None:
+    """Run these instead of the reference for tensors of a device.
+
+    The first two find sizes checked, autocast off and products in full precision.
+    """
+    linear_logprob_forward.register_kernel(device_type, _forward_op(forward))
+    linear_logprob_backward.register_kernel(device_type, _backward_op(backward))
+    linear_logprob_scale.register_kernel(device_type, scale)
+
+
+@linear_logprob_forward.register_fake
+def _(*positional: Any) -> tuple[Tensor, ...]:
+    return ForwardArguments.unpack(positional).new_result(torch.empty).pack()
+
+
+@linear_logprob_scale.register_fake
+def _(grads: Tensor, vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    return vectors.new_empty(vectors.shape[1:], dtype=dtype)
+
+
+@linear_logprob_backward.register_fake
+def _(*positional: Any) -> tuple[Tensor, ...]:
+    arguments = BackwardArguments.unpack(positional)
+    hidden = arguments.head.hidden
+    return tuple(
+        hidden.new_empty(tensor.shape, dtype=tensor.dtype)
+        if wanted and tensor is not None
+        else hidden.new_empty(0)
+        for tensor, wanted in zip(arguments.head.trained, arguments.wants, strict=True)
+    )
+
+
+# -- autograd of the forward
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *head, outputs, grad_outputs, save_vectors, _ = inputs
-    hidden, weight, target, bias, temperature, row_mask, *constants = head
+    *fields, outputs, grad_outputs, save_vectors = inputs
+    head = LossHead(*fields)
     *values, vectors = output
     ctx.differentiated = parse_outputs(grad_outputs)
     ctx.set_materialize_grads(False)
     detached = [v for n, v in zip(OUTPUTS, values, strict=True) if n not in ctx.differentiated]
     ctx.mark_non_differentiable(*detached, vectors)
-    ctx.needs = tuple(
-        tensor is not None and ctx.needs_input_grad[position]
-        for position, tensor in ((0, hidden), (1, weight), (3, bias), (4, temperature))
-    )
+    needed = (ctx.needs_input_grad[place] for place in _PLACES)
+    ctx.needs = tuple(t is not None and n for t, n in zip(head.trained, needed, strict=True))
     want_hidden, want_weight, want_bias, want_temperature = ctx.needs
     made = {name for name in parse_outputs(outputs) if name in DIFFERENTIABLE}
-    row_values = [values[OUTPUTS.index(name)] if name in made else None for name in _ROW_VALUES]
+    row_values = [
+        values[OUTPUTS.index(name)] if name in made else None for name in RowValues._fields
+    ]
     ctx.saved_in_forward = not ctx.differentiated or (
         not (want_weight or want_bias)
         and {*ctx.differentiated} <= {*MADE_IN_FORWARD}
@@ -221,20 +297,21 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         and ("entropy" in made or not want_temperature)
     )
     if ctx.saved_in_forward:
-        ctx.hidden_dtype = hidden.dtype
-        factors = (*row_values[:3], temperature) if want_temperature else (None,) * 4
+        ctx.hidden_dtype = head.hidden.dtype
+        factors = (*row_values[:3], head.temperature) if want_temperature else (None,) * 4
         ctx.save_for_backward(vectors if want_hidden else None, *factors)
     else:
         if not {"logprob", "lse"} <= made:
             raise LinearLogprobError(
                 f"outputs={outputs!r}: a gradient reads logprob and lse; ask for both"
             )
-        ctx.constants = constants
-        ctx.save_for_backward(hidden, weight, target, bias, temperature, row_mask, *row_values)
+        *tensors, scale, softcap, chunk_tokens = head
+        ctx.constants = scale, softcap, chunk_tokens
+        ctx.save_for_backward(*tensors, *row_values)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    made: list[Tensor | None] = [None] * _INPUTS
+    made: list[Tensor | None] = [None] * (len(LossHead._fields) + 3)
     incoming = dict(zip(OUTPUTS, grads[: len(OUTPUTS)], strict=True))
     given = [incoming[name] for name in ctx.differentiated]
     present = next((g for g in given if g is not None), None)
@@ -242,7 +319,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(made)
     stacked = torch.stack([torch.zeros_like(present) if g is None else g for g in given])
     if ctx.saved_in_forward:
-        made[0], made[4] = _scaled(ctx, stacked)
+        hidden, _, _, temperature = _PLACES
+        made[hidden], made[temperature] = _scaled(ctx, stacked)
         return tuple(made)
     *tensors, logprob, lse, entropy, sum_p2 = ctx.saved_tensors
     gradients = torch.ops.fxrl.linear_logprob_backward.default(
@@ -253,9 +331,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ",".join(ctx.differentiated),
         *ctx.needs,
     )
-    for position, wanted, gradient in zip((0, 1, 3, 4), ctx.needs, gradients, strict=True):
+    for place, wanted, gradient in zip(_PLACES, ctx.needs, gradients, strict=True):
         if wanted:
-            made[position] = gradient
+            made[place] = gradient
     return tuple(made)
 
 
