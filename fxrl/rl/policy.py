@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fxrl.engines import Engine, TorchEngine
 from fxrl.errors import ConfigError
 from fxrl.models import load_model, lora
 from fxrl.models.folder import model_folder
 from fxrl.rl.config import TrainConfig
-from fxrl.runtime import Engine, TorchEngine
 
 Tell = Callable[[str], None]
 LongestPrompt = Callable[[Any], int]
@@ -72,7 +72,7 @@ def _with_vllm(
     longest_prompt: LongestPrompt,
     tell: Tell,
 ) -> Policy:
-    from fxrl.runtime.vllm_engine import VllmEngine
+    from fxrl.engines.vllm.engine import VllmEngine
 
     wanted = config.model
     folder, tokenizer = model_folder(
@@ -100,13 +100,9 @@ def _with_vllm(
                 f"on {place.type}; use auto"
             )
         model = _trainable(model, config)
-        completions = config.prompts_per_step * config.sampling.num_generations
-        engine.attach(
-            model,
-            decode_steps=config.sampling.max_tokens,
-            num_sequences=min(completions, options.max_num_seqs),
-        )
-        tell(f"rollouts take the trained weights by {engine.policy.way!r}: {engine.policy.reason}")
+        engine.attach(model)
+        sync = engine.weight_sync
+        tell(f"rollouts take the trained weights by {sync.way!r}: {sync.reason}")
     except BaseException:
         engine.close()
         raise

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fxrl import optimize
+from fxrl.engines import Engine
 from fxrl.errors import ConfigError
 from fxrl.rl.config import TrainConfig
 from fxrl.rl.data import PromptStream, Source, Split, read_source, split_rows
@@ -30,7 +31,6 @@ from fxrl.rl.rollout import Roller
 from fxrl.rl.scoring import Scorer, reference
 from fxrl.rl.types import Batch
 from fxrl.rl.updater import Updater
-from fxrl.runtime import Engine
 
 
 @dataclass(frozen=True, slots=True)
