@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.engines.engine import Completion, EngineError, OnFinished, PromptError, SamplingParams
+from fxrl.engines.registry import Built, EngineSpec
 from fxrl.engines.torch.decode import CausalLM, Decoded, decode
 from fxrl.engines.weights.sync import copy_lora, copy_weights
 
@@ -261,6 +262,14 @@ class TorchEngine:
     def close(self) -> None:
         """See ``Engine.close``; the model is the caller's and stays."""
         self._state = "closed"
+
+
+def build(spec: EngineSpec) -> Built:
+    """The trainer's model, and the engine that samples with it."""
+    model, tokenizer = spec.load()
+    model = spec.trainable(model)
+    engine = TorchEngine.from_tokenizer(model, tokenizer, seed=spec.seed, autocast=spec.autocast)
+    return Built(model, tokenizer, engine)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ It imports no vLLM: ``door.py`` alone does.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from fxrl.engines.engine import (
     SamplingParamsError,
 )
 from fxrl.engines.ledger import CpuProbe, CudaProbe, MemoryLedger
+from fxrl.engines.registry import Built, EngineSpec
 from fxrl.engines.vllm import door
 from fxrl.engines.vllm.build import build_llm
 from fxrl.engines.vllm.handle import VllmHandle
@@ -38,6 +40,7 @@ from fxrl.engines.vllm.requests import (
 from fxrl.engines.vllm.standby import Standby, Way
 from fxrl.engines.weights.share import SharingReport, share
 from fxrl.engines.weights.sync import Route, WeightSync
+from fxrl.errors import ConfigError
 
 
 class VllmEngine:
@@ -328,3 +331,53 @@ class VllmEngine:
             self._state = "closed"
             self._standby.llm = None
             self._handle.shutdown()
+
+
+def build(spec: EngineSpec) -> Built:
+    """The engine first: the trainer's model is made of its weights."""
+    folder, tokenizer = spec.folder()
+    options = _options_of(spec, tokenizer)
+    spec.tell(
+        f"starting vLLM: max_model_len={options.max_model_len}, "
+        f"max_num_seqs={options.max_num_seqs}, {options.dtype}"
+    )
+    engine = VllmEngine(folder, options, eos_token_ids=_eos_ids(folder, tokenizer), seed=spec.seed)
+    try:
+        model, report = engine.shared_model(dtype=spec.dtype)
+        spec.tell(str(report))
+        if (place := next(model.parameters()).device).type != spec.device.type:
+            raise ConfigError(
+                f"model.device is {spec.device.type}, but vLLM and the model made of its weights "
+                f"are on {place.type}; use auto"
+            )
+        model = spec.trainable(model)
+        engine.attach(model)
+        sync = engine.weight_sync
+        spec.tell(f"rollouts take the trained weights by {sync.way!r}: {sync.reason}")
+    except BaseException:
+        engine.close()
+        raise
+    return Built(model, tokenizer, engine)
+
+
+def _options_of(spec: EngineSpec, tokenizer: Any) -> VllmOptions:
+    """The user's, with what they leave open taken from the run."""
+    options: VllmOptions = spec.options or VllmOptions()
+    if options.max_model_len is None:
+        longest = spec.longest_prompt(tokenizer) + spec.max_tokens
+        options = dataclasses.replace(options, max_model_len=longest)
+    if options.dtype == "auto":
+        dtype = str(spec.autocast or spec.dtype).removeprefix("torch.")
+        options = dataclasses.replace(options, dtype=dtype)
+    return options
+
+
+def _eos_ids(folder: Path, tokenizer: Any) -> Iterable[int]:
+    """Ids that end a completion: the tokenizer's, and those of the checkpoint's generation."""
+    from transformers import GenerationConfig
+
+    found = {tokenizer.eos_token_id}
+    if (folder / "generation_config.json").is_file():
+        also = GenerationConfig.from_pretrained(str(folder)).eos_token_id
+        found |= set(also) if isinstance(also, list | tuple) else {also}
+    return sorted(found - {None})

@@ -1,6 +1,6 @@
 """Engines one after another in one process: each has what its own options say.
 
-Over a double of vLLM's registry and of its cached choice; ``test_decode_attention_vllm.py`` has the
+Over a double of vLLM's registry and of its cached choice; ``test_attention_choice.py`` has the
 real ones.
 """
 

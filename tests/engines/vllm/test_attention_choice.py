@@ -2,6 +2,9 @@
 
 On a CPU vLLM has no place for FlashAttention in an engine: there the place is ``CPU_ATTN``, and
 fxrl's backend is built from vLLM's classes for it.
+
+By its name this file comes before those that use the session's engine: closing any engine ends what
+all engines of a process share in vLLM (its process groups), and the open ones cannot generate then.
 """
 
 import functools
