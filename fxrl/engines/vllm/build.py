@@ -34,7 +34,7 @@ from typing import Any
 from fxrl.config import MiB, parse_bytes
 from fxrl.engines.engine import EngineError
 from fxrl.engines.ledger import MemoryLedger, Reading, gib
-from fxrl.engines.vllm.handle import VllmSymbols, free_unheld
+from fxrl.engines.vllm.handle import VllmSymbols, free_unheld, unhook
 from fxrl.engines.vllm.options import VllmOptions, engine_arguments
 
 log = logging.getLogger(__name__)
@@ -117,32 +117,25 @@ def _release(error: BaseException, newest_worker: Callable[[], Any], before: int
     """Frees what a build that failed had loaded; vLLM would refuse to load weights beside it.
 
     The frames of the traceback hold it, for as long as anybody keeps the error (a notebook keeps
-    the last one).
+    the last one). They go first: vLLM's worker empties its memory pools when it shuts down.
 
     Args:
         newest_worker: vLLM's; ``None`` where its shutdown would free another engine's pools.
         before: ``id`` of what it said before the build: an engine's that is open, not this one's.
     """
     worker = newest_worker()
-    if worker is not None and id(worker) != before:
-        try:
-            _shut_down(worker)
-        except Exception as second:  # what failed once may fail again; the first error counts
-            log.warning("vLLM could not free what it had loaded (%s)", second)
     chain: BaseException | None = error
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
         chain = chain.__cause__ or chain.__context__
+    if worker is not None and id(worker) != before:
+        try:
+            unhook(getattr(getattr(worker, "model_runner", None), "model", None))
+            worker.shutdown()
+        except Exception as second:  # what failed once may fail again; the first error counts
+            log.warning("vLLM could not free what it had loaded (%s)", second)
+    del worker
     free_unheld()
-
-
-def _shut_down(worker: Any) -> None:
-    model = getattr(getattr(worker, "model_runner", None), "model", None)
-    for module in () if model is None else model.modules():
-        # Dynamo's list of hooks holds a model that vLLM compiles; vLLM's engine would remove it.
-        if hasattr(module, "_bytecode_hook_handle"):
-            module.cleanup()
-    worker.shutdown()
 
 
 def _share(options: VllmOptions, reading: Reading) -> float:

@@ -9,6 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,11 +238,27 @@ class VllmHandle:
 
     def shutdown(self) -> None:
         """Ends vLLM and frees what nobody else holds."""
+        with suppress(EngineError):  # in other processes it ends with them
+            unhook(self.model())
         engine, self.llm = self.llm.llm_engine, None
         self._adapter, self._adapter_sites = None, ()
         engine.engine_core.shutdown()
         del engine
         free_unheld()
+
+
+def unhook(model: nn.Module | None) -> None:
+    """Takes a model's modules out of Dynamo's list of bytecode hooks, which holds them.
+
+    vLLM removes the hook that a module has registered last. A compiled module whose base class is
+    compiled as well (Qwen3 on Qwen2) registers two, and the first would hold all weights for good.
+    """
+    for module in () if model is None else model.modules():
+        handle = getattr(module, "_bytecode_hook_handle", None)
+        hooks: dict[int, Any] = {} if handle is None else handle.hooks_dict_ref() or {}
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__self__", None) is module:
+                del hooks[key]
 
 
 def free_unheld() -> None:

@@ -1,10 +1,14 @@
 """What is used inside vLLM, on made-up objects: several ranks, draining, refused weights."""
 
+import gc
+import weakref
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fxrl.engines import EngineError
 from fxrl.engines.vllm.handle import VllmHandle, VllmSymbols
@@ -132,7 +136,34 @@ def test_a_prefix_cache_that_is_not_dropped_is_an_error():
         handle.reset_prefix_cache()
 
 
-def test_shutdown_lets_go_of_vllm():
-    handle = make()
+HOOKS = OrderedDict()
+"""Dynamo's, which holds what is in it."""
+
+
+def compiled_twice():
+    """A model with a module as vLLM compiles it: its class and its base have registered a hook."""
+
+    class Compiled(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            for _ in range(2):
+                self._bytecode_hook_handle = RemovableHandle(HOOKS)
+                HOOKS[self._bytecode_hook_handle.id] = self.bytecode_hook
+
+        def bytecode_hook(self, old, new):
+            pass
+
+    return nn.Sequential(nn.Linear(2, 2), Compiled())
+
+
+def test_shutdown_lets_go_of_vllm_and_its_model():
+    model = compiled_twice()
+    handle, held = make(model=model), weakref.ref(model[1])
+    HOOKS["another's"] = print
+    del model
     handle.shutdown()
     assert handle.llm is None
+    del handle
+    gc.collect()
+    assert held() is None
+    assert HOOKS["another's"] is print
