@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fxrl.engines import EngineError, GenerateTimeoutError, TorchEngine
 from fxrl.rl import checkpoint, policy
 from fxrl.rl.metrics import JsonLines
 from fxrl.rl.train import main
-from fxrl.runtime import EngineError, TorchEngine
-from fxrl.runtime.vllm_requests import GenerateTimeoutError
 
 
 class FailingEngine(TorchEngine):
