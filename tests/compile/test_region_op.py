@@ -1,5 +1,7 @@
 """The op behind regions: any row count, aliases, missing gradients, variants, scoped options."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import build_region
 from fxrl.ir.region import InputSpec, Region
+from fxrl.ops.region import registered
 
 
 def region_of(function, examples, tiled, needs_grad):
@@ -100,3 +103,34 @@ def test_inductor_options_are_scoped_to_the_call():
     )
     call(kernels, [torch.randn(4, 2)], 0)
     assert settings.save_config_portable() == before
+
+
+# ---------------------------------------------------------------------------- whose kernels
+def times(factor):
+    return region_of(lambda x: [x * factor], (torch.randn(3, 2),), (True,), (True,))
+
+
+def test_kernels_live_as_long_as_somebody_holds_them():
+    kernels = build_region(times(2), None)
+    key = kernels.key
+    x = torch.randn(3, 2, requires_grad=True)
+    (out,) = call(kernels, [x], 0)
+    del kernels
+    gc.collect()
+    assert registered(key) is not None, "the backward still needs them"
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
+    del out
+    gc.collect()
+    assert registered(key) is None
+
+
+def test_options_are_part_of_the_key():
+    region = times(3)
+    plain, compiled = build_region(region, None), build_region(region, InductorOptions.of(None))
+    assert plain.key != compiled.key
+    assert build_region(region, None) is plain
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(call(plain, [x], 0)[0], call(compiled, [x], 0)[0])
+    assert compiled.generated()
+    assert not plain.generated()

@@ -494,7 +494,7 @@ def test_blame_names_the_wrong_rewrite(wrong):
 def test_blame_for_a_step_that_raises():
     model, batch = make()
     step = FakeStep(model, {"b"}, error=RuntimeError("kernel"))
-    with pytest.raises(VerificationError, match="kernel; to blame: p @ b$") as caught:
+    with pytest.raises(VerificationError, match=r"kernel; to blame: p @ b$") as caught:
         verify_step(model, loss_fn, step, batch)
     assert caught.value.__cause__ is step.error
 
