@@ -238,6 +238,58 @@ class Engine(Protocol):
         ...
 
 
+def check_prompts(
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    limit: int,
+    of: str,
+) -> None:
+    """Refuses prompts that an engine could not take, before any has been run.
+
+    Args:
+        vocab_size: of the embeddings.
+        limit: most tokens of a prompt and its completion.
+        of: what sets that limit, for the message.
+
+    Raises:
+        PromptError: which one, and why.
+    """
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise PromptError(f"prompt {index} is empty; give at least one token, such as BOS")
+        if not (min(prompt) >= 0 and max(prompt) < vocab_size):
+            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise PromptError(
+                f"prompt {index} holds token id {wrong}, outside the model's {vocab_size} "
+                "embeddings; is this the model's own tokenizer?"
+            )
+        if len(prompt) + params.max_tokens > limit:
+            raise PromptError(
+                f"prompt {index} has {len(prompt)} tokens and max_tokens={params.max_tokens}: more "
+                f"than {of}; shorten the prompt or lower max_tokens"
+            )
+
+
+def newer(policy_version: int, present: int) -> int:
+    """``policy_version``, if it is none that the engine has left behind."""
+    if policy_version < present:
+        raise EngineError(
+            f"policy_version={policy_version} is older than the engine's {present}; versions only "
+            "grow (load_state_dict goes back)"
+        )
+    return policy_version
+
+
+def check_state(state: Mapping[str, Any], needed: set[str]) -> None:
+    """Refuses what is not the engine's own ``state_dict``."""
+    if missing := needed - state.keys():
+        raise EngineError(
+            f"engine state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
+        )
+
+
 def _at_least(name: str, value: int, low: int, cure: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise SamplingParamsError(f"{name}={value!r} is not a whole number; {cure}")

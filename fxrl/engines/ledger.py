@@ -189,7 +189,7 @@ class MemoryLedger:
 
     Args:
         probe: takes the readings.
-        keep: entries that are kept; the first one of each event is kept besides.
+        keep: entries that are kept.
     """
 
     def __init__(self, probe: Probe, *, keep: int = 4096) -> None:
@@ -197,7 +197,6 @@ class MemoryLedger:
         self.problems: list[str] = []
         self.cycle = 0
         self._entries: deque[Entry] = deque(maxlen=keep)
-        self._first: dict[tuple[str, bool], Entry] = {}
         self._start = time.monotonic()
         self._engine = _Ordinary(0, 0)
         self._before: Reading | None = None
@@ -245,17 +244,6 @@ class MemoryLedger:
         """The kept entries in order, all or those of one event."""
         return [e for e in self._entries if event is None or e.event == event]
 
-    def growth(self, event: str = "release") -> dict[str, int]:
-        """Bytes by which each column grew between the second ``event`` and the last.
-
-        The second, because the first cycle also makes what stays for good: the trainer's first
-        step allocates optimizer state, libraries their workspace.
-        """
-        second, last = self._first.get((event, False)), self.entries(event)[-1:]
-        if second is None or not last:
-            return dict.fromkeys(COLUMNS, 0)
-        return {name: getattr(last[0], name) - getattr(second, name) for name in COLUMNS}
-
     def holders(self, reading: Reading | None = None) -> str:
         """Who holds the device's memory now, in words, the largest first."""
         entry = self._entry("now", reading or self.probe.read())
@@ -297,8 +285,6 @@ class MemoryLedger:
 
     def _enter(self, event: str, reading: Reading) -> Entry:
         entry = self._entry(event, reading)
-        first = (event, True) not in self._first
-        self._first.setdefault((event, first), entry)
         self._entries.append(entry)
         return entry
 

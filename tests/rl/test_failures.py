@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fxrl.engines import EngineError, GenerateTimeoutError, TorchEngine
-from fxrl.rl import checkpoint, policy
+from fxrl.rl import checkpoint
 from fxrl.rl.metrics import JsonLines
 from fxrl.rl.train import main
 
@@ -57,7 +57,7 @@ def failing(monkeypatch):
     def arm(where, when=3, error=EngineError):
         FailingEngine.where, FailingEngine.when, FailingEngine.error = where, when, error
         FailingEngine.made = []
-        monkeypatch.setattr(policy, "TorchEngine", FailingEngine)
+        monkeypatch.setattr("fxrl.engines.torch.engine.TorchEngine", FailingEngine)
 
     return arm
 

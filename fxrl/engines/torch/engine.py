@@ -6,6 +6,7 @@ with LoRA, on a CPU or a GPU. It is the reference for the faster engines and wha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fxrl.engines.engine import Completion, EngineError, OnFinished, PromptError, SamplingParams
+from fxrl.engines.engine import (
+    Completion,
+    EngineError,
+    OnFinished,
+    PromptError,
+    SamplingParams,
+    check_prompts,
+    check_state,
+    newer,
+)
 from fxrl.engines.registry import Built, EngineSpec
 from fxrl.engines.torch.decode import CausalLM, Decoded, decode
 from fxrl.engines.weights.sync import copy_lora, copy_weights
@@ -116,8 +126,14 @@ class TorchEngine:
                 "this is the embedded engine; leave them out or use the vLLM engine"
             )
         given = [tuple(map(int, prompt)) for prompt in prompts]
-        for index, prompt in enumerate(given):
-            self._check_prompt(index, prompt, params)
+        limit = self._lm.max_positions
+        check_prompts(
+            given,
+            params,
+            vocab_size=self._lm.num_embeddings,
+            limit=sys.maxsize if limit is None else limit,
+            of=f"the model's {limit} positions",
+        )
         batches = plan_microbatches(
             [len(prompt) for prompt in given],
             params.n,
@@ -169,23 +185,6 @@ class TorchEngine:
                 ),
             )
 
-    def _check_prompt(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
-        if not prompt:
-            raise PromptError(f"prompt {index} is empty; give at least one token, such as BOS")
-        num_embeddings = self._lm.num_embeddings
-        if not (min(prompt) >= 0 and max(prompt) < num_embeddings):
-            wrong = next(token for token in prompt if not 0 <= token < num_embeddings)
-            raise PromptError(
-                f"prompt {index} holds token id {wrong}, outside the model's {num_embeddings} "
-                "embeddings; is this the model's own tokenizer?"
-            )
-        limit = self._lm.max_positions
-        if limit is not None and len(prompt) + params.max_tokens > limit:
-            raise PromptError(
-                f"prompt {index} has {len(prompt)} tokens and max_tokens={params.max_tokens}: more "
-                f"than the model's {limit} positions; shorten the prompt or lower max_tokens"
-            )
-
     def _uniforms(self, num_rows: int, params: SamplingParams) -> Tensor | None:
         """[rows, max_tokens] float64 in [0, 1), on the CPU; none for greedy decoding."""
         if params.temperature == 0:
@@ -223,7 +222,7 @@ class TorchEngine:
         self, weights: Mapping[str, Tensor] | None = None, *, policy_version: int
     ) -> None:
         """See ``Engine.update_weights``; ``None`` is usual: the model is the trainer's own."""
-        version = self._newer(policy_version)
+        version = newer(policy_version, self._policy_version)
         if weights is not None:
             copy_weights(self.model, weights)
         self._policy_version = version
@@ -232,18 +231,10 @@ class TorchEngine:
         self, adapter: Mapping[str, Tensor] | None = None, *, policy_version: int
     ) -> None:
         """See ``Engine.update_lora``; ``None`` is usual: the model is the trainer's own."""
-        version = self._newer(policy_version)
+        version = newer(policy_version, self._policy_version)
         if adapter is not None:
             copy_lora(self.model, adapter)
         self._policy_version = version
-
-    def _newer(self, policy_version: int) -> int:
-        if policy_version < self._policy_version:
-            raise EngineError(
-                f"policy_version={policy_version} is older than the engine's "
-                f"{self._policy_version}; versions only grow (load_state_dict goes back)"
-            )
-        return policy_version
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Engine.state_dict``; the generator's state is a uint8 tensor."""
@@ -251,11 +242,7 @@ class TorchEngine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ``Engine.load_state_dict``."""
-        missing = {"generator", "policy_version"} - state.keys()
-        if missing:
-            raise EngineError(
-                f"engine state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
-            )
+        check_state(state, {"generator", "policy_version"})
         self._generator.set_state(state["generator"])
         self._policy_version = int(state["policy_version"])
 

@@ -22,6 +22,9 @@ from fxrl.engines.engine import (
     OnFinished,
     SamplingParams,
     SamplingParamsError,
+    check_prompts,
+    check_state,
+    newer,
 )
 from fxrl.engines.ledger import CpuProbe, CudaProbe, MemoryLedger
 from fxrl.engines.registry import Built, EngineSpec
@@ -32,7 +35,6 @@ from fxrl.engines.vllm.options import VllmOptions
 from fxrl.engines.vllm.requests import (
     EngineFailedError,
     Gather,
-    check_prompts,
     run_requests,
     sample_seed,
     sampling_arguments,
@@ -143,9 +145,11 @@ class VllmEngine:
         if not given:
             return []
         config = self._handle.config
+        limit = config.max_model_len
         check_prompts(
-            given, params, vocab_size=config.get_vocab_size(), max_model_len=config.max_model_len
-        )
+            given, params, vocab_size=config.get_vocab_size(), limit=limit,
+            of=f"max_model_len={limit}, which can be raised",
+        )  # fmt: skip
         requests = self._requests(given, params)
         gather = Gather(given, params.n, self._policy_version, on_finished)
         with self.weight_sync.rollout():
@@ -157,6 +161,7 @@ class VllmEngine:
 
     def _run(self, requests: list[tuple[Any, Any]], gather: Gather) -> None:
         """Leaves nothing in flight, for folded weights are taken out again right afterwards."""
+        by_slots = self.weight_sync.way == "slots"
         try:
             try:
                 run_requests(
@@ -164,7 +169,7 @@ class VllmEngine:
                     requests,
                     finished=gather,
                     tag=f"{self._calls}-",
-                    lora_request=self._handle.lora_request if self.weight_sync.uses_slots else None,
+                    lora_request=self._handle.lora_request if by_slots else None,
                     timeout_s=self.options.generate_timeout_s,
                 )
             except EngineFailedError:
@@ -299,11 +304,7 @@ class VllmEngine:
 
     def _update(self, given: Mapping[str, Tensor] | None, version: int, *, lora: bool) -> None:
         self._must_be_awake("update_lora" if lora else "update_weights")
-        if version < self._policy_version:
-            raise EngineError(
-                f"policy_version={version} is older than the engine's {self._policy_version}; "
-                "versions only grow (load_state_dict goes back)"
-            )
+        newer(version, self._policy_version)
         try:
             self.weight_sync.update(given, lora=lora)
         finally:
@@ -317,10 +318,7 @@ class VllmEngine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ``Engine.load_state_dict``."""
-        if missing := {"calls", "policy_version", "seed"} - state.keys():
-            raise EngineError(
-                f"engine state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
-            )
+        check_state(state, {"calls", "policy_version", "seed"})
         self._calls, self._seed = int(state["calls"]), int(state["seed"])
         self._policy_version = int(state["policy_version"])
 

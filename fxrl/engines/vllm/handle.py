@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
-from fxrl.engines.ledger import TagBytes, Tags
+from fxrl.engines.ledger import Tags
 from fxrl.engines.vllm.requests import EngineFailedError, step
 from fxrl.engines.vllm.standby import tag_bytes
 from fxrl.engines.weights.lora.sites import LoraSite
@@ -56,10 +56,8 @@ class VllmSymbols:
 
     def tags(self) -> Tags:
         """The tagged pools of whatever engines there are; for ``ledger.Probe``."""
-        if (allocator := self.allocator()) is None:
-            return {}
-        sizes = tag_bytes(allocator.pointer_to_data)
-        return {tag: TagBytes(*size) for tag, size in sizes.items()}
+        allocator = self.allocator()
+        return {} if allocator is None else tag_bytes(allocator.pointer_to_data)
 
 
 class VllmHandle:

@@ -117,31 +117,6 @@ def sample_seed(base: int, call: int, index: int) -> int:
     return mixed >> 1
 
 
-def check_prompts(
-    prompts: Sequence[Sequence[int]], params: SamplingParams, *, vocab_size: int, max_model_len: int
-) -> None:
-    """Refuses prompts that vLLM could not take, before any has been added.
-
-    Raises:
-        PromptError: which one, and why.
-    """
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise PromptError(f"prompt {index} is empty; give at least one token, such as BOS")
-        if not (min(prompt) >= 0 and max(prompt) < vocab_size):
-            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise PromptError(
-                f"prompt {index} holds token id {wrong}, outside the model's {vocab_size} "
-                "embeddings; is this the model's own tokenizer?"
-            )
-        if len(prompt) + params.max_tokens > max_model_len:
-            raise PromptError(
-                f"prompt {index} has {len(prompt)} tokens and max_tokens={params.max_tokens}: more "
-                f"than max_model_len={max_model_len}; shorten the prompt, lower max_tokens or "
-                "raise max_model_len"
-            )
-
-
 GRACE_S = 30.0
 """The time limit is looked at between steps, of which none takes this long."""
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from fxrl.engines.engine import EngineError
-from fxrl.engines.ledger import MemoryLedger, gib
+from fxrl.engines.ledger import MemoryLedger, TagBytes, gib
 
 KV_TAG = "kv_cache"
 Way = Literal["native", "backend", "calls only"]
@@ -157,11 +157,12 @@ def _collect(empty_cache: Callable[[], None]) -> Callable[[], None]:
     return collect
 
 
-def tag_bytes(allocations: Mapping[Any, Allocation]) -> dict[str, tuple[int, int]]:
-    """(mapped, reserved) bytes of every tag."""
-    sizes: dict[str, tuple[int, int]] = {}
+def tag_bytes(allocations: Mapping[Any, Allocation]) -> dict[str, TagBytes]:
+    """The bytes of every tag."""
+    sizes: dict[str, TagBytes] = {}
     for allocation in allocations.values():
         mapped, reserved = sizes.get(allocation.tag, (0, 0))
         size = int(allocation.handle[1])
-        sizes[allocation.tag] = (mapped + (0 if allocation.is_asleep else size), reserved + size)
+        here = 0 if allocation.is_asleep else size
+        sizes[allocation.tag] = TagBytes(mapped + here, reserved + size)
     return sizes

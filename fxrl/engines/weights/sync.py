@@ -75,7 +75,8 @@ class WeightSync:
 
     Attributes:
         way: ``"shared"``, ``"mirror"``, ``"fold"``, ``"slots"``, ``"copy"``, or ``"own"`` as long
-            as nothing is attached and the engine serves the checkpoint it has loaded.
+            as nothing is attached and the engine serves the checkpoint it has loaded. With
+            ``"slots"`` requests have to name the adapter.
         reason: why that way.
     """
 
@@ -90,11 +91,6 @@ class WeightSync:
         self._unsent: nn.Module | None = None  # whose values the engine has not got yet
         self.way: str = "own"
         self.reason = "no model is attached"
-
-    @property
-    def uses_slots(self) -> bool:
-        """Whether requests have to name the adapter."""
-        return self.way == "slots"
 
     def share(
         self,

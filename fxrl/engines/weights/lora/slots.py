@@ -147,7 +147,7 @@ def _renames(model: Any) -> Any:
 
 
 class SlotError(EngineError):
-    """vLLM's adapter slots cannot take this adapter, or do not hold what vLLM itself would put."""
+    """vLLM's adapter slots cannot take this adapter."""
 
 
 class SlotManager(Protocol):
@@ -221,22 +221,13 @@ class SlotWriter:
         return self._manager.lora_index_to_id.index(self._id)
 
     @torch.no_grad()
-    def write(self, *, verify: bool = False) -> None:
+    def write(self) -> None:
         """Copies the factors as they are now; launches kernels and waits for nothing.
 
-        Args:
-            verify: the slot holds the same adapter already, put there by vLLM's own path from
-                tensors that hold the scaling (``adapter_tensors``); every byte must
-                stay what it is. Costs a copy of the slot and one synchronisation. A path that
-                leaves the scaling to vLLM rounds once more where the slots are bf16 and the
-                scaling is no power of two, and before 0.32 knows no ``alpha_pattern``.
-
         Raises:
-            SlotError: the adapter is not active, its shapes have changed, or ``verify`` found a
-                difference; names the layer.
+            SlotError: the adapter is not active, or its shapes have changed.
         """
         slot = self.slot
-        before = self._snapshot(slot) if verify else []
         if slot != self._slot:  # a slot that is new to us: the padding may hold anything
             for part in self._parts:
                 part.stacked_a[slot].zero_()
@@ -254,8 +245,6 @@ class SlotWriter:
         scaled = torch.ops.aten._foreach_mul.ScalarList(b, scalings)
         torch.ops.aten._foreach_copy_.default(targets_a + targets_b, a + list(scaled))
         self._slot = slot
-        if verify:
-            self._compare(slot, before)
 
     def _placed(self) -> Iterator[tuple[_Part, slice, Any]]:
         """Each pair of factors with its rows of the rank, one adapter after another."""
@@ -278,19 +267,6 @@ class SlotWriter:
                 raise SlotError(
                     f"lora slots: {part.layer} needs rank {rank.stop}, the engine has "
                     f"{part.stacked_a.shape[2]}; build it with max_lora_rank >= {rank.stop}"
-                )
-
-    def _snapshot(self, slot: int) -> list[Tensor]:
-        return [t[slot].clone() for p in self._parts for t in (p.stacked_a, p.stacked_b)]
-
-    def _compare(self, slot: int, before: Sequence[Tensor]) -> None:
-        differ = [(old != new).any() for old, new in zip(before, self._snapshot(slot), strict=True)]
-        for index, wrong in enumerate(torch.stack(differ).tolist()):
-            if wrong:
-                part = self._parts[index // 2]
-                raise SlotError(
-                    f"lora slots: {part.layer} ({'B' if index % 2 else 'A'}) differs from what "
-                    "vLLM's own loading wrote; use the engine's own loading, and report the model"
                 )
 
 

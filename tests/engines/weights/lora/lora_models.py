@@ -61,3 +61,13 @@ def assert_same_bits(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
         assert torch.equal(parameter.detach().view(torch.uint8), before[name].view(torch.uint8)), (
             name
         )
+
+
+def stacked(manager: Any) -> list[torch.Tensor]:
+    """Clones of all adapter slots of vLLM's manager."""
+    layers = manager.modules.values()
+    return [t.clone() for one in layers for t in (*one.lora_a_stacked, *one.lora_b_stacked)]
+
+
+def same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
