@@ -108,7 +108,7 @@ def test_a_wrong_normalising_pass_is_caught_and_blamed(setup, monkeypatch, also)
         monkeypatch.setitem(REGISTRY, planted.name, planted)
     report = fxrl.optimize(model, loss_fn, fxrl.Config(**CONFIG)).verify(batch)
     assert not report.ok
-    assert report.blame == tuple(f"{name} @ 0:loss/tanh" for name in ("wrong-respelling", *also))
+    assert report.blame == tuple(f"{name} @ 0:model/tanh" for name in ("wrong-respelling", *also))
 
 
 def test_a_wrong_lowering_is_blamed_on_the_capture(setup, monkeypatch):

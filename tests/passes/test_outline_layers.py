@@ -170,7 +170,7 @@ def test_missed_too_many_parts():
     gm = graph_of(Stack([ManyPieces(), ManyPieces()]).double())
     assert_expected_inline(
         plain(missed(gm)),
-        """missed: outline-layers @ 0:blocks.0/mul: blocks.0 to blocks.1 fall into 9 parts: %scaled_dot_product_attention_default is attention, whose kernel the call chooses (at %scaled_dot_product_attention_default)""",
+        """missed: outline-layers @ 0:blocks.0/mul: blocks.0 to blocks.1: fall into 9 parts: %scaled_dot_product_attention_default is attention, whose kernel the call chooses (at %scaled_dot_product_attention_default)""",
     )
 
 
@@ -227,7 +227,7 @@ def test_missed_random_numbers_between_the_calls_of_a_layer():
     gm = graph_of(DropoutBetween([Twice(), Twice()]).double())
     assert_expected_inline(
         plain(missed(gm)),
-        """missed: outline-layers @ 0:blocks.0.up/view: %native_dropout (aten.native_dropout.default) draws random numbers, which a recompute would draw again (at %native_dropout)""",
+        """missed: outline-layers @ 0:blocks.0.up/view: blocks.0 to blocks.1: %native_dropout (aten.native_dropout.default) draws random numbers, which a recompute would draw again (at %native_dropout)""",
     )
 
 
