@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from fxrl.config import Config
+from fxrl.config import Config, parse_bytes
 from fxrl.ir.remark import format_bytes
 
 
@@ -68,7 +68,7 @@ class Plan:
         return cls(
             {},
             config.chunk_tokens or 0,
-            config.min_saved_bytes,
+            parse_bytes(config.min_saved_bytes),
             least_hidden={} if named else dict(_LEAST_HIDDEN),
             compile_regions=named or config.compile_regions,
             head_skip_tolerance=config.head_skip_tolerance,
