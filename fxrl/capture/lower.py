@@ -25,7 +25,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 from torch.utils import _pytree as pytree
 
-from fxrl.capture.lower_bodies import lower_checkpointed
+from fxrl.capture.checkpointing import lower_checkpointed
 from fxrl.capture.opaque import OpaqueCalls, is_opaque
 from fxrl.ir.graph import eliminate_dead_code, is_call, propagate_requires_grad, shape_of
 

@@ -15,10 +15,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.scoped_hooks import Takeover
+from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
 from fxrl.config import Config
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.ir.capture_record import Capture, plan_of
+from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
 
@@ -54,12 +56,17 @@ class TrainStep:
         self.config = config
         self._given = plan or Plan()
         self._backend = backend or Backend(config, self._given)
+        self._wrapper = Wrapper(model)
+        judge_misses(self._wrapper.report, config.on_miss)
         self._takeover = Takeover(model)
         self._compiled = torch.compile(self._fresh_function(), backend=self._backend)
 
     def __call__(self, batch: Any) -> Any:
         """What ``loss_fn(model, batch)`` returns; autograd works as for any PyTorch value."""
         mark_batch(batch)
+        return self._wrapper.run(lambda: self._run_captured(batch))
+
+    def _run_captured(self, batch: Any) -> Any:
         settings = torch._dynamo.config.patch(_DYNAMO)
         with settings, self._takeover.active():
             try:
@@ -73,7 +80,7 @@ class TrainStep:
     def report(self) -> Report:
         """Every remark of every capture so far."""
         captured = Report(tuple(r for c in self._backend.captures for r in c.report.remarks))
-        return self._takeover.report + captured
+        return self._wrapper.report + self._takeover.report + captured
 
     @property
     def plan(self) -> Plan:
@@ -129,7 +136,7 @@ class TrainStep:
         NOTE [Why a fresh code object]: Dynamo keeps compiled code per code object. Steps that
         shared one would share a recompile limit and run past it into eager mode.
         """
-        model, loss_fn = self.model, self.loss_fn
+        model, loss_fn = self._wrapper.inner, self.loss_fn
 
         def loss_step(batch: Any) -> Any:
             return loss_fn(model, batch)

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from fxrl.capture.lower import example_of
+from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
 from fxrl.compile.step import LossFunction, TrainStep
 from fxrl.config import Config
@@ -63,7 +64,7 @@ def explained(
     config = replace(config, on_miss="ignore")
     plan = plan or Plan()
     backend = ExplainBackend(config, plan)
-    twin = without_fakes(model)
+    twin = without_fakes(Wrapper(model).inner)  # no process waits for another
     step = TrainStep(twin, loss_fn, config, plan, backend=backend)
     captured_all = Report()
     try:
