@@ -24,7 +24,7 @@ from fxrl.analysis.rows.analysis import HeadMiss, HeadSite, RowProgram, analyse
 from fxrl.analysis.rows.cost import eager_bytes, row_bytes, tile_rows
 from fxrl.analysis.rows.emit import RowEmitter, body_graph
 from fxrl.analysis.rows.expr import RowExpr
-from fxrl.config import Config
+from fxrl.config import Config, parse_bytes
 from fxrl.ir.graph import last_input, needs_grad, shape_of, tensor_val
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
 from fxrl.ir.plan import Choice, choose_head, tokens_per_tile
@@ -62,7 +62,7 @@ class ChunkVocabRegion(Pass[HeadCluster]):
     @classmethod
     def of(cls, config: Config) -> Self:
         """Tiles and threshold as configured."""
-        return cls(config.chunk_tokens or 0, config.min_saved_bytes)
+        return cls(config.chunk_tokens or 0, parse_bytes(config.min_saved_bytes))
 
     def match(self, gm: fx.GraphModule) -> Iterator[HeadCluster | Miss]:
         for found in analyse(gm.graph):

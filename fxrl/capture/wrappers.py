@@ -38,9 +38,10 @@ class Wrapper:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        opens = isinstance(model, DistributedDataParallel) and _opens(model)
-        self._ddp: Any = model if opens else None
-        self.inner = _without_reducer(self._ddp) if opens else model
+        self._ddp: DistributedDataParallel | None = None
+        self.inner = model
+        if isinstance(model, DistributedDataParallel) and _opens(model):
+            self._ddp, self.inner = model, _without_reducer(model)
         self.report = Report.of(_misses(self.inner))
 
     def run(self, captured: Callable[[], Any]) -> Any:
