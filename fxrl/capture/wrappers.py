@@ -38,7 +38,7 @@ class Wrapper:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._ddp: DistributedDataParallel | None = None
+        self._ddp: Any = None
         self.inner = model
         if isinstance(model, DistributedDataParallel) and _opens(model):
             self._ddp, self.inner = model, _without_reducer(model)
