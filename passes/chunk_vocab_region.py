@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import fx
 
@@ -23,9 +23,10 @@ import fxrl.ops.region  # noqa: F401  (declares torch.ops.fxrl.region)
 from fxrl.analysis.rows.analysis import HeadSite, RowProgram, analyse
 from fxrl.analysis.rows.cost import eager_bytes, row_bytes, tile_rows
 from fxrl.analysis.rows.emit import Feeds, RowEmitter, body_graph
+from fxrl.config import Config, parse_bytes
 from fxrl.ir.graph import last_input, needs_grad, shape_of, val_of
-from fxrl.ir.graph_pass import Applied, Miss, RewritePass, Site
-from fxrl.ir.plan import Choice, Chunks
+from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
+from fxrl.ir.plan import Choice, choose_head, tokens_per_tile
 from fxrl.ir.region import InputSpec, Region, call_region
 
 
@@ -36,10 +37,30 @@ class HeadCluster(Site):
     head: HeadSite
 
 
-class ChunkVocabRegion(RewritePass[HeadCluster]):
-    """General: any row-local loss, in tiles of rows."""
+@dataclass(frozen=True)
+class ChunkVocabRegion(Pass[HeadCluster]):
+    """General: any row-local loss, in tiles of rows.
+
+    Attributes:
+        tile_tokens: rows per tile; 0 lets the tile's bytes decide.
+        min_saved_bytes: a head predicted to save less stays.
+    """
+
+    tile_tokens: int = 0
+    min_saved_bytes: int = 0
 
     name: ClassVar[str] = "chunk-vocab-region"
+    doc: ClassVar[PassDoc] = PassDoc(
+        "`lm_head` and any row-local PyTorch after it that ends without a vocabulary dim",
+        "all but one tile of the logits and of everything computed from them",
+        "the tile's matmul once more in backward",
+        "logits escape (returned, hooked, stored, sampled from) or tokens are mixed",
+    )
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Tiles and threshold as configured."""
+        return cls(config.chunk_tokens or 0, parse_bytes(config.min_saved_bytes))
 
     def match(self, gm: fx.GraphModule) -> Iterator[HeadCluster | Miss]:
         for found in analyse(gm.graph):
@@ -48,10 +69,14 @@ class ChunkVocabRegion(RewritePass[HeadCluster]):
             else:
                 yield HeadCluster(found.anchor, eager_bytes(found), found)
 
+    def decide(self, site: HeadCluster) -> Choice:
+        """Worth it by the bytes it saves."""
+        return choose_head(self.name, site.saved_bytes, self.tile_tokens, self.min_saved_bytes)
+
     def rewrite(self, gm: fx.GraphModule, site: HeadCluster, choice: Choice) -> Applied:
-        assert isinstance(choice, Chunks)
+        tile_tokens = tokens_per_tile(choice)
         per_row = row_bytes(site.head)
-        tile = tile_rows(per_row, val_of(site.anchor).device, choice.tokens)
+        tile = tile_rows(per_row, val_of(site.anchor).device, tile_tokens)
         with gm.graph.inserting_after(last_input(gm.graph)):
             emitter = RowEmitter(gm.graph)
             plans = [_feed(emitter, program) for program in site.head.programs]
@@ -81,6 +106,6 @@ def _replace(
         for output in program.outputs
     ]
     feeds = [node for _, _, node in inputs]
-    values = call_region(gm, Region(body, tuple(specs)), feeds, tile, results)
+    values = call_region(gm.graph, Region(body, tuple(specs)), feeds, tile, results)
     for output, value in zip(program.outputs, values, strict=True):
         output.replace(emitter.restore(value, output.value))

@@ -19,23 +19,23 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import fx
 
-import fxrl.ops.linear_logprob  # noqa: F401  (declares torch.ops.fxrl.linear_logprob)
 from fxrl.analysis.logprob.algebra import LogprobAlgebra
 from fxrl.analysis.logprob.forms import Transform
 from fxrl.analysis.rows.analysis import HeadSite, RowProgram, analyse
 from fxrl.analysis.rows.cost import eager_bytes, row_bytes, tile_rows
 from fxrl.analysis.rows.emit import RowEmitter, as_argument
 from fxrl.analysis.rows.expr import RowExpr, walk
+from fxrl.config import Config, parse_bytes
 from fxrl.ir.graph import last_input, shape_of, val_of
-from fxrl.ir.graph_pass import Applied, Miss, RewritePass, Site
-from fxrl.ir.plan import Choice, Chunks
+from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
+from fxrl.ir.plan import Choice, choose_head, tokens_per_tile
 from fxrl.ir.remark import Refusal
-from fxrl.ops.linear_logprob_checks import OUTPUTS
+from fxrl.ops.linear_logprob import OUTPUTS, LossHead
 
 aten = torch.ops.aten
 
@@ -57,10 +57,35 @@ class LogprobSite(Site):
     fused: tuple[FusedProgram, ...]
 
 
-class FuseLinearLogprob(RewritePass[LogprobSite]):
-    """The fast path of the loss head."""
+@dataclass(frozen=True)
+class FuseLinearLogprob(Pass[LogprobSite]):
+    """The fast path of the loss head.
+
+    Attributes:
+        tile_tokens: rows per tile; 0 lets the op decide.
+        min_saved_bytes: a head predicted to save less stays.
+    """
+
+    tile_tokens: int = 0
+    min_saved_bytes: int = 0
 
     name: ClassVar[str] = "fuse-linear-logprob"
+    doc: ClassVar[PassDoc] = PassDoc(
+        "`lm_head`, then bias, scale, softcap, temperature as the graph has them, then log-probs "
+        "of given tokens, log-sum-exp, entropy, mean logit, sum of p², top-1 hits",
+        "the logits and every copy of them; with a frozen head also the backward's matmul over the "
+        "vocabulary. bf16 on Hopper (sm_90): a CUDA GEMM with the statistics in its epilogue; "
+        "other GPUs and dtypes: cuBLAS and Triton",
+        "frozen head: one `[N, H]` vector each for log-prob and log-sum-exp; where another output "
+        "is differentiated, or the head is trained, the tile's matmul once more in backward",
+        "the loss wants another statistic of the logits: `chunk-vocab-region` takes it; or for "
+        "that pass's reasons",
+    )
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Tiles and threshold as configured."""
+        return cls(config.chunk_tokens or 0, parse_bytes(config.min_saved_bytes))
 
     def match(self, gm: fx.GraphModule) -> Iterator[LogprobSite | Miss]:
         for found in analyse(gm.graph):
@@ -69,30 +94,29 @@ class FuseLinearLogprob(RewritePass[LogprobSite]):
                 continue
             try:
                 fused = tuple(recognise(found, program) for program in found.programs)
-            except Refusal as why:
-                yield Miss(found.anchor, why.reason, why.cure, why.at)
+            except Refusal as refusal:
+                yield Miss(found.anchor, refusal)
             else:
                 yield LogprobSite(found.anchor, eager_bytes(found), found, fused)
 
+    def decide(self, site: LogprobSite) -> Choice:
+        """Worth it by the bytes it saves."""
+        return choose_head(self.name, site.saved_bytes, self.tile_tokens, self.min_saved_bytes)
+
     def rewrite(self, gm: fx.GraphModule, site: LogprobSite, choice: Choice) -> Applied:
-        assert isinstance(choice, Chunks)
+        tile_tokens = tokens_per_tile(choice)
         per_row = row_bytes(site.head)
         with gm.graph.inserting_after(last_input(gm.graph)):
             emitter = RowEmitter(gm.graph)
             for fused in site.fused:
                 emitter.check_restorable(output.value for output in fused.program.outputs)
             for fused in site.fused:
-                _Emission(emitter, fused, choice).run()
-        tile = tile_rows(per_row, val_of(site.anchor).device, choice.tokens)
+                _Emission(emitter, fused, tile_tokens).run()
+        tile = tile_rows(per_row, val_of(site.anchor).device, tile_tokens)
         stats = sorted({name for fused in site.fused for name in fused.algebra.stats})
         shape = " x ".join(str(size) for size in shape_of(site.anchor))
         what = f"logits [{shape}] never exist; computes {', '.join(stats)}"
-        if choice.skip_tolerance:
-            what += f"; gradients may leave out a share of {choice.skip_tolerance:g}"
-        return Applied(
-            what,
-            max(0, site.saved_bytes - 3 * tile * per_row),
-        )
+        return Applied(what, max(0, site.saved_bytes - 3 * tile * per_row))
 
 
 def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
@@ -118,12 +142,12 @@ def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
 class _Emission:
     """Writes one fused program into the graph."""
 
-    def __init__(self, emitter: RowEmitter, fused: FusedProgram, choice: Chunks) -> None:
+    def __init__(self, emitter: RowEmitter, fused: FusedProgram, tile_tokens: int) -> None:
         self.emitter = emitter
         self.call = emitter.builder.call
         self.fused = fused
         self.algebra = fused.algebra
-        self.choice = choice
+        self.tile_tokens = tile_tokens
         self.env: dict[int, fx.Node] = {}
         self.stats: dict[str, fx.Node] = {}
 
@@ -144,19 +168,18 @@ class _Emission:
         options = {
             "bias": None if transform.bias is None else self.emit(transform.bias),
             "temperature": self._temperature(hidden, transform),
-            "scale": None if transform.scale == 1 else transform.scale,
-            "softcap": transform.softcap or None,
+            "scale": transform.scale,
+            "softcap": transform.softcap,
             "outputs": ",".join(name for name in OUTPUTS if name in self.algebra.stats),
             "grad_outputs": ",".join(name for name in OUTPUTS if self.algebra.stats.get(name)),
-            "chunk_tokens": self.choice.tokens or None,
-            "skip_tolerance": self.choice.skip_tolerance or None,
+            "chunk_tokens": self.tile_tokens,
         }
         call = self.call(
             torch.ops.fxrl.linear_logprob.default,
             hidden,
             self._weight(matrix),
             self._target(hidden),
-            **{name: value for name, value in options.items() if value is not None},
+            **{k: v for k, v in options.items() if v != LossHead._field_defaults.get(k)},
         )
         for index, name in enumerate(OUTPUTS):
             if name in self.algebra.stats:

@@ -11,9 +11,9 @@ several sums over one ``%x`` share the copy of it, with zeros in the other sums'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -22,31 +22,51 @@ from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     RESHAPES,
     TRANSPOSES,
-    eliminate_dead_code,
     hint,
     is_call,
     nbytes,
     shape_of,
     tensor_val,
-    topological_sort,
 )
+from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
+from fxrl.ir.plan import Choice
+from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
 _NARROW = 256  # columns of an adapter's part of a shared operand
 
 
-def tidy_products(graph: fx.Graph) -> None:
-    """Rewrite a traced functional graph in place; ``meta["val"]`` says what sizes are."""
-    _scale_results(graph)
-    _merge_sums(graph)
-    topological_sort(graph)
-    eliminate_dead_code(graph)
+@dataclass(frozen=True)
+class MergeAdapterProducts(Normalisation[Site]):
+    """Fewer and smaller values around the products of adapters."""
+
+    name: ClassVar[str] = "merge-adapter-products"
+    stage: ClassVar[Stage] = Stage.CLEAN
+    doc: ClassVar[PassDoc] = PassDoc(
+        "sums of products over one operand, products of scaled operands, in a layer's body",
+        "values as wide as the layer that an elementwise op would read again",
+        "a copy of the narrow operands",
+        "the copies would cost more than the sums: they stay",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[Site]:
+        first = next((n for n in gm.graph.nodes if is_call(n, aten.mm.default)), None)
+        if first is not None:
+            yield Site(first, 0)
+
+    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+        scaled = _scale_results(gm.graph)
+        merged = _merge_sums(gm.graph)
+        if not scaled and not merged:
+            raise Refusal("no copy of operands costs less than the sums of products")
+        return Applied(f"{merged} sums of products merged, {scaled} scales moved behind products")
 
 
 # ---------------------------------------------------------------------------- scales
-def _scale_results(graph: fx.Graph) -> None:
+def _scale_results(graph: fx.Graph) -> int:
     """Multiply by a number after a product instead of before, where the result is smaller."""
+    count = 0
     for node in graph.find_nodes(op="call_function", target=aten.mm.default):
         factor = 1.0
         for at in (0, 1):
@@ -61,6 +81,8 @@ def _scale_results(graph: fx.Graph) -> None:
                 result = graph.call_function(aten.mul.Tensor, (node, factor))
             result.meta = dict(node.meta)
             node.replace_all_uses_with(result, delete_user_cb=lambda user, r=result: user is not r)
+            count += 1
+    return count
 
 
 def _scaled(node: Any) -> list[fx.Node] | None:
@@ -111,7 +133,7 @@ class _Product:
         return right
 
 
-def _merge_sums(graph: fx.Graph) -> None:
+def _merge_sums(graph: fx.Graph) -> int:
     sums = [found for root in _roots(graph) if len(found := _summands(root)) > 1]
     readers: dict[fx.Node, int] = {}
     for summands in sums:
@@ -124,6 +146,7 @@ def _merge_sums(graph: fx.Graph) -> None:
     for group in groups.values():
         for shared in [group] if _can_share(group) else [[summands] for summands in group]:
             _merge(graph, shared)
+    return len(chosen)
 
 
 def _roots(graph: fx.Graph) -> Iterable[fx.Node]:

@@ -9,13 +9,17 @@ becomes
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import OpOverload, is_call, tensor_val, val_of
+from fxrl.ir.graph import OpOverload, tensor_val, val_of
+from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
+from fxrl.ir.plan import Choice
 
 aten = torch.ops.aten
 
@@ -38,24 +42,52 @@ _TENSOR_OVERLOADS: dict[Any, Any] = {
 } | {op: op for op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)}
 
 
-def use_tensors_for_floats(graph: fx.Graph) -> None:
+@dataclass(frozen=True, slots=True)
+class NumberSite(Site):
+    """All numbers that the graph reads off floating-point tensors: their arithmetic may meet."""
+
+    scalars: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class TensorizeFloats(Normalisation[NumberSite]):
     """Let elementwise ops read a number's tensor instead of the number, where that is the same."""
-    builder = Builder(graph)
-    tensors: dict[fx.Node, fx.Node] = {}
-    for node in list(graph.nodes):
-        with builder.before(node):
-            if is_call(node, aten._local_scalar_dense.default):
-                source: Any = node.args[0]
-                if val_of(source).is_floating_point():
-                    tensors[node] = _scalar(builder, source)
-            elif any(arg in tensors for arg in node.all_input_nodes):
-                if node.target in _ARITHMETIC:
-                    tensors[node] = _compute(builder, node, tensors)
-                elif isinstance(node.target, OpOverload) and node.target in _TENSOR_OVERLOADS:
-                    _read_tensors(builder, node, tensors)
+
+    name: ClassVar[str] = "tensorize-floats"
+    doc: ClassVar[PassDoc] = PassDoc(
+        "a Python float read off a tensor (`temperature.item()`, a float in the batch)",
+        "the host's wait for the number; rows can follow a tensor",
+        "nothing",
+        "an op that takes numbers only, or whose result's dtype would change, keeps the number",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[NumberSite]:
+        reads = gm.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default)
+        found = tuple(node for node in reads if _is_float(node.args[0]))
+        if found:
+            yield NumberSite(found[0], 0, found)
+
+    def rewrite(self, gm: fx.GraphModule, site: NumberSite, choice: Choice) -> Applied:
+        builder = Builder(gm.graph)
+        tensors: dict[fx.Node, fx.Node] = {}
+        for node in list(gm.graph.nodes):
+            with builder.before(node):
+                if node in site.scalars:
+                    tensors[node] = _scalar(builder, node.args[0])
+                elif any(arg in tensors for arg in node.all_input_nodes):
+                    if node.target in _ARITHMETIC:
+                        tensors[node] = _compute(builder, node, tensors)
+                    elif isinstance(node.target, OpOverload) and node.target in _TENSOR_OVERLOADS:
+                        _read_tensors(builder, node, tensors)
+        return Applied(f"{len(site.scalars)} numbers stay tensors")
 
 
-def _scalar(builder: Builder, source: fx.Node) -> fx.Node:
+def _is_float(source: object) -> bool:
+    val = tensor_val(source)
+    return val is not None and val.is_floating_point()
+
+
+def _scalar(builder: Builder, source: Any) -> fx.Node:
     """``source`` as a 0-d float64 tensor: Python's own precision."""
     flat = builder.call(aten.reshape.default, source, [])
     wide = builder.call(aten._to_copy.default, flat, dtype=torch.float64)

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from fxrl.ir.graph import PRODUCTS, draws_random, is_call, is_tensor, is_view, tensor_val
+from fxrl.ir.site import plain_path, site_name
 
 aten = torch.ops.aten
 
@@ -41,11 +42,13 @@ class Layer:
 
     Attributes:
         path: the end of its module path, such as ``layers.3``.
+        site: its name as a site, such as ``0:model.layers.3``.
         parts: the nodes between barriers, in order; parts without work are left out.
         barriers: the calls that split it.
     """
 
     path: str
+    site: str
     parts: tuple[tuple[fx.Node, ...], ...]
     barriers: tuple[Barrier, ...]
 
@@ -60,18 +63,17 @@ class Layer:
         return tuple(node for part in self.parts for node in part)
 
 
-def layer_path(node: fx.Node) -> tuple[str, str] | None:
-    """The outermost numbered module that made ``node``: its whole path, and the end of it."""
+def layer_path(node: fx.Node) -> str | None:
+    """Path of the outermost numbered module that made ``node``: ``model.layers.3``."""
     for where, _ in (node.meta.get("nn_module_stack") or {}).values():
-        plain = where.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
-        if (match := _NUMBERED.match(plain)) is not None:
-            return plain, match[1]
+        if _NUMBERED.match(path := plain_path(where)) is not None:
+            return path
     return None
 
 
-def layer_nodes(graph: fx.Graph) -> dict[tuple[str, str], list[fx.Node]]:
+def layer_nodes(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     """The nodes that each layer made, in graph order."""
-    found: dict[tuple[str, str], list[fx.Node]] = {}
+    found: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and (path := layer_path(node)) is not None:
             found.setdefault(path, []).append(node)
@@ -82,6 +84,7 @@ def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
     """A layer's nodes as parts between barriers.
 
     Args:
+        path: of the layer's module.
         illegal: ``node -> str | None``, why a node cannot stand inside a body.
     """
     stages, barriers = _stages(nodes, illegal)
@@ -93,7 +96,10 @@ def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
         part = tuple(n for n in nodes if stages.get(n) == stage and n not in blocked)
         if has_work(part):
             parts.append(part)
-    return Layer(path, tuple(parts), tuple(barriers))
+    match = _NUMBERED.match(path)
+    end = path if match is None else match[1]
+    capture = site_name(nodes[0]).partition(":")[0] if nodes else ""
+    return Layer(end, f"{capture}:{path}", tuple(parts), tuple(barriers))
 
 
 def has_work(nodes: Iterable[fx.Node]) -> bool:

@@ -20,8 +20,10 @@ from fxrl.ir.graph import (
     is_view,
     nbytes,
     needs_grad,
+    propagate_requires_grad,
     tensor_val,
 )
+from fxrl.ir.region import Region
 
 #: What an op's derivative reads, as ``derivatives.yaml`` of PyTorch says: ``x: y, z`` is "the
 #: gradient of x is computed from y and z"; no clause, from the incoming gradient alone. Ops that
@@ -95,6 +97,15 @@ def predict_saved(nodes: Sequence[fx.Node]) -> int:
         sources = {value} if whole else _sources(value, inside, kept)
         kept |= sources if _bytes(sources - kept) < nbytes(value) else {value}
     return max(0, _bytes(eager) - _bytes(kept))
+
+
+def bytes_not_saved(region: Region) -> int:
+    """Bytes that a region keeps less than autograd does of the same ops, as its cut says."""
+    graph = region.forward.graph
+    for node, spec in zip(graph.find_nodes(op="placeholder"), region.inputs, strict=True):
+        node.meta["requires_grad"] = spec.needs_grad
+    propagate_requires_grad(graph)
+    return predict_saved([node for node in graph.nodes if node.op == "call_function"])
 
 
 def _bytes(values: Iterable[fx.Node]) -> int:

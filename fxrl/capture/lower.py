@@ -25,12 +25,9 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 from torch.utils import _pytree as pytree
 
-from fxrl.capture.lower_bodies import lower_checkpointed
+from fxrl.capture.checkpointing import lower_checkpointed
 from fxrl.capture.opaque import OpaqueCalls, is_opaque
 from fxrl.ir.graph import eliminate_dead_code, is_call, propagate_requires_grad, shape_of
-from fxrl.passes.fold_broadcast_products import fold_broadcast_products
-from fxrl.passes.rebatch_loops import rebatch_loops
-from fxrl.passes.tensorize_floats import use_tensors_for_floats
 
 aten = torch.ops.aten
 
@@ -66,9 +63,6 @@ def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
         lowered = make_fx(_functional(interpreter.run), decomposition_table=_OPENED)(*examples)
     _name_placeholders(gm, lowered, examples)
     opaque.restore(lowered)
-    use_tensors_for_floats(lowered.graph)
-    rebatch_loops(lowered.graph)
-    fold_broadcast_products(lowered.graph)
     eliminate_dead_code(lowered.graph)
     propagate_requires_grad(lowered.graph)
     if not grad_enabled:

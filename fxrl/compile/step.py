@@ -15,9 +15,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.scoped_hooks import Takeover
+from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
 from fxrl.config import Config
 from fxrl.errors import ConfigError, FxrlError
+from fxrl.ir.capture_record import Capture, plan_of
+from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
 
@@ -51,14 +54,19 @@ class TrainStep:
         self.model = model
         self.loss_fn = loss_fn
         self.config = config
-        self._plan = plan or Plan.from_config(config)
-        self._backend = backend or Backend(config, self._plan)
+        self._given = plan or Plan()
+        self._backend = backend or Backend(config, self._given)
+        self._wrapper = Wrapper(model)
+        judge_misses(self._wrapper.report, config.on_miss)
         self._takeover = Takeover(model)
         self._compiled = torch.compile(self._fresh_function(), backend=self._backend)
 
     def __call__(self, batch: Any) -> Any:
         """What ``loss_fn(model, batch)`` returns; autograd works as for any PyTorch value."""
         mark_batch(batch)
+        return self._wrapper.run(lambda: self._run_captured(batch))
+
+    def _run_captured(self, batch: Any) -> Any:
         settings = torch._dynamo.config.patch(_DYNAMO)
         with settings, self._takeover.active():
             try:
@@ -72,30 +80,33 @@ class TrainStep:
     def report(self) -> Report:
         """Every remark of every capture so far."""
         captured = Report(tuple(r for c in self._backend.captures for r in c.report.remarks))
-        return self._takeover.report + captured
+        return self._wrapper.report + self._takeover.report + captured
 
     @property
     def plan(self) -> Plan:
-        """The plan that the passes obey."""
-        return self._plan
+        """What was chosen for each site of every capture so far."""
+        return plan_of(self._backend.captures)
 
     def plan_for(self, batch: Any) -> Plan:
         """The plan for a batch of these sizes; needs no weights and no GPU."""
-        self.explain(batch)
-        return self._plan
+        from fxrl.inspect.explain import explained
+
+        return plan_of(explained(self.model, self.loss_fn, batch, self.config, self._given)[1])
 
     def explain(self, batch: Any) -> Report:
         """What would be rewritten for this batch, found on fake tensors; nothing runs."""
         from fxrl.inspect.explain import explain
 
-        return explain(self.model, self.loss_fn, batch, self.config, self._plan)
+        return explain(self.model, self.loss_fn, batch, self.config, self._given)
 
     def dump(self, directory: str | Path) -> Path:
         """Write every capture to a folder: graphs before and after each pass, region bodies,
         generated code, AOT graphs, the report, and an index to start from."""
         from fxrl.inspect.dump import write_dump
+        from fxrl.inspect.records import record_of
 
-        return write_dump(directory, self.records(), self.report, functions=[self._compiled])
+        records = [record_of(capture) for capture in self.captures]
+        return write_dump(directory, records, self.report, functions=[self._compiled])
 
     def verify(self, batch: Any, **options: Any) -> Any:
         """Compare loss, metrics and every gradient with eager; blame the region at fault."""
@@ -103,16 +114,21 @@ class TrainStep:
 
         return verify_step(self.model, self.loss_fn, self, batch, **options)
 
-    def records(self) -> list[Any]:
-        """The captures as text, for dump."""
-        from fxrl.inspect.records import record_of
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        """What was captured so far, for ``dump`` and ``verify``."""
+        return tuple(self._backend.captures)
 
-        return [record_of(capture) for capture in self._backend.captures]
+    def without(self, rewrites: frozenset[tuple[str, str]]) -> TrainStep:
+        """A step of its own in which these passes leave these sites alone.
 
-    def without_sites(self, sites: frozenset[str]) -> TrainStep:
-        """A step of its own in which every pass leaves ``sites`` alone."""
+        Its lowered graph runs even where nothing is left to rewrite, so that what lowering does
+        can be told from what the passes do.
+        """
         quiet = replace(self.config, on_miss="ignore")
-        return TrainStep(self.model, self.loss_fn, quiet, self._plan.without(sites))
+        plan = self._given.without(rewrites)
+        backend = Backend(quiet, plan, always_rewritten=True)
+        return TrainStep(self.model, self.loss_fn, quiet, plan, backend=backend)
 
     def _fresh_function(self) -> Callable[[Any], Any]:
         """The function to capture, with a code object of its own.
@@ -120,7 +136,7 @@ class TrainStep:
         NOTE [Why a fresh code object]: Dynamo keeps compiled code per code object. Steps that
         shared one would share a recompile limit and run past it into eager mode.
         """
-        model, loss_fn = self.model, self.loss_fn
+        model, loss_fn = self._wrapper.inner, self.loss_fn
 
         def loss_step(batch: Any) -> Any:
             return loss_fn(model, batch)

@@ -162,6 +162,25 @@ def _has_float(val: object) -> bool:
     return False
 
 
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def body_of(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule | None:
+    """The graph that a checkpointed call runs; None for other nodes."""
+    if not is_call(call, CHECKPOINT) or not isinstance(call.args[0], fx.Node):
+        return None
+    body = getattr(gm, str(call.args[0].target), None)
+    return body if isinstance(body, fx.GraphModule) else None
+
+
+def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
+    """The graph and those of its checkpointed bodies, each once."""
+    yield gm.graph
+    bodies = [body for node in gm.graph.nodes if (body := body_of(gm, node)) is not None]
+    for body in dict.fromkeys(bodies):
+        yield from graphs_of(body)
+
+
 def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
     """Every node that one of ``nodes`` depends on, themselves included.
 

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxrl.rl.errors import CheckpointError, MissingPackageError, StorageError
+from fxrl.errors import MissingPackageError
+from fxrl.rl.errors import CheckpointError, StorageError
 from fxrl.rl.load_config import differences
 from fxrl.rl.storage import why
 

@@ -1,6 +1,6 @@
 """``TrainConfig``: everything ``fxrl train`` may be told, as one frozen tree.
 
-Its tables are the classes of ``fxrl.rl.sections`` and ``fxrl.Config``. Names follow TRL's
+Its tables are the classes of ``fxrl.rl.sections`` and ``fxrl.Config``. VllmSymbols follow TRL's
 ``GRPOConfig`` where the meaning is the same. It reads no environment.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from fxrl.config import Config
+from fxrl.engines.vllm.options import VllmOptions
 from fxrl.rl.checks import at_least, none_of, when
 from fxrl.rl.rollout_sections import EvalConfig, RewardConfig, SamplingConfig
 from fxrl.rl.sections import DataConfig, LossConfig, ModelConfig, OptimConfig
-from fxrl.runtime.vllm_options import VllmOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxrl.rl.errors import DataError, MissingPackageError
+from fxrl.errors import MissingPackageError
+from fxrl.rl.errors import DataError
 from fxrl.rl.sections import DataConfig
 from fxrl.rl.types import Row
 

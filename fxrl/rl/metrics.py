@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fxrl.rl.errors import MissingPackageError
+from fxrl.errors import MissingPackageError
 from fxrl.rl.storage import try_to_write, why
 
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"

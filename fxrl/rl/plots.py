@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fxrl.rl.errors import MissingPackageError
+from fxrl.errors import MissingPackageError
 from fxrl.rl.timing import PHASES
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fxrl.engines import Completion, Engine, GenerateTimeoutError, SamplingParams
 from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
 from fxrl.rl.config import TrainConfig
 from fxrl.rl.judge import Judge, TrainerState
@@ -27,8 +28,6 @@ from fxrl.rl.rewards import combine
 from fxrl.rl.rollout_sections import SamplingConfig
 from fxrl.rl.timing import Clock
 from fxrl.rl.types import Metrics, Rollout, Row
-from fxrl.runtime import Completion, Engine, SamplingParams
-from fxrl.runtime.vllm_requests import GenerateTimeoutError
 
 ENGINE_SYNC = ("fold", "restore", "sync")
 """Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fxrl import optimize
+from fxrl.engines import Built, Engine
 from fxrl.errors import ConfigError
 from fxrl.rl.config import TrainConfig
 from fxrl.rl.data import PromptStream, Source, Split, read_source, split_rows
@@ -22,7 +23,7 @@ from fxrl.rl.drift import loss_measures
 from fxrl.rl.errors import BadConfigError
 from fxrl.rl.named import build_loss
 from fxrl.rl.optim import build_optimizer, build_schedule
-from fxrl.rl.policy import Policy, Tell, build_policy
+from fxrl.rl.policy import Tell, build_policy
 from fxrl.rl.prompts import PromptBuilder, question_text
 from fxrl.rl.reward_call import CallRules, Reward
 from fxrl.rl.rewards import build_rewards
@@ -30,7 +31,6 @@ from fxrl.rl.rollout import Roller
 from fxrl.rl.scoring import Scorer, reference
 from fxrl.rl.types import Batch
 from fxrl.rl.updater import Updater
-from fxrl.runtime import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def build_parts(config: TrainConfig, questions: Questions, run_dir: Path, tell: 
 
 
 def _around(
-    policy: Policy,
+    policy: Built,
     builder: PromptBuilder,
     config: TrainConfig,
     questions: Questions,

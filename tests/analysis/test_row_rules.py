@@ -146,7 +146,7 @@ def evaluate(gm, program, args, order=None):
 def test_rows_are_independent_and_right(family, index):
     gm = program_of(FAMILIES[family][index])
     (site,) = analyse(gm.graph)
-    assert isinstance(site, HeadSite), getattr(site, "reason", site)
+    assert isinstance(site, HeadSite), getattr(site, "refusal", site)
     for program in site.programs:
         x = inputs(seed=7)
         env, found, rows = evaluate(gm, program, bound(gm, x))
@@ -186,7 +186,7 @@ def test_refused(reason):
     gm = program_of(REFUSED[reason])
     (miss,) = analyse(gm.graph)
     assert isinstance(miss, Miss)
-    assert miss.reason.startswith(reason)
+    assert miss.refusal.reason.startswith(reason)
 
 
 @settings(max_examples=25, derandomize=True, deadline=None, database=None)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fxrl.ops.linear_logprob_matmul import full_precision, product_dtype
+from fxrl.ops.linear_logprob.matmul import full_precision, product_dtype
 
 CUDA, ONEDNN = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fxrl
-from fxrl.ops.region import registered
 from tests.compile.region_cases import assert_same, saved_bytes
 from tests.passes.layered import ids_batch, make_stack, square_loss
 
@@ -23,10 +22,10 @@ def test_numerics_and_gradients(checkpointed):
     step = fxrl.optimize(model, square_loss, ONLY)
     for shape in ((2, 5), (3, 7), (4, 9)):
         assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
-    (capture,) = step._backend.captures
-    assert len(capture.regions) == 2
-    for key in capture.regions:
-        assert len(registered(key).kept._bodies._variants) == 1, "one body for every shape"
+    (capture,) = step.captures
+    assert len(capture.kernels) == 2
+    for kernels in capture.kernels.values():
+        assert len(kernels.variants) == 1, "one body for every shape"
 
 
 def weighted(outputs, mask):
@@ -64,7 +63,7 @@ def test_layers_of_any_batch_layout(name, checkpointed):
             if field == "mask":
                 batch[field] = batch[field] / 11 + 0.5
         assert_same(step, loss, model, batch, tolerance=1e-12)
-    assert all(capture.regions for capture in step._backend.captures)
+    assert all(capture.kernels for capture in step.captures)
 
 
 def test_one_row_and_then_many():
@@ -80,7 +79,7 @@ def test_frozen_weights_and_embeddings_share_bodies_and_get_no_gradient():
         parameter.requires_grad_("up" in name)
     step = fxrl.optimize(model, square_loss, ONLY)
     assert_same(step, square_loss, model, ids_batch(), tolerance=1e-12)
-    assert len(step._backend.captures[0].regions) == 2
+    assert len(step.captures[0].kernels) == 2
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["keep", "recompute"])
@@ -104,7 +103,7 @@ def test_scoring_without_grad():
     step = fxrl.optimize(model, square_loss, ONLY)
     with torch.no_grad():
         torch.testing.assert_close(step(ids_batch()), square_loss(model, ids_batch()))
-    assert len(step._backend.captures[0].regions) == 2
+    assert len(step.captures[0].kernels) == 2
 
 
 def test_autocast_inside_a_checkpointed_body():
@@ -153,8 +152,8 @@ def test_compiled_layers_equal_eager():
     step = fxrl.optimize(model, square_loss, config)
     for shape in ((2, 5), (3, 8)):
         assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-5)
-    for key in step._backend.captures[0].regions:
-        assert "def call" in registered(key).generated()["forward.py"]
+    for kernels in step.captures[0].kernels.values():
+        assert "def call" in kernels.generated()["forward.py"]
 
 
 def test_dump_and_verify_show_the_layers(tmp_path):
@@ -164,7 +163,5 @@ def test_dump_and_verify_show_the_layers(tmp_path):
     text = step.dump(tmp_path).read_text()
     assert "recompute" in text
     assert len(list(tmp_path.glob("capture_0/regions/*/vjp.txt"))) == 2
-    assert (tmp_path / "capture_0/aot/backward.py").read_text().count(
-        "kept_region_vjp.default("
-    ) == 4
+    assert (tmp_path / "capture_0/aot/backward.py").read_text().count("region_vjp.default(") == 4
     step.verify(ids_batch()).raise_if_failed()

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxrl.engines import Completion
 from fxrl.rl.judge import TrainerState
 from fxrl.rl.load_config import load_config
 from fxrl.rl.reward_call import Reward
 from fxrl.rl.rollout import Roller
 from fxrl.rl.timing import Clock
 from fxrl.rl.train import main
-from fxrl.runtime import Completion
 
 
 class Engine:

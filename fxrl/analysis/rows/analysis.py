@@ -153,7 +153,7 @@ def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
         try:
             yield walked.judge(cluster)
         except Refusal as refusal:
-            yield Miss(cluster[0], refusal.reason, refusal.cure, refusal.at)
+            yield Miss(cluster[0], refusal)
 
 
 class _Walk:
