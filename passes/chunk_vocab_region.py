@@ -20,16 +20,14 @@ from typing import ClassVar, Self
 from torch import fx
 
 import fxrl.ops.region  # noqa: F401  (declares torch.ops.fxrl.region)
-from fxrl.analysis.rows.analysis import HeadMiss, HeadSite, RowProgram, analyse
+from fxrl.analysis.rows.analysis import HeadSite, RowProgram, analyse
 from fxrl.analysis.rows.cost import eager_bytes, row_bytes, tile_rows
-from fxrl.analysis.rows.emit import RowEmitter, body_graph
-from fxrl.analysis.rows.expr import RowExpr
+from fxrl.analysis.rows.emit import Feeds, RowEmitter, body_graph
 from fxrl.config import Config, parse_bytes
-from fxrl.ir.graph import last_input, needs_grad, shape_of, tensor_val
+from fxrl.ir.graph import last_input, needs_grad, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
 from fxrl.ir.plan import Choice, choose_head, tokens_per_tile
 from fxrl.ir.region import InputSpec, Region, call_region
-from fxrl.ir.remark import Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +64,8 @@ class ChunkVocabRegion(Pass[HeadCluster]):
 
     def match(self, gm: fx.GraphModule) -> Iterator[HeadCluster | Miss]:
         for found in analyse(gm.graph):
-            if isinstance(found, HeadMiss):
-                yield Miss(found.anchor, Refusal(found.reason, found.cure, found.at))
+            if isinstance(found, Miss):
+                yield found
             else:
                 yield HeadCluster(found.anchor, eager_bytes(found), found)
 
@@ -77,10 +75,8 @@ class ChunkVocabRegion(Pass[HeadCluster]):
 
     def rewrite(self, gm: fx.GraphModule, site: HeadCluster, choice: Choice) -> Applied:
         tile_tokens = tokens_per_tile(choice)
-        head = tensor_val(site.anchor)
-        assert head is not None
         per_row = row_bytes(site.head)
-        tile = tile_rows(per_row, head.device, tile_tokens)
+        tile = tile_rows(per_row, val_of(site.anchor).device, tile_tokens)
         with gm.graph.inserting_after(last_input(gm.graph)):
             emitter = RowEmitter(gm.graph)
             plans = [_feed(emitter, program) for program in site.head.programs]
@@ -93,37 +89,23 @@ class ChunkVocabRegion(Pass[HeadCluster]):
         )
 
 
-def _feed(emitter: RowEmitter, program: RowProgram) -> list[tuple[RowExpr, fx.Node]]:
+def _feed(emitter: RowEmitter, program: RowProgram) -> Feeds:
     """All that can be refused happens here, before the graph's own values are touched."""
     emitter.check_restorable(output.value for output in program.outputs)
     return emitter.inputs(program.roots)
 
 
 def _replace(
-    gm: fx.GraphModule,
-    emitter: RowEmitter,
-    program: RowProgram,
-    inputs: list[tuple[RowExpr, fx.Node]],
-    tile: int,
+    gm: fx.GraphModule, emitter: RowEmitter, program: RowProgram, inputs: Feeds, tile: int
 ) -> None:
-    body = body_graph(program.roots, [expr for expr, _ in inputs])
-    specs = []
-    for expr, node in inputs:
-        val = tensor_val(node)
-        assert val is not None
-        assert expr.leaf is not None
-        specs.append(InputSpec(val, expr.leaf.tiled, needs_grad(expr.leaf.node)))
-    region = Region(body, tuple(specs))
+    body = body_graph(program.roots, [expr for expr, _, _ in inputs])
+    specs = [InputSpec(val_of(node), leaf.tiled, needs_grad(leaf.node)) for _, leaf, node in inputs]
     rows = specs[0].example.shape[0]
-    results = []
-    for output in program.outputs:
-        val = tensor_val(output.node)  # a post-reduction has the dtype of its vocabulary part
-        assert val is not None
-        results.append(val.new_empty((rows, *output.value.local_sizes)))
-    values = call_region(gm.graph, region, [node for _, node in inputs], tile, results)
+    results = [  # a post-reduction has the dtype of its vocabulary part
+        val_of(output.node).new_empty((rows, *output.value.local_sizes))
+        for output in program.outputs
+    ]
+    feeds = [node for _, _, node in inputs]
+    values = call_region(gm.graph, Region(body, tuple(specs)), feeds, tile, results)
     for output, value in zip(program.outputs, values, strict=True):
-        restored = emitter.restore(value, output.value)
-        if output.post:
-            output.node.replace_input_with(output.node.args[0], restored)  # type: ignore[arg-type]
-        else:
-            output.node.replace_all_uses_with(restored)
+        output.replace(emitter.restore(value, output.value))

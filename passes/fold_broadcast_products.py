@@ -14,14 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxrl.ir.graph import (
-    RESHAPES,
-    graphs_of,
-    is_call,
-    is_tensor,
-    shape_of,
-    tensor_val,
-)
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import RESHAPES, graphs_of, is_call, is_tensor, shape_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
@@ -57,8 +51,8 @@ class FoldBroadcastProducts(Normalisation[BroadcastProduct]):
 
     def rewrite(self, gm: fx.GraphModule, site: BroadcastProduct, choice: Choice) -> Applied:
         graph = site.anchor.graph
-        with graph.inserting_before(site.anchor):
-            _fold(graph, SizeTable(graph), site.anchor, site.weight)
+        with Builder(graph).before(site.anchor) as builder:
+            _fold(builder, SizeTable(graph), site.anchor, site.weight)
         return Applied("a batched product with one weight is a product of all rows")
 
 
@@ -83,31 +77,14 @@ def _expanded(node: fx.Node) -> fx.Node | None:
     return weight if len(shape_of(weight)) == 2 else None
 
 
-def _fold(graph: fx.Graph, sizes: SizeTable, node: fx.Node, weight: fx.Node) -> None:
-    if len(shape_of(weight)) == 3:
-        matrix = graph.call_function(aten.squeeze.dim, (weight, 0))
-        matrix.meta = {**weight.meta, "val": weight.meta["val"].squeeze(0)}
-        weight = matrix
-    rows, result = tensor_val(node.args[0]), tensor_val(node)
-    assert rows is not None
-    assert result is not None
-    target = [sizes.arg(size) for size in result.shape]
+def _fold(builder: Builder, sizes: SizeTable, node: fx.Node, weight: fx.Node) -> None:
+    rows: Any = node.args[0]
+    target = [sizes.arg(size) for size in shape_of(node)]
     if None in target[1:]:
         raise Refusal("the sizes of the result cannot be written in the graph")
     target[0] = -1 if target[0] is None else target[0]
-    count = rows.shape[0] * rows.shape[1]
-
-    def call(op: Any, *args: Any, val: torch.Tensor) -> fx.Node:
-        made = graph.call_function(op, args)
-        made.meta = {**node.meta, "val": val}
-        return made
-
-    flat = call(
-        aten.reshape.default,
-        node.args[0],
-        [-1, rows.shape[2]],
-        val=rows.new_empty((count, rows.shape[2])),
-    )
-    product = call(aten.mm.default, flat, weight, val=result.new_empty((count, result.shape[2])))
-    shaped = call(aten.reshape.default, product, target, val=result)
-    node.replace_all_uses_with(shaped)
+    if len(shape_of(weight)) == 3:
+        weight = builder.call(aten.squeeze.dim, weight, 0)
+    flat = builder.call(aten.reshape.default, rows, [-1, sizes.arg(shape_of(rows)[2])])
+    product = builder.call(aten.mm.default, flat, weight)
+    node.replace_all_uses_with(builder.call(aten.reshape.default, product, target))

@@ -18,8 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     RESHAPES,
+    TRANSPOSES,
     hint,
     is_call,
     nbytes,
@@ -33,7 +35,6 @@ from fxrl.ir.remark import Refusal
 aten = torch.ops.aten
 
 _NARROW = 256  # columns of an adapter's part of a shared operand
-_TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def _scale_results(graph: fx.Graph) -> int:
 def _scaled(node: Any) -> list[fx.Node] | None:
     """The views from ``node`` down to a product with a number, that included."""
     path = []
-    while is_call(node, *RESHAPES, *_TURNS):
+    while is_call(node, *RESHAPES, *TRANSPOSES):
         path.append(node)
         node = node.args[0]
     return [*path, node] if _is_scaling(node) else None
@@ -245,34 +246,34 @@ def _merge(graph: fx.Graph, group: Sequence[Sequence[_Product]]) -> None:
 
     The first summand of each sum is left[0] of all: the operand that they share.
     """
-    with graph.inserting_before(group[0][0].node):
+    with Builder(graph).before(group[0][0].node) as builder:
         shared = group[0][0].left
         rests = [product for summands in group for product in summands[1:]]
-        lefts = [shared, *(_scaled_left(graph, product) for product in rests)]
-        left = _call(graph, aten.cat.default, lefts, 1)
+        lefts = [shared, *(_scaled_left(builder, product) for product in rests)]
+        left = builder.call(aten.cat.default, lefts, 1)
         for summands in group:
             rights: list[fx.Node | int] = [summands[0].right]
             for product in rests:
                 width = shape_of(product.left)[1]
                 assert isinstance(width, int)
                 rights.append(product.right if product in summands else width)
-            merged = _call(graph, aten.mm.default, left, _stacked(graph, rights))
+            merged = builder.call(aten.mm.default, left, _stacked(builder, rights))
             summands[0].node.replace_all_uses_with(merged)
     for summands in group:
         for product in summands[1:]:
             _drop(product.top)
 
 
-def _scaled_left(graph: fx.Graph, product: _Product) -> fx.Node:
+def _scaled_left(builder: Builder, product: _Product) -> fx.Node:
     if product.scale == 1.0:
         return product.left
-    return _call(graph, aten.mul.Tensor, product.left, product.scale)
+    return builder.call(aten.mul.Tensor, product.left, product.scale)
 
 
-def _stacked(graph: fx.Graph, parts: Sequence[fx.Node | int]) -> fx.Node:
+def _stacked(builder: Builder, parts: Sequence[fx.Node | int]) -> fx.Node:
     """Right operands on top of each other; a number stands for so many rows of zeros."""
     nodes = [part for part in parts if isinstance(part, fx.Node)]
-    turned = all(is_call(n, *_TURNS) and len(shape_of(n)) == 2 for n in nodes)
+    turned = all(is_call(n, *TRANSPOSES) and len(shape_of(n)) == 2 for n in nodes)
     like: Any = nodes[0].args[0] if turned else nodes[0]
     width = shape_of(nodes[0])[1]
 
@@ -280,10 +281,10 @@ def _stacked(graph: fx.Graph, parts: Sequence[fx.Node | int]) -> fx.Node:
         if isinstance(part, fx.Node):
             return part.args[0] if turned else part
         size = [width, part] if turned else [part, width]
-        return _call(graph, aten.new_zeros.default, like, size)
+        return builder.call(aten.new_zeros.default, like, size)
 
-    whole = _call(graph, aten.cat.default, [piece(part) for part in parts], int(turned))
-    return _call(graph, aten.permute.default, whole, [1, 0]) if turned else whole
+    whole = builder.call(aten.cat.default, [piece(part) for part in parts], int(turned))
+    return builder.call(aten.permute.default, whole, [1, 0]) if turned else whole
 
 
 def _drop(top: fx.Node) -> None:
@@ -293,9 +294,3 @@ def _drop(top: fx.Node) -> None:
     assert isinstance(other, fx.Node)
     add.replace_all_uses_with(other)
     add.graph.erase_node(add)
-
-
-def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(target, args)
-    node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-    return node

@@ -18,29 +18,39 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxrl.ir.graph import OpOverload, ancestors, hint, is_call, is_tensor, shape_of
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import (
+    COPIES,
+    OpOverload,
+    ancestors,
+    bound,
+    hint,
+    is_call,
+    is_tensor,
+    shape_of,
+    with_arguments,
+)
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
-#: op -> positions of its dim arguments, for ops that act within one sequence.
-_DIM_ARGS: dict[Any, tuple[int, ...]] = {
-    aten.logsumexp.default: (1,),
-    aten.sum.dim_IntList: (1,),
-    aten.mean.dim: (1,),
-    aten.amax.default: (1,),
-    aten._softmax.default: (1,),
-    aten._log_softmax.default: (1,),
-    aten.gather.default: (1,),
-    aten.unsqueeze.default: (1,),
-    aten.squeeze.dim: (1,),
-    aten.select.int: (1,),
-    aten.slice.Tensor: (1,),
-    aten.argmax.default: (1,),
-}
-_COPIES = (aten._to_copy.default, aten.detach.default, aten.clone.default)
+#: Ops that act within one sequence, along ``dim``.
+_ALONG_A_DIM = (
+    aten.logsumexp.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.amax.default,
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten.gather.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.argmax.default,
+)
 
 
 @dataclass(frozen=True)
@@ -57,8 +67,7 @@ class RebatchLoops(Normalisation[Site]):
 
     def match(self, gm: fx.GraphModule) -> Iterator[Site]:
         for stack in gm.graph.find_nodes(op="call_function", target=aten.stack.default):
-            dim = stack.args[1] if len(stack.args) > 1 else 0
-            if dim == 0 and _is_loop(stack.args[0]):
+            if bound(stack)["dim"] == 0 and _is_loop(stack.args[0]):
                 yield Site(stack, 0)
 
     def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
@@ -115,39 +124,35 @@ class _Loop:
             raise Refusal("the sequences are not computed by the same ops", at=first)
         if not is_tensor(first) or not _known(first):
             raise Refusal(f"{first.target} is not known to act within one sequence", at=first)
-        rank = len(shape_of(first))
-        args = [
-            self._argument(first, position, [node.args[position] for node in nodes], rank)
-            for position in range(len(first.args))
-        ]
-        if any(node.kwargs != first.kwargs for node in nodes):
-            raise Refusal("the sequences are computed with different options", at=first)
-        kwargs = dict(first.kwargs)
-        target: Any = first.target
-        made = self.graph.call_function(target, tuple(args), kwargs)
-        values = fx.node.map_arg(tuple(args), lambda node: node.meta["val"])
-        made.meta = {**first.meta, "val": target(*values, **kwargs)}
-        return made
+        given = [bound(node) for node in nodes]
+        changed = {
+            name: self._argument(first, name, [arguments[name] for arguments in given])
+            for name in given[0]
+        }
+        kept = {name: value for name, value in changed.items() if value is not given[0][name]}
+        args, kwargs = with_arguments(first, **kept)
+        return Builder(self.graph, first).call(first.target, *args, **kwargs)
 
-    def _argument(self, node: fx.Node, position: int, given: list[Any], rank: int) -> Any:
+    def _argument(self, node: fx.Node, name: str, given: list[Any]) -> Any:
+        rank = len(shape_of(node))
         if is_tensor(given[0]):
             same = all(item is given[0] for item in given)
-            if same and position > 0 and len(shape_of(given[0])) <= rank:
+            if same and given[0] is not node.args[0] and len(shape_of(given[0])) <= rank:
                 return given[0]  # read alike by every sequence: broadcasting stays right-aligned
             width = len(shape_of(given[0]))
-            if node.target not in _DIM_ARGS and width != rank:
+            if node.target not in _ALONG_A_DIM and width != rank:
                 raise Refusal("a sequence's values are broadcast against others", at=node)
             return self.batch(tuple(given))
         if any(item != given[0] for item in given):
             raise Refusal("the sequences are computed with different arguments", at=node)
-        if position in _DIM_ARGS.get(node.target, ()):
+        if name == "dim" and node.target in _ALONG_A_DIM:
             return _from_the_end(node, given[0])
         return given[0]
 
 
 def _known(node: fx.Node) -> bool:
     target = node.target
-    if target in _DIM_ARGS or target in _COPIES:
+    if target in _ALONG_A_DIM or target in COPIES:
         return True
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
         return False
@@ -156,6 +161,8 @@ def _known(node: fx.Node) -> bool:
 
 def _from_the_end(node: fx.Node, dims: Any) -> Any:
     """Dims counted from the end, so that a new first dim does not shift them."""
+    if dims is None or dims == []:
+        raise Refusal("a sequence's values are all reduced at once", at=node)
     source: Any = node.args[0]
     rank = len(shape_of(source)) + (node.target is aten.unsqueeze.default)
     if isinstance(dims, (list, tuple)):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import body_of, is_call, is_tensor, shape_of, tensor_val
+from fxrl.ir.graph import COPIES, body_of, bound, is_call, is_tensor, shape_of, tensor_val
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -85,12 +85,7 @@ _COMPARE: dict[Any, Callable[[Any, Any], bool]] = {
     aten.ne.Tensor: operator.ne,
 }
 _AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
-_SAME = (
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.expand.default,
-)
+_SAME = (*COPIES, aten.expand.default)
 
 
 def known(node: Any) -> Known | None:
@@ -155,7 +150,7 @@ def _joined(node: fx.Node) -> Known | None:
     """``cat`` of one position and those that follow it."""
     parts: Any = node.args[0]
     rank = len(shape_of(node))
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % rank - rank  # type: ignore[arg-type]
+    dim = bound(node)["dim"] % rank - rank
     if len(parts) != 2:
         return None
     first, second = known(parts[0]), known(parts[1])
@@ -201,14 +196,13 @@ def _view(node: fx.Node) -> Known | None:
 
 
 def _sliced(node: fx.Node, inner: Positions, rank: int) -> Positions | None:
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % rank - rank  # type: ignore[arg-type]
-    if dim != inner.dim:
+    given = bound(node)
+    if given["dim"] % rank - rank != inner.dim:
         return inner
-    start = node.args[2] if len(node.args) > 2 else 0
-    step = node.args[4] if len(node.args) > 4 else 1
-    if not isinstance(start, int) or start < 0 or step != 1:
+    start = given["start"] or 0
+    if not isinstance(start, int) or start < 0 or given["step"] != 1:
         return None
-    return Positions(inner.dim, inner.offset + start, str(shape_of(node)[dim]))
+    return Positions(inner.dim, inner.offset + start, str(shape_of(node)[inner.dim]))
 
 
 def is_causal(mask: fx.Node) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Container, Iterable, Iterator
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -19,16 +20,12 @@ HigherOrderOperator = type(torch.ops.higher_order.cond).__mro__[1]
 aten = torch.ops.aten
 #: Calls that give the same values in order under another shape.
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+#: Calls that only reorder dims.
+TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
+#: Calls that give the same values under the same shape, maybe in another dtype.
+COPIES = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
 #: Calls that contract a feature dim; what separates one layer from the next.
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-
-
-MULTI_VIEWS = (
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
-    aten.chunk.default,
-)
 
 
 def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:
@@ -36,10 +33,65 @@ def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
+def is_view(node: object) -> bool:
+    """Whether ``node`` only looks at its operand's memory (or may)."""
+    if is_call(node, operator.getitem):
+        return is_view(node.args[0])
+    if not (isinstance(node, fx.Node) and isinstance(node.target, OpOverload)):
+        return False
+    infos = [argument.alias_info for argument in node.target._schema.arguments]
+    return node.target is aten._unsafe_view.default or any(
+        info is not None and not info.is_write for info in infos
+    )
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The value whose memory ``node`` looks at; itself where it has its own."""
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+@functools.cache
+def _parameters(target: Any) -> dict[str, Any]:
+    """An ATen overload's argument names and their defaults; None where there is none."""
+    arguments = target._schema.arguments
+    return {a.name: a.default_value if a.has_default_value() else None for a in arguments}
+
+
+def bound(call: Any) -> dict[str, Any]:
+    """An ATen call's arguments by the names of its schema, with defaults filled in.
+
+    Args:
+        call: a node, or whatever else has ``target``, ``args`` and ``kwargs``.
+    """
+    names: dict[str, Any] = _parameters(call.target)
+    return names | dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+
+
+def with_arguments(call: Any, /, **changed: Any) -> tuple[list[Any], dict[str, Any]]:
+    """``args`` and ``kwargs`` of an ATen call in which some arguments, by name, are others."""
+    names = list(_parameters(call.target))
+    args, kwargs = list(call.args), dict(call.kwargs)
+    for name, value in changed.items():
+        if (at := names.index(name)) < len(args):
+            args[at] = value
+        else:
+            kwargs[name] = value
+    return args, kwargs
+
+
 def tensor_val(node: object) -> torch.Tensor | None:
     """The node's (fake) tensor value, or None when it has none."""
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
     return val if isinstance(val, torch.Tensor) else None
+
+
+def val_of(node: object) -> torch.Tensor:
+    """The (fake) tensor of a node that is known to hold one."""
+    val = tensor_val(node)
+    assert val is not None, f"%{node} holds no tensor"
+    return val
 
 
 def is_tensor(node: object) -> TypeGuard[fx.Node]:
@@ -49,9 +101,7 @@ def is_tensor(node: object) -> TypeGuard[fx.Node]:
 
 def shape_of(node: fx.Node) -> tuple[Size, ...]:
     """The node's shape; sizes may be symbolic."""
-    val = tensor_val(node)
-    assert val is not None, f"%{node} holds no tensor"
-    return tuple(val.shape)
+    return tuple(val_of(node).shape)
 
 
 def hint(size: Size) -> int:
@@ -94,14 +144,14 @@ def propagate_requires_grad(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta.setdefault("requires_grad", False)
-            continue
-        if node.op != "call_function":
-            node.meta["requires_grad"] = False
-            continue
-        flows = any(needs_grad(arg) for arg in node.all_input_nodes)
-        if flows and node.target is torch.ops.aten.detach.default:
-            flows = False
-        node.meta["requires_grad"] = flows and _has_float(node.meta.get("val"))
+        else:
+            node.meta["requires_grad"] = _is_differentiated(node)
+
+
+def _is_differentiated(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is aten.detach.default:
+        return False
+    return any(map(needs_grad, node.all_input_nodes)) and _has_float(node.meta.get("val"))
 
 
 def _has_float(val: object) -> bool:
@@ -110,18 +160,6 @@ def _has_float(val: object) -> bool:
     if isinstance(val, (tuple, list)):
         return any(_has_float(item) for item in val)
     return False
-
-
-def is_view(node: object) -> bool:
-    """Whether ``node`` only looks at its operand's memory (or may)."""
-    if is_call(node, operator.getitem):
-        return is_call(node.args[0], *MULTI_VIEWS)
-    if not (isinstance(node, fx.Node) and isinstance(node.target, OpOverload)):
-        return False
-    if node.target in (aten._unsafe_view.default, *MULTI_VIEWS):
-        return True
-    infos = [argument.alias_info for argument in node.target._schema.arguments]
-    return any(info is not None and not info.is_write for info in infos)
 
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -213,8 +251,7 @@ def draws_random(node: fx.Node) -> bool:
         return False
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return True
-    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-    return bool(dropout != 0.0)
+    return bool(bound(node)["dropout_p"] != 0.0)
 
 
 def _kahn(

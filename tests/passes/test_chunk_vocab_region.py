@@ -170,8 +170,10 @@ MISSES = {
     reenters: "the logits re-enter a layer that keeps the vocabulary dim (at %mm_1)",
     pairs_neighbours: "the logits of different tokens are combined (at %sum_1); "
     "take the vocabulary reduction per token first",
-    sums_over_tokens: "aten.mean.dim reduces over tokens (at %mean)",
-    normalises_over_tokens: "aten._log_softmax.default runs over tokens (at %_log_softmax)",
+    sums_over_tokens: "aten.mean.dim reduces over tokens (at %mean); "
+    "reduce over the vocabulary first: what that gives per token may then be reduced",
+    normalises_over_tokens: "aten._log_softmax.default runs over tokens (at %_log_softmax); "
+    "take it over the vocabulary (dim=-1), or over what is computed per token",
     draws_random_numbers: "aten.native_dropout.default draws random numbers, "
     "which a recompute would repeat (at %native_dropout)",
     has_no_rule: "no row rule for aten.renorm.default (at %renorm)",

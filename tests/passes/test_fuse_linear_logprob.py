@@ -117,11 +117,24 @@ def detached_metric(hidden, weight, ids):
     return (pick(logps, ids) * entropy).sum()
 
 
+def summed_at_once(hidden, weight, ids):
+    return F.linear(hidden, weight).log_softmax(-1).sum()
+
+
+def logs_statistics_of_all_logits(hidden, weight, ids):
+    logits = F.linear(hidden, weight)
+    with torch.no_grad():
+        watched = logits.max() + logits.mean() + logits.amax() + logits.logsumexp((0, 1))
+    return pick(logits.log_softmax(-1), ids).sum() * watched
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         logprob,
         entropy_bonus,
+        summed_at_once,
+        logs_statistics_of_all_logits,
         everything_at_once,
         stable_by_hand,
         categorical,
@@ -183,10 +196,6 @@ def two_heads(hidden, weight, ids):
     return (kl * kl).sum(-1).sum()
 
 
-def summed_at_once(hidden, weight, ids):
-    return F.linear(hidden, weight).log_softmax(-1).sum()
-
-
 def mixes_tokens(hidden, weight, ids):
     return pick(F.linear(hidden, weight).softmax(0), ids).sum()
 
@@ -200,7 +209,6 @@ MISSES = {
     straight_through: "a product of a detached and a differentiated factor",
     reweighted: "the logits are multiplied by a tensor",
     two_heads: "the logits of several heads are used together",
-    summed_at_once: "a vocabulary-sized value is reduced over tokens and vocabulary at once",
     mixes_tokens: "aten._softmax.default runs over tokens (at %_softmax)",
 }
 
