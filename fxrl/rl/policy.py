@@ -20,9 +20,9 @@ from fxrl.errors import ConfigError
 from fxrl.models import load_model, lora
 from fxrl.models.folder import model_folder
 from fxrl.rl.config import TrainConfig
+from fxrl.rl.progress import Reporter
 from fxrl.runtime import Engine, TorchEngine
 
-Tell = Callable[[str], None]
 LongestPrompt = Callable[[Any], int]
 """From the tokenizer to the tokens of the longest prompt of the run."""
 
@@ -40,7 +40,7 @@ def build_policy(
     device: torch.device,
     run_dir: Path,
     longest_prompt: LongestPrompt,
-    tell: Tell,
+    reporter: Reporter,
 ) -> Policy:
     """Model, tokenizer and engine of a run.
 
@@ -49,16 +49,18 @@ def build_policy(
         ConfigError: the model has no tokenizer.
         EngineError: vLLM is not installed, or cannot be built; the message has the cure.
     """
-    tell(f"loading {config.model.id} ({config.model.dtype}, {device})")
     if config.engine == "vllm":
-        return _with_vllm(config, device, run_dir, longest_prompt, tell)
+        return _with_vllm(config, device, run_dir, longest_prompt, reporter)
     wanted = config.model
-    model, tokenizer = load_model(
-        wanted.id, wanted.dtype, device, seed=config.seed, on_progress=tell
-    )
-    if tokenizer is None:
-        raise ConfigError(f"model.id={wanted.id!r} has no tokenizer; give a folder that has one")
-    model = _trainable(model, config)
+    with reporter.stage(f"loading {wanted.id} ({wanted.dtype}, {device})") as say:
+        model, tokenizer = load_model(
+            wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
+        )
+        if tokenizer is None:
+            raise ConfigError(
+                f"model.id={wanted.id!r} has no tokenizer; give a folder that has one"
+            )
+        model = _trainable(model, config)
     engine = TorchEngine.from_tokenizer(
         model, tokenizer, seed=config.seed, autocast=wanted.autocast_dtype
     )
@@ -70,14 +72,15 @@ def _with_vllm(
     device: torch.device,
     run_dir: Path,
     longest_prompt: LongestPrompt,
-    tell: Tell,
+    reporter: Reporter,
 ) -> Policy:
     from fxrl.runtime.vllm_engine import VllmEngine
 
     wanted = config.model
-    folder, tokenizer = model_folder(
-        wanted.id, run_dir / "model", dtype=wanted.dtype, seed=config.seed, on_progress=tell
-    )
+    with reporter.stage(f"finding {wanted.id} ({wanted.dtype}, {device})") as say:
+        folder, tokenizer = model_folder(
+            wanted.id, run_dir / "model", dtype=wanted.dtype, seed=config.seed, on_progress=say
+        )
     options = config.vllm
     if options.max_model_len is None:
         longest = longest_prompt(tokenizer) + config.sampling.max_tokens
@@ -86,14 +89,14 @@ def _with_vllm(
         compute = wanted.autocast_dtype
         dtype = wanted.dtype if compute is None else str(compute).removeprefix("torch.")
         options = dataclasses.replace(options, dtype=dtype)
-    tell(
-        f"starting vLLM: max_model_len={options.max_model_len}, "
-        f"max_num_seqs={options.max_num_seqs}, {options.dtype}"
-    )
-    engine = VllmEngine(folder, options, eos_token_ids=eos_ids(folder, tokenizer), seed=config.seed)
+    sizes = f"max_model_len={options.max_model_len}, max_num_seqs={options.max_num_seqs}"
+    with reporter.stage(f"starting vLLM: {sizes}, {options.dtype}"):
+        eos = eos_ids(folder, tokenizer)
+        engine = VllmEngine(folder, options, eos_token_ids=eos, seed=config.seed)
     try:
-        model, report = engine.shared_model(dtype=getattr(torch, wanted.dtype))
-        tell(str(report))
+        with reporter.stage("making the trainer's model of vLLM's weights"):
+            model, report = engine.shared_model(dtype=getattr(torch, wanted.dtype))
+        reporter.message(str(report))
         if (place := next(model.parameters()).device).type != device.type:
             raise ConfigError(
                 f"model.device={wanted.device!r}, but vLLM and the model made of its weights are "
@@ -106,7 +109,9 @@ def _with_vllm(
             decode_steps=config.sampling.max_tokens,
             num_sequences=min(completions, options.max_num_seqs),
         )
-        tell(f"rollouts take the trained weights by {engine.policy.way!r}: {engine.policy.reason}")
+        reporter.message(
+            f"rollouts take the trained weights by {engine.policy.way!r}: {engine.policy.reason}"
+        )
     except BaseException:
         engine.close()
         raise

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
 from fxrl.rl.config import TrainConfig
 from fxrl.rl.judge import Judge, TrainerState
+from fxrl.rl.progress import Say, Stage, silent
 from fxrl.rl.prompts import Prompt, PromptBuilder
 from fxrl.rl.reward_call import Reward
 from fxrl.rl.rewards import combine
@@ -28,6 +30,7 @@ from fxrl.rl.rollout_sections import SamplingConfig
 from fxrl.rl.timing import Clock
 from fxrl.rl.types import Metrics, Rollout, Row
 from fxrl.runtime import Completion, Engine, SamplingParams
+from fxrl.runtime.engine import OnFinished
 from fxrl.runtime.vllm_requests import GenerateTimeoutError
 
 ENGINE_SYNC = ("fold", "restore", "sync")
@@ -75,6 +78,7 @@ class Roller:
         sampling: how to draw.
         tokenizer: decodes completions.
         retries: further tries of a generation that took too long.
+        stage: says what is being done.
     """
 
     def __init__(
@@ -85,7 +89,9 @@ class Roller:
         sampling: SamplingConfig,
         tokenizer: Any,
         retries: int = 0,
+        stage: Stage = silent,
     ) -> None:
+        self.stage = stage
         self.engine, self.builder, self.rewards = engine, builder, rewards
         self.sampling, self.tokenizer, self.retries = sampling, tokenizer, retries
         self._retried: list[str] = []
@@ -117,15 +123,16 @@ class Roller:
         """
         prompts = [self.builder.prompt(row) for row in rows]
         before = dict(self.engine.timings)
-        with clock.phase("generate"):
+        total = len(rows) * params.n
+        with clock.phase("generate"), self.stage(f"generating: {total} completions") as say:
             ids = [self.builder.encode(prompt) for prompt in prompts]
             judge, groups = self._generate(
-                ids, params, lambda: Judge(rows, prompts, self.rewards, self.tokenizer, state)
+                ids, params, lambda: Judge(rows, prompts, self.rewards, self.tokenizer, state), say
             )
         # Times that are not of this call stay in ``timings`` as they were.
         new = {k: v for k, v in self.engine.timings.items() if before.get(k) != v}
         clock.move("generate", "sync", sum(new.get(name, 0.0) for name in ENGINE_SYNC))
-        with clock.phase("reward"):
+        with clock.phase("reward"), self.stage(f"judging: {total} completions"):
             verdict = judge.verdict(groups)
         weights = [reward.weight for reward in self.rewards]
         return Judged(
@@ -137,13 +144,18 @@ class Roller:
         )
 
     def _generate(
-        self, ids: Sequence[list[int]], params: SamplingParams, new_judge: Callable[[], Judge]
+        self,
+        ids: Sequence[list[int]],
+        params: SamplingParams,
+        new_judge: Callable[[], Judge],
+        say: Say,
     ) -> tuple[Judge, list[list[Completion]]]:
         """Draws, again where that took too long; each try draws the same."""
         for left in reversed(range(self.retries + 1)):
             judge, sampler = new_judge(), self.engine.state_dict()
+            finished = _counted(judge.finished, len(ids) * params.n, say)
             try:
-                return judge, self.engine.generate(ids, params, on_finished=judge.finished)
+                return judge, self.engine.generate(ids, params, on_finished=finished)
             except GenerateTimeoutError as error:
                 judge.abandon()
                 if not left:
@@ -219,6 +231,20 @@ class Roller:
         groups = [range(first, first + num) for first in range(0, total, num)]
         telling = [group for group in groups if _differ([judged.totals[i] for i in group])]
         return [i for group in telling for i in group]
+
+
+def _counted(told: OnFinished, total: int, say: Say) -> OnFinished:
+    """``told``, and ``say`` how many completions are there and how fast their tokens come."""
+    start = time.perf_counter()
+    lengths: list[int] = []
+
+    def finished(prompt: int, completions: list[Completion]) -> None:
+        told(prompt, completions)
+        lengths.extend(len(completion.token_ids) for completion in completions)
+        speed = sum(lengths) / (time.perf_counter() - start)
+        say(f"generating: {len(lengths)} of {total} completions, {speed:.0f} tokens/s")
+
+    return finished
 
 
 def _differ(totals: Sequence[float]) -> bool:

@@ -20,7 +20,7 @@ from fxrl.rl.binding import REST
 from fxrl.rl.checks import above, at_least, none_of, regular_expression, when, within
 from fxrl.rl.named import loss_problems, optimizer_problems
 
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class ModelConfig:
 
     Attributes:
         id: local folder, hub id, or ``tiny:<kind>`` (random weights, made on the fly).
-        dtype: of the weights; the optimizer works in it.
+        dtype: of the weights; the optimizer works in it. ``auto`` is bfloat16 on a GPU, on a CPU
+            what that is fast at (``fxrl.rl.precision``); weights that are trained stay float32.
         autocast: dtype of matrix products in the train step, ``none`` for the weights' own.
             ``auto`` is bfloat16 for an adapter on bfloat16 weights: PEFT keeps adapters in float32,
             whose products would run without tensor cores (1.77 s instead of 1.22 s for a step's

@@ -22,7 +22,8 @@ from fxrl.rl.drift import loss_measures
 from fxrl.rl.errors import BadConfigError
 from fxrl.rl.named import build_loss
 from fxrl.rl.optim import build_optimizer, build_schedule
-from fxrl.rl.policy import Policy, Tell, build_policy
+from fxrl.rl.policy import Policy, build_policy
+from fxrl.rl.progress import Reporter, Stage
 from fxrl.rl.prompts import PromptBuilder, question_text
 from fxrl.rl.reward_call import CallRules, Reward
 from fxrl.rl.rewards import build_rewards
@@ -62,6 +63,7 @@ class Parts:
         old_policy: scores completions before the first of several updates; else ``None``.
         reference: scores them under the reference policy; ``None`` without a KL.
         probe: scores some of them for the drift, where the loss does not measure it.
+        stage: says what is being done.
     """
 
     model: nn.Module
@@ -74,6 +76,7 @@ class Parts:
     old_policy: Callable[[Batch], torch.Tensor] | None
     reference: Callable[[Batch], torch.Tensor] | None
     probe: Callable[[Batch], torch.Tensor] | None
+    stage: Stage
 
 
 def seed_everything(seed: int) -> None:
@@ -115,7 +118,9 @@ def read_questions(config: TrainConfig) -> Questions:
     return Questions(source, split, rewards)
 
 
-def build_parts(config: TrainConfig, questions: Questions, run_dir: Path, tell: Tell) -> Parts:
+def build_parts(
+    config: TrainConfig, questions: Questions, run_dir: Path, reporter: Reporter
+) -> Parts:
     """Loads the model and wires the run together.
 
     Raises:
@@ -130,9 +135,10 @@ def build_parts(config: TrainConfig, questions: Questions, run_dir: Path, tell: 
     def longest_prompt(tokenizer: Any) -> int:
         return _longest_prompt(prompts(tokenizer), questions.split, config)
 
-    policy = build_policy(config, device, run_dir, longest_prompt, tell)
+    policy = build_policy(config, device, run_dir, longest_prompt, reporter)
     try:
-        return _around(policy, prompts(policy.tokenizer), config, questions, run_dir, device)
+        builder = prompts(policy.tokenizer)
+        return _around(policy, builder, config, questions, run_dir, device, reporter.stage)
     except BaseException:
         policy.engine.close()
         raise
@@ -145,6 +151,7 @@ def _around(
     questions: Questions,
     run_dir: Path,
     device: torch.device,
+    stage: Stage,
 ) -> Parts:
     """What goes around model and engine."""
     model, tokenizer, engine = policy
@@ -176,7 +183,13 @@ def _around(
         engine=engine,
         questions=questions,
         roller=Roller(
-            engine, builder, questions.rewards, config.sampling, tokenizer, config.engine_retries
+            engine,
+            builder,
+            questions.rewards,
+            config.sampling,
+            tokenizer,
+            config.engine_retries,
+            stage,
         ),
         stream=PromptStream(len(questions.split.train), config.seed, shuffle=config.data.shuffle),
         updater=Updater(
@@ -192,6 +205,7 @@ def _around(
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
         probe=None if loss_measures(config.loss.name) else old_policy or scorer(model),
+        stage=stage,
     )
 
 

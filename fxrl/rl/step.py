@@ -31,6 +31,9 @@ from fxrl.rl.types import Batch, Metrics, Rollout, Row
 class Step:
     """Step ``number`` of a run.
 
+    Args:
+        first: of this process, so the train step is captured in it.
+
     Attributes:
         updated: a weight has changed.
         trained: all updates are made.
@@ -39,8 +42,8 @@ class Step:
         engine_state: the sampler's, after them.
     """
 
-    def __init__(self, config: TrainConfig, parts: Parts, number: int) -> None:
-        self.config, self.parts, self.number = config, parts, number
+    def __init__(self, config: TrainConfig, parts: Parts, number: int, *, first: bool) -> None:
+        self.config, self.parts, self.number, self.first = config, parts, number, first
         self.device = next(parts.model.parameters()).device
         self.clock = Clock(self.device)
         self.updated = self.trained = False
@@ -60,9 +63,11 @@ class Step:
         with ExitStack() as standby:
             with clock.phase("release"):
                 standby.enter_context(parts.engine.standby())
-            with clock.phase("score"):
+            with clock.phase("score"), parts.stage("scoring: micro-batches, old log-probs"):
                 batches = self._batches(rollout)
-            with clock.phase("train"):
+            tokens = f"{rollout.num_tokens} tokens"
+            first = ", and the step is captured" if self.first else ""
+            with clock.phase("train"), parts.stage(f"training: {tokens}{first}"):
                 updates = self._updates(batches)
             self.trained = True
             self.record |= mean_of(updates) | rollout.metrics

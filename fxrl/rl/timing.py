@@ -21,8 +21,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 PHASES = ("generate", "reward", "release", "score", "train", "wake", "sync", "other")
 
@@ -45,6 +47,8 @@ class Clock:
         start = time.perf_counter()
         yield
         if self.device.type == "cuda":
+            import torch  # not above: what a run shows first has the phases' names and no PyTorch
+
             torch.cuda.synchronize(self.device)
         self.seconds[name] += time.perf_counter() - start
 

@@ -89,7 +89,8 @@ class Trainer:
                 self._tell_report(reporter)
                 for failure in self.parts.roller.failures():
                     tell(failure)
-                if (warning := self._drift.warning(record)) is not None:
+                # The embedded engine's model is the trainer's own: what differs is rounding.
+                if config.engine == "vllm" and (warning := self._drift.warning(record)):
                     tell(f"step {self.done}: {warning}")
                 reporter.step(record, samples)
                 self._save_if_due(reporter, last=self.done == config.steps or bool(stop))
@@ -137,25 +138,27 @@ class Trainer:
 
     def _save(self, state: Mapping[str, Any]) -> Path:
         updater = self.parts.updater
-        return checkpoint.save_checkpoint(
-            self.run_dir,
-            self.done,
-            model=self.parts.model,
-            optimizer={
-                "optimizer": updater.optimizer.state_dict(),
-                "schedule": updater.schedule.state_dict(),
-            },
-            state={name: state[name] for name in ("engine", "random")},
-            trainer={
-                "position": state["position"],
-                "num_tokens": self.num_tokens,
-                "num_skipped": updater.num_skipped,
-                "num_skipped_in_a_row": updater.num_skipped_in_a_row,
-                "initial": self.initial,
-                "config": as_table(self.config),
-            },
-            keep=self.config.keep_checkpoints,
-        )
+        trainer = {
+            "position": state["position"],
+            "num_tokens": self.num_tokens,
+            "num_skipped": updater.num_skipped,
+            "num_skipped_in_a_row": updater.num_skipped_in_a_row,
+            "initial": self.initial,
+            "config": as_table(self.config),
+        }
+        with self.parts.stage("saving: a checkpoint"):
+            return checkpoint.save_checkpoint(
+                self.run_dir,
+                self.done,
+                model=self.parts.model,
+                optimizer={
+                    "optimizer": updater.optimizer.state_dict(),
+                    "schedule": updater.schedule.state_dict(),
+                },
+                state={name: state[name] for name in ("engine", "random")},
+                trainer=trainer,
+                keep=self.config.keep_checkpoints,
+            )
 
     def _guarded_step(
         self, metrics: JsonLines, reporter: Reporter
@@ -207,7 +210,7 @@ class Trainer:
 
     def _step(self) -> tuple[dict[str, Any], Rollout]:
         number = self.done + 1
-        step = self._step_now = Step(self.config, self.parts, number)
+        step = self._step_now = Step(self.config, self.parts, number, first=not self._reported)
         rollout = step.run()
         self.num_tokens += rollout.num_tokens
         self.done = number
@@ -236,14 +239,15 @@ class Trainer:
         return {k: v for k, v in line.items() if not k.startswith("eval/") or k in initial}
 
     def _evaluate(self) -> Metrics:
-        parts = self.parts
-        return evaluate(
-            parts.roller,
-            parts.questions.split.held_out,
-            self.config.eval,
-            self.config.data.answer,
-            self._trainer_state(self.done),
-        )
+        rows = self.parts.questions.split.held_out
+        with self.parts.stage(f"evaluating: {len(rows)} held-out questions"):
+            return evaluate(
+                self.parts.roller,
+                rows,
+                self.config.eval,
+                self.config.data.answer,
+                self._trainer_state(self.done),
+            )
 
     def _evaluate_untrained(self, board: TensorBoard | None) -> None:
         """Before the first step; written into its line as ``eval/initial_*``."""

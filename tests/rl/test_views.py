@@ -3,14 +3,18 @@
 import io
 import json
 import math
+import subprocess
+import sys
+import time
 
 import pytest
 from rich.console import Console
 
 from fxrl.ir.remark import Remark, RemarkKind, Report
+from fxrl.rl import progress
 from fxrl.rl.metrics import JsonLines, TensorBoard, read_lines
 from fxrl.rl.plots import plot_curves, plot_times, running_mean
-from fxrl.rl.progress import JsonReporter, RichReporter
+from fxrl.rl.progress import JsonReporter, LogReporter, reporter_on
 
 RECORDS = [
     {"step": i, "reward": i / 9, "reward_std": 0.1, "kl": 0.01 * i, "loss": None}
@@ -30,21 +34,23 @@ REPORT = Report(
 def shown(terminal):
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=150)
-    with RichReporter(console, total=9) as reporter:
+    with reporter_on(console, json=False) as reporter:
+        reporter.begin(9, 0)
         reporter.report(REPORT)
         for record in RECORDS:
             reporter.step(record, [SAMPLE])
         reporter.message("a [word]")
-    reporter.summary({"reward": 0.25, "model": "out/final"})
+        reporter.summary({"reward": 0.25, "model": "out/final"})
     return stream.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_view_has_report_steps_samples_and_summary(terminal):
     text = shown(terminal)
-    for words in ("fuse-linear-logprob", "a.py:3", "1 MiB", "escapes; do not return it"):
+    for words in ("fuse-linear-logprob", "a.py:3", "1 MiB", "escapes", "cure: do not return it"):
         assert words in text
-    assert "1 applied, 1 missed, 1 MiB predicted to be saved" in text
+    assert "predicted to save 1 MiB at the peak" in text
+    assert "1 applied, 1 missed" in text
     assert "a [word]" in text
     assert r"[bold]1 + 1?\n" in text
     assert r"2\x07[/x]" in text
@@ -68,6 +74,94 @@ def test_json_lines_are_json():
     events = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [event["event"] for event in events] == ["remark", "remark", "step"]
     assert events[2]["loss"] is None
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_log_says_what_is_being_done_once_and_again_when_it_is_quiet():
+    stream, clock = io.StringIO(), Clock()
+    log = LogReporter(Console(file=stream, width=80), clock)
+    with log.stage("loading: a [model]") as say:
+        clock.now += 4
+        say("converting: 1 of 9 [parts]")
+        for _ in range(12):
+            clock.now += 1
+            log.tick()
+        say("converting: 8 of 9 [parts]")  # new numbers are no news
+    for _ in range(2):
+        clock.now += 4
+        with log.stage("training: 5 tokens"), log.stage("compiling: 2 bodies"):
+            clock.now += 5
+            log.tick()
+        log.tick()
+    clock.now += 60
+    log.tick()  # nothing is being done
+    assert [line.split(" s  ") for line in stream.getvalue().splitlines()] == [
+        ["   0.0", "loading: a [model]"],
+        ["   4.0", "converting: 1 of 9 [parts]"],
+        ["  14.0", "converting: 1 of 9 [parts] (14 s)"],
+        ["  20.0", "training: 5 tokens"],
+        ["  20.0", "compiling: 2 bodies"],
+        ["  34.0", "compiling: 2 bodies (5 s)"],  # nothing was written for 14 s
+    ]
+
+
+def test_json_has_the_stages_too():
+    stream, clock = io.StringIO(), Clock()
+    reporter = JsonReporter(Console(file=stream, width=20), clock)
+    with reporter.stage("generating: 8 completions"):
+        clock.now += 12.34
+        reporter.tick()
+    assert [json.loads(line) for line in stream.getvalue().splitlines()] == [
+        {"event": "stage", "text": "generating: 8 completions", "elapsed_s": 0.0},
+        {"event": "stage", "text": "generating: 8 completions (12 s)", "elapsed_s": 12.3},
+    ]
+
+
+def test_a_terminal_shows_the_innermost_stage_and_its_seconds():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    reporter = reporter_on(console, json=False)
+    clock = reporter.clock = Clock()
+    reporter.start = clock.now
+
+    def seen():
+        with console.capture() as capture:
+            console.print(reporter.view())
+        return capture.get()
+
+    with reporter.stage("training"):
+        clock.now += 3
+        with reporter.stage("compiling: 2 [bodies]") as say:
+            clock.now += 4
+            assert "compiling: 2 [bodies]  4 s  (7 s in all)" in seen()
+            say("compiling: 1 of 2")
+            assert "compiling: 1 of 2  4 s" in seen()
+        assert "training  7 s" in seen()
+    assert seen().strip() == ""
+
+
+def test_a_thread_writes_while_the_run_is_busy(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    with LogReporter(Console(file=stream, width=80)) as log, log.stage("capturing"):
+        for _ in range(1000):
+            if "capturing (" in stream.getvalue():
+                break
+            time.sleep(0.01)
+    assert "capturing (" in stream.getvalue()
+
+
+def test_the_first_words_do_not_wait_for_torch():
+    code = "import fxrl.rl.train, sys; print(*{'torch', 'numpy', 'transformers'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
