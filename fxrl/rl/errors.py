@@ -27,12 +27,3 @@ class NonFiniteError(FxrlError):
 
 class BadConfigError(ConfigError):
     """All problems of a training configuration at once, one per line."""
-
-
-class MissingPackageError(FxrlError, ImportError):
-    """An optional package is needed for what the configuration asks."""
-
-    def __init__(self, package: str, needed_for: str) -> None:
-        super().__init__(
-            f"{needed_for} needs the package {package}; pip install 'fxrl[demo]' brings it"
-        )

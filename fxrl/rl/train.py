@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fxrl.errors import FxrlError
-from fxrl.rl.progress import reporter_on
+from fxrl.rl.report.progress import reporter_on
 
 FAILED, BAD_CONFIG = 1, 2
 
@@ -44,8 +44,8 @@ def main(
     try:
         with reporter_on(console, json=json) as reporter:
             with reporter.stage("importing PyTorch"):
-                from fxrl.rl import run
-                from fxrl.rl.named import importable_from
+                from fxrl.rl.config.named import importable_from
+                from fxrl.rl.loop import run
             with importable_from(Path(config_path).parent, Path.cwd()):
                 with reporter.stage("reading the configuration and the data"):
                     task = run.prepare(config_path, overrides, wanted, reporter)
