@@ -1,6 +1,7 @@
 """Engines by name: each makes the model and itself in the order that it needs."""
 
 import typing
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ def spec(calls, **changes):
         "autocast": None,
         "seed": 3,
         "tell": calls.append,
+        "stage": lambda text: nullcontext(calls.append(text)),
     }
     return EngineSpec(**given | changes)
 
