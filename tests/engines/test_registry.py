@@ -11,7 +11,7 @@ import torch
 from fxrl.engines import ENGINES, EngineError, EngineSpec, TorchEngine, VllmOptions, build_engine
 from fxrl.errors import ConfigError
 from fxrl.models import load_model
-from fxrl.rl.config import TrainConfig
+from fxrl.rl.config.tables import TrainConfig
 
 
 def spec(calls, **changes):
