@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         1 if fxrl failed in one of them, else 0.
     """
     notes = [
-        f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0, on_miss=error; "
-        f"checkpointing {'off' if args.no_checkpointing else 'on'}; "
+        f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0, "
+        f"on_miss=error; checkpointing {'off' if args.no_checkpointing else 'on'}; "
         f"{args.micro_batches} micro-batches an update",
         f"{args.shape} shape, LoRA r={args.rank}, all linear layers, bf16, random weights; "
         f"rows of {args.prompt} prompt and {args.completion} completion tokens",

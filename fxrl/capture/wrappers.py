@@ -38,10 +38,8 @@ class Wrapper:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._ddp: Any = None
-        self.inner = model
-        if isinstance(model, DistributedDataParallel) and _opens(model):
-            self._ddp, self.inner = model, _without_reducer(model)
+        self._ddp: Any = model if _opens(model) else None
+        self.inner = model if self._ddp is None else _without_reducer(self._ddp)
         self.report = Report.of(_misses(self.inner))
 
     def run(self, captured: Callable[[], Any]) -> Any:
@@ -52,21 +50,22 @@ class Wrapper:
         return self._ddp._post_forward(captured())
 
 
-def _opens(ddp: DistributedDataParallel) -> bool:
-    """Whether the wrapper's forward is DDP's own, and its module computes in its own dtypes."""
-    own = type(ddp).forward is DistributedDataParallel.forward
-    return own and ddp.mixed_precision is None
+def _opens(model: nn.Module) -> bool:
+    """Whether the model is a DDP wrapper with DDP's own forward, its module's dtypes untouched."""
+    is_ddp = isinstance(model, DistributedDataParallel) and model.mixed_precision is None
+    return is_ddp and type(model).forward is DistributedDataParallel.forward
 
 
-def _without_reducer(ddp: DistributedDataParallel) -> nn.Module:
+def _without_reducer(ddp: nn.Module) -> nn.Module:
     """The wrapper under another class: one ``__dict__``, the module's forward alone."""
-    inner = object.__new__(_inner_class(type(ddp)))
+    kind: Any = type(ddp)
+    inner = object.__new__(_inner_class(kind))
     inner.__dict__ = ddp.__dict__
     return inner
 
 
 @cache
-def _inner_class(kind: type[DistributedDataParallel]) -> type[DistributedDataParallel]:
+def _inner_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"forward": _module_alone})
 
 

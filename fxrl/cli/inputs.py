@@ -18,8 +18,8 @@ from fxrl.models.build import read_config
 from fxrl.models.hf import optional, why_no_hub
 from fxrl.models.load import Source, resolve
 from fxrl.models.tiny import parse_tiny
-from fxrl.rl.binding import Text, bind, merge_override, parse_override
-from fxrl.rl.named import importable_from
+from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
+from fxrl.rl.config.named import importable_from
 
 
 def optimize_config(pairs: Iterable[str]) -> Config:

@@ -14,20 +14,21 @@ import torch
 from torch import fx
 
 from fxrl import kernels
+from fxrl.capture.breaks import break_of, break_remarks
 from fxrl.capture.lower import lower
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.outer import restore_checkpoints, run_outer
 from fxrl.config import Config
 from fxrl.errors import FxrlError
-from fxrl.ir.capture_record import Capture, GraphBreak
+from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import CHECKPOINT, HigherOrderOperator
 from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import region_calls
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.ir.site import name_sites
-from fxrl.ir.source import source_of_trace, user_source
+from fxrl.ir.source import user_source
 from fxrl.passes import pipeline
 
 Run = Callable[..., Any]
@@ -61,7 +62,8 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         capture = Capture(len(self.captures), gm)
         self.captures.append(capture)
-        _note_breaks(capture)
+        capture.graph_breaks += break_of(gm)
+        capture.remarks += break_remarks(capture.graph_breaks, f"{capture.index}:graph")
         _note_checkpoints(capture)
         rewritten = self._rewrite(capture)
         if rewritten is None:
@@ -209,24 +211,3 @@ def _note_checkpoints(capture: Capture) -> None:
         site, source = f"{capture.index}:checkpoints", user_source(calls[0])
         fact = Remark(RemarkKind.ANALYSIS, "capture", site, source, reason)
         capture.remarks += Report((fact,))
-
-
-def _note_breaks(capture: Capture) -> None:
-    """Why Dynamo ended this graph, if it was a break."""
-    reason = getattr(capture.dynamo, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
-        return
-    trace = "".join(
-        f'File "{f.filename}", line {f.lineno}, in {f.name}\n' for f in reason.user_stack
-    )
-    found = GraphBreak(str(reason.reason).strip().splitlines()[0], source_of_trace(trace))
-    capture.graph_breaks.append(found)
-    missed = Remark(
-        RemarkKind.MISSED,
-        "capture",
-        f"{capture.index}:graph",
-        found.source,
-        f"graph break: {found.reason}",
-        "move that code out of the loss, or write it with tensor ops",
-    )
-    capture.remarks += Report((missed,))

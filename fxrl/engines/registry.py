@@ -10,6 +10,7 @@ optimizer may be made only afterwards, since it refers to the parameters, holds 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +37,7 @@ class EngineSpec:
         autocast: dtype that it computes in, where that is another one.
         seed: of the engine's own draws.
         tell: takes a line for the user.
+        stage: says what is being done for the time of a ``with``; gives what takes details.
         options: the engine's own, such as ``VllmOptions``; ``None`` where it has none.
     """
 
@@ -49,6 +51,7 @@ class EngineSpec:
     autocast: torch.dtype | None
     seed: int
     tell: Callable[[str], None]
+    stage: Callable[[str], AbstractContextManager[Callable[[str], None]]]
     options: Any = None
 
 

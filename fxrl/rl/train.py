@@ -8,28 +8,15 @@ can be resumed (143 for SIGTERM). A second signal kills at once.
 from __future__ import annotations
 
 import json as jsonlib
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from fxrl.errors import ConfigError, FxrlError
-from fxrl.rl import checkpoint
-from fxrl.rl.config import TrainConfig
-from fxrl.rl.errors import BadConfigError, CheckpointError, DataError
-from fxrl.rl.interrupt import StopRequest, stop_on_signal
-from fxrl.rl.load_config import as_table, load_config
-from fxrl.rl.metrics import METRICS, read_lines
-from fxrl.rl.named import importable_from
-from fxrl.rl.plots import plot_curves, plot_times
-from fxrl.rl.progress import JsonReporter, Reporter, RichReporter
-from fxrl.rl.setup import Questions, build_parts, read_questions, seed_everything
-from fxrl.rl.storage import keep_trying, try_to_write, why
-from fxrl.rl.trainer import Trainer
+from fxrl.errors import FxrlError
+from fxrl.rl.report.progress import reporter_on
 
-OK, FAILED, BAD_CONFIG = 0, 1, 2
+FAILED, BAD_CONFIG = 1, 2
 
 
 def main(
@@ -52,140 +39,23 @@ def main(
         The exit code, see the module's docstring.
     """
     console, errors = Console(), Console(stderr=True)
-    wanted = resume if resume is not None else False
+    wanted = False if resume is None else resume
+    code = BAD_CONFIG
     try:
-        with importable_from(Path(config_path).parent, Path.cwd()):
-            try:
-                config = load_config(config_path, overrides)
-                found = _where_to_start(config, wanted)
-                questions = read_questions(config)
-            except (ConfigError, DataError, CheckpointError, ImportError) as error:
-                _tell_error(error, console if json else errors, json)
-                return BAD_CONFIG
-            reporter: Reporter = JsonReporter(console) if json else _rich(config, found, console)
-            return _run(config, questions, found, reporter)
-    except FxrlError as error:
+        with reporter_on(console, json=json) as reporter:
+            with reporter.stage("importing PyTorch"):
+                from fxrl.rl.config.named import importable_from
+                from fxrl.rl.loop import run
+            with importable_from(Path(config_path).parent, Path.cwd()):
+                with reporter.stage("reading the configuration and the data"):
+                    task = run.prepare(config_path, overrides, wanted, reporter)
+                code = FAILED
+                return run.run(task, reporter)
+    except (FxrlError, ImportError) as error:
+        if code == FAILED and not isinstance(error, FxrlError):
+            raise
         _tell_error(error, console if json else errors, json)
-        return FAILED
-
-
-def _run(config: TrainConfig, questions: Questions, found: Path | None, reporter: Reporter) -> int:
-    run_dir = Path(config.run_dir)
-    try_to_write(lambda: _start_folder(config, run_dir), str(run_dir))
-    seed_everything(config.seed)
-    parts = build_parts(config, questions, run_dir, reporter.message)
-    try:
-        trainer = Trainer(config, parts, run_dir)
-        if found is not None:
-            trainer.resume(found)
-            reporter.message(f"resumed at step {trainer.done} from {found}")
-        with stop_on_signal() as stop, reporter:
-            trainer.run(reporter, stop)
-    finally:
-        parts.engine.close()
-    return _finish(trainer, stop, reporter)
-
-
-def _start_folder(config: TrainConfig, run_dir: Path) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.json").write_text(jsonlib.dumps(as_table(config), indent=1) + "\n")
-
-
-def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
-    config, run_dir = trainer.config, trainer.run_dir
-    records = read_lines(run_dir / METRICS)
-    _draw(records, trainer, reporter)
-    if stop and trainer.done < config.steps:
-        reporter.message(
-            f"stopped after step {trainer.done} of {config.steps}; go on with --resume "
-            f"run_dir={run_dir}"
-        )
-        return stop.exit_code
-    values = summarize(records, trainer)
-
-    def write() -> None:
-        final = str(run_dir / "final")
-        trainer.parts.model.save_pretrained(final)  # type: ignore[operator]
-        trainer.parts.tokenizer.save_pretrained(final)
-        (run_dir / "summary.json").write_text(jsonlib.dumps(values, indent=1) + "\n")
-
-    keep_trying(
-        write,
-        "the trained model",
-        reporter.message,
-        retries=config.disk_retries,
-        wait_s=config.disk_wait_s,
-    )
-    reporter.summary(values)
-    return OK
-
-
-def _draw(records: Sequence[dict[str, Any]], trainer: Trainer, reporter: Reporter) -> None:
-    """The curves; without room on the disk the run goes on without them."""
-    run_dir, title = trainer.run_dir, f"{trainer.config.model.id}: {trainer.run_dir.name}"
-    try:
-        trainer.write_ledger()
-        if records:
-            plot_curves(records, run_dir / "reward_curve.png", title)
-            plot_times(records, run_dir / "time_breakdown.png", title)
-    except OSError as error:
-        reporter.message(f"{run_dir}: {why(error)}; the curves are not drawn")
-
-
-def summarize(records: Sequence[dict[str, Any]], trainer: Trainer) -> dict[str, Any]:
-    """What the run came to: rewards at both ends, held-out accuracy, tokens, time, files."""
-    tenth = max(1, len(records) // 10)
-    values: dict[str, Any] = {
-        "steps": trainer.done,
-        "reward, first steps": _mean(records[:tenth], "reward"),
-        "reward, last steps": _mean(records[-tenth:], "reward"),
-    }
-    if trainer.config.eval.size:
-        values |= {
-            "held-out accuracy before": trainer.initial.get("eval/initial_accuracy"),
-            "held-out accuracy after": records[-1].get("eval/accuracy"),
-            "most frequent answer": trainer.initial.get("eval/majority_baseline"),
-        }
-    return values | {
-        "seconds a step, median": statistics.median(r["step_time"] for r in records),
-        "tokens": trainer.num_tokens,
-        "seconds": sum(record["step_time"] for record in records),
-        "updates skipped": trainer.parts.updater.num_skipped,
-        "model": str(trainer.run_dir / "final"),
-        "curve": str(trainer.run_dir / "reward_curve.png"),
-    }
-
-
-def _mean(records: Sequence[dict[str, Any]], key: str) -> float | None:
-    values = [record[key] for record in records if record.get(key) is not None]
-    return sum(values) / len(values) if values else None
-
-
-def _where_to_start(config: TrainConfig, resume: bool | str) -> Path | None:
-    """The checkpoint to go on from; ``None`` for the beginning.
-
-    Raises:
-        BadConfigError: a new run would overwrite another one.
-    """
-    run_dir = Path(config.run_dir)
-    if resume is not False:
-        found = checkpoint.find_checkpoint(run_dir, resume)
-        if found is not None:
-            saved = checkpoint.read_trainer(found)
-            checkpoint.check_same_run(found, saved["config"], as_table(config))
-        return found
-    lines = read_lines(run_dir / METRICS)
-    if lines or checkpoint.list_checkpoints(run_dir):
-        raise BadConfigError(
-            f"run_dir={config.run_dir} already holds a run ({len(lines)} steps); go on with "
-            "--resume, or give another run_dir"
-        )
-    return None
-
-
-def _rich(config: TrainConfig, found: Path | None, console: Console) -> Reporter:
-    done = int(checkpoint.read_trainer(found)["step"]) if found is not None else 0
-    return RichReporter(console, config.steps, done)
+        return code
 
 
 def _tell_error(error: BaseException, console: Console, json: bool) -> None:

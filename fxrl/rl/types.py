@@ -11,7 +11,7 @@ from fxrl.engines import Completion
 Row = dict[str, Any]
 """One question: the dataset's columns."""
 Batch = dict[str, Any]
-"""What a loss gets: tensors and the flag ``right_padded``; see ``fxrl.rl.batching``."""
+"""What a loss gets: tensors and the flag ``right_padded``; see ``fxrl.rl.loop.batching``."""
 Metrics = dict[str, float | None]
 """Metric name to value; ``None`` where it is not finite or does not exist."""
 

@@ -1,4 +1,4 @@
-"""Models in wrappers: DDP keeps the rewrite and its sync; what cannot be opened says so."""
+"""Models in wrappers: DDP keeps the rewrite and its gradient sync; others are misses."""
 
 from __future__ import annotations
 

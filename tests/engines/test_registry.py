@@ -1,6 +1,7 @@
 """Engines by name: each makes the model and itself in the order that it needs."""
 
 import typing
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from fxrl.engines import ENGINES, EngineError, EngineSpec, TorchEngine, VllmOptions, build_engine
 from fxrl.errors import ConfigError
 from fxrl.models import load_model
-from fxrl.rl.config import TrainConfig
+from fxrl.rl.config.tables import TrainConfig
 
 
 def spec(calls, **changes):
@@ -31,6 +32,7 @@ def spec(calls, **changes):
         "autocast": None,
         "seed": 3,
         "tell": calls.append,
+        "stage": lambda text: nullcontext(calls.append(text)),
     }
     return EngineSpec(**given | changes)
 

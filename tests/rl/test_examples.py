@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fxrl.rl.load_config import load_config
+from fxrl.rl.config.load import load_config
 from fxrl.rl.train import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -335,13 +335,13 @@ def build(spec: EngineSpec) -> Built:
     """The engine first: the trainer's model is made of its weights."""
     folder, tokenizer = spec.folder()
     options = _options_of(spec, tokenizer)
-    spec.tell(
-        f"starting vLLM: max_model_len={options.max_model_len}, "
-        f"max_num_seqs={options.max_num_seqs}, {options.dtype}"
-    )
-    engine = VllmEngine(folder, options, eos_token_ids=_eos_ids(folder, tokenizer), seed=spec.seed)
+    sizes = f"max_model_len={options.max_model_len}, max_num_seqs={options.max_num_seqs}"
+    eos = _eos_ids(folder, tokenizer)
+    with spec.stage(f"starting vLLM: {sizes}, {options.dtype}"):
+        engine = VllmEngine(folder, options, eos_token_ids=eos, seed=spec.seed)
     try:
-        model, report = engine.shared_model(dtype=spec.dtype)
+        with spec.stage("making the trainer's model of vLLM's weights"):
+            model, report = engine.shared_model(dtype=spec.dtype)
         spec.tell(str(report))
         if (place := next(model.parameters()).device).type != spec.device.type:
             raise ConfigError(

@@ -10,6 +10,7 @@ result (CUDA) we ask for that; elsewhere the head is widened one block of vocabu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,33 +27,73 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """Products round as their operands' dtype says, whatever the user has set; restored after.
+def full_precision(
+    device_type: str, dtype: torch.dtype, *, narrow_result: bool = False
+) -> Iterator[None]:
+    """Products of such operands round as their dtype says, whatever the user has set.
+
+    Args:
+        device_type: where the operands are.
+        dtype: the operands' own.
+        narrow_result: some result is not wider than the operands.
 
     NOTE [Why TF32 is switched off]
     TF32 keeps 10 bits of a float32 operand, and oneDNN may keep 7: a log-prob would be off by
     more than a policy ratio's clip range, in the one place where it decides. By default cuBLAS may
-    also add the parts of a split bf16 product in bf16, which a sum over 10^5 tokens cannot afford.
+    also add the parts of a split bf16 product in the result's dtype, which a sum over 10^5 tokens
+    cannot afford where that is bf16.
+
+    NOTE [Why only what acts on these operands]
+    The settings are the process's. While they differ, a capture in another thread fails (Dynamo
+    guards on them), so by default nothing is set; and what is set stays until the last thread that
+    needs it is done.
     """
-    onednn: Any = torch.backends.mkldnn
-    settings = (
-        (torch.backends.cuda.matmul, "fp32_precision", "ieee"),
-        (torch.backends.cuda.matmul, "allow_fp16_accumulation", False),
-        (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
-        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
-        (onednn.matmul, "fp32_precision", "ieee"),
-    )
-    changed = []
+    held = list(_settings(device_type, dtype, narrow_result))
+    for setting in held:
+        _hold(*setting)
     try:
-        for owner, name, exact in settings:
-            value = getattr(owner, name)
-            if value not in (exact, "none"):
-                changed.append((owner, name, value))
-                setattr(owner, name, exact)
         yield
     finally:
-        for owner, name, value in changed:
-            setattr(owner, name, value)
+        for setting in held:
+            _release(*setting)
+
+
+_LOCK = threading.Lock()
+_HELD: dict[tuple[Any, str], tuple[int, Any]] = {}  # how many threads need it, and the user's value
+
+
+def _hold(owner: Any, name: str, exact: Any) -> None:
+    with _LOCK:
+        count, theirs = _HELD.get((owner, name), (0, getattr(owner, name)))
+        _HELD[owner, name] = count + 1, theirs
+        if count == 0 and theirs not in (exact, "none"):
+            setattr(owner, name, exact)
+
+
+def _release(owner: Any, name: str, exact: Any) -> None:
+    with _LOCK:
+        count, theirs = _HELD.pop((owner, name))
+        if count > 1:
+            _HELD[owner, name] = count - 1, theirs
+        elif theirs not in (exact, "none"):
+            setattr(owner, name, theirs)
+
+
+def _settings(
+    device_type: str, dtype: torch.dtype, narrow_result: bool
+) -> Iterator[tuple[Any, str, Any]]:
+    onednn: Any = torch.backends.mkldnn
+    matmul = torch.backends.cuda.matmul
+    if device_type != "cuda":
+        yield onednn.matmul, "fp32_precision", "ieee"
+        return
+    if dtype != torch.bfloat16:  # float16's gradients are multiplied in float32
+        yield matmul, "fp32_precision", "ieee"
+    if dtype == torch.float16:
+        yield matmul, "allow_fp16_accumulation", False
+    if narrow_result and dtype in (torch.bfloat16, torch.float16):
+        short = "bf16" if dtype == torch.bfloat16 else "fp16"
+        yield matmul, f"allow_{short}_reduced_precision_reduction", False
 
 
 def project(hidden: Tensor, weight: Tensor, out: Tensor) -> None:

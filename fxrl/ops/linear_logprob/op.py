@@ -196,7 +196,8 @@ def _forward_op(run: Forward) -> _Op:
         arguments = ForwardArguments.unpack(positional)
         check_sizes(arguments.head)
         check_target(arguments.head)
-        with torch.autocast(arguments.head.hidden.device.type, enabled=False), full_precision():
+        device, dtype = arguments.head.hidden.device.type, arguments.head.hidden.dtype
+        with torch.autocast(device, enabled=False), full_precision(device, dtype):
             return run(arguments).pack()
 
     return op
@@ -205,7 +206,9 @@ def _forward_op(run: Forward) -> _Op:
 def _backward_op(run: Backward) -> _Op:
     def op(*positional: Any) -> tuple[Tensor, ...]:
         arguments = BackwardArguments.unpack(positional)
-        with torch.autocast(arguments.head.hidden.device.type, enabled=False), full_precision():
+        device, dtype = arguments.head.hidden.device.type, arguments.head.hidden.dtype
+        exact = full_precision(device, dtype, narrow_result=arguments.want_weight)
+        with torch.autocast(device, enabled=False), exact:
             return run(arguments).pack(arguments)
 
     return op

@@ -1,0 +1,287 @@
+"""Binds nested tables (TOML, ``key=value`` overrides) to frozen dataclasses.
+
+Every problem is collected, none raised: the user sees all wrong keys and values at once.
+
+NOTE [Why not pydantic]
+The tree is small, ``tomllib`` and ``dataclasses`` are in the standard library, and the one thing we
+need beyond types - the nearest right name over the whole tree - would be written by hand anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from fxrl.errors import ConfigError
+
+T = TypeVar("T")
+REST = {"rest": True}
+"""Field metadata: this mapping takes the keys of its table that no other field names."""
+
+
+class Table:
+    """A table of the file: a frozen dataclass whose ranges stand in its types.
+
+    ``steps: Annotated[int, at_least(1)] = 100``; what else must hold is said by ``problems``.
+    ``None`` is in every range.
+
+    Raises:
+        ConfigError: values that do not fit, a line each (``bind`` splits them again).
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self), include_extras=True)
+        lines = [
+            f"{name}={value!r} {wrong}"
+            for name, hint in hints.items()
+            for kind in (hint, *typing.get_args(hint))
+            for check in getattr(kind, "__metadata__", ())
+            if (value := getattr(self, name)) is not None and (wrong := check(value))
+        ]
+        if lines := [*lines, *self.problems()]:
+            raise ConfigError("\n".join(lines))
+
+    def problems(self) -> Iterable[str]:
+        """What is wrong besides ranges; each line starts with the key."""
+        return ()
+
+
+Check = Callable[[Any], str | None]
+"""What is wrong with a value, if anything; stands in ``Annotated`` types."""
+
+
+def at_least(low: float) -> Check:
+    """``low`` and above."""
+    return lambda value: None if value >= low else f"is below {low:g}"
+
+
+def above(low: float) -> Check:
+    """Above ``low``."""
+    return lambda value: None if value > low else f"must be above {low:g}"
+
+
+def within(low: float, high: float) -> Check:
+    """In [``low``, ``high``]."""
+    return lambda value: None if low <= value <= high else f"is outside [{low:g}, {high:g}]"
+
+
+def regular_expression(value: str) -> str | None:
+    """Itself a ``Check``: it compiles."""
+    try:
+        re.compile(value)
+    except re.error as error:
+        return f"is no regular expression: {error}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+    """An override's value: what TOML makes of it, and the text as typed for string fields."""
+
+    raw: str
+    value: Any
+
+
+def parse_override(text: str, problems: list[str]) -> tuple[tuple[str, ...], Text] | None:
+    """``"optim.lr=1e-5"`` -> ``(("optim", "lr"), Text("1e-5", 1e-5))``."""
+    key, equals, raw = text.partition("=")
+    parts = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(parts):
+        problems.append(f"{text!r} is not an override; write key=value, such as optim.lr=1e-5")
+        return None
+    raw = raw.strip()
+    if raw.lower() in ("none", "null"):
+        return parts, Text(raw, None)
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw  # a bare word: run_dir=runs/first
+    return parts, Text(raw, value)
+
+
+def merge_override(table: dict[str, Any], path: Sequence[str], value: Text) -> None:
+    """Sets ``table[path[0]][path[1]]...``, making tables on the way."""
+    for part in path[:-1]:
+        inner = table.get(part)
+        table[part] = inner = dict(inner) if isinstance(inner, Mapping) else {}
+        table = inner
+    table[path[-1]] = value
+
+
+def bind(
+    cls: type[T],
+    table: Mapping[str, Any],
+    problems: list[str],
+    *,
+    path: str = "",
+    suggest: Callable[[str], str] | None = None,
+) -> T | None:
+    """An instance of dataclass ``cls``, or ``None`` where ``problems`` got an entry.
+
+    Args:
+        cls: a dataclass; nested dataclasses are nested tables.
+        table: keys and values, values may be ``Text`` (an override).
+        problems: gets one line per wrong key, wrong value or missing key.
+        path: dotted name of ``table`` in the whole tree, for the messages.
+        suggest: the cure for a wrong dotted key; made from ``cls`` where not given.
+    """
+    suggest = suggest or _suggester(cls)
+    before = len(problems)
+    fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("rest")}  # type: ignore[arg-type]
+    rest = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("rest")), None)  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {rest: {}} if rest else {}
+    for key, value in table.items():
+        name = f"{path}{key}"
+        if key in fields:
+            known = len(problems)
+            found = _convert(hints[key], value, name, problems, suggest)
+            if len(problems) == known:
+                values[key] = found
+        elif rest:
+            values[rest][key] = value.value if isinstance(value, Text) else value
+        else:
+            problems.append(f"{name}: no such key{suggest(name)}")
+    complete = True
+    for key, field in fields.items():
+        if key not in values and _required(field):
+            complete = False
+            if key not in table:
+                problems.append(f"{path}{key}: missing; it has no default")
+    made = _construct(cls, values, problems, path) if complete else None
+    return made if len(problems) == before else None
+
+
+def _construct(cls: type[T], values: dict[str, Any], problems: list[str], path: str) -> T | None:
+    """Runs the dataclass's own checks, also where some key was wrong: those may find more."""
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        problems += [line if path and line.startswith(path) else f"{path}{line}" for line in lines]
+        return None
+
+
+def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
+    """Every key of the tree, such as ``optim.lr``."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.metadata.get("rest"):
+            continue
+        yield f"{path}{field.name}"
+        if inner := _dataclass_in(hints[field.name]):
+            yield from dotted_names(inner, f"{path}{field.name}.")
+
+
+def nearest(word: str, names: Sequence[str]) -> str | None:
+    """The name most like ``word``: as a whole, else by its last dotted part."""
+    if found := difflib.get_close_matches(word, names, n=1, cutoff=0.7):
+        return found[0]
+    by_leaf: dict[str, str] = {}
+    for name in names:
+        by_leaf.setdefault(name.rpartition(".")[2], name)
+    found = difflib.get_close_matches(word.rpartition(".")[2], by_leaf, n=1, cutoff=0.6)
+    return by_leaf[found[0]] if found else None
+
+
+def _suggester(cls: type[Any]) -> Callable[[str], str]:
+    names = tuple(dotted_names(cls))
+    aliases: Mapping[str, str] = getattr(cls, "KEY_ALIASES", {})
+
+    def suggest(name: str) -> str:
+        near = aliases.get(name.rpartition(".")[2]) or nearest(name, names)
+        return f"; did you mean {near}?" if near else ""
+
+    return suggest
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
+
+
+def _dataclass_in(hint: Any) -> type[Any] | None:
+    for kind in (hint, *typing.get_args(hint)):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return kind
+    return None
+
+
+def _convert(
+    hint: Any, value: Any, name: str, problems: list[str], suggest: Callable[[str], str]
+) -> Any:
+    """``value`` as type ``hint``; a problem (and the value itself) where it does not fit."""
+    inner = _dataclass_in(hint)
+    plain = value.value if isinstance(value, Text) else value
+    if inner is not None and isinstance(plain, Mapping):
+        return bind(inner, plain, problems, path=f"{name}.", suggest=suggest)
+    found, fits = _fit(hint, value)
+    if not fits:
+        problems.append(f"{name}={plain!r} is not {_spell(hint)}")
+    return found
+
+
+def _fit(hint: Any, value: Any) -> tuple[Any, bool]:
+    """``(value as hint, True)`` or ``(value, False)``."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    plain = value.value if isinstance(value, Text) else value
+    if origin in (typing.Union, types.UnionType):
+        for kind in args:
+            found, fits = _fit(kind, value)
+            if fits:
+                return found, True
+        return plain, False
+    if origin is Literal:
+        if isinstance(value, Text) and value.raw in args:
+            return value.raw, True  # "none" may be one of the words
+        return plain, plain in args and type(plain) in {type(arg) for arg in args}
+    if origin is tuple:
+        return _fit_tuple(args, plain)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return plain, isinstance(plain, Mapping)
+    return _fit_scalar(hint, value, plain)
+
+
+def _fit_tuple(args: tuple[Any, ...], plain: Any) -> tuple[Any, bool]:
+    if not isinstance(plain, list | tuple):
+        return plain, False
+    kinds = args[:1] * len(plain) if args[-1] is Ellipsis else args
+    found = [_fit(kind, item) for kind, item in zip(kinds, plain, strict=False)]
+    return tuple(item for item, _ in found), len(kinds) == len(plain) and all(f for _, f in found)
+
+
+def _fit_scalar(hint: Any, value: Any, plain: Any) -> tuple[Any, bool]:
+    if hint is Any:
+        return plain, True
+    if hint is type(None):
+        return None, plain is None
+    if hint is str and isinstance(value, Text) and value.value is not None:
+        return (plain if isinstance(plain, str) else value.raw), True
+    if hint is float and isinstance(plain, int) and not isinstance(plain, bool):
+        return float(plain), True
+    return plain, isinstance(plain, hint) and isinstance(plain, bool) == (hint is bool)
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def _spell(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, args))}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("none" if arg is type(None) else _spell(arg) for arg in args)
+    if origin is tuple:
+        if args[-1] is Ellipsis:
+            return f"a list, each entry {_spell(args[0])}"
+        return f"a list of {len(args)}, each {_spell(args[0])}"
+    if _dataclass_in(hint) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        return "a table"
+    return _WORDS.get(hint, str(hint))

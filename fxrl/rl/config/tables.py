@@ -1,0 +1,366 @@
+"""``TrainConfig``: everything ``fxrl train`` may be told, as one frozen tree, a class a table.
+
+Defaults live here and nowhere else. Names follow TRL's ``GRPOConfig`` where the meaning is the
+same. It reads no environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+
+from fxrl.config import Config
+from fxrl.engines.vllm.options import VllmOptions
+from fxrl.models.errors import ModelError
+from fxrl.models.load import Source, resolve
+from fxrl.models.tiny import parse_tiny
+from fxrl.rl.config.binding import REST, Table, above, at_least, regular_expression, within
+from fxrl.rl.config.named import loss_problems, optimizer_problems
+from fxrl.rl.data.rewards import reward_problems
+
+Positive = Annotated[int, at_least(1)]
+Count = Annotated[int, at_least(0)]
+Fraction = Annotated[float, within(0.0, 1.0)]
+Seconds = Annotated[float, above(0.0)]
+Regex = Annotated[str, regular_expression]
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig(Table):
+    """``[model.lora]``: a PEFT adapter; leave the table out for full fine-tuning."""
+
+    r: Positive = 16
+    alpha: float = 32.0
+    dropout: Fraction = 0.0
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig(Table):
+    """``[model]``.
+
+    Attributes:
+        id: local folder, hub id, or ``tiny:<kind>`` (random weights, made on the fly).
+        dtype: of the weights; the optimizer works in it. ``auto`` is bfloat16 on a GPU, on a CPU
+            what that is fast at (``fxrl.rl.config.dtype``); weights that are trained stay float32.
+        autocast: dtype of matrix products in the train step, ``none`` for the weights' own.
+            ``auto`` is bfloat16 for an adapter on bfloat16 weights: PEFT keeps adapters in float32,
+            whose products would run without tensor cores (1.77 s instead of 1.22 s for a step's
+            updates, Qwen3-1.7B on an H200).
+        device: ``auto`` takes the GPU if there is one.
+        gradient_checkpointing: Hugging Face's own, taken over by ``fxrl.optimize``.
+        lora: adapter; ``none`` trains all weights.
+    """
+
+    id: str
+    dtype: Dtype = "float32"
+    autocast: Literal["auto", "bfloat16"] | None = "auto"
+    device: str = "auto"
+    gradient_checkpointing: bool = False
+    lora: LoraConfig | None = None
+
+    def problems(self) -> Iterator[str]:
+        """Decided by the text and the file system; nothing is loaded."""
+        try:
+            if resolve(self.id) is Source.TINY:
+                parse_tiny(self.id)
+        except ModelError as error:
+            yield f"id: {error}"
+        try:
+            torch.device("cpu" if self.device == "auto" else self.device)
+        except RuntimeError:
+            yield f"device={self.device!r} is no device; use auto, cpu or cuda:0"
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What ``autocast`` comes to; ``None`` is no autocast."""
+        auto = self.autocast == "auto" and self.dtype == "bfloat16" and self.lora is not None
+        return torch.bfloat16 if auto or self.autocast == "bfloat16" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One chat turn of ``[[data.turns]]``, put between the system prompt and the question."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig(Table):
+    """``[data]``: where prompts come from. Exactly one of the three sources is given.
+
+    Attributes:
+        path: a JSONL file.
+        dataset: a Hugging Face dataset's name or folder (``subset``, ``split`` choose in it).
+        reasoning_gym: a reasoning-gym task; ``params`` are its keywords.
+        size: questions to generate (reasoning-gym) or to keep (others); ``none`` keeps all.
+        seed: of the generated questions and of the held-out split, whatever the run's seed is, so
+            that runs with several seeds are judged on the same questions.
+        prompt: column with the prompt, a text or a list of chat messages.
+        answer: column with the right answer, for ``exact`` and the majority baseline.
+        pattern: regular expression with named groups, searched in the prompt text; its groups fill
+            ``template``.
+        template: new prompt text; ``{name}`` is a column or a group of ``pattern``.
+        chat: apply the tokenizer's chat template.
+        system: system prompt.
+        few_shot: solved questions as chat turns before each prompt; they are not trained on.
+        turns: explicit chat turns before each prompt.
+        max_prompt_tokens: a longer prompt is an error.
+    """
+
+    path: str | None = None
+    dataset: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    reasoning_gym: str | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    size: Positive | None = None
+    seed: int = 0
+    prompt: str = "prompt"
+    answer: str = "answer"
+    pattern: Regex | None = None
+    template: str | None = None
+    chat: bool = True
+    system: str | None = None
+    few_shot: Count = 0
+    turns: tuple[Turn, ...] = ()
+    max_prompt_tokens: Positive = 4096
+    shuffle: bool = True
+
+    def problems(self) -> Iterator[str]:
+        """See ``Table``."""
+        given = [n for n in ("path", "dataset", "reasoning_gym") if getattr(self, n) is not None]
+        if len(given) != 1:
+            sources = " and ".join(given) or "none of them"
+            yield f"path, dataset, reasoning_gym: give exactly one, not {sources}"
+        if self.path is not None and not Path(self.path).is_file():
+            yield f"path={self.path!r} is not a file, seen from {Path.cwd()}"
+        if self.pattern is not None and self.template is None:
+            yield "pattern is given but template, which it fills, is not"
+        if not self.chat and (self.system or self.few_shot or self.turns):
+            yield "chat=false leaves no place for system, few_shot and turns"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardConfig(Table):
+    """``[reward]``.
+
+    Attributes:
+        functions: built-in names (``exact``, ``reasoning_gym``, ``length``, ``regex``) or
+            ``module:function`` with TRL's signature.
+        weights: one per function; all 1 by default.
+        params: keywords by function name, ``[reward.params.length] target = 8``.
+        extract: regular expression; built-ins judge its last match in the completion (the whole
+            text where nothing matches).
+        timeout_s: seconds that one call of one function may take; ``none`` waits for ever.
+        retries: further calls of a function that raised or took too long.
+        on_error: then ``stop`` the run (its state is saved), or ``skip``: these completions get no
+            value from this function, as if it had returned ``None``.
+        per_group: call your own functions for each prompt's completions as soon as these are
+            there, while the engine draws others; by default once a step, with all of them.
+    """
+
+    functions: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    extract: Regex | None = None
+    timeout_s: Seconds | None = None
+    retries: Count = 0
+    on_error: Literal["stop", "skip"] = "stop"
+    per_group: bool = False
+
+    def problems(self) -> Iterator[str]:
+        """See ``Table``."""
+        if not self.functions:
+            yield "functions is empty; name at least one reward"
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            yield f"weights has {len(self.weights)} entries for {len(self.functions)} functions"
+        yield from reward_problems(self.functions, self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig(Table):
+    """``[loss]``: a name of ``fxrl.losses`` or ``module:function``; further keys are its keywords.
+
+    Attributes:
+        name: as for ``fxrl.losses.by_name``.
+        normalize: what a micro-batch's loss is a mean over, see ``fxrl.rl.loop.batching``; ``auto``
+            knows fxrl's own losses and takes ``sequences`` for others.
+    """
+
+    name: str = "grpo"
+    normalize: Literal["auto", "update", "sequences", "tokens"] = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
+
+    def problems(self) -> Iterator[str]:
+        """See ``Table``."""
+        yield from loss_problems(self.name, self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig(Table):
+    """``[sampling]``: how completions are drawn; ``num_generations`` per prompt.
+
+    ``ignore_eos``, ``min_tokens`` and ``stop_token_ids`` are those of ``SamplingParams``.
+    ``extra`` are further sampling parameters of vLLM by its own names, for ``engine = "vllm"``:
+    ``extra = { repetition_penalty = 1.1 }``. What they do to the distribution the trainer does not
+    repeat; the importance-sampling correction of the losses accounts for it.
+    """
+
+    temperature: Annotated[float, above(0.0)] = 1.0
+    top_p: Annotated[float, within(0.0, 1.0), above(0.0)] = 1.0
+    top_k: Count = 0
+    min_p: Fraction = 0.0
+    max_tokens: Positive = 256
+    num_generations: Annotated[int, at_least(2)] = 8
+    ignore_eos: bool = False
+    min_tokens: Count = 0
+    stop_token_ids: tuple[int, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def problems(self) -> Iterator[str]:
+        """See ``Table``."""
+        if self.min_tokens > self.max_tokens:
+            yield f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig(Table):
+    """``[optim]``: any optimizer of ``torch.optim`` by name; further keys are its keywords.
+
+    The schedule is ``LambdaLR``'s: linear warmup over ``warmup_steps`` updates, then constant, or
+    down to 0 at the last update (linear, or half a cosine).
+    """
+
+    name: str = "adamw"
+    lr: Annotated[float, at_least(0)] = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = 0
+    max_grad_norm: Annotated[float, above(0.0)] | None = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
+
+    def problems(self) -> Iterator[str]:
+        """See ``Table``."""
+        yield from optimizer_problems(self.name, self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalConfig(Table):
+    """``[eval]``: held-out questions, never trained on; 0 is off.
+
+    Attributes:
+        size: questions held out (distinct prompts).
+        every: steps between evaluations besides before the first and after the last step; 0: none.
+        greedy: temperature 0; else one sample each at ``[sampling]``.
+        reward: the function whose value >= 0.99 counts as right; the first one by default.
+        batch: prompts per generation call.
+    """
+
+    size: Count = 0
+    every: Count = 0
+    greedy: bool = True
+    reward: str | None = None
+    batch: Positive = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig(Table):
+    """The top level of the file.
+
+    A step is one batch of rollouts and ``num_iterations`` optimizer updates on it.
+
+    Attributes:
+        run_dir: everything the run writes; by default ``runs/<name of the file>``.
+        steps: how many.
+        seed: of sampling, data order, adapter initialisation and dropout.
+        save_every: steps between checkpoints; 0 saves only at the end (and when stopped).
+        keep_checkpoints: older ones are deleted.
+        prompts_per_step: prompts in one step, each with ``sampling.num_generations`` completions.
+        micro_batch_tokens: padded tokens that one forward pass may hold; the loss of the step does
+            not depend on it.
+        num_iterations: optimizer updates on the same completions.
+        advantages: reward minus its group's mean (GRPO), or minus the mean of the others (RLOO).
+        scale_rewards: ``group`` advantages are divided by the standard deviation of the reward in
+            the ``group``, in the ``batch``, or not (``none``).
+        max_nonfinite: updates with a non-finite loss or gradient that are skipped in a row before
+            the run stops.
+        log_completions: sample completions shown and written per step; 0 is none.
+        engine: what draws completions. ``torch`` is embedded and samples with the trained model
+            itself: exact, simple, slow. ``vllm`` is vLLM in this process, over the same weights,
+            set up by the table ``[vllm]``.
+        engine_retries: further tries where drawing a step's completions takes longer than
+            ``vllm.generate_timeout_s``. An engine that fails otherwise stops the run, with its
+            state saved.
+        dynamic_sampling: what becomes of groups whose rewards are all the same, which teach
+            nothing: they are trained on as any other (``off``), left out (``drop``), or replaced by
+            groups of further prompts (``refill``, DAPO's way). The loss is a mean over what is
+            trained on.
+        max_refills: rounds of further prompts in one step at most.
+        disk_retries: tries to write a checkpoint at the end of the run while the disk is full.
+        disk_wait_s: seconds between them.
+        optimize: ``false`` runs the loss without ``fxrl.optimize``, for comparison.
+    """
+
+    KEY_ALIASES: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "optim.lr",
+        "max_completion_length": "sampling.max_tokens",
+        "max_new_tokens": "sampling.max_tokens",
+        "max_steps": "steps",
+        "output_dir": "run_dir",
+        "save_steps": "save_every",
+        "eval_steps": "eval.every",
+        "lr_scheduler_type": "optim.schedule",
+        "reward_funcs": "reward.functions",
+        "reward_weights": "reward.weights",
+        "loss_type": "loss.name",
+        "beta": "loss.beta",
+        "epsilon": "loss.epsilon",
+        "model_name_or_path": "model.id",
+        "per_device_train_batch_size": "prompts_per_step",
+    }
+
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    run_dir: str = ""
+    loss: LossConfig = field(default_factory=LossConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    fxrl: Config = field(default_factory=Config)
+    vllm: VllmOptions = field(default_factory=VllmOptions)
+    engine: Literal["torch", "vllm"] = "torch"
+    steps: Positive = 100
+    seed: Count = 0
+    save_every: Count = 50
+    keep_checkpoints: Positive = 2
+    prompts_per_step: Positive = 8
+    micro_batch_tokens: Positive = 16384
+    num_iterations: Positive = 1
+    advantages: Literal["group", "leave_one_out"] = "group"
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    max_nonfinite: Positive = 3
+    engine_retries: Count = 0
+    dynamic_sampling: Literal["off", "drop", "refill"] = "off"
+    max_refills: Count = 3
+    disk_retries: Count = 20
+    disk_wait_s: Annotated[float, at_least(0)] = 30.0
+    log_completions: Count = 4
+    optimize: bool = True
+    tensorboard: bool = True
+
+    def problems(self) -> Iterator[str]:
+        """See ``Table``."""
+        if self.engine != "vllm" and self.sampling.extra:
+            yield (
+                f"sampling.extra={dict(self.sampling.extra)!r} are vLLM's own parameters; leave "
+                'them out, or set engine="vllm"'
+            )
+        if self.engine == "vllm" and self.model.dtype == "float64":
+            yield 'engine="vllm": vLLM has no float64; set model.dtype to bfloat16 or float32'

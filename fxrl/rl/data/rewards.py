@@ -1,0 +1,327 @@
+"""Reward functions: TRL's signature, four built in; how they are called, and what is checked.
+
+A reward is called once a step as ``f(prompts=..., completions=..., completion_ids=..., **columns)``
+with one entry per completion and returns one float, or ``None`` for "does not apply", per
+completion. A function without ``**kwargs`` gets the arguments it names. Those built in judge each
+completion by itself, so they are called for each prompt's completions as soon as these are there,
+and so are your own with ``reward.per_group``.
+
+NOTE [Functions that hang]
+Nothing in a process can stop a function that hangs. With a time limit it runs in a thread of its
+own; after the limit the thread is left behind, and the call counts as failed. An async function is
+cancelled first, so one that only waits goes away cleanly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fxrl.errors import ConfigError
+from fxrl.rl.config.binding import nearest
+from fxrl.rl.config.named import keywords_of, load_function, wrong_keywords
+from fxrl.rl.data.limits import Background, TimeLimitError, call_with_limit
+from fxrl.rl.errors import RewardError
+from fxrl.rl.types import Row
+
+RewardFunction = Callable[..., Any]
+GRACE_S = 1.0
+"""An async function gets so long to be cancelled before its thread is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """What is done about a function that raises or hangs.
+
+    Attributes:
+        timeout_s: seconds of one call; ``None`` waits for ever.
+        retries: further calls after one that failed.
+        on_error: ``stop`` the run, or ``skip``: this function has no value for these completions.
+    """
+
+    timeout_s: float | None = None
+    retries: int = 0
+    on_error: Literal["stop", "skip"] = "stop"
+
+
+class CallFailed(RewardError):
+    """A call raised or hung; another try may do better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """One reward of a run.
+
+    Attributes:
+        name: as in metric keys ``rewards/<name>/mean``.
+        function: TRL's signature; may be async.
+        weight: of its value in the total.
+        rules: time limit, retries.
+        per_group: it may be called for each prompt's completions by themselves.
+        failures: what was skipped, in words; the loop empties it.
+    """
+
+    name: str
+    function: RewardFunction
+    weight: float
+    rules: CallRules = CallRules()
+    per_group: bool = False
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the function is a coroutine function."""
+        function = self.function
+        return inspect.iscoroutinefunction(getattr(function, "func", function))
+
+    def __call__(self, num: int, arguments: Mapping[str, Any]) -> list[float | None]:
+        """``num`` values.
+
+        Raises:
+            RewardError: the function raised or hung (after all retries, and where that stops the
+                run), or returned something else.
+        """
+        tries = self.rules.retries + 1
+        for left in reversed(range(tries)):
+            try:
+                return self._once(num, arguments)
+            except CallFailed as error:
+                if left:
+                    continue
+                after = f" ({tries} times)" if tries > 1 else ""
+                if self.rules.on_error == "stop":
+                    raise RewardError(f"{error}{after}") from error.__cause__
+                self.failures.append(f"{error}{after}; {num} completions get no value from it")
+        return [None] * num
+
+    def _once(self, num: int, arguments: Mapping[str, Any]) -> list[float | None]:
+        known = keywords_of(self.function)
+        given = {k: v for k, v in arguments.items() if known is None or k in known}
+        limit = self.rules.timeout_s
+        outer = None if limit is None else limit + (GRACE_S if self.is_async else 0.0)
+
+        def call() -> Any:
+            values = self.function(**given)
+            return asyncio.run(_result(values, limit)) if inspect.isawaitable(values) else values
+
+        try:
+            values = call_with_limit(call, outer, f"reward {self.name}")
+        except TimeLimitError as error:
+            raise CallFailed(
+                f"reward {self.name!r} did not come back within reward.timeout_s={limit:g}"
+                + (f"; it hangs at\n{error.stack.rstrip()}" if error.stack else "")
+            ) from error
+        # User code may raise anything; the run must be saved and the function named.
+        except Exception as error:
+            raise CallFailed(f"reward {self.name!r} raised {error!r}") from error
+        return _checked(self.name, values, num)
+
+
+async def _result(awaitable: Any, limit: float | None) -> Any:
+    task = asyncio.ensure_future(awaitable)
+    done, _ = await asyncio.wait([task], timeout=limit)
+    if not done:
+        task.cancel()
+        raise TimeLimitError(limit or 0.0, "")
+    return task.result()
+
+
+def call_all(
+    rewards: Sequence[Reward], num: int, arguments: Mapping[str, Any]
+) -> dict[str, list[float | None]]:
+    """Every function's values; async ones run beside each other and beside the others.
+
+    Raises:
+        RewardError: see ``Reward``.
+    """
+    waiting = {
+        reward.name: Background(
+            lambda reward=reward: reward(num, arguments),  # type: ignore[misc]
+            f"async reward {reward.name}",
+        )
+        for reward in rewards
+        if reward.is_async and len(rewards) > 1
+    }
+    values = {r.name: r(num, arguments) for r in rewards if r.name not in waiting}
+    values |= {name: call.result() for name, call in waiting.items()}
+    return {reward.name: values[reward.name] for reward in rewards}
+
+
+def _checked(name: str, values: Any, num: int) -> list[float | None]:
+    if hasattr(values, "tolist"):  # a tensor or an array
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise RewardError(
+            f"reward {name!r} returned {type(values).__name__}; it must return a list with one "
+            "float or None per completion"
+        )
+    if len(values) != num:
+        raise RewardError(
+            f"reward {name!r} returned {len(values)} values for {num} completions; return one each"
+        )
+    checked: list[float | None] = []
+    for index, value in enumerate(values):
+        if hasattr(value, "item"):
+            value = value.item()
+        if value is not None and (
+            not isinstance(value, int | float) or not math.isfinite(float(value))
+        ):
+            raise RewardError(
+                f"reward {name!r} returned {value!r} for completion {index}; return a finite "
+                "float, or None where the reward does not apply"
+            )
+        checked.append(None if value is None else float(value))
+    return checked
+
+
+ScoreAnswer = Callable[[str, Row], float]
+
+
+def combine(values: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
+    """Weighted sum over functions for each completion; NaN where every function said ``None``.
+
+    Args:
+        values: [functions][completions].
+        weights: [functions].
+    """
+    totals = []
+    for row in zip(*values, strict=True):
+        said = [w * value for w, value in zip(weights, row, strict=True) if value is not None]
+        totals.append(math.fsum(said) if said else math.nan)
+    return totals
+
+
+def completion_text(completion: Any) -> str:
+    """The text of a completion, conversational or not."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def _answers(completions: Sequence[Any], extract: str | None) -> list[str]:
+    answers = []
+    for completion in completions:
+        text = completion_text(completion).strip()
+        found = list(re.finditer(extract, text)) if extract else []
+        answers.append((found[-1][found[-1].re.groups and 1] or "") if found else text)
+    return answers
+
+
+def exact(*, extract: str | None, answer: str) -> RewardFunction:
+    """1 where the extracted answer equals the column ``answer`` as text, else 0."""
+
+    def exact(completions: Sequence[Any], **columns: Any) -> list[float]:
+        if answer not in columns:
+            raise RewardError(f"no column {answer!r}; name it by data.answer")
+        right = (str(value).strip() for value in columns[answer])
+        given = _answers(completions, extract)
+        return [float(a == b) for a, b in zip(given, right, strict=True)]
+
+    return exact
+
+
+def reasoning_gym(*, extract: str | None, score: ScoreAnswer | None) -> RewardFunction:
+    """The task's own ``score_answer`` of the extracted answer, in [0, 1]."""
+    if score is None:
+        raise ConfigError("reward 'reasoning_gym' needs data.reasoning_gym; use 'exact' here")
+
+    def reasoning_gym(completions: Sequence[Any], rows: Sequence[Row], **_: Any) -> list[float]:
+        given = _answers(completions, extract)
+        return [score(a, row) for a, row in zip(given, rows, strict=True)]
+
+    return reasoning_gym
+
+
+def length(*, target: int = 16) -> RewardFunction:
+    """1 at ``target`` tokens, falling linearly to 0 at 0 and at twice as many."""
+
+    def length(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        return [max(0.0, 1.0 - abs(len(ids) - target) / target) for ids in completion_ids]
+
+    return length
+
+
+def regex(*, pattern: str) -> RewardFunction:
+    """1 where ``pattern`` matches the whole completion (spaces at its ends aside), else 0."""
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def regex(completions: Sequence[Any], **_: Any) -> list[float]:
+        return [float(bool(compiled.fullmatch(completion_text(c).strip()))) for c in completions]
+
+    return regex
+
+
+BUILT_IN: Mapping[str, Callable[..., RewardFunction]] = {
+    "exact": exact,
+    "reasoning_gym": reasoning_gym,
+    "length": length,
+    "regex": regex,
+}
+_OURS = ("extract", "answer", "score")  # given by the run, not by [reward.params]
+
+
+def reward_problems(functions: Sequence[str], params: Mapping[str, Any]) -> list[str]:
+    """One line per name that is no reward and per wrong keyword; imports the user's modules."""
+    lines = []
+    for name in functions:
+        if name in BUILT_IN:
+            keywords = params.get(name, {})
+            if not isinstance(keywords, Mapping):
+                lines.append(f"params.{name}={keywords!r} is not a table")
+                continue
+            wrong = wrong_keywords(BUILT_IN[name], keywords, besides=_OURS)
+            lines += [f"params.{name}.{line}" for line in wrong]
+        elif ":" in name:
+            try:
+                load_function(name)
+            except ConfigError as error:
+                lines.append(f"functions: {error}")
+        else:
+            near = nearest(name, tuple(BUILT_IN))
+            hint = f"; did you mean {near}?" if near else f" ({', '.join(BUILT_IN)})"
+            lines.append(f"functions: {name!r} is neither built in{hint} nor module:function")
+    for name in params:
+        if name not in functions:
+            lines.append(f"params.{name}: no such entry in functions")
+    return lines
+
+
+def build_rewards(
+    functions: Sequence[str],
+    weights: Sequence[float] | None,
+    params: Mapping[str, Any],
+    *,
+    extract: str | None,
+    answer: str,
+    score: ScoreAnswer | None,
+    rules: CallRules | None = None,
+    per_group: bool = False,
+) -> list[Reward]:
+    """The run's rewards; keywords of a ``module:function`` reach it as further columns."""
+    rules = rules or CallRules()
+    ours = {"extract": extract, "answer": answer, "score": score}
+    rewards = []
+    for name, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
+        keywords = dict(params.get(name, {}))
+        if name in BUILT_IN:
+            factory = BUILT_IN[name]
+            takes = keywords_of(factory) or ()
+            function = factory(**{k: v for k, v in ours.items() if k in takes}, **keywords)
+            rewards.append(Reward(name, function, weight, rules, per_group=True))
+        else:
+            function = _with_keywords(load_function(name), keywords)
+            short = name.partition(":")[2]
+            taken = short in {reward.name for reward in rewards}
+            rewards.append(Reward(name if taken else short, function, weight, rules, per_group))
+    return rewards
+
+
+def _with_keywords(function: RewardFunction, keywords: Mapping[str, Any]) -> RewardFunction:
+    if not keywords:
+        return function
+    import functools
+
+    return functools.partial(function, **keywords)

@@ -1,0 +1,333 @@
+"""Builds everything a run needs from its configuration, the cheap parts first.
+
+NOTE [Model and engine, in the order that each needs]
+The embedded engine samples with the trainer's own model, so the model comes first. vLLM owns the
+weights: it loads them, the trainer's model is made over its storages, the adapter goes on top, and
+then the engine is told which model's policy it serves. Only then may an optimizer be made, since it
+refers to the parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from fxrl import optimize
+from fxrl.engines import Built, Engine, EngineSpec, build_engine
+from fxrl.errors import ConfigError
+from fxrl.models import load_model, lora
+from fxrl.models.folder import model_folder
+from fxrl.rl.config.named import build_loss
+from fxrl.rl.config.tables import TrainConfig
+from fxrl.rl.data.prompts import PromptBuilder, question_text
+from fxrl.rl.data.questions import PromptStream, Source, Split, read_source, split_rows
+from fxrl.rl.data.rewards import CallRules, Reward, build_rewards
+from fxrl.rl.drift import loss_measures
+from fxrl.rl.errors import BadConfigError
+from fxrl.rl.loop.scoring import Scorer, reference
+from fxrl.rl.loop.updater import Updater, build_optimizer, build_schedule
+from fxrl.rl.report.progress import Reporter, Stage
+from fxrl.rl.rollout.rollouter import Rollouter
+from fxrl.rl.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What needs no model: rows, their split and the rewards.
+
+    Attributes:
+        source: all rows.
+        split: train, held out, few-shot.
+        rewards: the reward functions.
+    """
+
+    source: Source
+    split: Split
+    rewards: list[Reward]
+
+
+@dataclass(slots=True)
+class RunParts:
+    """A run's parts, ready for the loop.
+
+    Attributes:
+        model: with its adapter, in train mode.
+        tokenizer: the model's.
+        engine: rollouts.
+        rollouter: generates and judges.
+        stream: order of the training rows.
+        updater: makes the updates; ``updater.step`` is the train step.
+        old_policy: scores completions before the first of several updates; else ``None``.
+        reference: scores them under the reference policy; ``None`` without a KL.
+        probe: scores some of them for the drift, where the loss does not measure it.
+        stage: says what is being done.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    engine: Engine
+    questions: Questions
+    rollouter: Rollouter
+    stream: PromptStream
+    updater: Updater
+    old_policy: Callable[[Batch], torch.Tensor] | None
+    reference: Callable[[Batch], torch.Tensor] | None
+    probe: Callable[[Batch], torch.Tensor] | None
+    stage: Stage
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, numpy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def read_questions(config: TrainConfig) -> Questions:
+    """Reads the data and makes the rewards; loads no model.
+
+    Raises:
+        DataError: the data does not fit the configuration.
+        BadConfigError: ``eval.reward`` names no reward.
+    """
+    data = config.data
+    source = read_source(data)
+    split = split_rows(
+        source.rows,
+        lambda row: question_text(data, source.prompt, row),
+        num_held_out=config.eval.size,
+        num_shots=data.few_shot,
+        seed=data.seed,
+    )
+    rewards = build_rewards(
+        config.reward.functions,
+        config.reward.weights,
+        config.reward.params,
+        extract=config.reward.extract,
+        answer=data.answer,
+        score=source.score,
+        rules=CallRules(config.reward.timeout_s, config.reward.retries, config.reward.on_error),
+        per_group=config.reward.per_group,
+    )
+    names = [reward.name for reward in rewards]
+    if config.eval.reward is not None and config.eval.reward not in names:
+        raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
+    return Questions(source, split, rewards)
+
+
+def build_parts(
+    config: TrainConfig, questions: Questions, run_dir: Path, reporter: Reporter
+) -> RunParts:
+    """Loads the model and wires the run together.
+
+    Raises:
+        ModelError, FetchError: no such model.
+        ConfigError: something does not go together with this model.
+    """
+    device = pick_device(config.model.device)
+    prompts = functools.partial(
+        PromptBuilder, config.data, questions.source.prompt, questions.split.shots
+    )
+
+    def longest_prompt(tokenizer: Any) -> int:
+        return _longest_prompt(prompts(tokenizer), questions.split, config)
+
+    policy = build_policy(config, device, run_dir, longest_prompt, reporter)
+    try:
+        builder = prompts(policy.tokenizer)
+        return _around(policy, builder, config, questions, run_dir, device, reporter.stage)
+    except BaseException:
+        policy.engine.close()
+        raise
+
+
+def _around(
+    policy: Built,
+    builder: PromptBuilder,
+    config: TrainConfig,
+    questions: Questions,
+    run_dir: Path,
+    device: torch.device,
+    stage: Stage,
+) -> RunParts:
+    """What goes around model and engine."""
+    model, tokenizer, engine = policy
+    autocast = config.model.autocast_dtype
+    make_step: Callable[..., Any] = functools.partial(optimize, config=config.fxrl)
+    if not config.optimize:
+        make_step = _plain
+    wrap = functools.partial(with_autocast, device_type=device.type, dtype=autocast)
+    loss_fn = build_loss(
+        config.loss.name,
+        config.loss.options,
+        temperature=config.sampling.temperature,
+        max_tokens=config.sampling.max_tokens,
+    )
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = build_optimizer(config.optim, parameters)
+    schedule: LRScheduler = build_schedule(
+        config.optim, optimizer, config.steps * config.num_iterations
+    )
+    scorer = functools.partial(
+        Scorer, optimize=make_step, temperature=config.sampling.temperature, wrap=wrap
+    )
+    old_policy = scorer(model) if config.num_iterations > 1 else None
+    needs_reference = bool(config.loss.options.get("beta", 0.0))
+    ref_model, context = reference(model) if needs_reference else (model, None)
+    return RunParts(
+        model=model,
+        tokenizer=tokenizer,
+        engine=engine,
+        questions=questions,
+        rollouter=Rollouter(
+            engine,
+            builder,
+            questions.rewards,
+            config.sampling,
+            tokenizer,
+            config.engine_retries,
+            stage,
+        ),
+        stream=PromptStream(len(questions.split.train), config.seed, shuffle=config.data.shuffle),
+        updater=Updater(
+            step=make_step(model, wrap(loss_fn)),
+            parameters=parameters,
+            optimizer=optimizer,
+            schedule=schedule,
+            loss=config.loss,
+            max_grad_norm=config.optim.max_grad_norm,
+            max_nonfinite=config.max_nonfinite,
+            run_dir=run_dir,
+        ),
+        old_policy=old_policy,
+        reference=scorer(ref_model, context=context) if context is not None else None,
+        probe=None if loss_measures(config.loss.name) else old_policy or scorer(model),
+        stage=stage,
+    )
+
+
+MANY_ROWS = 20_000
+"""Beyond it not every prompt is tokenised in advance; data.max_prompt_tokens bounds them all."""
+
+
+def _longest_prompt(builder: PromptBuilder, split: Split, config: TrainConfig) -> int:
+    """Tokens of the longest prompt of the run, or a bound."""
+    rows = [*split.train, *split.held_out]
+    if len(rows) > MANY_ROWS:
+        return config.data.max_prompt_tokens
+    return max(len(builder.encode(builder.prompt(row))) for row in rows)
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the GPU if there is one.
+
+    Raises:
+        ConfigError: a GPU is asked for and there is none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device={name!r}: PyTorch sees no GPU; use auto or cpu")
+    return device
+
+
+def with_autocast(
+    loss_fn: Callable[..., Any], *, device_type: str, dtype: torch.dtype | None
+) -> Callable[..., Any]:
+    """``loss_fn`` under autocast; unchanged where ``dtype`` is ``None``."""
+    if dtype is None:
+        return loss_fn
+
+    def loss_under_autocast(model: nn.Module, batch: Batch) -> Any:
+        with torch.autocast(device_type, dtype=dtype):
+            return loss_fn(model, batch)
+
+    return loss_under_autocast
+
+
+def _plain(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[[Batch], Any]:
+    return functools.partial(loss_fn, model)
+
+
+LongestPrompt = Callable[[Any], int]
+"""From the tokenizer to the tokens of the longest prompt of the run."""
+
+
+def build_policy(
+    config: TrainConfig,
+    device: torch.device,
+    run_dir: Path,
+    longest_prompt: LongestPrompt,
+    reporter: Reporter,
+) -> Built:
+    """Model, tokenizer and engine of a run.
+
+    Raises:
+        ModelError, FetchError: no such model.
+        ConfigError: the model has no tokenizer.
+        EngineError: vLLM is not installed, or cannot be built; the message has the cure.
+    """
+    wanted = config.model
+    what = f"{wanted.id} ({wanted.dtype}, {device})"
+
+    def load() -> tuple[nn.Module, Any]:
+        with reporter.stage(f"loading {what}") as say:
+            model, tokenizer = load_model(
+                wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
+            )
+        if tokenizer is None:
+            raise ConfigError(
+                f"model.id={wanted.id!r} has no tokenizer; give a folder that has one"
+            )
+        return model, tokenizer
+
+    def folder() -> tuple[Path, Any]:
+        with reporter.stage(f"finding {what}") as say:
+            return model_folder(
+                wanted.id, run_dir / "model", dtype=wanted.dtype, seed=config.seed, on_progress=say
+            )
+
+    spec = EngineSpec(
+        load=load,
+        folder=folder,
+        trainable=functools.partial(_trainable, config=config),
+        longest_prompt=longest_prompt,
+        max_tokens=config.sampling.max_tokens,
+        device=device,
+        dtype=getattr(torch, wanted.dtype),
+        autocast=wanted.autocast_dtype,
+        seed=config.seed,
+        tell=reporter.message,
+        stage=reporter.stage,
+        options=getattr(config, config.engine, None),  # the table of the engine's name
+    )
+    return build_engine(config.engine, spec)
+
+
+def _trainable(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """With its adapter and checkpointing, in train mode."""
+    wanted = config.model
+    if wanted.lora is not None:
+        model = lora(
+            model,
+            wanted.lora.r,
+            wanted.lora.alpha,
+            wanted.lora.targets,
+            dropout=wanted.lora.dropout,
+            seed=config.seed,
+        )
+    if wanted.gradient_checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        if wanted.lora is not None:
+            model.enable_input_require_grads()  # type: ignore[operator]
+    return model.train()

@@ -1,0 +1,307 @@
+"""The loop: steps, what they say, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fxrl.rl.config.load import as_table
+from fxrl.rl.config.tables import TrainConfig
+from fxrl.rl.drift import DriftWatch
+from fxrl.rl.errors import StorageError
+from fxrl.rl.loop import checkpoint
+from fxrl.rl.loop.build import RunParts
+from fxrl.rl.loop.interrupt import StopRequest
+from fxrl.rl.loop.iteration import TrainingIteration, hand_over
+from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, TensorBoard, keep_trying, why
+from fxrl.rl.report.progress import Reporter
+from fxrl.rl.rollout.judge import TrainerState
+from fxrl.rl.rollout.rollouter import evaluate
+from fxrl.rl.types import Metrics, Rollout
+
+
+class Trainer:
+    """Runs the steps of one run; ``done`` counts them.
+
+    Args:
+        config: the run's.
+        parts: the run's, as at step 0.
+        run_dir: exists.
+    """
+
+    def __init__(self, config: TrainConfig, parts: RunParts, run_dir: Path) -> None:
+        self.config, self.parts, self.run_dir = config, parts, run_dir
+        self.done = 0
+        self.num_tokens = 0
+        self.initial: Metrics = {}
+        self._start_of_step: dict[str, Any] = {}
+        self._step_now: TrainingIteration | None = None
+        self._reported = False
+        self._save_due = False
+        self._drift = DriftWatch()
+
+    def resume(self, path: Path) -> None:
+        """Goes on from a checkpoint.
+
+        Raises:
+            CheckpointError: it is damaged or of another run.
+        """
+        saved = checkpoint.read_trainer(path)
+        checkpoint.check_same_run(path, saved["config"], as_table(self.config))
+        optimizer, state = checkpoint.load_checkpoint(path, self.parts.model)
+        self.parts.updater.optimizer.load_state_dict(optimizer["optimizer"])
+        self.parts.updater.schedule.load_state_dict(optimizer["schedule"])
+        self.parts.engine.load_state_dict(state["engine"])
+        checkpoint.set_random_state(state["random"])
+        self.done, self.num_tokens = saved["step"], saved["num_tokens"]
+        self.parts.stream.position = saved["position"]
+        self.parts.updater.num_skipped = saved["num_skipped"]
+        self.parts.updater.num_skipped_in_a_row = saved["num_skipped_in_a_row"]
+        self.initial = saved["initial"]
+
+    def run(self, reporter: Reporter, stop: StopRequest) -> None:
+        """Steps until ``config.steps`` or until ``stop`` is set; then saves.
+
+        Raises:
+            FxrlError: a step failed; its state is saved where that is possible.
+        """
+        config, tell = self.config, reporter.message
+        metrics = JsonLines(self.run_dir / METRICS, self.done, self._as_in_one_run, tell)
+        completions = JsonLines(self.run_dir / COMPLETIONS, self.done, tell=tell)
+        board = TensorBoard(self.run_dir, self.done + 1, tell) if config.tensorboard else None
+        try:
+            hand_over(config, self.parts, self.parts.engine.policy_version)
+            self._tell_memory(tell)
+            if self.done == 0 and config.steps > 0:
+                self._evaluate_untrained(board)
+            while self.done < config.steps and not stop:
+                record, rollout = self._guarded_step(metrics, reporter)
+                metrics.write(record)
+                samples = sample_completions(rollout, config.log_completions)
+                for sample in samples:
+                    completions.write({"step": self.done, **sample})
+                if board is not None:
+                    board.write(self.done, record)
+                self._tell_report(reporter)
+                for failure in self.parts.rollouter.failures():
+                    tell(failure)
+                # The embedded engine's model is the trainer's own: what differs is rounding.
+                if config.engine == "vllm" and (warning := self._drift.warning(record)):
+                    tell(f"step {self.done}: {warning}")
+                reporter.step(record, samples)
+                self._save_if_due(reporter, last=self.done == config.steps or bool(stop))
+            self._for_sure(metrics.flush, str(metrics.path), reporter)
+            self._for_sure(completions.flush, str(completions.path), reporter)
+        finally:
+            metrics.close()
+            completions.close()
+            if board is not None:
+                board.close()
+
+    def _save_if_due(self, reporter: Reporter, *, last: bool) -> None:
+        """At the end for sure; else a full disk only puts it off to after the next step."""
+        every = self.config.save_every
+        if last:
+            self._for_sure(self.save, "the checkpoint", reporter)
+        elif self._save_due or (every and self.done % every == 0):
+            try:
+                self.save()
+                self._save_due = False
+            except StorageError as error:
+                self._save_due = True
+                reporter.message(f"{error}; the run goes on, and tries again after the next step")
+
+    def _for_sure(self, action: Any, what: str, reporter: Reporter) -> Any:
+        config = self.config
+        return keep_trying(
+            action,
+            what,
+            reporter.message,
+            retries=config.disk_retries,
+            wait_s=config.disk_wait_s,
+        )
+
+    def save(self) -> Path:
+        """Writes a checkpoint of the present state."""
+        return self._save(self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "engine": self.parts.engine.state_dict(),
+            "random": checkpoint.random_state(),
+            "position": self.parts.stream.position,
+        }
+
+    def _save(self, state: Mapping[str, Any]) -> Path:
+        updater = self.parts.updater
+        trainer = {
+            "position": state["position"],
+            "num_tokens": self.num_tokens,
+            "num_skipped": updater.num_skipped,
+            "num_skipped_in_a_row": updater.num_skipped_in_a_row,
+            "initial": self.initial,
+            "config": as_table(self.config),
+        }
+        with self.parts.stage("saving: a checkpoint"):
+            return checkpoint.save_checkpoint(
+                self.run_dir,
+                self.done,
+                model=self.parts.model,
+                optimizer={
+                    "optimizer": updater.optimizer.state_dict(),
+                    "schedule": updater.schedule.state_dict(),
+                },
+                state={name: state[name] for name in ("engine", "random")},
+                trainer=trainer,
+                keep=self.config.keep_checkpoints,
+            )
+
+    def _guarded_step(
+        self, metrics: JsonLines, reporter: Reporter
+    ) -> tuple[dict[str, Any], Rollout]:
+        """One step; if it fails, what it has reached is saved (``TrainingIteration``)."""
+        self._start_of_step, self._step_now = self._state(), None
+        try:
+            return self._step()
+        except Exception as error:
+            self._rescue(error, metrics, reporter)
+            raise
+
+    def _rescue(self, error: Exception, metrics: JsonLines, reporter: Reporter) -> None:
+        """Saves the last state there is to go on from, and says so in a note of ``error``."""
+        step, state = self._step_now, self._start_of_step
+        number = self.done + 1 if step is None else step.number
+        if step is not None and step.updated and not step.trained:
+            error.add_note(
+                f"step {number} failed between two of its updates; go on from the last checkpoint "
+                f"with --resume run_dir={self.run_dir}"
+            )
+            return
+        if step is not None and step.updated and step.rollout is not None:
+            state = state | {
+                "engine": step.engine_state,
+                "random": checkpoint.random_state(),
+                "position": self.parts.stream.position,
+            }
+            if self.done < number:  # else only the evaluation after it has failed
+                self.done = number
+                self.num_tokens += step.rollout.num_tokens
+                step.add_times()
+            epoch = self.parts.stream.epoch
+            metrics.write(step.record | {"num_tokens": self.num_tokens, "epoch": epoch})
+            which = " after its updates; the state with them"
+        else:
+            which = "; the state before it"
+        saving = functools.partial(self._save, state)
+        try:
+            saved = self._for_sure(saving, "the checkpoint", reporter)
+            metrics.flush()
+        except (StorageError, OSError) as failure:
+            error.add_note(
+                f"step {number} failed, and its state could not be saved: {why(failure)}"
+            )
+            return
+        text = f"step {number} failed{which} is in {saved}".replace(" ;", ";")
+        error.add_note(f"{text}; go on with --resume run_dir={self.run_dir}")
+
+    def _step(self) -> tuple[dict[str, Any], Rollout]:
+        number = self.done + 1
+        step = self._step_now = TrainingIteration(
+            self.config, self.parts, number, first=not self._reported
+        )
+        rollout = step.run()
+        self.num_tokens += rollout.num_tokens
+        self.done = number
+        record = step.record
+        record |= {"num_tokens": self.num_tokens, "epoch": self.parts.stream.epoch}
+        record |= self._evaluation(number)
+        return record, rollout
+
+    def _trainer_state(self, step: int) -> TrainerState:
+        return TrainerState(step, self.config.steps, self.parts.stream.epoch)
+
+    def _evaluation(self, number: int) -> Metrics:
+        found = self._evaluate() if self._evaluation_due(number) else {}
+        return self.initial | found if number == 1 else found
+
+    def _evaluation_due(self, number: int) -> bool:
+        config = self.config.eval
+        due = number == self.config.steps or (config.every and number % config.every == 0)
+        return bool(config.size and due)
+
+    def _as_in_one_run(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Without the evaluation after what was the last step until ``steps`` was raised."""
+        if self._evaluation_due(line["step"]):
+            return line
+        initial = self.initial if line["step"] == 1 else {}
+        return {k: v for k, v in line.items() if not k.startswith("eval/") or k in initial}
+
+    def _evaluate(self) -> Metrics:
+        rows = self.parts.questions.split.held_out
+        with self.parts.stage(f"evaluating: {len(rows)} held-out questions"):
+            return evaluate(
+                self.parts.rollouter,
+                rows,
+                self.config.eval,
+                self.config.data.answer,
+                self._trainer_state(self.done),
+            )
+
+    def _evaluate_untrained(self, board: TensorBoard | None) -> None:
+        """Before the first step; written into its line as ``eval/initial_*``."""
+        if not self.config.eval.size:
+            return
+        found = self._evaluate()
+        if board is not None:
+            board.write(0, found)
+        self.initial = {
+            "eval/initial_accuracy": found["eval/accuracy"],
+            "eval/majority_baseline": found["eval/majority_baseline"],
+        }
+
+    def _tell_memory(self, tell: Any) -> None:
+        """The engine's account of the GPU's memory, if it keeps one."""
+        if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
+            tell(str(ledger))
+
+    def write_ledger(self) -> None:
+        """``ledger.json``: the engine's account of the GPU's memory, an entry per transition.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
+            text = ",\n".join(ledger.to_json().splitlines())
+            (self.run_dir / "ledger.json").write_text(f"[{text}]\n")
+
+    def _tell_report(self, reporter: Reporter) -> None:
+        """Once per process, when the first step has been captured."""
+        report = getattr(self.parts.updater.step, "report", None)
+        if report is not None and not self._reported:
+            reporter.report(report)
+        self._reported = True
+
+
+def sample_completions(rollout: Rollout, wanted: int) -> list[dict[str, Any]]:
+    """``wanted`` completions, or all, spread over the step's prompts."""
+    total = len(rollout.texts)
+    count = min(wanted, total)
+    picked = [i * total // count for i in range(count)]
+    return [
+        {
+            "question": _last_text(rollout.prompts[i]),
+            "prompt": rollout.prompts[i],
+            "completion": rollout.texts[i],
+            "reward": rollout.rewards[i] if math.isfinite(rollout.rewards[i]) else None,
+            "advantage": rollout.advantages[i],
+            **{f"rewards/{name}": v[i] for name, v in rollout.by_function.items()},
+        }
+        for i in picked
+    ]
+
+
+def _last_text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])

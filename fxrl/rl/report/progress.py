@@ -1,0 +1,384 @@
+"""What a run shows: a live view on a terminal, lines in a log file, or JSON lines for tools.
+
+Importing it takes no PyTorch: that import is the first thing a run shows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from fxrl.rl.report.timing import PHASES
+
+if TYPE_CHECKING:
+    from fxrl.ir.remark import Report
+
+Say = Callable[[str], None]
+Stage = Callable[[str], AbstractContextManager[Say]]
+"""``with stage("compiling: 3 bodies") as say: ...; say("compiling: 2 of 3 bodies")``. What is being
+done until the block ends; stages nest, and ``say`` gives the innermost other words. A log gets a
+line where the words before the colon are new, so numbers that change belong behind it."""
+
+
+QUIET_S = 10.0
+"""A log in which nothing was written for so long gets a line that says what is being done."""
+
+COLUMNS = (
+    ("step", "step", "{:.0f}"),
+    ("reward", "reward", "{:.3f}"),
+    ("±", "reward_std", "{:.3f}"),
+    ("loss", "loss", "{:.4f}"),
+    ("KL", "kl", "{:.4f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("length", "completions/mean_length", "{:.1f}"),
+    ("|grad|", "grad_norm", "{:.3f}"),
+    ("tok/s", "tokens_per_second", "{:.0f}"),
+    ("drift", "sampling/sampling_logp_difference/mean", "{:.4f}"),
+    ("s", "step_time", "{:.1f}"),
+    ("held-out", "eval/accuracy", "{:.3f}"),
+)
+RECENT_STEPS = 8
+
+
+@contextmanager
+def silent(text: str) -> Iterator[Say]:
+    """A ``Stage`` that nobody hears of."""
+    yield lambda words: None
+
+
+def jsonable(value: Any) -> Any:
+    """``value``, or ``None`` for a number that JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Reporter(Protocol):
+    """How a run tells what happens; used as a context manager around all of it."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+    def stage(self, text: str) -> AbstractContextManager[Say]:
+        """See ``Stage``."""
+
+    def begin(self, total: int, done: int) -> None:
+        """The loop begins: ``total`` steps, ``done`` of them by a run that is resumed."""
+
+    def message(self, text: str) -> None:
+        """A sentence for the user."""
+
+    def report(self, report: Report) -> None:
+        """What ``fxrl.optimize`` did, after the first step."""
+
+    def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """One step's metrics and sample completions."""
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """The end of the run."""
+
+
+class _Stages:
+    """The stages that are open, innermost last, as [words, since when].
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self.start = clock, clock()
+        self.open: list[tuple[str, float]] = []
+
+    @contextmanager
+    def stage(self, text: str) -> Iterator[Say]:
+        """See ``Stage``."""
+        depth, since = len(self.open), self.clock()
+
+        def say(words: str) -> None:
+            self.open[depth:] = [(words, since)]
+            self.changed()
+
+        say(text)
+        try:
+            yield say
+        finally:
+            del self.open[depth:]
+
+    def changed(self) -> None:
+        """There are new words."""
+
+
+class _Log(_Stages):
+    """Stages as lines: new ones at once, the present one again after ``QUIET_S``.
+
+    Args:
+        console: where to.
+        clock: seconds.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self.console = console
+        self._known: set[str] = set()
+        self._written = self.start
+        self._over = threading.Event()
+        self._ticker = threading.Thread(target=self._tick_on, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._ticker.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._ticker.join()
+
+    def _tick_on(self) -> None:
+        while not self._over.wait(1.0):
+            self.tick()
+
+    def tick(self) -> None:
+        """Called every second, by a thread."""
+        now, present = self.clock(), self.open[-1:]
+        if present and now - self._written >= QUIET_S:
+            [(words, since)] = present
+            self.stage_line(f"{words} ({now - since:.0f} s)", now - self.start)
+
+    def changed(self) -> None:
+        words, _ = self.open[-1]
+        if (known := words.partition(":")[0]) not in self._known:
+            self._known.add(known)
+            self.stage_line(words, self.clock() - self.start)
+
+    def stage_line(self, text: str, seconds: float) -> None:
+        """Writes that ``text`` is being done, ``seconds`` after the start."""
+        raise NotImplementedError
+
+    def write(self, text: str) -> None:
+        """A line, exactly."""
+        self._written = self.clock()
+        self.console.out(text, highlight=False)
+
+
+class JsonReporter(_Log):
+    """One JSON object per event; a step's line is its line of ``metrics.jsonl``."""
+
+    def _line(self, event: str, values: Mapping[str, Any]) -> None:
+        plain = {key: jsonable(value) for key, value in values.items()}
+        self.write(json.dumps({"event": event, **plain}))
+
+    def stage_line(self, text: str, seconds: float) -> None:
+        """See ``_Log``."""
+        self._line("stage", {"text": text, "elapsed_s": round(seconds, 1)})
+
+    def begin(self, total: int, done: int) -> None:
+        """See ``Reporter``; each step's line has its number."""
+
+    def message(self, text: str) -> None:
+        """See ``Reporter``."""
+        self._line("message", {"text": text})
+
+    def report(self, report: Report) -> None:
+        """See ``Reporter``."""
+        for line in report.to_json().splitlines():
+            self._line("remark", json.loads(line))
+
+    def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """See ``Reporter``."""
+        self._line("step", record)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """See ``Reporter``."""
+        self._line("summary", values)
+
+
+class LogReporter(_Log):
+    """Lines for people: a log file, a pipe, a notebook."""
+
+    total = 0
+    _samples: Sequence[Mapping[str, Any]] = ()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._last_samples()
+
+    def stage_line(self, text: str, seconds: float) -> None:
+        """See ``_Log``."""
+        self.write(f"{seconds:6.1f} s  {text}")
+
+    def begin(self, total: int, done: int) -> None:
+        """See ``Reporter``."""
+        self.total = total
+
+    def message(self, text: str) -> None:
+        """See ``Reporter``."""
+        self.write(text)
+
+    def report(self, report: Report) -> None:
+        """See ``Reporter``."""
+        self.console.print(report)
+
+    def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """See ``Reporter``."""
+        words = [f"{name} {_cell(record, key, form)}" for name, key, form in COLUMNS[1:]]
+        shown = "  ".join(word for word in words if not word.endswith(" -"))
+        self.write(f"step {record['step']}/{self.total}  {shown}  ({time_line(record)})")
+        if samples and not self._samples:
+            self.console.print(completions_table(samples))
+        self._samples = samples or self._samples
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """See ``Reporter``."""
+        self._last_samples()
+        self.console.print(summary_table(values))
+
+    def _last_samples(self) -> None:
+        if self._samples:
+            self.console.print(completions_table(self._samples))
+        self._samples = ()
+
+
+class LiveReporter(_Stages):
+    """A view on a terminal that is drawn anew several times a second, whatever the run does.
+
+    Args:
+        console: a terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console = console
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=RECENT_STEPS)
+        self._samples: Sequence[Mapping[str, Any]] = ()
+        self._spinner = Spinner("dots")
+        self._bar = Progress(
+            TextColumn("[bold]training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._live = Live(
+            console=console, transient=True, get_renderable=self.view, refresh_per_second=4
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+        self._last_steps()
+
+    def view(self) -> Group:
+        """What is being done, on top where no small window hides it; then the last steps."""
+        views: list[Any] = []
+        for words, since in self.open[-1:]:
+            now = self.clock()
+            seconds = f"{words}  {now - since:.0f} s  ({now - self.start:.0f} s in all)"
+            self._spinner.update(text=Text(seconds, no_wrap=True, overflow="ellipsis"))
+            views.append(self._spinner)
+        if self._bar.tasks:
+            views.append(self._bar)
+        if self._recent:
+            views += [steps_table(self._recent), Text(time_line(self._recent[-1]))]
+        if self._samples:
+            views.append(completions_table(self._samples))
+        return Group(*views)
+
+    def begin(self, total: int, done: int) -> None:
+        """See ``Reporter``."""
+        self._bar.add_task("train", total=total, completed=done)
+
+    def message(self, text: str) -> None:
+        """See ``Reporter``."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def report(self, report: Report) -> None:
+        """See ``Reporter``."""
+        self.console.print(report)
+
+    def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """See ``Reporter``."""
+        self._recent.append(record)
+        self._samples = samples or self._samples
+        self._bar.update(self._bar.task_ids[0], completed=record["step"])
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """See ``Reporter``."""
+        self._last_steps()
+        self.console.print(summary_table(values))
+
+    def _last_steps(self) -> None:
+        """What the view showed last, to stay on the screen."""
+        if self._recent:
+            self.console.print(steps_table(self._recent))
+        if self._samples:
+            self.console.print(completions_table(self._samples))
+        self._recent.clear()
+        self._samples = ()
+
+
+def reporter_on(console: Console, *, json: bool) -> Reporter:
+    """The reporter that suits the console."""
+    if json:
+        return JsonReporter(console)
+    live = console.is_terminal and not console.is_dumb_terminal
+    return LiveReporter(console) if live else LogReporter(console)
+
+
+def steps_table(records: Sequence[Mapping[str, Any]] | deque[Mapping[str, Any]]) -> Table:
+    """The last steps, a row each; columns without any value are left out."""
+    table = Table()
+    used = [c for c in COLUMNS if any(record.get(c[1]) is not None for record in records)]
+    for name, _, _ in used:
+        table.add_column(name, justify="right")
+    for record in records:
+        table.add_row(*(_cell(record, key, form) for _, key, form in used))
+    return table
+
+
+def time_line(record: Mapping[str, Any]) -> str:
+    """Where the step's seconds went, the largest part first; parts under a percent are left out."""
+    seconds = {phase: record.get(f"time/{phase}") or 0.0 for phase in PHASES}
+    total = sum(seconds.values())
+    shown = sorted((p for p in PHASES if seconds[p] > total / 100), key=lambda p: -seconds[p])
+    return ", ".join(f"{phase} {seconds[phase]:.2f} s" for phase in shown)
+
+
+def completions_table(samples: Sequence[Mapping[str, Any]]) -> Table:
+    """Sample completions with reward and advantage."""
+    table = Table(title="sample completions")
+    table.add_column("prompt", max_width=48, overflow="ellipsis", no_wrap=True)
+    table.add_column("completion", max_width=48, overflow="fold")
+    table.add_column("reward", justify="right")
+    table.add_column("advantage", justify="right")
+    for sample in samples:
+        prompt = Text(repr(sample["question"])[1:-1])
+        reward = "-" if sample["reward"] is None else f"{sample['reward']:.2f}"
+        completion = Text(repr(sample["completion"])[1:-1])
+        table.add_row(prompt, completion, reward, f"{sample['advantage']:+.2f}")
+    return table
+
+
+def summary_table(values: Mapping[str, Any]) -> Table:
+    """What the run came to."""
+    table = Table(title="summary", show_header=False)
+    for name, value in values.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        table.add_row(name, Text(shown))
+    return table
+
+
+def _cell(record: Mapping[str, Any], key: str, form: str) -> str:
+    value = record.get(key)
+    return "-" if value is None else form.format(value)

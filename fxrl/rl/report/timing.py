@@ -1,0 +1,70 @@
+"""Where a step's seconds go.
+
+| phase | what |
+| --- | --- |
+| ``generate`` | the engine draws completions |
+| ``reward`` | decoding and reward functions, as far as they did not run beside ``generate`` |
+| ``release`` | the engine gives its memory away |
+| ``score`` | micro-batches, log-probabilities of the old policy and of the reference |
+| ``train`` | loss, backward, optimizer |
+| ``wake`` | the engine takes its memory back |
+| ``sync`` | the new policy reaches the engine: hand-over, fold and restore of the adapter |
+| ``other`` | the rest of the step |
+
+NOTE [Honest seconds on a GPU]
+Kernels run after the call that queued them. The device is waited for once at the end of each phase,
+so that what a phase queued counts as its own. That costs nothing: each phase needs the one before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+PHASES = ("generate", "reward", "release", "score", "train", "wake", "sync", "other")
+
+
+class Clock:
+    """Seconds by phase of one step.
+
+    Args:
+        device: waited for at the end of each phase.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the block as phase ``name``; a block that raises is not counted."""
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            import torch  # not above: what a run shows first has the phases' names and no PyTorch
+
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] += time.perf_counter() - start
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Counts ``seconds`` of phase ``source`` as ``target``'s."""
+        moved = min(seconds, self.seconds[source])
+        self.seconds[source] -= moved
+        self.seconds[target] += moved
+
+    def elapsed(self) -> float:
+        """Seconds since the step began; sets ``other`` to what no phase has."""
+        total = time.perf_counter() - self._start
+        known = sum(value for name, value in self.seconds.items() if name != "other")
+        self.seconds["other"] = max(0.0, total - known)
+        return total
+
+    def metrics(self) -> Mapping[str, float]:
+        """``time/<phase>`` in seconds; call ``elapsed`` before."""
+        return {f"time/{name}": value for name, value in self.seconds.items()}

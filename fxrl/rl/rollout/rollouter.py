@@ -1,0 +1,322 @@
+"""One step's completions: generate, judge, compare within groups, drop those that teach nothing.
+
+NOTE [Dynamic sampling]
+Where all completions of a prompt have the same reward, all their advantages are 0: they cost a
+forward and a backward pass and move nothing (but a KL term). ``drop`` leaves such groups out, and
+``refill`` draws further prompts in their place (DAPO, arXiv:2503.14476), at most ``max_refills``
+rounds. The loss then is a mean over the groups that are left. Rewards and lengths are reported over
+all completions that were drawn, so that they still describe the policy.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxrl.engines import Completion, Engine, GenerateTimeoutError, SamplingParams
+from fxrl.engines.engine import OnFinished
+from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
+from fxrl.rl.config.tables import EvalConfig, SamplingConfig, TrainConfig
+from fxrl.rl.data.prompts import Prompt, PromptBuilder
+from fxrl.rl.data.questions import majority_baseline
+from fxrl.rl.data.rewards import Reward, combine
+from fxrl.rl.report.progress import Say, Stage, silent
+from fxrl.rl.report.timing import Clock
+from fxrl.rl.rollout.judge import Judge, TrainerState
+from fxrl.rl.types import Metrics, Rollout, Row
+
+ENGINE_SYNC = ("fold", "restore", "sync")
+"""Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Completions with their texts and rewards; all lists have one entry per completion."""
+
+    completions: list[Completion]
+    texts: list[str]
+    prompts: list[Prompt]
+    by_function: dict[str, list[float | None]]
+    totals: list[float]
+
+    def and_also(self, other: Judged) -> Judged:
+        """Both, one behind the other."""
+        return Judged(
+            self.completions + other.completions,
+            self.texts + other.texts,
+            self.prompts + other.prompts,
+            {name: values + other.by_function[name] for name, values in self.by_function.items()},
+            self.totals + other.totals,
+        )
+
+    def only(self, rows: Sequence[int]) -> Judged:
+        """Those numbered ``rows``."""
+        return Judged(
+            [self.completions[row] for row in rows],
+            [self.texts[row] for row in rows],
+            [self.prompts[row] for row in rows],
+            {name: [values[row] for row in rows] for name, values in self.by_function.items()},
+            [self.totals[row] for row in rows],
+        )
+
+
+class Rollouter:
+    """Generates and judges completions of dataset rows.
+
+    Args:
+        engine: rollout engine.
+        builder: rows to prompts and tokens.
+        rewards: reward functions.
+        sampling: how to draw.
+        tokenizer: decodes completions.
+        retries: further tries of a generation that took too long.
+        stage: says what is being done.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        builder: PromptBuilder,
+        rewards: Sequence[Reward],
+        sampling: SamplingConfig,
+        tokenizer: Any,
+        retries: int = 0,
+        stage: Stage = silent,
+    ) -> None:
+        self.stage = stage
+        self.engine, self.builder, self.rewards = engine, builder, rewards
+        self.sampling, self.tokenizer, self.retries = sampling, tokenizer, retries
+        self._retried: list[str] = []
+
+    def params(self, *, n: int, greedy: bool = False, seed: int | None = None) -> SamplingParams:
+        """``[sampling]`` with ``n`` completions; ``greedy`` overrides the temperature."""
+        return SamplingParams(
+            n=n,
+            temperature=0.0 if greedy else self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            top_k=self.sampling.top_k,
+            min_p=self.sampling.min_p,
+            max_tokens=self.sampling.max_tokens,
+            seed=seed,
+            ignore_eos=self.sampling.ignore_eos,
+            min_tokens=self.sampling.min_tokens,
+            stop_token_ids=self.sampling.stop_token_ids,
+            extra=self.sampling.extra,
+        )
+
+    def judge(
+        self, rows: Sequence[Row], params: SamplingParams, state: TrainerState, clock: Clock
+    ) -> Judged:
+        """``params.n`` completions of each row and what every reward function says of them.
+
+        Raises:
+            RewardError: a reward function failed.
+            EngineError: generation failed.
+        """
+        prompts = [self.builder.prompt(row) for row in rows]
+        before = dict(self.engine.timings)
+        total = len(rows) * params.n
+        with clock.phase("generate"), self.stage(f"generating: {total} completions") as say:
+            ids = [self.builder.encode(prompt) for prompt in prompts]
+            judge, groups = self._generate(
+                ids, params, lambda: Judge(rows, prompts, self.rewards, self.tokenizer, state), say
+            )
+        # Times that are not of this call stay in ``timings`` as they were.
+        new = {k: v for k, v in self.engine.timings.items() if before.get(k) != v}
+        clock.move("generate", "sync", sum(new.get(name, 0.0) for name in ENGINE_SYNC))
+        with clock.phase("reward"), self.stage(f"judging: {total} completions"):
+            verdict = judge.verdict(groups)
+        weights = [reward.weight for reward in self.rewards]
+        return Judged(
+            completions=[completion for group in groups for completion in group],
+            texts=verdict.texts,
+            prompts=[prompt for prompt in prompts for _ in range(params.n)],
+            by_function=verdict.by_function,
+            totals=combine(list(verdict.by_function.values()), weights),
+        )
+
+    def _generate(
+        self,
+        ids: Sequence[list[int]],
+        params: SamplingParams,
+        new_judge: Callable[[], Judge],
+        say: Say,
+    ) -> tuple[Judge, list[list[Completion]]]:
+        """Draws, again where that took too long; each try draws the same."""
+        for left in reversed(range(self.retries + 1)):
+            judge, sampler = new_judge(), self.engine.state_dict()
+            finished = _counted(judge.finished, len(ids) * params.n, say)
+            try:
+                return judge, self.engine.generate(ids, params, on_finished=finished)
+            except GenerateTimeoutError as error:
+                judge.abandon()
+                if not left:
+                    raise
+                self.engine.load_state_dict(sampler)
+                self._retried.append(f"{error}; drawing again, {left} tries left")
+            except BaseException:
+                judge.abandon()
+                raise
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    def rollout(
+        self,
+        take: Callable[[int], Sequence[Row]],
+        config: TrainConfig,
+        state: Callable[[], TrainerState],
+        clock: Clock,
+    ) -> Rollout:
+        """A training step's completions with their advantages.
+
+        Args:
+            take: the next so many training rows.
+            config: the run's.
+            state: the run's, once the rows have been taken.
+            clock: of the step.
+        """
+        num, wanted = config.sampling.num_generations, config.prompts_per_step
+        params = self.params(n=num)
+        judged = self.judge(take(wanted), params, state(), clock)
+        kept = self._kept(judged, config)
+        refills = 0
+        while (
+            config.dynamic_sampling == "refill"
+            and len(kept) < wanted * num
+            and refills < config.max_refills
+        ):
+            rows = take(wanted - len(kept) // num)
+            judged = judged.and_also(self.judge(rows, params, state(), clock))
+            kept = self._kept(judged, config)
+            refills += 1
+        metrics = _metrics(judged, num)
+        if config.dynamic_sampling != "off":
+            metrics |= {
+                "dynamic_sampling/num_dropped": (len(judged.totals) - len(kept)) / num,
+                "dynamic_sampling/num_refills": float(refills),
+            }
+        trained = judged if len(kept) == len(judged.totals) else judged.only(kept)
+        lengths = [len(c.token_ids) for c in judged.completions]
+        return Rollout(
+            completions=trained.completions,
+            advantages=_advantages(trained.totals, config),
+            rewards=trained.totals,
+            texts=trained.texts,
+            prompts=trained.prompts,
+            by_function=trained.by_function,
+            metrics=metrics,
+            num_tokens=sum(len(c.prompt_token_ids) for c in judged.completions) + sum(lengths),
+            num_completion_tokens=sum(lengths),
+        )
+
+    def failures(self) -> list[str]:
+        """What was retried or skipped since the last call, in words."""
+        told = [*self._retried, *(text for reward in self.rewards for text in reward.failures)]
+        for failures in (self._retried, *(reward.failures for reward in self.rewards)):
+            failures.clear()
+        return told
+
+    def _kept(self, judged: Judged, config: TrainConfig) -> list[int]:
+        """Completions to train on: of the groups that teach something."""
+        num, total = config.sampling.num_generations, len(judged.totals)
+        if config.dynamic_sampling == "off":
+            return list(range(total))
+        groups = [range(first, first + num) for first in range(0, total, num)]
+        telling = [group for group in groups if _differ([judged.totals[i] for i in group])]
+        return [i for group in telling for i in group]
+
+
+def _counted(told: OnFinished, total: int, say: Say) -> OnFinished:
+    """``told``, and ``say`` how many completions are there and how fast their tokens come."""
+    start = time.perf_counter()
+    lengths: list[int] = []
+
+    def finished(prompt: int, completions: list[Completion]) -> None:
+        told(prompt, completions)
+        lengths.extend(len(completion.token_ids) for completion in completions)
+        speed = sum(lengths) / (time.perf_counter() - start)
+        say(f"generating: {len(lengths)} of {total} completions, {speed:.0f} tokens/s")
+
+    return finished
+
+
+def _differ(totals: Sequence[float]) -> bool:
+    """Whether any advantage of the group is not 0; NaN is no reward."""
+    known = [total for total in totals if not math.isnan(total)]
+    return bool(known) and max(known) - min(known) > 1e-8
+
+
+def _advantages(totals: Sequence[float], config: TrainConfig) -> list[float]:
+    if not totals:
+        return []
+    values, num = torch.tensor(totals, dtype=torch.float64), config.sampling.num_generations
+    if config.advantages == "group":
+        found = group_advantages(values, num, config.scale_rewards)
+    else:
+        found = rloo_advantages(values, num)
+    advantages: list[float] = found.tolist()
+    return advantages
+
+
+def _metrics(judged: Judged, num: int) -> Metrics:
+    """Reward and length statistics, under TRL's names."""
+    totals = torch.tensor(judged.totals, dtype=torch.float64)
+    metrics: Metrics = {k: _finite(float(v)) for k, v in reward_metrics(totals, num).items()}
+    for name, values in judged.by_function.items():
+        said = [value for value in values if value is not None]
+        metrics[f"rewards/{name}/mean"] = statistics.fmean(said) if said else None
+        metrics[f"rewards/{name}/std"] = statistics.stdev(said) if len(said) > 1 else None
+    return metrics | length_metrics(judged.completions)
+
+
+def length_metrics(completions: Sequence[Completion]) -> Metrics:
+    """TRL's ``completions/*``; "terminated" are those that a stop token ended."""
+    lengths = [len(c.token_ids) for c in completions]
+    ended = [len(c.token_ids) for c in completions if c.finish_reason == "stop"]
+    metrics: Metrics = {}
+    for name, values in (("", lengths), ("terminated_", ended)):
+        metrics[f"completions/mean_{name}length"] = statistics.fmean(values) if values else 0.0
+        metrics[f"completions/min_{name}length"] = float(min(values, default=0))
+        metrics[f"completions/max_{name}length"] = float(max(values, default=0))
+    metrics["completions/clipped_ratio"] = 1.0 - len(ended) / len(lengths)
+    return metrics
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+CPU = torch.device("cpu")
+RIGHT = 0.99
+"""A reward of at least this counts as a right answer."""
+
+
+def evaluate(
+    rollouter: Rollouter, rows: Sequence[Row], config: EvalConfig, answer: str, state: TrainerState
+) -> Metrics:
+    """``eval/accuracy``, ``eval/reward``, ``eval/majority_baseline``, ``eval/mean_length``.
+
+    The training run's random state is left alone: a seed of its own says so to any engine, greedy
+    or not.
+    """
+    name = config.reward or rollouter.rewards[0].name
+    params = rollouter.params(n=1, greedy=config.greedy, seed=0)
+    scores: list[float] = []
+    totals: list[float] = []
+    lengths: list[int] = []
+    for start in range(0, len(rows), config.batch):
+        judged = rollouter.judge(rows[start : start + config.batch], params, state, Clock(CPU))
+        scores += [value or 0.0 for value in judged.by_function[name]]
+        totals += [total for total in judged.totals if total == total]
+        lengths += [len(c.token_ids) for c in judged.completions]
+    return {
+        "eval/accuracy": statistics.fmean(score >= RIGHT for score in scores),
+        "eval/reward": statistics.fmean(totals) if totals else None,
+        "eval/majority_baseline": majority_baseline(rows, answer),
+        "eval/mean_length": statistics.fmean(lengths),
+    }

@@ -1,0 +1,150 @@
+"""Every mistake in one error; overrides; defaults."""
+
+import pytest
+import torch
+
+from fxrl.errors import ConfigError
+from fxrl.rl.config.load import as_table, differences, load_config
+
+
+def problems(file, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+
+
+def test_the_tree_is_read(config_file):
+    config = load_config(config_file)
+    assert config.steps == 4
+    assert config.model.lora is not None
+    assert config.model.lora.r == 4
+    assert config.loss.options == {"beta": 0.05}
+    assert config.reward.functions == ("length", "toy_rewards:even")
+    assert config.run_dir == "runs/run"
+
+
+def test_overrides_take_toml_values_and_bare_words(config_file):
+    overrides = "run_dir=out/a|steps=7|optim.lr=1e-5|model.lora=none|sampling.top_k=3"
+    overrides += "|optimize=true|optim.betas=[0.8, 0.9]|data.system=12|fxrl.gpu_memory=75GiB"
+    config = load_config(config_file, overrides.split("|"))
+    assert (config.run_dir, config.steps, config.optim.lr) == ("out/a", 7, 1e-5)
+    assert config.model.lora is None
+    assert config.sampling.top_k == 3
+    assert config.optim.options == {"betas": [0.8, 0.9]}
+    assert config.data.system == "12"
+    assert config.fxrl.gpu_memory == "75GiB"
+    assert config.optimize is True
+
+
+def test_an_int_is_a_float_but_not_the_other_way_nor_a_bool(config_file):
+    assert load_config(config_file, ["optim.lr=1"]).optim.lr == 1.0
+    assert problems(config_file, "steps=1.5") == ["steps=1.5 is not a whole number"]
+    assert problems(config_file, "steps=true") == ["steps=True is not a whole number"]
+    assert problems(config_file, "optimize=1") == ["optimize=1 is not true or false"]
+
+
+def test_all_mistakes_at_once_with_the_nearest_names(config_file):
+    text = config_file.read_text()
+    text = text.replace("save_every", "save_evry").replace("beta = 0.05", "betta = 0.05")
+    text = text.replace("num_generations = 4", "num_generations = 1").replace("r = 4", "rank = 4")
+    text = text.replace('"length",', '"lenth",').replace("lr = 1e-2", 'lr = "fast"\nmomentun = 1')
+    config_file.write_text(text + '[fxrl]\nchunk_token = 3\non_miss = "shout"\n')
+    found = problems(config_file, "seed=x", "learning_rate=1", "nonsense")
+    expected = [
+        "save_evry: no such key; did you mean save_every?",
+        "loss.betta: no such key; did you mean beta?",
+        "sampling.num_generations=1 is below 2",
+        "model.lora.rank: no such key; did you mean model.lora.r?",
+        "reward.functions: 'lenth' is neither built in; did you mean length? nor module:function",
+        "optim.lr='fast' is not a number",
+        "fxrl.chunk_token: no such key; did you mean fxrl.chunk_tokens?",
+        "fxrl.on_miss='shout' is not one of 'warn', 'error', 'ignore'",
+        "seed='x' is not a whole number",
+        "learning_rate: no such key; did you mean optim.lr?",
+        "'nonsense' is not an override; write key=value, such as optim.lr=1e-5",
+    ]
+    assert [line for line in expected if line not in found] == []
+    assert any(line.startswith("optim.momentun: no such key") for line in found)
+    assert any(line.startswith("reward.params.length: no such entry") for line in found)
+    assert len(found) == len(expected) + 2
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.id=tiny:qwen9", "model.id: "),
+        ("model.id=./nowhere", "model.id: "),
+        ("model.device=gpu7", "model.device='gpu7'"),
+        ("data.path=nowhere.jsonl", "data.path='nowhere.jsonl' is not a file"),
+        ("data.reasoning_gym=gcd", "data.path, dataset, reasoning_gym: give exactly one"),
+        ("data.pattern='('", "no regular expression"),
+        ("loss.name=grop", "did you mean 'grpo'?"),
+        ("loss.name=ppo", "needs values"),
+        ("loss.beta=-1", "beta=-1"),
+        ("optim.name=adamv", "did you mean adam"),
+        ("reward.functions=[]", "reward.functions is empty"),
+        ("reward.weights=[1]", "1 entries for 2 functions"),
+        ("reward.functions=['nomodule:f']", "importing nomodule failed"),
+        ("reward.functions=['json:dumpz']", "did you mean dump"),
+        ("reward.params.length.tarjet=3", "did you mean target?"),
+        ("sampling.temperature=0", "temperature=0.0 must be above 0"),
+        ("engine=sglang", "is not one of 'torch', 'vllm'"),
+        ("vllm.max_num_seq=3", "vllm.max_num_seq: no such key; did you mean vllm.max_num_seqs?"),
+        ("vllm.max_num_seqs=0", "vllm.max_num_seqs=0 is no whole number"),
+        ("vllm.engine_args={seed=3}", "vllm.engine_args: 'seed' is fxrl's own"),
+        ("sampling.extra={presence_penalty=1}", 'set engine="vllm"'),
+        ("reward.timeout_s=0", "reward.timeout_s=0.0 must be above 0"),
+    ],
+)
+def test_one_wrong_value(config_file, override, words):
+    told = "\n".join(problems(config_file, override))
+    assert words in told
+    assert "vllm.vllm" not in told
+
+
+def test_missing_tables_are_named(tmp_path):
+    file = tmp_path / "empty.toml"
+    file.write_text("steps = 3\n")
+    missing = {"model", "data", "reward"}
+    assert {line.partition(":")[0] for line in problems(file)} == missing
+
+
+@pytest.mark.parametrize("text", ["steps = ", "[a]\n[a]"])
+def test_broken_toml(tmp_path, text):
+    file = tmp_path / "broken.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_config(file)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_nothing_is_loaded_for_a_bad_config(config_file, monkeypatch):
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("the run has begun"))
+    from fxrl.rl.train import main
+
+    assert main(str(config_file), ["stepz=3"], json=True) == 2
+
+
+def test_differences_are_dotted(config_file):
+    first = as_table(load_config(config_file))
+    second = as_table(load_config(config_file, ["optim.lr=0.5", "steps=9"]))
+    assert differences(first, second) == ["optim.lr: was 0.01, is 0.5", "steps: was 4, is 9"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sequences"),
+    [
+        ((), 8),
+        (("prompts_per_step=3", "sampling.num_generations=5"), 15),
+        (("vllm.max_num_seqs=256",), 256),
+        (("vllm={max_num_seqs=4}",), 4),
+        (("vllm={enforce_eager=true}",), 8),
+        (("prompts_per_step=1000",), 1024),
+    ],
+)
+def test_vllm_decodes_a_step_at_once_unless_told_otherwise(config_file, overrides, sequences):
+    assert load_config(config_file, overrides).vllm.max_num_seqs == sequences

@@ -1,0 +1,83 @@
+"""Rows to prompts and tokens."""
+
+import pytest
+
+from fxrl.models import tiny_tokenizer
+from fxrl.rl.config.tables import DataConfig, Turn
+from fxrl.rl.data.prompts import PromptBuilder, question_text
+from fxrl.rl.errors import DataError
+
+ROW = {"question": "Add: 3 + 4 =", "answer": 7, "metadata": {"expression": "3 + 4"}}
+
+
+def config(**options):
+    return DataConfig(reasoning_gym="chain_sum", **options)
+
+
+def text(**options):
+    return question_text(config(**options), "question", ROW)
+
+
+def test_templates_read_columns_their_entries_and_groups_of_the_pattern():
+    assert text() == "Add: 3 + 4 ="
+    assert text(template="What is {metadata[expression]}?") == "What is 3 + 4?"
+    found = text(template="{question} so {a}{b}", pattern=r": (?P<a>\d+) \+ (?P<b>\d+ )")
+    assert found == "Add: 3 + 4 = so 34"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"template": "{nothing}"}, "it may name answer, metadata, question"),
+        ({"template": "{", "pattern": None}, r"data\.template"),
+        ({"template": "{a}", "pattern": "(?P<a>x)"}, "does not match the prompt"),
+    ],
+)
+def test_templates_that_do_not_fit(options, words):
+    with pytest.raises(DataError, match=words):
+        text(**options)
+
+
+def test_chat_turns_in_order():
+    options = {"system": "Be brief.", "turns": (Turn("user", "hi"), Turn("assistant", "ho"))}
+    builder = PromptBuilder(config(**options), "question", [ROW], tiny_tokenizer())
+    roles = ["system", "user", "assistant", "user", "assistant", "user"]
+    prompt = builder.prompt(ROW)
+    assert [message["role"] for message in prompt] == roles
+    assert [message["content"] for message in prompt][1:3] == ["Add: 3 + 4 =", "7"]
+    decoded = builder.tokenizer.decode(builder.encode(prompt))
+    assert decoded.endswith("Add: 3 + 4 =<|im_end|>\n<|im_start|>assistant\n")
+    assert decoded.count("<|im_start|>") == 7
+
+
+def test_a_conversation_as_prompt_is_kept():
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    talk.append({"role": "user", "content": "c"})
+    builder = PromptBuilder(config(system="s"), "question", [], tiny_tokenizer())
+    assert builder.prompt({"question": talk}) == [{"role": "system", "content": "s"}, *talk]
+    with pytest.raises(DataError, match="is no"):
+        builder.prompt({"question": [{"role": "user"}]})
+    with pytest.raises(DataError, match="a prompt is a text or chat messages"):
+        builder.prompt({"question": 3})
+
+
+def test_plain_text_without_chat():
+    builder = PromptBuilder(config(chat=False), "question", [], tiny_tokenizer())
+    assert builder.prompt(ROW) == "Add: 3 + 4 ="
+    assert builder.tokenizer.decode(builder.encode("abc")) == "abc"
+
+
+def test_a_tokenizer_without_chat_template():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"data\.chat=false"):
+        PromptBuilder(config(), "question", [], tokenizer)
+
+
+def test_few_shot_without_answers_and_prompts_too_long():
+    with pytest.raises(DataError, match="few_shot needs the column 'answer'"):
+        PromptBuilder(config(), "question", [{"question": "a"}], tiny_tokenizer())
+    builder = PromptBuilder(config(max_prompt_tokens=3), "question", [], tiny_tokenizer())
+    assert len(builder.encode("abc")) == 3
+    with pytest.raises(DataError, match=r"4 tokens, outside 1\.\.3"):
+        builder.encode("abcd")

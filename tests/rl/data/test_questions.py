@@ -1,0 +1,122 @@
+"""Sources, the held-out split, the order of questions."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxrl.rl.config.tables import DataConfig
+from fxrl.rl.data.questions import (
+    PromptStream,
+    majority_baseline,
+    read_jsonl,
+    read_source,
+    split_rows,
+)
+from fxrl.rl.errors import DataError
+
+
+def write(path, *rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def test_jsonl_keeps_all_columns_and_skips_blank_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "x": [1]}\n\n{"prompt": "b", "x": null}\n')
+    rows = read_source(DataConfig(path=str(path))).rows
+    assert rows == ({"prompt": "a", "x": [1]}, {"prompt": "b", "x": None})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{oops}", "a.jsonl:1: not JSON"), ("[1]", "list where an object")]
+)
+def test_jsonl_names_the_bad_line(tmp_path, text, words):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(DataError, match=words):
+        read_jsonl(tmp_path / "a.jsonl")
+
+
+def test_a_missing_prompt_column_is_named(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"question": "a"})
+    with pytest.raises(DataError, match="row 1 has no column 'prompt'"):
+        read_source(DataConfig(path=path))
+
+
+def test_no_rows(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="no rows"):
+        read_source(DataConfig(path=str(tmp_path / "a.jsonl")))
+
+
+def test_reasoning_gym_scores_its_own_answers():
+    pytest.importorskip("reasoning_gym")
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    source = read_source(DataConfig(reasoning_gym="chain_sum", params=params, size=5))
+    assert source.prompt == "question"
+    assert source.score is not None
+    for row in source.rows:
+        assert source.score(row["answer"], row) == 1.0
+        assert source.score("no number", row) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [("chain_sun", {}, "did you mean chain_sum?"), ("gcd", {"min_numbrs": 2}, "refuses them")],
+)
+def test_reasoning_gym_mistakes(name, params, words):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(DataError, match=words.replace("?", "\\?")):
+        read_source(DataConfig(reasoning_gym=name, params=params, size=2))
+
+
+def test_a_dataset_folder_of_hugging_face(tmp_path):
+    pytest.importorskip("datasets")
+    write(tmp_path / "train.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2})
+    rows = read_source(DataConfig(dataset=str(tmp_path), size=1)).rows
+    assert rows == ({"prompt": "a", "answer": 1},)
+
+
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=60),
+    st.integers(0, 4),
+    st.integers(0, 2),
+    st.integers(0, 5),
+)
+def test_no_text_is_in_two_parts_of_the_split(questions, num_held_out, num_shots, seed):
+    rows = [{"q": q, "id": i} for i, q in enumerate(questions)]
+    options = {"num_held_out": num_held_out, "num_shots": num_shots, "seed": seed}
+    if len(set(questions)) <= num_held_out + num_shots:
+        with pytest.raises(DataError, match="too few"):
+            split_rows(rows, lambda row: str(row["q"]), **options)
+        return
+    split = split_rows(rows, lambda row: str(row["q"]), **options)
+    texts = [{row["q"] for row in part} for part in (split.train, split.held_out, split.shots)]
+    assert sum(map(len, texts)) == len(set(questions))
+    assert len(texts[1]) == len(split.held_out) == num_held_out
+    assert len(texts[2]) == len(split.shots) == num_shots
+    assert split == split_rows(rows, lambda row: str(row["q"]), **options)
+
+
+@given(st.integers(1, 9), st.lists(st.integers(1, 7), max_size=6), st.integers(0, 9))
+def test_the_stream_covers_each_epoch_once_and_resumes_from_its_position(num, sizes, seed):
+    stream = PromptStream(num, seed)
+    taken = [i for size in sizes for i in stream.take(size)]
+    assert stream.position == len(taken) == sum(sizes)
+    for start in range(0, len(taken) - num + 1, num):
+        assert sorted(taken[start : start + num]) == list(range(num))
+    resumed = PromptStream(num, seed)
+    resumed.position = sum(sizes)
+    assert resumed.take(2 * num) == stream.take(2 * num)
+
+
+def test_seeds_give_other_orders_and_shuffle_can_be_off():
+    assert PromptStream(50, 0).take(50) != PromptStream(50, 1).take(50)
+    assert PromptStream(3, 0, shuffle=False).take(5) == [0, 1, 2, 0, 1]
+
+
+def test_majority_baseline():
+    rows = [{"answer": a} for a in (1, 1, 2, 3)]
+    assert majority_baseline(rows, "answer") == 0.5
+    assert majority_baseline(rows, "label") is None

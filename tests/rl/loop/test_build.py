@@ -1,0 +1,127 @@
+"""Model and engine in the order that vLLM needs, with options that follow from the run."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fxrl.engines import EngineError, TorchEngine
+from fxrl.models import load_model
+from fxrl.rl.config.tables import LoraConfig, ModelConfig
+from fxrl.rl.train import main
+
+CALLS = []
+
+
+class Report:
+    def __str__(self):
+        return "14 of 14 tensors shared with vLLM"
+
+
+class FakeVllm(TorchEngine):
+    """vLLM's place: it has the weights, and the trainer's model is made of them."""
+
+    fails_at = ""
+
+    def __init__(self, folder, options, *, eos_token_ids, seed):
+        CALLS.append(("engine", options))
+        model, _ = load_model(folder, options.dtype)
+        super().__init__(model, eos_token_ids=eos_token_ids, pad_token_id=0, seed=seed)
+        self.weight_sync = SimpleNamespace(way="fold", reason="no slots")
+
+    def shared_model(self, dtype):
+        CALLS.append(("shared_model", dtype))
+        return self.model, Report()
+
+    def attach(self, model):
+        if self.fails_at == "attach":
+            raise EngineError("no route")
+        CALLS.append(("attach", model))
+        self.model = model
+
+    def update_lora(self, adapter=None, *, policy_version):
+        CALLS.append(("update_lora", policy_version))
+        super().update_lora(adapter, policy_version=policy_version)
+
+    def update_weights(self, weights=None, *, policy_version):
+        CALLS.append(("update_weights", policy_version))
+        super().update_weights(weights, policy_version=policy_version)
+
+    def close(self):
+        CALLS.append(("close",))
+        super().close()
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    CALLS.clear()
+    monkeypatch.setattr("fxrl.engines.vllm.engine.VllmEngine", FakeVllm)
+    monkeypatch.setattr(FakeVllm, "fails_at", "")
+    return FakeVllm
+
+
+def train(file, *overrides):
+    return main(str(file), ["run_dir=out", "engine=vllm", "steps=2", *overrides], json=True)
+
+
+def test_the_order_and_what_follows_from_the_run(config_file, fake, capsys):
+    assert train(config_file, "eval.size=2") == 0
+    names = [call[0] for call in CALLS]
+    assert names == ["engine", "shared_model", "attach", *["update_lora"] * 3, "close"]
+    assert [call[1] for call in CALLS if call[0] == "update_lora"] == [0, 1, 2]
+    options = CALLS[0][1]
+    prompt = len("<|im_start|>user\ncount to 0<|im_end|>\n<|im_start|>assistant\n")
+    # special tokens are one token each: 12, 10 and 12 characters of markup
+    assert options.max_model_len == prompt - 11 - 9 - 11 + 8
+    assert (options.max_num_seqs, options.dtype) == (8, "float32")
+    assert CALLS[1][1] == torch.float32
+    assert any("lora" in name for name, _ in CALLS[2][1].named_parameters())
+    out = capsys.readouterr().out
+    assert "14 of 14 tensors shared" in out
+    assert "by 'fold': no slots" in out
+
+
+def test_given_options_stand(config_file, fake):
+    extra = ("vllm.max_model_len=100", "vllm.max_num_seqs=3", "vllm.dtype=float32")
+    assert train(config_file, *extra, "model.autocast=bfloat16") == 0
+    options = CALLS[0][1]
+    assert (options.max_model_len, options.max_num_seqs, options.dtype) == (100, 3, "float32")
+
+
+def test_the_engine_computes_as_the_trainer_does(config_file, fake):
+    assert train(config_file, "model.autocast=bfloat16", "steps=1") == 0
+    assert CALLS[0][1].dtype == "bfloat16"
+    assert CALLS[1][1] == torch.float32
+
+
+def test_all_weights_are_told_of_as_weights(config_file, fake):
+    assert train(config_file, "model.lora=none", "optim.lr=1e-3") == 0
+    assert [call[0] for call in CALLS][3:-1] == ["update_weights"] * 3
+
+
+def test_an_engine_that_cannot_serve_is_closed(config_file, fake, capsys, monkeypatch):
+    monkeypatch.setattr(fake, "fails_at", "attach")
+    assert train(config_file) == 1
+    assert "no route" in json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
+    assert CALLS[-1] == ("close",)
+
+
+def test_float64_is_refused_before_anything_is_built(config_file, fake, capsys):
+    assert train(config_file, "model.dtype=float64") == 2
+    assert "vLLM has no float64" in capsys.readouterr().out
+    assert CALLS == []
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"dtype": "bfloat16", "lora": LoraConfig()}, torch.bfloat16),  # the adapter is float32
+        ({"dtype": "bfloat16"}, None),
+        ({"dtype": "float32", "lora": LoraConfig()}, None),
+        ({"dtype": "bfloat16", "lora": LoraConfig(), "autocast": None}, None),
+        ({"dtype": "float32", "autocast": "bfloat16"}, torch.bfloat16),
+    ],
+)
+def test_auto_is_autocast_where_adapters_are_wider_than_the_weights(options, dtype):
+    assert ModelConfig(id="tiny:llama", **options).autocast_dtype is dtype

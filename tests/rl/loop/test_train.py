@@ -1,0 +1,239 @@
+"""Whole runs of the tiny model: files, exact resume, interruption, failures."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxrl.rl.loop.trainer import Trainer
+from fxrl.rl.rollout import rollouter as rollout_module
+from fxrl.rl.train import main
+
+TIMES = ("time", "per_second")
+
+
+def metrics(run_dir):
+    """Lines of ``metrics.jsonl`` as text, without what measures time."""
+    found = []
+    for text in (Path(run_dir) / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        found.append(json.dumps({k: v for k, v in line.items() if not any(t in k for t in TIMES)}))
+    return found
+
+
+def train(file, run_dir, *overrides, resume=None):
+    return main(str(file), [f"run_dir={run_dir}", *overrides], resume=resume, json=True)
+
+
+def stop_after(monkeypatch, step, signum=signal.SIGINT):
+    """Sends a real signal to this process at the end of step ``step``."""
+    plain = Trainer._step
+
+    def signalled(self):
+        result = plain(self)
+        if self.done == step:
+            os.kill(os.getpid(), signum)
+        return result
+
+    monkeypatch.setattr(Trainer, "_step", signalled)
+
+
+def test_a_run_writes_everything(config_file, capsys):
+    extra = ("eval.size=2", "eval.every=2", "tensorboard=true", "loss.name=dapo")
+    assert train(config_file, "out", *extra, "reward.functions=['length', 'exact']") == 0
+    lines = [json.loads(text) for text in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    keys = "loss reward reward_std frac_reward_zero_std kl entropy completions/mean_length "
+    keys += "completions/clipped_ratio grad_norm learning_rate num_tokens step_time epoch "
+    keys += "tokens_per_second time/generate time/reward time/train rewards/length/mean nonfinite"
+    for line in lines:
+        assert set(keys.split()) <= line.keys()
+        assert line["entropy"] > 0
+        assert line["kl"] >= 0
+    assert lines[0]["eval/initial_accuracy"] is not None
+    assert [i for i, line in enumerate(lines, 1) if "eval/accuracy" in line] == [2, 4]
+    assert lines[-1]["eval/majority_baseline"] in (0.5, 1.0)
+    assert lines[-1]["num_tokens"] > lines[0]["num_tokens"] > 8 * 8
+    events = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 4]
+    assert events[-1]["event"] == "summary"
+    out = Path("out")
+    assert (out / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert any((out / "tensorboard").iterdir())
+    assert (out / "final" / "adapter_model.safetensors").is_file()
+    assert (out / "final" / "tokenizer.json").is_file()
+    samples = [json.loads(text) for text in (out / "completions.jsonl").read_text().splitlines()]
+    assert len(samples) == 8
+    assert {"step", "prompt", "completion", "reward", "advantage"} <= samples[0].keys()
+    assert len(list((out / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("seed=3",),
+        ("model.lora=none", "num_iterations=2", "micro_batch_tokens=150", "optim.lr=1e-3"),
+        ("model.lora.dropout=0.2", "optim.schedule=cosine", "optim.warmup_steps=1", "steps=4"),
+    ],
+    ids=["lora", "full, two updates a step", "dropout, cosine"],
+)
+def test_a_resumed_run_is_bit_identical(config_file, monkeypatch, extra):
+    assert train(config_file, "whole", *extra) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert train(config_file, "parts", *extra) == 130
+    assert len(metrics("parts")) == 3
+    assert train(config_file, "parts", *extra, resume="") == 0
+    assert metrics("parts") == metrics("whole")
+    assert metrics("whole")[0] != metrics("whole")[3]
+    assert saved_weights("parts") == saved_weights("whole")
+
+
+def saved_weights(run_dir):
+    [final] = sorted(Path(run_dir, "checkpoints").glob("step-*"))[-1:]
+    return (final / "trainable.safetensors").read_bytes()
+
+
+def test_lines_after_the_last_checkpoint_are_written_once(config_file, monkeypatch):
+    assert train(config_file, "whole") == 0
+
+    class Killed(BaseException):
+        """Like SIGKILL: nothing of ours gets to run."""
+
+    plain = Trainer._step
+
+    def killed(self):
+        if self.done == 3:
+            raise Killed
+        return plain(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", killed)
+        with pytest.raises(Killed):
+            train(config_file, "parts")
+    assert len(metrics("parts")) == 3  # step 3 is newer than the checkpoint of step 2
+    with Path("parts/metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "los')
+    assert train(config_file, "parts", resume=True) == 0
+    assert metrics("parts") == metrics("whole")
+    steps = [
+        json.loads(t)["step"] for t in Path("parts/completions.jsonl").read_text().splitlines()
+    ]
+    assert steps == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_resume_of_nothing_starts_and_more_steps_go_on(config_file):
+    assert train(config_file, "out", "steps=2", resume=True) == 0
+    assert train(config_file, "out", "steps=3", resume="out") == 0
+    assert len(metrics("out")) == 3
+    assert train(config_file, "out", "steps=3", resume="") == 0  # nothing left to do
+    assert len(metrics("out")) == 3
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_raising_steps_later_is_the_same_run(config_file, every):
+    extra = ("eval.size=2", f"eval.every={every}")
+    assert train(config_file, "whole", *extra) == 0
+    for steps in (1, 3):
+        assert train(config_file, "parts", *extra, f"steps={steps}", resume="") == 0
+        assert "eval/accuracy" in json.loads(metrics("parts")[-1])
+    assert train(config_file, "parts", *extra, resume="") == 0
+    assert metrics("parts") == metrics("whole")
+
+
+def test_a_finished_run_is_not_overwritten(config_file, capsys):
+    assert train(config_file, "out", "steps=1") == 0
+    assert train(config_file, "out", "steps=1") == 2
+    assert "already holds a run" in capsys.readouterr().out
+    assert train(config_file, "out", "steps=2", "optim.lr=5", resume="") == 2
+    assert "optim.lr: was 0.01, is 5.0" in capsys.readouterr().out
+
+
+def test_sigterm_saves_too(config_file, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    stop_after(monkeypatch, 1, signal.SIGTERM)
+    assert train(config_file, "out") == 143
+    assert [path.name for path in Path("out/checkpoints").iterdir()] == ["step-00000001"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+REWARD = """
+from pathlib import Path
+def picky(completions, trainer_state, prompts, answer, **columns):
+    assert len(answer) == len(prompts) == len(completions)
+    assert prompts[0][-1]["role"] == "user" and completions[0][0]["role"] == "assistant"
+    if trainer_state.global_step == 3 and not Path("fixed").exists():
+        raise RuntimeError("the third step")
+    return [None if i < 4 else float(i) for i in range(len(completions))]
+"""
+
+
+def test_a_reward_that_raises_keeps_the_run(config_file, capsys):
+    Path("picky_rewards.py").write_text(REWARD)
+    extra = ("reward.functions=['picky_rewards:picky']", "reward.params={}", "save_every=0")
+    assert train(config_file, "out", *extra) == 1
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["event"] == "error"
+    assert "reward 'picky' raised RuntimeError('the third step')" in told["text"]
+    assert "step 3 failed; the state before it is in out/checkpoints/step-00000002" in told["text"]
+    Path("fixed").touch()
+    assert train(config_file, "out", *extra, resume="") == 0
+    assert train(config_file, "whole", *extra) == 0
+    assert metrics("out") == metrics("whole")
+    # None everywhere for the first prompt's completions: they count neither way
+    line = json.loads(metrics("out")[0])
+    assert line["reward"] == pytest.approx(5.5)
+
+
+def test_nan_gradients_stop_the_run(config_file, capsys):
+    Path("bad_losses.py").write_text(
+        "def nan(model, batch):\n"
+        "    ids = batch['input_ids']\n"
+        "    return model(input_ids=ids).logits.sum() * float('nan')\n"
+    )
+    assert train(config_file, "out", "loss={name='bad_losses:nan'}", "max_nonfinite=2") == 1
+    assert "not finite 2 updates in a row" in capsys.readouterr().out
+    [line] = metrics("out")
+    assert json.loads(line)["loss"] is None
+    assert json.loads(line)["nonfinite"] == 1.0
+    assert torch.load("out/nonfinite-step-2.pt")["step"] == 2
+
+
+def test_the_reference_is_the_untrained_model(config_file):
+    """k3 with the policy itself as reference is 0, and grows as soon as the policy moves."""
+    for run, extra in (("adapter", ()), ("copy", ("model.lora=none", "optim.lr=1e-3"))):
+        assert train(config_file, run, *extra) == 0
+        kl = [json.loads(line)["kl"] for line in metrics(run)]
+        assert kl[0] == pytest.approx(0.0, abs=1e-9)
+        assert min(kl[1:]) > 1e-7
+
+
+def test_a_prompt_that_is_too_long_and_a_model_without_chat_template(config_file, capsys):
+    assert train(config_file, "out", "data.max_prompt_tokens=5") == 1
+    assert "data.max_prompt_tokens" in capsys.readouterr().out
+    assert train(config_file, "plain", "data.chat=false", "steps=1") == 0
+
+
+def test_the_rich_view_in_a_log_file(config_file, capsys):
+    assert main(str(config_file), ["run_dir=out", "steps=2"], resume=False, json=False) == 0
+    out = capsys.readouterr().out
+    assert "step 1/2  reward" in out
+    assert "sample completions" in out
+    assert "count to" in out
+    assert "held-out" not in out
+
+
+def test_group_advantages_reach_the_batch(config_file, monkeypatch):
+    seen = []
+    plain = rollout_module.group_advantages
+    monkeypatch.setattr(
+        rollout_module, "group_advantages", lambda *a: seen.append((a, plain(*a))) or seen[-1][1]
+    )
+    assert train(config_file, "out", "steps=1", "scale_rewards=none") == 0
+    [((rewards, num, scale), advantages)] = seen
+    assert (len(rewards), num, scale) == (8, 4, "none")
+    expected = rewards.view(2, 4) - rewards.view(2, 4).mean(1, keepdim=True)
+    torch.testing.assert_close(advantages, expected.reshape(-1))

@@ -1,0 +1,108 @@
+"""Updates that are not finite are skipped, counted, and end the run with the batch saved."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fxrl.rl.config.tables import LossConfig
+from fxrl.rl.errors import NonFiniteError
+from fxrl.rl.loop.updater import Updater, merge_metrics
+
+
+class Scripted:
+    """A loss whose value or gradient is spoilt as the script says."""
+
+    def __init__(self, tmp_path, script, max_nonfinite=3, max_grad_norm=1.0):
+        self.weight = nn.Parameter(torch.tensor([3.0]))
+        self.script = iter(script)
+        optimizer = torch.optim.SGD([self.weight], lr=0.5)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 / (n + 1))
+        self.updater = Updater(
+            self.step,
+            [self.weight],
+            optimizer,
+            schedule,
+            LossConfig("dapo"),
+            max_grad_norm,
+            max_nonfinite,
+            tmp_path,
+        )
+
+    def step(self, batch):
+        spoil = next(self.script)
+        if spoil == "loss":
+            return self.weight.sum() * math.nan, {}
+        if spoil == "gradient":  # finite loss, infinite gradient
+            return (self.weight - self.weight.detach()).abs().sqrt().sum(), {}
+        return 2.0 * self.weight.sum(), {"x": torch.tensor(1.5)}
+
+
+BATCH = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "completion_mask": torch.ones(2, 2)}
+
+
+def test_a_good_update_clips_and_moves(tmp_path):
+    run = Scripted(tmp_path, ["good"])
+    metrics = run.updater.update([BATCH], 1)
+    assert run.weight.item() == pytest.approx(3.0 - 0.5)  # gradient 2 cut to norm 1
+    assert metrics["grad_norm"] == pytest.approx(2.0)
+    assert metrics["learning_rate"] == 0.5
+    assert (metrics["loss"], metrics["nonfinite"], metrics["x"]) == (6.0, 0.0, 1.5)
+    assert run.updater.schedule.get_last_lr() == [0.25]
+
+
+@pytest.mark.parametrize("spoil", ["loss", "gradient"])
+def test_a_bad_update_is_skipped_and_counted(tmp_path, spoil):
+    run = Scripted(tmp_path, [spoil, "good", spoil], max_nonfinite=2)
+    metrics = run.updater.update([BATCH], 1)
+    assert run.weight.item() == 3.0
+    assert metrics["nonfinite"] == 1.0
+    assert metrics["grad_norm"] is None
+    assert run.updater.schedule.get_last_lr() == [0.5]
+    assert run.weight.grad is None
+    run.updater.update([BATCH], 2)
+    run.updater.update([BATCH], 3)  # one in a row again: the run goes on
+    assert (run.updater.num_skipped, run.updater.num_skipped_in_a_row) == (2, 1)
+
+
+def test_too_many_in_a_row_stop_the_run_with_the_batch_saved(tmp_path):
+    run = Scripted(tmp_path, ["loss", "gradient"], max_nonfinite=2)
+    run.updater.update([BATCH], 6)
+    with pytest.raises(NonFiniteError, match=r"2 updates in a row.*nonfinite-step-7\.pt") as caught:
+        run.updater.update([BATCH], 7)
+    assert "lower optim.lr" in str(caught.value)
+    saved = torch.load(tmp_path / "nonfinite-step-7.pt")
+    assert saved["step"] == 7
+    torch.testing.assert_close(saved["batches"][0], BATCH)
+
+
+def test_metrics_merge_by_kind():
+    names = ["entropy", "a/max", "low_min"]
+    merged = merge_metrics(names, [[1.0, 5.0, 2.0], [3.0, 4.0, 1.0]], [1.0, 1.0], [0.25, 0.75])
+    assert merged == {"entropy": 2.5, "a/max": 5.0, "low_min": 1.0}
+    assert merge_metrics(["kl"], [[math.inf]], [1.0], [1.0]) == {"kl": None}
+    assert merge_metrics(["policy_loss"], [[2.0], [4.0]], [1.0, 0.5], [0.9, 0.1]) == {
+        "policy_loss": 4.0
+    }
+
+
+def test_the_device_is_read_once_a_backward(tmp_path, monkeypatch):
+    """Whatever the number of micro-batches: each read of a number waits for the device."""
+    reads = []
+    for name in ("item", "__float__", "__bool__", "tolist"):
+        plain = getattr(torch.Tensor, name)
+
+        def counted(self, *args, plain=plain, name=name):
+            reads.append(name)
+            return plain(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    run = Scripted(tmp_path, ["good"] * 5)
+    loss, norm, metrics = run.updater.backward([BATCH] * 5)
+    assert loss == pytest.approx(5 * 6.0)
+    assert norm == pytest.approx(5 * 2.0)
+    assert metrics == pytest.approx({"x": 1.5})
+    assert (
+        reads == ["tolist"] * 2
+    )  # the token counts before the first kernel, all numbers at the end

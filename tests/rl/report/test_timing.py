@@ -1,0 +1,53 @@
+"""A step's seconds: every one counted once."""
+
+import time
+
+import pytest
+import torch
+
+from fxrl.rl.report.timing import PHASES, Clock
+
+
+def test_phases_add_up_to_the_step():
+    clock = Clock(torch.device("cpu"))
+    for _ in range(2):
+        with clock.phase("generate"):
+            time.sleep(0.02)
+    with clock.phase("train"):
+        time.sleep(0.03)
+    time.sleep(0.02)
+    total = clock.elapsed()
+    found = clock.metrics()
+    assert found.keys() == {f"time/{name}" for name in PHASES}
+    assert sum(found.values()) == pytest.approx(total)
+    assert found["time/generate"] >= 0.04
+    assert found["time/train"] >= 0.03
+    assert found["time/other"] >= 0.02
+    assert found["time/wake"] == 0.0
+
+
+def test_moving_never_makes_seconds():
+    clock = Clock(torch.device("cpu"))
+    clock.seconds["generate"] = 2.0
+    clock.move("generate", "sync", 0.5)
+    clock.move("generate", "sync", 9.0)
+    assert (clock.seconds["generate"], clock.seconds["sync"]) == (0.0, 2.0)
+
+
+def test_a_phase_that_raises_is_not_counted():
+    clock = Clock(torch.device("cpu"))
+    with pytest.raises(ValueError, match="x"), clock.phase("train"):
+        raise ValueError("x")
+    assert clock.seconds["train"] == 0.0
+
+
+def test_a_gpu_is_waited_for_once_a_phase(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    clock = Clock(torch.device("cuda:0"))
+    with clock.phase("score"):
+        pass
+    with clock.phase("train"):
+        assert len(waits) == 1
+    clock.elapsed()
+    assert waits == [torch.device("cuda:0")] * 2

@@ -1,0 +1,230 @@
+"""Progress views, metrics files and the curve."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from fxrl.ir.remark import Remark, RemarkKind, Report
+from fxrl.rl.report import progress
+from fxrl.rl.report.files import JsonLines, TensorBoard, read_lines
+from fxrl.rl.report.plots import plot_curves, plot_times, running_mean
+from fxrl.rl.report.progress import JsonReporter, LogReporter, reporter_on
+
+RECORDS = [
+    {"step": i, "reward": i / 9, "reward_std": 0.1, "kl": 0.01 * i, "loss": None}
+    | {"completions/mean_length": 10.0 - i, "tokens_per_second": 7.0, "step_time": 0.5}
+    | {"time/generate": 0.3, "time/train": 0.1996, "time/wake": 0.0004}
+    for i in range(1, 10)
+]
+SAMPLE = {"question": "[bold]1 + 1?\n", "completion": "2\x07[/x]", "reward": 1.0, "advantage": -0.5}
+REPORT = Report(
+    (
+        Remark(RemarkKind.APPLIED, "fuse-linear-logprob", "mm_1", "a.py:3", "fused", "", 2**20),
+        Remark(RemarkKind.MISSED, "chunk-vocab-region", "mm_2", "", "escapes", "do not return it"),
+    )
+)
+
+
+def shown(terminal):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=150)
+    with reporter_on(console, json=False) as reporter:
+        reporter.begin(9, 0)
+        reporter.report(REPORT)
+        for record in RECORDS:
+            reporter.step(record, [SAMPLE])
+        reporter.message("a [word]")
+        reporter.summary({"reward": 0.25, "model": "out/final"})
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_view_has_report_steps_samples_and_summary(terminal):
+    text = shown(terminal)
+    for words in ("fuse-linear-logprob", "a.py:3", "1 MiB", "escapes", "cure: do not return it"):
+        assert words in text
+    assert "predicted to save 1 MiB at the peak" in text
+    assert "1 applied, 1 missed" in text
+    assert "a [word]" in text
+    assert r"[bold]1 + 1?\n" in text
+    assert r"2\x07[/x]" in text
+    assert "0.25" in text
+
+
+def test_a_log_file_gets_one_line_per_step():
+    lines = [line for line in shown(False).splitlines() if line.startswith("step ")]
+    assert len(lines) == 9
+    assert "reward 0.111" in lines[0]
+    assert "KL 0.0100" in lines[0]
+    assert "loss" not in lines[0]
+    assert lines[0].endswith("(generate 0.30 s, train 0.20 s)"), "the largest first, no crumbs"
+
+
+def test_json_lines_are_json():
+    stream = io.StringIO()
+    with JsonReporter(Console(file=stream, width=20)) as reporter:
+        reporter.report(REPORT)
+        reporter.step({"step": 1, "loss": math.nan, "long": "x" * 99}, [SAMPLE])
+    events = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [event["event"] for event in events] == ["remark", "remark", "step"]
+    assert events[2]["loss"] is None
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_log_says_what_is_being_done_once_and_again_when_it_is_quiet():
+    stream, clock = io.StringIO(), Clock()
+    log = LogReporter(Console(file=stream, width=80), clock)
+    with log.stage("loading: a [model]") as say:
+        clock.now += 4
+        say("converting: 1 of 9 [parts]")
+        for _ in range(12):
+            clock.now += 1
+            log.tick()
+        say("converting: 8 of 9 [parts]")  # new numbers are no news
+    for _ in range(2):
+        clock.now += 4
+        with log.stage("training: 5 tokens"), log.stage("compiling: 2 bodies"):
+            clock.now += 5
+            log.tick()
+        log.tick()
+    clock.now += 60
+    log.tick()  # nothing is being done
+    assert [line.split(" s  ") for line in stream.getvalue().splitlines()] == [
+        ["   0.0", "loading: a [model]"],
+        ["   4.0", "converting: 1 of 9 [parts]"],
+        ["  14.0", "converting: 1 of 9 [parts] (14 s)"],
+        ["  20.0", "training: 5 tokens"],
+        ["  20.0", "compiling: 2 bodies"],
+        ["  34.0", "compiling: 2 bodies (5 s)"],  # nothing was written for 14 s
+    ]
+
+
+def test_json_has_the_stages_too():
+    stream, clock = io.StringIO(), Clock()
+    reporter = JsonReporter(Console(file=stream, width=20), clock)
+    with reporter.stage("generating: 8 completions"):
+        clock.now += 12.34
+        reporter.tick()
+    assert [json.loads(line) for line in stream.getvalue().splitlines()] == [
+        {"event": "stage", "text": "generating: 8 completions", "elapsed_s": 0.0},
+        {"event": "stage", "text": "generating: 8 completions (12 s)", "elapsed_s": 12.3},
+    ]
+
+
+def test_a_terminal_shows_the_innermost_stage_and_its_seconds():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    reporter = reporter_on(console, json=False)
+    clock = reporter.clock = Clock()
+    reporter.start = clock.now
+
+    def seen():
+        with console.capture() as capture:
+            console.print(reporter.view())
+        return capture.get()
+
+    with reporter.stage("training"):
+        clock.now += 3
+        with reporter.stage("compiling: 2 [bodies]") as say:
+            clock.now += 4
+            assert "compiling: 2 [bodies]  4 s  (7 s in all)" in seen()
+            say("compiling: 1 of 2")
+            assert "compiling: 1 of 2  4 s" in seen()
+        assert "training  7 s" in seen()
+    assert seen().strip() == ""
+
+
+def test_a_thread_writes_while_the_run_is_busy(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    with LogReporter(Console(file=stream, width=80)) as log, log.stage("capturing"):
+        for _ in range(1000):
+            if "capturing (" in stream.getvalue():
+                break
+            time.sleep(0.01)
+    assert "capturing (" in stream.getvalue()
+
+
+def test_the_first_words_do_not_wait_for_torch():
+    code = "import fxrl.rl.train, sys; print(*{'torch', 'numpy', 'transformers'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
+
+
+def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
+    path = tmp_path / "m.jsonl"
+    lines = JsonLines(path, 0)
+    for step in (1, 2, 3):
+        lines.write({"step": step, "x": 0.1 * step, "bad": math.inf})
+    before = path.read_text()  # on disk before it is closed
+    lines.close()
+    assert len(before.splitlines()) == 3
+    path.write_text(before + '{"step": 4, "x')
+    lines = JsonLines(path, 2)
+    lines.write({"step": 3})
+    lines.close()
+    assert path.read_text() == "".join(before.splitlines(True)[:2]) + '{"step": 3}\n'
+    assert read_lines(path)[0] == {"step": 1, "x": 0.1, "bad": None}
+    JsonLines(path, 0).close()
+    assert path.read_text() == ""
+
+
+def test_tensorboard_has_every_finite_number(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path, 1)
+    board.write(1, {"step": 1, "reward": 0.5, "kl": None, "loss": math.nan})
+    board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["reward"]
+    assert events.Scalars("reward")[0].value == 0.5
+
+
+def test_the_curve_is_drawn_with_and_without_optional_series(tmp_path):
+    plain = [{"step": 1, "reward": None, "completions/mean_length": 3.0}]
+    evaluated = [RECORDS[0] | {"eval/initial_accuracy": 0.1, "eval/majority_baseline": 0.2}]
+    evaluated.append(RECORDS[1] | {"eval/accuracy": 0.4, "eval/majority_baseline": 0.2})
+    sizes = set()
+    for number, records in enumerate((plain, RECORDS, evaluated)):
+        path = plot_curves(records, tmp_path / f"{number}.png", "run")
+        assert path.read_bytes().startswith(b"\x89PNG")
+        sizes.add(path.stat().st_size)
+    assert len(sizes) == 3
+
+
+def test_running_mean():
+    assert running_mean([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]
+
+
+def test_the_time_plot_stacks_phases_to_the_step(tmp_path, monkeypatch):
+    drawn = []
+    from matplotlib.axes import Axes
+
+    plain = Axes.bar
+
+    def bar(self, steps, heights, width, bottom, **kw):
+        drawn.append((kw["label"], heights, bottom))
+        return plain(self, steps, heights, width, bottom, **kw)
+
+    monkeypatch.setattr(Axes, "bar", bar)
+    records = [*RECORDS, {"step": 10, "reward": 1.0}]  # of an older run: no times
+    file = plot_times(records, tmp_path / "times.png", "a run")
+    assert file.read_bytes().startswith(b"\x89PNG")
+    tops = [sum(heights[0] for _, heights, _ in drawn[:n]) for n in range(len(drawn))]
+    assert [bottom[0] for _, _, bottom in drawn] == pytest.approx(tops)
+    assert [len(heights) for _, heights, _ in drawn] == [9] * len(drawn)
+    assert "generate 0.30 s" in [label for label, _, _ in drawn]
+    assert plot_times([], tmp_path / "none.png", "nothing yet").is_file()

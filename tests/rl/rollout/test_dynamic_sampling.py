@@ -1,0 +1,173 @@
+"""Groups whose rewards are all the same: kept, dropped, or replaced."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxrl.engines import Completion
+from fxrl.rl.config.load import load_config
+from fxrl.rl.data.rewards import Reward
+from fxrl.rl.report.timing import Clock
+from fxrl.rl.rollout.judge import TrainerState
+from fxrl.rl.rollout.rollouter import Rollouter
+from fxrl.rl.train import main
+
+
+class Engine:
+    """Completions that carry their prompt's number; one policy, no sampling."""
+
+    policy_version = 0
+
+    def __init__(self):
+        self.timings = {}
+        self.calls = []
+
+    def state_dict(self):
+        return {}
+
+    def generate(self, prompts, params, *, on_finished=None):
+        self.calls.append(len(prompts))
+        self.timings = {"fold": 0.0, "generate": 1.0}
+        return [
+            [
+                Completion(tuple(p), (p[0], sample), (-1.0, -2.0), "stop", 0)
+                for sample in range(params.n)
+            ]
+            for p in prompts
+        ]
+
+
+class Builder:
+    def prompt(self, row):
+        return row["prompt"]
+
+    def encode(self, prompt):
+        return [int(prompt)]
+
+
+class Tokenizer:
+    def batch_decode(self, ids, skip_special_tokens):
+        return [" ".join(map(str, row)) for row in ids]
+
+
+def mixed(completions, completion_ids):
+    """Odd prompts: sample 0 is right, the others are not. Even: all the same. 7: no value."""
+    return [None if p == 7 else float(p % 2 == 1 and sample == 0) for p, sample in completion_ids]
+
+
+def rolled(config_file, numbers, *overrides):
+    config = load_config(config_file, ["sampling.num_generations=3", *overrides])
+    engine, numbers = Engine(), iter(numbers)
+    rollouter = Rollouter(
+        engine, Builder(), [Reward("mixed", mixed, 1.0)], config.sampling, Tokenizer()
+    )
+    taken = []
+
+    def take(count):
+        taken.append(count)
+        return [{"prompt": str(next(numbers))} for _ in range(count)]
+
+    clock = Clock(torch.device("cpu"))
+    rollout = rollouter.rollout(take, config, lambda: TrainerState(1, 2, 0.0), clock)
+    return rollout, taken
+
+
+def prompts_of(rollout):
+    return [c.prompt_token_ids[0] for c in rollout.completions][::3]
+
+
+STEP = "prompts_per_step=4"
+
+
+def test_off_keeps_all(config_file):
+    rollout, taken = rolled(config_file, [1, 2, 3, 7], STEP)
+    assert prompts_of(rollout) == [1, 2, 3, 7]
+    assert taken == [4]
+    assert rollout.metrics["frac_reward_zero_std"] == pytest.approx(0.5)
+    assert "dynamic_sampling/num_dropped" not in rollout.metrics
+    assert rollout.advantages[3:6] == [0.0] * 3
+
+
+def test_drop_leaves_them_out_and_counts_them(config_file):
+    rollout, taken = rolled(config_file, [1, 2, 3, 7], STEP, "dynamic_sampling=drop")
+    assert prompts_of(rollout) == [1, 3]
+    assert taken == [4]
+    assert len(rollout.advantages) == len(rollout.rewards) == len(rollout.texts) == 6
+    assert rollout.advantages[0] > 0 > rollout.advantages[1]
+    assert rollout.by_function["mixed"] == [1.0, 0.0, 0.0] * 2
+    # reported of all that was drawn
+    assert rollout.metrics["dynamic_sampling/num_dropped"] == 2
+    assert rollout.metrics["frac_reward_zero_std"] == pytest.approx(0.5)
+    assert rollout.metrics["reward"] == pytest.approx(2 / 9)
+    assert rollout.num_completion_tokens == 4 * 3 * 2
+    assert rollout.num_tokens == 4 * 3 * 3
+
+
+def test_refill_asks_for_what_is_missing(config_file):
+    extra = (STEP, "dynamic_sampling=refill")
+    rollout, taken = rolled(config_file, [1, 2, 3, 7, 4, 5, 9], *extra)
+    assert taken == [4, 2, 1]
+    assert prompts_of(rollout) == [1, 3, 5, 9]
+    assert rollout.metrics["dynamic_sampling/num_refills"] == 2
+    assert rollout.metrics["dynamic_sampling/num_dropped"] == 3
+
+
+def test_refill_stops_at_its_limit(config_file):
+    extra = (STEP, "dynamic_sampling=refill", "max_refills=2")
+    rollout, taken = rolled(config_file, [2] * 20, *extra)
+    assert taken == [4, 4, 4]
+    assert rollout.completions == []
+    assert rollout.advantages == []
+    assert rollout.metrics["dynamic_sampling/num_dropped"] == 12
+
+
+def test_the_batch_s_spread_is_that_of_what_is_left(config_file):
+    extra = (STEP, "dynamic_sampling=drop", "scale_rewards=batch")
+    rollout, _ = rolled(config_file, [1, 2, 3, 4], *extra)
+    spread = torch.tensor([1.0, 0, 0, 1, 0, 0]).std().item()
+    assert rollout.advantages[0] == pytest.approx((1 - 1 / 3) / (spread + 1e-4))
+
+
+REWARD = """
+def even(completion_ids, prompts, **columns):
+    return [float(len(ids) % 2) if "1" in prompts[i][-1]["content"] else 1.0
+            for i, ids in enumerate(completion_ids)]
+def same(completions, **columns):
+    return [1.0] * len(completions)
+"""
+
+
+def metrics(run_dir):
+    lines = [json.loads(t) for t in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if "time" not in k and "per_s" not in k} for line in lines
+    ]
+
+
+def train(file, run_dir, *overrides, resume=None):
+    extra = ["reward.params={}", f"run_dir={run_dir}", *overrides]
+    return main(str(file), extra, resume=resume, json=True)
+
+
+def test_a_run_with_refills_resumes_exactly(config_file):
+    Path("refill_rewards.py").write_text(REWARD)
+    extra = ("reward.functions=['refill_rewards:even']", "dynamic_sampling=refill", "save_every=1")
+    assert train(config_file, "whole", *extra) == 0
+    assert any(line["dynamic_sampling/num_refills"] for line in metrics("whole"))
+    assert train(config_file, "parts", *extra, "steps=2") == 0
+    assert train(config_file, "parts", *extra, resume="") == 0
+    assert metrics("parts") == metrics("whole")
+
+
+def test_a_step_without_any_signal_updates_nothing_and_goes_on(config_file):
+    Path("same_rewards.py").write_text(REWARD)
+    extra = ("reward.functions=['same_rewards:same']", "dynamic_sampling=drop", "steps=2")
+    assert train(config_file, "out", *extra) == 0
+    for line in metrics("out"):
+        assert line["loss"] is None
+        assert line["dynamic_sampling/num_dropped"] == 2
+        assert line["reward"] == 1.0
+        assert not math.isnan(line["learning_rate"])
