@@ -15,22 +15,21 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from fxrl import optimize
 from fxrl.errors import ConfigError
 from fxrl.models import load_model, lora
-from fxrl.models.folder import model_folder
+from fxrl.models.load import model_folder
 from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.data.prompts import PromptBuilder, question_text
 from fxrl.rl.data.questions import PromptStream, Source, Split, read_source, split_rows
-from fxrl.rl.data.rewards import CallRules, Reward, build_rewards
+from fxrl.rl.data.rewards import Reward, build_rewards
 from fxrl.rl.drift import loss_measures
 from fxrl.rl.errors import BadConfigError
 from fxrl.rl.loop.scoring import Scorer, reference
@@ -109,16 +108,7 @@ def read_questions(config: TrainConfig) -> Questions:
         num_shots=data.few_shot,
         seed=data.seed,
     )
-    rewards = build_rewards(
-        config.reward.functions,
-        config.reward.weights,
-        config.reward.params,
-        extract=config.reward.extract,
-        answer=data.answer,
-        score=source.score,
-        rules=CallRules(config.reward.timeout_s, config.reward.retries, config.reward.on_error),
-        per_group=config.reward.per_group,
-    )
+    rewards = build_rewards(config.reward, data.answer, source.score)
     names = [reward.name for reward in rewards]
     if config.eval.reward is not None and config.eval.reward not in names:
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
@@ -133,77 +123,73 @@ def build_parts(
     Raises:
         ModelError, FetchError: no such model.
         ConfigError: something does not go together with this model.
+        EngineError: vLLM is not installed, or cannot be built; the message has the cure.
     """
     device = pick_device(config.model.device)
     prompts = functools.partial(
         PromptBuilder, config.data, questions.source.prompt, questions.split.shots
     )
-
-    def longest_prompt(tokenizer: Any) -> int:
-        return _longest_prompt(prompts(tokenizer), questions.split, config)
-
-    policy = build_policy(config, device, run_dir, longest_prompt, reporter)
+    if config.engine == "vllm":
+        model, tokenizer, engine = _with_vllm(
+            config,
+            device,
+            run_dir / "model",
+            lambda tokenizer: _longest_prompt(prompts(tokenizer), questions.split, config),
+            reporter,
+        )
+    else:
+        model, tokenizer, engine = _embedded(config, device, reporter)
     try:
-        builder = prompts(policy.tokenizer)
-        return _around(policy, builder, config, questions, run_dir, device, reporter.stage)
+        builder = prompts(tokenizer)
+        rollouter = Rollouter(engine, builder, questions.rewards, config, tokenizer, reporter.stage)
+        return _around(model, rollouter, questions, run_dir, device)
     except BaseException:
-        policy.engine.close()
+        engine.close()
         raise
 
 
 def _around(
-    policy: Policy,
-    builder: PromptBuilder,
-    config: TrainConfig,
+    model: nn.Module,
+    rollouter: Rollouter,
     questions: Questions,
     run_dir: Path,
     device: torch.device,
-    stage: Stage,
 ) -> RunParts:
     """What goes around model and engine."""
-    model, tokenizer, engine = policy
-    autocast = config.model.autocast_dtype
+    config = rollouter.config
     make_step: Callable[..., Any] = functools.partial(optimize, config=config.fxrl)
     if not config.optimize:
         make_step = _plain
-    wrap = functools.partial(with_autocast, device_type=device.type, dtype=autocast)
+    wrap = functools.partial(
+        with_autocast, device_type=device.type, dtype=config.model.autocast_dtype
+    )
+    sampling = config.sampling
     loss_fn = build_loss(
         config.loss.name,
         config.loss.options,
-        temperature=config.sampling.temperature,
-        max_tokens=config.sampling.max_tokens,
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
     )
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(config.optim, parameters)
-    schedule: LRScheduler = build_schedule(
-        config.optim, optimizer, config.steps * config.num_iterations
-    )
     scorer = functools.partial(
-        Scorer, optimize=make_step, temperature=config.sampling.temperature, wrap=wrap
+        Scorer, optimize=make_step, temperature=sampling.temperature, wrap=wrap
     )
     old_policy = scorer(model) if config.num_iterations > 1 else None
     needs_reference = bool(config.loss.options.get("beta", 0.0))
     ref_model, context = reference(model) if needs_reference else (model, None)
     return RunParts(
         model=model,
-        tokenizer=tokenizer,
-        engine=engine,
+        tokenizer=rollouter.tokenizer,
+        engine=rollouter.engine,
         questions=questions,
-        rollouter=Rollouter(
-            engine,
-            builder,
-            questions.rewards,
-            config.sampling,
-            tokenizer,
-            config.engine_retries,
-            stage,
-        ),
+        rollouter=rollouter,
         stream=PromptStream(len(questions.split.train), config.seed, shuffle=config.data.shuffle),
         updater=Updater(
             step=make_step(model, wrap(loss_fn)),
             parameters=parameters,
             optimizer=optimizer,
-            schedule=schedule,
+            schedule=build_schedule(config.optim, optimizer, config.steps * config.num_iterations),
             loss=config.loss,
             max_grad_norm=config.optim.max_grad_norm,
             max_nonfinite=config.max_nonfinite,
@@ -212,8 +198,115 @@ def _around(
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
         probe=None if loss_measures(config.loss.name) else old_policy or scorer(model),
-        stage=stage,
+        stage=rollouter.stage,
     )
+
+
+def _embedded(
+    config: TrainConfig, device: torch.device, reporter: Reporter
+) -> tuple[nn.Module, Any, Engine]:
+    """Model, tokenizer, and the engine that samples with the model itself."""
+    wanted = config.model
+    with reporter.stage(f"loading {wanted.id} ({wanted.dtype}, {device})") as say:
+        model, tokenizer = load_model(
+            wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
+        )
+        if tokenizer is None:
+            raise ConfigError(
+                f"model.id={wanted.id!r} has no tokenizer; give a folder that has one"
+            )
+        model = _trainable(model, config)
+    engine = TorchEngine.from_tokenizer(
+        model, tokenizer, seed=config.seed, autocast=wanted.autocast_dtype
+    )
+    return model, tokenizer, engine
+
+
+def _with_vllm(
+    config: TrainConfig,
+    device: torch.device,
+    made: Path,
+    longest_prompt: Callable[[Any], int],
+    reporter: Reporter,
+) -> tuple[nn.Module, Any, Engine]:
+    """Tokenizer and engine, and the model made of the engine's weights.
+
+    Args:
+        made: where a model of random weights is written.
+        longest_prompt: from the tokenizer to the tokens of the longest prompt of the run.
+    """
+    from fxrl.runtime.vllm_engine import VllmEngine
+
+    wanted = config.model
+    with reporter.stage(f"finding {wanted.id} ({wanted.dtype}, {device})") as say:
+        folder, tokenizer = model_folder(
+            wanted.id, made, dtype=wanted.dtype, seed=config.seed, on_progress=say
+        )
+    options = config.vllm
+    if options.max_model_len is None:
+        longest = longest_prompt(tokenizer) + config.sampling.max_tokens
+        options = dataclasses.replace(options, max_model_len=longest)
+    if options.dtype == "auto":
+        compute = wanted.autocast_dtype
+        dtype = wanted.dtype if compute is None else str(compute).removeprefix("torch.")
+        options = dataclasses.replace(options, dtype=dtype)
+    sizes = f"max_model_len={options.max_model_len}, max_num_seqs={options.max_num_seqs}"
+    with reporter.stage(f"starting vLLM: {sizes}, {options.dtype}"):
+        eos = eos_ids(folder, tokenizer)
+        engine = VllmEngine(folder, options, eos_token_ids=eos, seed=config.seed)
+    try:
+        with reporter.stage("making the trainer's model of vLLM's weights"):
+            model, report = engine.shared_model(dtype=getattr(torch, wanted.dtype))
+        reporter.message(str(report))
+        if (place := next(model.parameters()).device).type != device.type:
+            raise ConfigError(
+                f"model.device={wanted.device!r}, but vLLM and the model made of its weights are "
+                f"on {place.type}; use auto"
+            )
+        model = _trainable(model, config)
+        completions = config.prompts_per_step * config.sampling.num_generations
+        engine.attach(
+            model,
+            decode_steps=config.sampling.max_tokens,
+            num_sequences=min(completions, options.max_num_seqs),
+        )
+        reporter.message(
+            f"rollouts take the trained weights by {engine.policy.way!r}: {engine.policy.reason}"
+        )
+    except BaseException:
+        engine.close()
+        raise
+    return model, tokenizer, engine
+
+
+def eos_ids(folder: Path, tokenizer: Any) -> Iterable[int]:
+    """Ids that end a completion: the tokenizer's, and those of the checkpoint's generation."""
+    from transformers import GenerationConfig
+
+    found = {tokenizer.eos_token_id}
+    if (folder / "generation_config.json").is_file():
+        also = GenerationConfig.from_pretrained(str(folder)).eos_token_id
+        found |= set(also) if isinstance(also, list | tuple) else {also}
+    return sorted(found - {None})
+
+
+def _trainable(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """With its adapter and checkpointing, in train mode."""
+    wanted = config.model
+    if wanted.lora is not None:
+        model = lora(
+            model,
+            wanted.lora.r,
+            wanted.lora.alpha,
+            wanted.lora.targets,
+            dropout=wanted.lora.dropout,
+            seed=config.seed,
+        )
+    if wanted.gradient_checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        if wanted.lora is not None:
+            model.enable_input_require_grads()  # type: ignore[operator]
+    return model.train()
 
 
 MANY_ROWS = 20_000
@@ -258,128 +351,3 @@ def with_autocast(
 
 def _plain(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[[Batch], Any]:
     return functools.partial(loss_fn, model)
-
-
-LongestPrompt = Callable[[Any], int]
-"""From the tokenizer to the tokens of the longest prompt of the run."""
-
-
-class Policy(NamedTuple):
-    """Attributes: model: with its adapter, in train mode. tokenizer: its own. engine: draws."""
-
-    model: nn.Module
-    tokenizer: Any
-    engine: Engine
-
-
-def build_policy(
-    config: TrainConfig,
-    device: torch.device,
-    run_dir: Path,
-    longest_prompt: LongestPrompt,
-    reporter: Reporter,
-) -> Policy:
-    """Model, tokenizer and engine of a run.
-
-    Raises:
-        ModelError, FetchError: no such model.
-        ConfigError: the model has no tokenizer.
-        EngineError: vLLM is not installed, or cannot be built; the message has the cure.
-    """
-    if config.engine == "vllm":
-        return _with_vllm(config, device, run_dir, longest_prompt, reporter)
-    wanted = config.model
-    with reporter.stage(f"loading {wanted.id} ({wanted.dtype}, {device})") as say:
-        model, tokenizer = load_model(
-            wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
-        )
-        if tokenizer is None:
-            raise ConfigError(
-                f"model.id={wanted.id!r} has no tokenizer; give a folder that has one"
-            )
-        model = _trainable(model, config)
-    engine = TorchEngine.from_tokenizer(
-        model, tokenizer, seed=config.seed, autocast=wanted.autocast_dtype
-    )
-    return Policy(model, tokenizer, engine)
-
-
-def _with_vllm(
-    config: TrainConfig,
-    device: torch.device,
-    run_dir: Path,
-    longest_prompt: LongestPrompt,
-    reporter: Reporter,
-) -> Policy:
-    from fxrl.runtime.vllm_engine import VllmEngine
-
-    wanted = config.model
-    with reporter.stage(f"finding {wanted.id} ({wanted.dtype}, {device})") as say:
-        folder, tokenizer = model_folder(
-            wanted.id, run_dir / "model", dtype=wanted.dtype, seed=config.seed, on_progress=say
-        )
-    options = config.vllm
-    if options.max_model_len is None:
-        longest = longest_prompt(tokenizer) + config.sampling.max_tokens
-        options = dataclasses.replace(options, max_model_len=longest)
-    if options.dtype == "auto":
-        compute = wanted.autocast_dtype
-        dtype = wanted.dtype if compute is None else str(compute).removeprefix("torch.")
-        options = dataclasses.replace(options, dtype=dtype)
-    sizes = f"max_model_len={options.max_model_len}, max_num_seqs={options.max_num_seqs}"
-    with reporter.stage(f"starting vLLM: {sizes}, {options.dtype}"):
-        eos = eos_ids(folder, tokenizer)
-        engine = VllmEngine(folder, options, eos_token_ids=eos, seed=config.seed)
-    try:
-        with reporter.stage("making the trainer's model of vLLM's weights"):
-            model, report = engine.shared_model(dtype=getattr(torch, wanted.dtype))
-        reporter.message(str(report))
-        if (place := next(model.parameters()).device).type != device.type:
-            raise ConfigError(
-                f"model.device={wanted.device!r}, but vLLM and the model made of its weights are "
-                f"on {place.type}; use auto"
-            )
-        model = _trainable(model, config)
-        completions = config.prompts_per_step * config.sampling.num_generations
-        engine.attach(
-            model,
-            decode_steps=config.sampling.max_tokens,
-            num_sequences=min(completions, options.max_num_seqs),
-        )
-        reporter.message(
-            f"rollouts take the trained weights by {engine.policy.way!r}: {engine.policy.reason}"
-        )
-    except BaseException:
-        engine.close()
-        raise
-    return Policy(model, tokenizer, engine)
-
-
-def eos_ids(folder: Path, tokenizer: Any) -> Iterable[int]:
-    """Ids that end a completion: the tokenizer's, and those of the checkpoint's generation."""
-    from transformers import GenerationConfig
-
-    found = {tokenizer.eos_token_id}
-    if (folder / "generation_config.json").is_file():
-        also = GenerationConfig.from_pretrained(str(folder)).eos_token_id
-        found |= set(also) if isinstance(also, list | tuple) else {also}
-    return sorted(found - {None})
-
-
-def _trainable(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """With its adapter and checkpointing, in train mode."""
-    wanted = config.model
-    if wanted.lora is not None:
-        model = lora(
-            model,
-            wanted.lora.r,
-            wanted.lora.alpha,
-            wanted.lora.targets,
-            dropout=wanted.lora.dropout,
-            seed=config.seed,
-        )
-    if wanted.gradient_checkpointing:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
-        if wanted.lora is not None:
-            model.enable_input_require_grads()  # type: ignore[operator]
-    return model.train()

@@ -106,7 +106,7 @@ def test_a_log_says_what_is_being_done_once_and_again_when_it_is_quiet():
     assert [line.split(" s  ") for line in stream.getvalue().splitlines()] == [
         ["   0.0", "loading: a [model]"],
         ["   4.0", "converting: 1 of 9 [parts]"],
-        ["  14.0", "converting: 1 of 9 [parts] (14 s)"],
+        ["  14.0", "converting: 1 of 9 [parts] (10 s)"],
         ["  20.0", "training: 5 tokens"],
         ["  20.0", "compiling: 2 bodies"],
         ["  34.0", "compiling: 2 bodies (5 s)"],  # nothing was written for 14 s
