@@ -274,10 +274,10 @@ def reporter_on(console: Console, *, json: bool) -> Reporter:
 
 def steps_table(records: Sequence[Mapping[str, Any]] | deque[Mapping[str, Any]]) -> Table:
     """The last steps, a row each; columns without any value are left out."""
-    table = Table()
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # all columns in 80 characters
     used = [c for c in COLUMNS if any(record.get(c[1]) is not None for record in records)]
     for name, _, _ in used:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for record in records:
         table.add_row(*(_cell(record, key, form) for _, key, form in used))
     return table

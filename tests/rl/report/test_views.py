@@ -66,6 +66,18 @@ def test_a_log_file_gets_one_line_per_step():
     assert lines[0].endswith("(generate 0.30 s, train 0.20 s)"), "the largest first, no crumbs"
 
 
+def test_eleven_columns_fit_into_eighty():
+    """``held-out`` aside, every number of a step can be read on a small terminal."""
+    record = {key: 123.456 for _, key, _ in progress.COLUMNS if key != "eval/accuracy"}
+    console = Console(file=io.StringIO(), width=80)
+    console.print(progress.steps_table([record]))
+    header, values = console.file.getvalue().splitlines()
+    assert header.split() == [name for name, key, _ in progress.COLUMNS if key in record]
+    assert values.split() == [
+        form.format(123.456) for _, k, form in progress.COLUMNS if k in record
+    ]
+
+
 def test_json_lines_are_json():
     stream = io.StringIO()
     with JsonReporter(Console(file=stream, width=20)) as reporter:
