@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fxrl(model: Any, tokenizer: Any, prompts: list[list[int]], args: Any) -> Callable[[], int]:
-    from fxrl.runtime.engine import SamplingParams
-    from fxrl.runtime.torch_engine import TorchEngine
+    from fxrl.engines.engine import SamplingParams
+    from fxrl.engines.torch.engine import TorchEngine
 
     engine = TorchEngine.from_tokenizer(model, tokenizer)
     params = SamplingParams(n=args.samples, max_tokens=args.tokens, ignore_eos=True)

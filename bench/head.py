@@ -9,37 +9,46 @@ error. Rows are written as they come; ``--append`` goes on with a file and measu
 
     fxrl bench head --shapes issue --out head.json
     fxrl bench head --shapes "16384,4096,151936" --modes frozen --variants fxrl,trl
-    fxrl bench head --inputs model:/models/smollm2 --modes frozen --variants fxrl,fxrl-skip
+    fxrl bench head --inputs model:/models/smollm2 --modes frozen --variants fxrl,cce
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.lib import common, gpu_state, head_floor
-from bench.lib.head_arguments import DTYPES, parse
-from bench.lib.head_case import MODES, Mode, Outcome, Truth, errors, of_skip_bound, require, truth
-from bench.lib.head_inputs import Inputs, Shape, skippable_share
-from bench.lib.head_notes import README, notes
-from bench.lib.head_peers import SKIP_TOLERANCE, VARIANTS, Head, Variant
-from bench.lib.time_limit import TimeLimitReached, time_limit
+from bench.lib.head_case import (
+    CHECKED_VOCAB,
+    MODES,
+    SOFTCAP,
+    Mode,
+    Outcome,
+    Truth,
+    errors,
+    parse_shapes,
+    require,
+    truth,
+)
+from bench.lib.head_inputs import Inputs, Shape, parse_source
+from bench.lib.head_peers import VARIANTS, Head, Variant
 
 COLUMNS = (
     "shape", "mode", "variant", "version", "ms", "ms_min", "ms_max", "floor_ms", "of_floor",
-    "peak_mib", "logprob_error", "entropy_error", "dh_error", "dw_error", "of_skip_bound",
+    "peak_mib", "logprob_error", "entropy_error", "dh_error", "dw_error",
     "first_call_s", "sm_mhz", "power_w", "temperature_c", "error",
 )  # fmt: skip
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_LARGE_GPU = 64 * 2**30  # bytes: eager's logits of most of the issue's shapes need as much
+DEFAULT_MODES = ("no_grad", "frozen", "trainable", "frozen+entropy", "frozen+softcap")
 _LEFT = "not measured: "
-_OURS = ("fxrl", "fxrl-skip")
 
 
 class DeviceLostError(Exception):
@@ -115,9 +124,9 @@ def _missing(
 
 def _ours_failed(results: common.Results) -> bool:
     """Whether fxrl has an error that is no "cannot do this"."""
-    titles = {VARIANTS[name].title for name in _OURS if name in VARIANTS}
     named = [dict(zip(results.columns, row, strict=True)) for row in results.rows]
-    found = [row["error"] for row in named if row["variant"] in titles and row["error"]]
+    ours = VARIANTS["fxrl"].title
+    found = [row["error"] for row in named if row["variant"] == ours and row["error"]]
     return any(not error.startswith("UnsupportedError") for error in found)
 
 
@@ -142,7 +151,7 @@ def _shape(
         if key not in truths:
             truths[key] = truth(sets[0], mode, args.error_rows)
             if key == (0.0, False):
-                results.note(_distribution(shape, sets[0], truths[key]))
+                results.note(_distribution(shape, truths[key]))
             common.free_memory(args.device)
         for inputs in sets:
             require(inputs, mode)
@@ -191,7 +200,7 @@ def _fill(
     _check_time(deadline)
     base = torch.cuda.memory_allocated() if args.device == "cuda" else 0
     try:
-        with time_limit(min(args.row_limit, deadline - time.monotonic())):
+        with common.time_limit(min(args.row_limit, deadline - time.monotonic())):
             head = variant.make(mode)
             order = itertools.cycle(sets)
             work = lambda: call(head, next(order), mode)  # noqa: E731
@@ -200,22 +209,12 @@ def _fill(
                 row["peak_mib"] = _peak(lambda: call(head, sets[0], mode), base) / 2**20
             if gpu_state.available(args.device):
                 row |= gpu_state.under(work)
-            made = call(head, sets[0], mode)
-            row |= errors(made, want)
-            if variant is VARIANTS["fxrl-skip"]:
-                _assert_bound(row, made, want, sets[0])
-    except TimeLimitReached as error:
+            row |= errors(call(head, sets[0], mode), want)
+    except common.TimeLimitReached as error:
         _check_time(deadline)  # the run's time, not the row's: the row stays unmeasured
         row["error"] = common.error_text(error)
     except Exception as error:  # a peer that cannot run this is a result
         row["error"] = common.error_text(error)
-
-
-def _assert_bound(row: dict[str, Any], made: Outcome, want: Truth, inputs: Inputs) -> None:
-    """What was left out stays within the proven bound, or the row is an error."""
-    row["of_skip_bound"] = share = of_skip_bound(made, want, inputs, SKIP_TOLERANCE)
-    if not share <= 1:
-        raise ArithmeticError(f"dH is off by {share:.3g} of the bound that leaving out has")
 
 
 def _time(row: dict[str, Any], work: Callable[[], Any], args: argparse.Namespace) -> None:
@@ -257,15 +256,176 @@ def _peak(work: Callable[[], Any], base: int) -> int:
     return torch.cuda.max_memory_allocated() - base
 
 
-def _distribution(shape: Shape, inputs: Inputs, want: Truth) -> str:
+def _distribution(shape: Shape, want: Truth) -> str:
     found = want.outcome.logprob.quantile(want.outcome.logprob.new_tensor([0.1, 0.5, 0.9]))
     low, middle, high = found.tolist()
-    share = skippable_share(inputs, SKIP_TOLERANCE)
-    return (
-        f"{shape}: log-probs have quantiles {low:.2f} (10 %), {middle:.2f}, {high:.2f} (90 %); of "
-        f"the blocks of 128 tokens and 256 entries {share:.1%} may be left out of dH at "
-        f"2^{math.log2(SKIP_TOLERANCE):g}"
+    return f"{shape}: log-probs have quantiles {low:.2f} (10 %), {middle:.2f}, {high:.2f} (90 %)"
+
+
+# -- the command line
+
+
+def parse(about: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; ends the process with exit code 2 where they are wrong."""
+    parser = build_parser(about)
+    args = parser.parse_args(argv)
+    if min(args.time_limit, args.row_limit) <= 0 or args.error_rows < 0:
+        parser.error(
+            "--time-limit and --row-limit must be positive and --error-rows not negative; got "
+            f"{args.time_limit:g}, {args.row_limit:g} and {args.error_rows}"
+        )
+    if args.append and args.out is None:
+        parser.error("--append goes on with a file: name it with --out")
+    if args.shapes is None:
+        args.shapes = _default_shapes(args)
+    elif args.inputs.shape is not None:
+        own = args.inputs.shape()
+        if wrong := [str(shape) for shape in args.shapes if (shape.hidden, shape.vocab) != own]:
+            parser.error(
+                f"{args.inputs.name} has H,V = {own[0]},{own[1]}, not {' and '.join(wrong)}; "
+                "leave --shapes out, or change only N"
+            )
+    return args
+
+
+def _default_shapes(args: argparse.Namespace) -> list[Shape]:
+    gpu = args.device == "cuda"
+    if args.inputs.shape is not None:
+        return [Shape(16384 if gpu else 256, *args.inputs.shape())]
+    if args.inputs.name != "peaked":
+        return [Shape(16384, 2048, 151936) if gpu else Shape(256, 64, 1000)]
+    if gpu and torch.cuda.get_device_properties(0).total_memory < _LARGE_GPU:
+        return parse_shapes("4096,1024,151936")
+    return parse_shapes("issue" if gpu else "256,64,1000")
+
+
+def build_parser(about: str | None) -> argparse.ArgumentParser:
+    """With ``shapes`` None where the machine and the inputs decide."""
+    parser = common.parser(about)
+    parser.add_argument(
+        "--shapes",
+        type=parse_shapes,
+        help="N,H,V;N,H,V: tokens, channels, vocabulary; or 'issue', seven of real models (the "
+        "default on a GPU)",
     )
+    parser.add_argument(
+        "--inputs",
+        type=parse_source,
+        default="peaked",
+        help="peaked (random), or model:FOLDER, a causal LM reading text (%(default)s)",
+    )
+    parser.add_argument(
+        "--variants",
+        type=_names(VARIANTS, "variant"),
+        default=tuple(VARIANTS),
+        metavar="A,B",
+        help=f"of {', '.join(VARIANTS)}; or all (all)",
+    )
+    parser.add_argument(
+        "--modes",
+        type=_names(MODES, "mode"),
+        default=DEFAULT_MODES,
+        metavar="A,B",
+        help=f"of {', '.join(MODES)}; or all (all but the last)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--repeats", type=_positive, default=9, help="timed calls a row (9)")
+    parser.add_argument("--sets", type=_positive, default=3, help="input sets, used in turn (3)")
+    parser.add_argument(
+        "--error-rows", type=int, default=0, help="check so many tokens instead of all"
+    )
+    parser.add_argument(
+        "--row-limit",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds a row may take, compiling included (60); then the row says so",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=float(10**9),
+        metavar="S",
+        help="seconds for all rows; what is left is named in a note and measured with --append",
+    )
+    parser.add_argument(
+        "--append", action="store_true", help="add to the rows of --out what it lacks"
+    )
+    return parser
+
+
+def _names(known: Collection[str], what: str) -> Callable[[str], list[str]]:
+    def parse_names(text: str) -> list[str]:
+        names = list(known) if text == "all" else text.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(
+                f"no {what} {', '.join(unknown)}; there are {', '.join(known)} and all"
+            )
+        return names
+
+    return parse_names
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+# -- what the file says below its table, and how it is shown
+
+
+_MODES = {
+    "no_grad": "Log-probs without gradient; floor 2NHV",
+    "frozen": "Frozen head, forward and backward; floor 4NHV",
+    "trainable": "Trainable head, forward and backward; floor 8NHV",
+    "frozen+entropy": "Frozen head, entropy logged; floor 4NHV",
+    "frozen+softcap": f"Frozen head, softcap {SOFTCAP:g}; floor 4NHV",
+    "frozen+entropy_grad": "Frozen head, entropy differentiated; floor 6NHV",
+}
+
+
+def _table(title: str, mode: str, cells: str) -> dict[str, Any]:
+    return {
+        "title": title,
+        "where": {"mode": [mode]},
+        "rows": "shape",
+        "columns": "variant",
+        "cells": cells,
+    }
+
+
+README = {
+    "tables": [
+        *(
+            _table(title, mode, "{ms:.1f} ms, {of_floor:.0%}")
+            | {"also": ["cuBLAS floor", "{floor_ms:.1f} ms"]}
+            for mode, title in _MODES.items()
+        ),
+        _table("Frozen head: peak over the inputs, MiB", "frozen", "{peak_mib:.0f}"),
+        _table("Frozen head: largest error of a log-prob", "frozen", "{logprob_error:.1e}"),
+        _table("Frozen head: relative error of dH", "frozen", "{dh_error:.1e}"),
+    ],
+    "figures": ["time", "memory"],
+}
+
+
+def notes(args: argparse.Namespace) -> list[str]:
+    """How it was measured."""
+    rows = f"{args.error_rows} tokens, evenly spread" if args.error_rows else "all tokens"
+    floors = ", ".join(f"{name} {2 * sum(MODES[name].products)}NHV" for name in MODES)
+    return [
+        f"shape: tokens N, hidden H, vocabulary V; {args.dtype}; {args.sets} input sets in turn; a "
+        "percentage is floor_ms / ms",
+        f"inputs: {args.inputs.about}; the gradient of the log-probs is N(0, 1)",
+        "errors against float64 on the first set: largest of the log-probs (entropies), relative "
+        f"L2 distance of dH, over {rows}; of dW over {CHECKED_VOCAB} rows of the head, evenly "
+        "spread" + (" (not measured, as it sums over all tokens)" if args.error_rows else ""),
+        f"floor: {floors}; cuBLAS through torch.mm, for each product the fastest of both layouts "
+        "and of tiles of 2048 to all rows or columns, the mode's products in sequence, same run",
+        f"softcap {SOFTCAP:g}; frozen+entropy: entropy without gradient, frozen+entropy_grad: with",
+        "CCE, Liger's CuTe and verl's kernel make dW for a frozen head as well",
+    ]
 
 
 if __name__ == "__main__":

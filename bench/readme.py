@@ -1,18 +1,18 @@
-"""Writes the generated tables of README.md: the passes, and what was measured.
+"""Writes the generated tables of README.md and bench/RESULTS.md: the passes, what was measured.
 
     python bench/readme.py               rewrites the tables in place, draws figures anew
     python bench/readme.py --check       exit code 1 and a diff when any is out of date
-    python bench/readme.py --show FILE   prints what the README would say of one result file
+    python bench/readme.py --show FILE   prints what would be said of one result file
 
 A table stands between two comments, ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; all other
-text is left alone. ``passes`` comes from ``fxrl.passes.REGISTRY``, ``commands`` from the command
-line's parser, ``summary`` from the lines of bench/lib/summary.py, ``results`` from every
-``bench/results/*.json``, in the order of ``FIRST`` and then of the file names.
+text is left alone. In the README, ``passes`` comes from ``fxrl.passes.REGISTRY``, ``commands`` from
+the command line's parser, ``summary`` from ``LINES`` of bench/lib/tables.py; in RESULTS.md,
+``results`` from every ``bench/results/*.json``, in the order of ``FIRST`` and then of the names.
 
 A result file is one JSON object:
 
     title      heading of its table
-    command    what ran; what a reader types is made of it (bench/lib/shown_command.py)
+    command    what ran; what a reader types is made of it (bench/lib/tables.py)
     machine    the accelerator or processor
     versions   package -> version
     date       YYYY-MM-DD
@@ -21,7 +21,7 @@ A result file is one JSON object:
     notes      sentences below the table
     readme     optional: false leaves the file out; {"columns": [...]} shows only these columns,
                {"where": {column: [values]}} only the rows with one of these values;
-               {"tables": [...]} shows these instead of all rows (bench/lib/pivot.py);
+               {"tables": [...]} shows these instead of all rows (bench/lib/tables.py);
                {"figures": [...]} draws these (bench/lib/figures.py)
 
 Further keys (curves, the configuration) are for other readers.
@@ -34,7 +34,8 @@ import difflib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # run by its path
 
-from bench.lib import figures  # noqa: E402
-from bench.lib import summary as summary_lines  # noqa: E402
-from bench.lib.pivot import PivotError, pivot, where  # noqa: E402
-from bench.lib.shown_command import shown_commands  # noqa: E402
+from bench.lib import figures, tables  # noqa: E402
+from bench.lib.tables import PivotError, pivot, shown_commands, where  # noqa: E402
 
 REQUIRED = ("title", "command", "machine", "versions", "date", "columns", "rows", "notes")
 SHOWN_VERSIONS = (
@@ -53,45 +52,6 @@ SHOWN_VERSIONS = (
     "nvidia-cutlass-dsl", "cut-cross-entropy", "verl", "unsloth_zoo",
 )  # fmt: skip
 FIRST = ("head", "update_step", "rl_step", "learn", "standby", "decode_kernels")  # of file names
-
-# What a person wants to know of each pass; a pass of the registry that has no entry is an error.
-PASSES: dict[str, tuple[str, str, str, str]] = {
-    "restore-causal-attention": (
-        "`scaled_dot_product_attention` under a mask that is provably `key <= query`, from how it "
-        "is computed",
-        "the mask; the fused kernels' causal shortcut comes back (tracing made the library build a "
-        "dense mask)",
-        "nothing",
-        "the mask involves data (padding, packed positions) or a window: it stays",
-    ),
-    "fuse-linear-logprob": (
-        "`lm_head`, then bias, scale, softcap, temperature as the graph has them, then log-probs "
-        "of given tokens, log-sum-exp, entropy, mean logit, sum of p², top-1 hits",
-        "the logits and every copy of them; with a frozen head also the backward's matmul over the "
-        "vocabulary, and with `head_skip_tolerance` (off) blocks of the forward's second one. bf16 "
-        "on Hopper (sm_90): a CUDA GEMM with the statistics in its epilogue; other GPUs and "
-        "dtypes: cuBLAS and Triton",
-        "frozen head: one `[N, H]` vector each for log-prob and log-sum-exp; where another output "
-        "is differentiated, or the head is trained, the tile's matmul once more in backward",
-        "the loss wants another statistic of the logits: `chunk-vocab-region` takes it; or for "
-        "that pass's reasons",
-    ),
-    "chunk-vocab-region": (
-        "`lm_head` and any row-local PyTorch after it that ends without a vocabulary dim",
-        "all but one tile of the logits and of everything computed from them",
-        "the tile's matmul once more in backward",
-        "logits escape (returned, hooked, stored, sampled from) or tokens are mixed",
-    ),
-    "recompute": (
-        "the model's repeated layers (members of a module list), or the bodies of activation "
-        "checkpointing that is switched on",
-        "what autograd keeps of every small op; a layer becomes compiled bodies around its "
-        "attention call, compiled once for all layers that are alike",
-        "seconds of compilation; norms and activations once more in backward",
-        "random numbers, writes and data-dependent sizes cut a layer into more than eight parts "
-        "(they run op by op in between), or a checkpointed body cannot be lowered",
-    ),
-}
 
 
 class ReadmeError(Exception):
@@ -102,9 +62,7 @@ def passes() -> str:
     """The table of passes, in the order in which they run."""
     from fxrl.passes import REGISTRY
 
-    if missing := set(REGISTRY) - set(PASSES):
-        raise ReadmeError(f"bench/readme.py: describe {sorted(missing)} in PASSES")
-    rows = [(f"`{name}`", *PASSES[name]) for name in REGISTRY]
+    rows = [(f"`{name}`", *astuple(one.doc)) for name, one in REGISTRY.items()]
     return table(("pass", "idiom", "saves", "costs", "missed when"), rows)
 
 
@@ -112,14 +70,14 @@ def commands() -> str:
     """The subcommands and their one line of help."""
     from fxrl.cli.parser import build_parser
 
-    found = build_parser()._subparsers._group_actions[0]._choices_actions  # type: ignore[union-attr]
+    found = build_parser()._subparsers._group_actions[0]._choices_actions
     return table(("command", "does"), [(f"`fxrl {c.dest}`", c.help) for c in found])
 
 
 def summary() -> str:
     """The few figures before all tables."""
     try:
-        return table(summary_lines.HEAD, summary_lines.lines(ROOT / "bench" / "results"))
+        return table(tables.HEAD, tables.lines(ROOT / "bench" / "results"))
     except PivotError as error:
         raise ReadmeError(str(error)) from None
 
@@ -194,9 +152,9 @@ def _pivots(record: dict[str, Any]) -> str:
 
 
 def _figure(record: dict[str, Any], file: Path, name: str) -> str:
-    """The Markdown of one figure."""
-    shown = figures.path_of(file, name)
-    place = shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
+    """The Markdown of one figure, its place told from the folder of RESULTS.md."""
+    shown, here = figures.path_of(file, name), ROOT / "bench"
+    place = shown.relative_to(here) if shown.is_relative_to(here) else shown
     return f"![{record['title']}: {name}]({place.as_posix()})"
 
 
@@ -229,20 +187,19 @@ def table(columns: Iterable[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-SECTIONS: dict[str, Callable[[], str]] = {
-    "passes": passes,
-    "commands": commands,
-    "summary": summary,
-    "results": results,
+Sections = dict[str, Callable[[], str]]
+FILES: dict[str, Sections] = {
+    "README.md": {"passes": passes, "commands": commands, "summary": summary},
+    "bench/RESULTS.md": {"results": results},
 }
 
 
-def fill(text: str, sections: dict[str, Callable[[], str]]) -> str:
-    """``text`` with every section between its two comments made anew."""
+def fill(text: str, sections: Sections, file: str = "README.md") -> str:
+    """The ``text`` of ``file`` with every section between its two comments made anew."""
     for name, make in sections.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
-            raise ReadmeError(f"README.md must have {begin} and {end} once")
+            raise ReadmeError(f"{file} must have {begin} and {end} once")
         before, rest = text.split(begin)
         _, after = rest.split(end)
         text = f"{before}{begin}\n{make()}\n{end}{after}"
@@ -250,8 +207,8 @@ def fill(text: str, sections: dict[str, Callable[[], str]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrites or checks README.md."""
-    parser = argparse.ArgumentParser(description="Write the generated tables of README.md.")
+    """Rewrites or checks the files."""
+    parser = argparse.ArgumentParser(description=f"Write the tables of {' and '.join(FILES)}.")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
     parser.add_argument("--show", metavar="FILE", type=Path, help="print one result file's section")
     args = parser.parse_args(argv)
@@ -266,27 +223,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write() -> int:
-    """README.md and the figures that are out of date."""
-    path = ROOT / "README.md"
-    new = fill(path.read_text(encoding="utf-8"), SECTIONS)
+    """The files, and the figures that are out of date."""
+    made = {file: new for file, _, new in _texts()}
     for file, record, name in stale_figures():
         figures.draw(record, file, name)
-    path.write_text(new, encoding="utf-8")
+    for name, new in made.items():
+        (ROOT / name).write_text(new, encoding="utf-8")
     return 0
 
 
 def _check() -> int:
-    """1, and what differs, if README.md or a figure is out of date."""
-    old = (ROOT / "README.md").read_text(encoding="utf-8")
-    new = fill(old, SECTIONS)
-    stale = [figures.path_of(file, name).name for file, _, name in stale_figures()]
-    if new == old and not stale:
-        return 0
-    names = ("README.md", "README.md as generated")
-    sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), *names))
-    what = ", ".join([*(["README.md"] if new != old else []), *stale])
-    print(f"{what} out of date; run python bench/readme.py", file=sys.stderr)
-    return 1
+    """1, and what differs, if a file or a figure is out of date."""
+    stale = []
+    for file, old, new in _texts():
+        if new != old:
+            stale.append(file)
+            pair = old.splitlines(True), new.splitlines(True)
+            sys.stdout.writelines(difflib.unified_diff(*pair, file, f"{file} as generated"))
+    stale += [figures.path_of(file, name).name for file, _, name in stale_figures()]
+    if stale:
+        print(f"{', '.join(stale)} out of date; run python bench/readme.py", file=sys.stderr)
+    return int(bool(stale))
+
+
+def _texts() -> Iterator[tuple[str, str, str]]:
+    """Each file's name, its text and its text made anew."""
+    for file, sections in FILES.items():
+        old = (ROOT / file).read_text(encoding="utf-8")
+        yield file, old, fill(old, sections, file)
 
 
 if __name__ == "__main__":

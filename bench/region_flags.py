@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 
-from bench.lib import bodies, common, qwen
-from fxrl.compile.inductor import InductorOptions
-from fxrl.compile.regions import build_region
+from bench.lib import common, qwen
+from fxrl.compile.bodies.inductor import InductorOptions
+from fxrl.compile.bodies.variants import build_region
+from fxrl.ir.region import InputSpec, Region
 
 COLUMNS = (
     "body",
@@ -76,14 +82,12 @@ def main() -> None:
     with qwen.attention(args.attention), torch.no_grad():
         _warm_up_compiler(args.device)
         for name, tokens in zip(args.bodies, args.tokens, strict=True):
-            _sweep(args, results, bodies.make_body(name, args.shape, tokens, args.device), deadline)
+            _sweep(args, results, make_body(name, args.shape, tokens, args.device), deadline)
             common.free_memory(args.device)
     results.finish()
 
 
-def _sweep(
-    args: argparse.Namespace, results: common.Results, body: bodies.Body, deadline: float
-) -> None:
+def _sweep(args: argparse.Namespace, results: common.Results, body: Body, deadline: float) -> None:
     base: tuple[float, list[Tensor]] | None = None
     for flags in args.flags:
         if FLAGS[flags] is None and not InductorOptions.of(None).options:
@@ -110,7 +114,7 @@ def _sweep(
 
 
 def _measure(
-    args: argparse.Namespace, body: bodies.Body, flags: dict[str, Any] | None
+    args: argparse.Namespace, body: Body, flags: dict[str, Any] | None
 ) -> tuple[dict[str, Any], list[Tensor]]:
     inductor = InductorOptions.of(None) if flags is None else InductorOptions(tuple(flags.items()))
     torch.manual_seed(1)  # the same incoming gradients for every option set
@@ -119,8 +123,9 @@ def _measure(
     with fresh_cache():
         start = time.perf_counter()
         kernels = build_region(region, inductor)
-        run_forward = lambda: kernels.forward(*body.inputs)  # noqa: E731
-        run_vjp = lambda: kernels.vjp(*body.inputs, *grads)  # noqa: E731
+        halves = kernels.body(kernels.sizes_of(body.inputs))
+        run_forward = lambda: halves.forward(*body.inputs)  # noqa: E731
+        run_vjp = lambda: halves.backward(*body.inputs, *grads)  # noqa: E731
         outputs = [out.clone() for out in (*run_forward(), *run_vjp())]
         common.synchronize(args.device)
         compile_s = time.perf_counter() - start
@@ -165,6 +170,107 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--time-limit", type=float, default=540, help="seconds")
     return parser.parse_args()
+
+
+# -- the bodies: a tile of the loss head, an MLP, a decoder layer
+
+
+@dataclass(frozen=True)
+class Body:
+    """A region's function with inputs to run it on.
+
+    Attributes:
+        forward: inputs to outputs.
+        inputs: example tensors on the device.
+        tiled: indices of the inputs whose dim 0 is tokens.
+        differentiated: indices of the inputs that get a gradient.
+        flops: of forward and vjp (with its recompute) together, matrix products only.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensor, ...]]
+    inputs: tuple[Tensor, ...]
+    tiled: tuple[int, ...]
+    differentiated: tuple[int, ...]
+    flops: float
+
+    def region(self) -> Region:
+        """The body as a pass would outline it."""
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            fakes = [mode.from_tensor(tensor) for tensor in self.inputs]
+            # Pre-dispatch keeps attention one call: which kernel it becomes is decided later.
+            graph = make_fx(self.forward, pre_dispatch=True)(*fakes)
+        return Region(
+            graph,
+            tuple(
+                InputSpec(fake, index in self.tiled, index in self.differentiated)
+                for index, fake in enumerate(fakes)
+            ),
+        )
+
+
+def make_body(name: str, shape: str, tokens: int, device: str) -> Body:
+    """``head``, ``mlp`` or ``layer`` at the widths of ``qwen.SHAPES[shape]``."""
+    if name == "head":
+        return _head(shape, tokens, device)
+    model = qwen.make_model(shape, device, layers=1, checkpointing=False)
+    layer = model.get_base_model().model.layers[0]
+    hidden = qwen.SHAPES[shape]["hidden_size"]
+    x = torch.randn(1, tokens, hidden, device=device, dtype=torch.bfloat16)
+    if name == "mlp":
+        return _module_body("mlp", layer.mlp, (x[0],), {}, tiled=(0,))
+    rotary = model.get_base_model().model.rotary_emb
+    cos, sin = rotary(x, torch.arange(tokens, device=device)[None])
+    return _module_body("layer", layer, (x, cos, sin), {"attention_mask": None})
+
+
+def _head(shape: str, tokens: int, device: str) -> Body:
+    numbers = qwen.SHAPES[shape]
+    vocab, width = numbers["vocab_size"], numbers["hidden_size"]
+    hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(vocab, width, device=device, dtype=torch.bfloat16) * qwen.WEIGHT_STD
+    target = torch.randint(0, vocab, (tokens,), device=device)
+
+    def forward(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        logps = torch.log_softmax(F.linear(hidden, weight).float(), -1)
+        logp = logps.gather(-1, target[:, None])[:, 0]
+        return logp, -(logps.exp() * logps).sum(-1)
+
+    # forward, its recompute in the vjp, and the product of the gradient with the frozen weight
+    flops = 6.0 * tokens * width * vocab
+    return Body("head", forward, (hidden, weight, target), (0, 2), (0,), flops)
+
+
+def _module_body(
+    name: str,
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    options: dict[str, object],
+    tiled: tuple[int, ...] = (),
+) -> Body:
+    names = [key for key, _ in module.named_parameters()]
+    parameters = [parameter.detach() for _, parameter in module.named_parameters()]
+    wanted = [at for at, (_, p) in enumerate(module.named_parameters()) if p.requires_grad]
+    count = len(inputs)
+
+    def forward(*given: Tensor) -> tuple[Tensor, ...]:
+        tensors, values = given[:count], dict(zip(names, given[count:], strict=True))
+        keywords = dict(options)
+        if count == 3:  # a decoder layer: hidden states and the rotary tables
+            keywords["position_embeddings"] = (tensors[1], tensors[2])
+        output = torch.func.functional_call(module, values, (tensors[0],), keywords)
+        return output if isinstance(output, tuple) else (output,)
+
+    tokens = inputs[0].shape[:-1].numel()
+    weights = sum(p.numel() for p in parameters if p.dim() > 1)
+    return Body(
+        name,
+        forward,
+        (*inputs, *parameters),
+        tiled,
+        (0, *(count + at for at in wanted)),
+        6.0 * tokens * weights,
+    )
 
 
 if __name__ == "__main__":

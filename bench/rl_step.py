@@ -188,7 +188,7 @@ def _trl(args: argparse.Namespace) -> dict[str, Any]:
     steps: list[float] = []
     logged: list[dict[str, float]] = []
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             torch.cuda.synchronize()
             self.begun = time.perf_counter()

@@ -27,9 +27,9 @@ GREEDY_TOKENS = 256
 
 def main() -> None:
     args = _arguments()
+    from fxrl.engines.vllm.engine import VllmEngine
+    from fxrl.engines.vllm.options import VllmOptions
     from fxrl.models import lora
-    from fxrl.runtime.vllm_engine import VllmEngine
-    from fxrl.runtime.vllm_options import VllmOptions
 
     results = common.Results(
         "vLLM standby, shared weights, LoRA hand-over", COLUMNS, args.out, as_json=args.json
@@ -72,7 +72,7 @@ def main() -> None:
 
 def _graphs(engine: Any) -> str:
     """What vLLM captured, in words."""
-    config = engine._inside.engine.vllm_config.compilation_config
+    config = engine._handle.engine.vllm_config.compilation_config
     return f"{config.cudagraph_mode.name}, sizes {config.cudagraph_capture_sizes}"
 
 
@@ -115,7 +115,7 @@ def _memory(
 
 
 def _standby(results: common.Results, engine: Any, args: argparse.Namespace) -> None:
-    from fxrl.runtime import SamplingParams
+    from fxrl.engines import SamplingParams
 
     prompts = [list(range(5 + i, 25 + i)) for i in range(32)]
     greedy = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS, ignore_eos=True)
@@ -176,7 +176,7 @@ def _same(left: Any, right: Any) -> int:
 
 def _hand_over(results: common.Results, engine: Any, model: Any, args: argparse.Namespace) -> None:
     """Fold and restore, or slots, as often as ``--repeats``."""
-    from fxrl.runtime import SamplingParams
+    from fxrl.engines import SamplingParams
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         1 if fxrl failed in one of them, else 0.
     """
     notes = [
-        f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0; "
-        f"checkpointing {'off' if args.no_checkpointing else 'on'}; "
+        f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0, "
+        f"on_miss=error; checkpointing {'off' if args.no_checkpointing else 'on'}; "
         f"{args.micro_batches} micro-batches an update",
         f"{args.shape} shape, LoRA r={args.rank}, all linear layers, bf16, random weights; "
         f"rows of {args.prompt} prompt and {args.completion} completion tokens",
@@ -96,8 +96,10 @@ def make_step(variant: str, model: nn.Module) -> Callable[[Any], Any]:
     if variant == "compile":
         compiled = torch.compile(loss_fn)
         return lambda batch: compiled(model, batch)
-    names = None if variant == "fxrl" else tuple(n for n in REGISTRY if n != "recompute")
-    return fxrl.optimize(model, loss_fn, fxrl.Config(min_saved_bytes=0, passes=names))
+    layers = {"outline-layers", "recompute"}
+    names = None if variant == "fxrl" else tuple(n for n in REGISTRY if n not in layers)
+    config = fxrl.Config(min_saved_bytes=0, passes=names, on_miss="error")
+    return fxrl.optimize(model, loss_fn, config)
 
 
 def measure_updates(args: argparse.Namespace, results: common.Results) -> None:

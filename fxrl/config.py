@@ -5,8 +5,9 @@ It reads no environment. Byte sizes are given as ``int`` bytes or as text such a
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ def parse_bytes(value: int | str, *, name: str = "size") -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         size: float = value
     else:
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(value))
+        match = re.fullmatch(r"\s*(-?[0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", str(value))
         if match is None or match[2].upper() not in _UNITS:
             raise ConfigError(f"{name}={value!r} is not a size; write bytes or a text like '75GiB'")
         size = float(match[1]) * _UNITS[match[2].upper()]
@@ -41,7 +42,8 @@ class Config:
 
     Attributes:
         chunk_tokens: rows per tile of a chunked region; ``None`` lets the sizes decide.
-        min_saved_bytes: a rewrite predicted to save less is left out (and reported as missed).
+        min_saved_bytes: a rewrite predicted to save less is left out (and reported as missed);
+            bytes or ``"32MiB"``.
         gpu_memory: budget for the GPU, bytes or ``"75GiB"``; ``None`` takes what the device has.
         host_memory: budget for pinned host memory, likewise.
         precision: dtype of the matrix products, ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp8"``.
@@ -49,13 +51,10 @@ class Config:
         on_miss: ``"warn"``, ``"error"`` (raise ``MissedRewriteError``) or ``"ignore"``.
         inductor: extra Inductor options for region bodies, on top of fxrl's own.
         passes: names of the passes to run, in order; ``None`` runs the default pipeline.
-        head_skip_tolerance: with a frozen loss head, the share of ``1 - p_target`` whose tokens may
-            be left out of a hidden state's gradient, in ``[0, 1)``; values are never touched. 0 is
-            exact. ``2**-8`` stays within the bound of the error that bf16 probabilities have.
     """
 
     chunk_tokens: int | None = None
-    min_saved_bytes: int = 32 * MiB
+    min_saved_bytes: int | str = 32 * MiB
     gpu_memory: int | str | None = None
     host_memory: int | str | None = None
     precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
@@ -63,23 +62,44 @@ class Config:
     on_miss: Literal["warn", "error", "ignore"] = "warn"
     inductor: Mapping[str, Any] | None = None
     passes: tuple[str, ...] | None = None
-    head_skip_tolerance: float = 0.0
+
+    def __new__(cls, *args: Any, **options: Any) -> Config:
+        """Refuse an unknown option by name, before ``__init__`` would.
+
+        Raises:
+            ConfigError: an option is unknown, of the wrong type, or out of range.
+        """
+        for name in options:
+            if name not in cls.__dataclass_fields__:
+                raise ConfigError(f"Config has no option {name!r}{_nearest(name, cls)}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens={self.chunk_tokens} is below 1; use None to plan it")
-        if not 0 <= self.head_skip_tolerance < 1:
+        tokens = self.chunk_tokens
+        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool)):
             raise ConfigError(
-                f"head_skip_tolerance={self.head_skip_tolerance} is not in [0, 1); use 0 for exact "
-                "gradients, 2**-8 to stay within bf16's rounding"
+                f"chunk_tokens={tokens!r} is not a whole number of rows, such as 1024"
             )
-        if self.min_saved_bytes < 0:
-            raise ConfigError(f"min_saved_bytes={self.min_saved_bytes} is negative; use 0 for all")
+        if tokens is not None and tokens < 1:
+            raise ConfigError(f"chunk_tokens={tokens} is below 1; use None to plan it")
+        saved = parse_bytes(self.min_saved_bytes, name="min_saved_bytes")
+        object.__setattr__(self, "min_saved_bytes", saved)
         for name in ("gpu_memory", "host_memory"):
             if (value := getattr(self, name)) is not None:
                 parse_bytes(value, name=name)
         _one_of("precision", self.precision, ("bf16", "fp16", "fp32", "fp8"))
         _one_of("on_miss", self.on_miss, ("warn", "error", "ignore"))
+        if not isinstance(self.compile_regions, bool):
+            raise ConfigError(f"compile_regions={self.compile_regions!r} is neither True nor False")
+        if not isinstance(self.inductor, Mapping | None):
+            raise ConfigError(
+                f"inductor={self.inductor!r} is no mapping of options, such as "
+                "{'max_autotune': True}"
+            )
+        if isinstance(self.passes, str) or not isinstance(self.passes, Iterable | None):
+            raise ConfigError(
+                f"passes={self.passes!r} is no list of names; write [{self.passes!r}]"
+            )
         if self.passes is not None:
             object.__setattr__(self, "passes", tuple(self.passes))
 
@@ -87,3 +107,9 @@ class Config:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+
+
+def _nearest(name: str, config: type[Config]) -> str:
+    known = list(config.__dataclass_fields__)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; its options: {', '.join(known)}"

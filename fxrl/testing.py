@@ -12,8 +12,10 @@ from torch import fx, nn
 from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.lower import lower
 from fxrl.ir.graph import is_tensor
-from fxrl.ir.graph_pass import Applied, RewritePass, Site
-from fxrl.ir.plan import Choice
+from fxrl.ir.graph_pass import Applied, Pass, Site, Stage
+from fxrl.ir.pipeline import Pipeline
+from fxrl.ir.plan import Choice, Plan
+from fxrl.ir.site import name_sites, plain_path
 from fxrl.passes import REGISTRY
 
 Rewrite = Callable[[fx.GraphModule], None]
@@ -22,11 +24,11 @@ Rewrite = Callable[[fx.GraphModule], None]
 def lowered_graph(
     model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any], batch: Any
 ) -> fx.GraphModule:
-    """The graph that passes see for this model, loss and batch."""
+    """The graph that passes over heads and layers see for this model, loss and batch."""
     graphs: list[fx.GraphModule] = []
 
     def keep(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graphs.append(lower(gm))
+        graphs.append(normalised(gm))
         return gm.forward
 
     mark_batch(batch)
@@ -34,27 +36,29 @@ def lowered_graph(
     return graphs[-1]
 
 
+def normalised(gm: fx.GraphModule) -> fx.GraphModule:
+    """A Dynamo graph lowered, its sites named, and respelled by the passes that only do that."""
+    lowered = lower(gm)
+    name_sites(lowered, "0")
+    respell = [one() for one in REGISTRY.values() if one.stage == Stage.NORMALISE]
+    return Pipeline(tuple(respell)).run(lowered, Plan()).gm
+
+
 def nodes_of_module(graph: fx.Graph, path: str) -> list[fx.Node]:
     """Nodes that a submodule made, by the end of its path: ``layers.0`` or ``layers.0.mlp``."""
-    ends = f".{path}"
     found = []
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
-        if any(_plain(where).endswith(ends) for where, _ in stack.values()):
+        if any(f".{plain_path(where)}".endswith(f".{path}") for where, _ in stack.values()):
             found.append(node)
     return found
-
-
-def _plain(path: str) -> str:
-    """Dynamo's path of a module without brackets: ``L['model'].layers[0]`` -> ``.layers.0``."""
-    return path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
 
 
 @contextmanager
 def registered_rewrite(rewrite: Rewrite, name: str = "test-rewrite") -> Iterator[str]:
     """A pass that applies ``rewrite`` to each graph; its name is for ``Config(passes=(name,))``."""
 
-    class TestRewrite(RewritePass[Site]):
+    class TestRewrite(Pass[Site]):
         name: ClassVar[str]
 
         def match(self, gm: fx.GraphModule) -> Iterator[Site]:
@@ -66,7 +70,7 @@ def registered_rewrite(rewrite: Rewrite, name: str = "test-rewrite") -> Iterator
 
         def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
             rewrite(gm)
-            return Applied("rewritten by a test", 0)
+            return Applied("rewritten by a test")
 
     TestRewrite.name = name
     REGISTRY[name] = TestRewrite

@@ -1,37 +1,73 @@
-"""The passes fxrl ships; import as ``fxrl.passes``. ``pipeline`` is their whole order."""
+"""The passes fxrl ships; import as ``fxrl.passes``. ``REGISTRY`` is their whole order."""
 
 from __future__ import annotations
 
 if __name__ != "fxrl.passes":
     raise ImportError("import this package as 'fxrl.passes', not 'passes'")
 
-from collections.abc import Sequence
 from typing import Any
 
+from fxrl.config import Config
 from fxrl.errors import ConfigError
-from fxrl.ir.graph_pass import RewritePass
+from fxrl.ir.graph_pass import Pass, Stage
+from fxrl.ir.pipeline import Pipeline
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
+from fxrl.passes.drop_unused_inputs import DropUnusedInputs
+from fxrl.passes.eliminate_noops import EliminateNoops
+from fxrl.passes.fold_broadcast_products import FoldBroadcastProducts
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
+from fxrl.passes.group_queries import GroupQueries
+from fxrl.passes.merge_adapter_products import MergeAdapterProducts
+from fxrl.passes.open_loss_checkpoints import OpenLossCheckpoints
+from fxrl.passes.outline_layers import OutlineLayers
+from fxrl.passes.rebatch_loops import RebatchLoops
 from fxrl.passes.recompute import Recompute
 from fxrl.passes.restore_causal_attention import RestoreCausalAttention
+from fxrl.passes.tensorize_floats import TensorizeFloats
 
-#: Every pass by name, in the order in which they run: the special before the general.
-REGISTRY: dict[str, type[RewritePass[Any]]] = {
-    RestoreCausalAttention.name: RestoreCausalAttention,
-    FuseLinearLogprob.name: FuseLinearLogprob,
-    ChunkVocabRegion.name: ChunkVocabRegion,
-    Recompute.name: Recompute,
+#: Every pass over a captured graph by name. They run in this order, the special before the general.
+REGISTRY: dict[str, type[Pass[Any]]] = {
+    one.name: one
+    for one in (
+        # one spelling for what PyTorch spells in several ways
+        OpenLossCheckpoints,
+        TensorizeFloats,
+        RebatchLoops,
+        FoldBroadcastProducts,
+        RestoreCausalAttention,
+        GroupQueries,
+        # heads and layers become regions
+        FuseLinearLogprob,
+        ChunkVocabRegion,
+        OutlineLayers,
+        # here the plan is made; what follows obeys it
+        Recompute,
+        # nothing is left behind
+        EliminateNoops,
+        DropUnusedInputs,
+    )
 }
 
+#: Over the joint graph of a region's body, whose gradients are values like others; and, when the
+#: region's cut has made two graphs of it, over each.
+JOINT_PIPELINE = Pipeline((EliminateNoops(differentiated=True),))
+HALF_PIPELINE = Pipeline((MergeAdapterProducts(),))
 
-def pipeline(names: Sequence[str] | None) -> list[RewritePass[Any]]:
-    """The passes to run: the default order, or those named, in the given order.
+
+def pipeline(config: Config) -> Pipeline:
+    """The passes that a configuration asks for, in the order of ``REGISTRY``.
+
+    Those that only respell the graph always run, and those that a named one requires.
 
     Raises:
-        ConfigError: a name is unknown.
+        ConfigError: ``config.passes`` names an unknown pass.
     """
-    for name in names or ():
+    for name in config.passes or ():
         if name not in REGISTRY:
             known = ", ".join(REGISTRY)
             raise ConfigError(f"passes: {name!r} is unknown; the passes are {known}")
-    return [REGISTRY[name]() for name in (REGISTRY if names is None else names)]
+    named = set(REGISTRY if config.passes is None else config.passes)
+    named |= {needed for name in named for needed in REGISTRY[name].requires}
+    always = (Stage.NORMALISE, Stage.CLEAN)
+    chosen = [one for name, one in REGISTRY.items() if name in named or one.stage in always]
+    return Pipeline(tuple(one.of(config) for one in sorted(chosen, key=lambda one: one.stage)))

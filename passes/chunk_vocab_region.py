@@ -15,18 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import fx
 
 import fxrl.ops.region  # noqa: F401  (declares torch.ops.fxrl.region)
-from fxrl.analysis.rows.analysis import HeadMiss, HeadSite, RowProgram, analyse
+from fxrl.analysis.rows.analysis import HeadSite, RowProgram, analyse
 from fxrl.analysis.rows.cost import eager_bytes, row_bytes, tile_rows
-from fxrl.analysis.rows.emit import RowEmitter, body_graph
-from fxrl.analysis.rows.expr import RowExpr
-from fxrl.ir.graph import last_input, needs_grad, shape_of, tensor_val
-from fxrl.ir.graph_pass import Applied, Miss, RewritePass, Site
-from fxrl.ir.plan import Choice, Chunks
+from fxrl.analysis.rows.emit import Feeds, RowEmitter, body_graph
+from fxrl.config import Config, parse_bytes
+from fxrl.ir.graph import last_input, needs_grad, shape_of, val_of
+from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
+from fxrl.ir.plan import Choice, choose_head, tokens_per_tile
 from fxrl.ir.region import InputSpec, Region, call_region
 
 
@@ -37,24 +37,46 @@ class HeadCluster(Site):
     head: HeadSite
 
 
-class ChunkVocabRegion(RewritePass[HeadCluster]):
-    """General: any row-local loss, in tiles of rows."""
+@dataclass(frozen=True)
+class ChunkVocabRegion(Pass[HeadCluster]):
+    """General: any row-local loss, in tiles of rows.
+
+    Attributes:
+        tile_tokens: rows per tile; 0 lets the tile's bytes decide.
+        min_saved_bytes: a head predicted to save less stays.
+    """
+
+    tile_tokens: int = 0
+    min_saved_bytes: int = 0
 
     name: ClassVar[str] = "chunk-vocab-region"
+    doc: ClassVar[PassDoc] = PassDoc(
+        "`lm_head` and any row-local PyTorch after it that ends without a vocabulary dim",
+        "all but one tile of the logits and of everything computed from them",
+        "the tile's matmul once more in backward",
+        "logits escape (returned, hooked, stored, sampled from) or tokens are mixed",
+    )
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Tiles and threshold as configured."""
+        return cls(config.chunk_tokens or 0, parse_bytes(config.min_saved_bytes))
 
     def match(self, gm: fx.GraphModule) -> Iterator[HeadCluster | Miss]:
         for found in analyse(gm.graph):
-            if isinstance(found, HeadMiss):
-                yield Miss(found.anchor, found.reason, found.cure, found.at)
+            if isinstance(found, Miss):
+                yield found
             else:
                 yield HeadCluster(found.anchor, eager_bytes(found), found)
 
+    def decide(self, site: HeadCluster) -> Choice:
+        """Worth it by the bytes it saves."""
+        return choose_head(self.name, site.saved_bytes, self.tile_tokens, self.min_saved_bytes)
+
     def rewrite(self, gm: fx.GraphModule, site: HeadCluster, choice: Choice) -> Applied:
-        assert isinstance(choice, Chunks)
-        head = tensor_val(site.anchor)
-        assert head is not None
+        tile_tokens = tokens_per_tile(choice)
         per_row = row_bytes(site.head)
-        tile = tile_rows(per_row, head.device, choice.tokens)
+        tile = tile_rows(per_row, val_of(site.anchor).device, tile_tokens)
         with gm.graph.inserting_after(last_input(gm.graph)):
             emitter = RowEmitter(gm.graph)
             plans = [_feed(emitter, program) for program in site.head.programs]
@@ -67,37 +89,23 @@ class ChunkVocabRegion(RewritePass[HeadCluster]):
         )
 
 
-def _feed(emitter: RowEmitter, program: RowProgram) -> list[tuple[RowExpr, fx.Node]]:
+def _feed(emitter: RowEmitter, program: RowProgram) -> Feeds:
     """All that can be refused happens here, before the graph's own values are touched."""
     emitter.check_restorable(output.value for output in program.outputs)
     return emitter.inputs(program.roots)
 
 
 def _replace(
-    gm: fx.GraphModule,
-    emitter: RowEmitter,
-    program: RowProgram,
-    inputs: list[tuple[RowExpr, fx.Node]],
-    tile: int,
+    gm: fx.GraphModule, emitter: RowEmitter, program: RowProgram, inputs: Feeds, tile: int
 ) -> None:
-    body = body_graph(program.roots, [expr for expr, _ in inputs])
-    specs = []
-    for expr, node in inputs:
-        val = tensor_val(node)
-        assert val is not None
-        assert expr.leaf is not None
-        specs.append(InputSpec(val, expr.leaf.tiled, needs_grad(expr.leaf.node)))
-    region = Region(body, tuple(specs))
+    body = body_graph(program.roots, [expr for expr, _, _ in inputs])
+    specs = [InputSpec(val_of(node), leaf.tiled, needs_grad(leaf.node)) for _, leaf, node in inputs]
     rows = specs[0].example.shape[0]
-    results = []
-    for output in program.outputs:
-        val = tensor_val(output.node)  # a post-reduction has the dtype of its vocabulary part
-        assert val is not None
-        results.append(val.new_empty((rows, *output.value.local_sizes)))
-    values = call_region(gm, region, [node for _, node in inputs], tile, results)
+    results = [  # a post-reduction has the dtype of its vocabulary part
+        val_of(output.node).new_empty((rows, *output.value.local_sizes))
+        for output in program.outputs
+    ]
+    feeds = [node for _, _, node in inputs]
+    values = call_region(gm.graph, Region(body, tuple(specs)), feeds, tile, results)
     for output, value in zip(program.outputs, values, strict=True):
-        restored = emitter.restore(value, output.value)
-        if output.post:
-            output.node.replace_input_with(output.node.args[0], restored)  # type: ignore[arg-type]
-        else:
-            output.node.replace_all_uses_with(restored)
+        output.replace(emitter.restore(value, output.value))

@@ -7,44 +7,66 @@ linear layer all the same, and as one its weight gradient is not made once per s
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from fxrl.ir.graph import (
-    RESHAPES,
-    SizeTable,
-    is_call,
-    is_tensor,
-    shape_of,
-    tensor_val,
-    topological_sort,
-)
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import RESHAPES, graphs_of, is_call, is_tensor, shape_of
+from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
+from fxrl.ir.plan import Choice
+from fxrl.ir.remark import Refusal
+from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
 
 
-def fold_broadcast_products(graph: fx.Graph) -> None:
+@dataclass(frozen=True, slots=True)
+class BroadcastProduct(Site):
+    """A batched product with one weight for all of the batch."""
+
+    weight: fx.Node
+
+
+@dataclass(frozen=True)
+class FoldBroadcastProducts(Normalisation[BroadcastProduct]):
     """``bmm(rows [B, T, H], expand(weight [H, V]))`` as ``mm`` of the flattened rows."""
-    found = [(node, weight) for node in graph.nodes if (weight := _expanded(node)) is not None]
-    if not found:
-        return
-    sizes = SizeTable(graph)
-    for node, weight in found:
-        with graph.inserting_before(node):
-            _fold(graph, sizes, node, weight)
-    topological_sort(graph)
+
+    name: ClassVar[str] = "fold-broadcast-products"
+    doc: ClassVar[PassDoc] = PassDoc(
+        "a batched product whose right operand is one weight, expanded (`matmul` after a slice)",
+        "the weight's gradient once per sequence",
+        "nothing",
+        "the result's sizes cannot be written in the graph",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[BroadcastProduct]:
+        for graph in graphs_of(gm):
+            for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
+                if (weight := _expanded(node)) is not None:
+                    yield BroadcastProduct(node, 0, weight)
+
+    def rewrite(self, gm: fx.GraphModule, site: BroadcastProduct, choice: Choice) -> Applied:
+        graph = site.anchor.graph
+        with Builder(graph).before(site.anchor) as builder:
+            _fold(builder, SizeTable(graph), site.anchor, site.weight)
+        return Applied("a batched product with one weight is a product of all rows")
 
 
 def _expanded(node: fx.Node) -> fx.Node | None:
-    """The 2-D weight that a batched product's right operand repeats over the batch."""
+    """The weight that a batched product's right operand repeats over the batch.
+
+    2-D, or the operand itself, of a batch of one (how ``einsum`` writes a plain product).
+    """
     if not is_call(node, aten.bmm.default):
         return None
     right: Any = node.args[1]
     sizes = shape_of(right)
     if sizes[0] == 1 and not isinstance(sizes[0], torch.SymInt):
-        return _only(right)
+        return right  # type: ignore[no-any-return]
     while is_call(right, *RESHAPES):
         if [str(s) for s in shape_of(right)] != [str(s) for s in sizes]:
             return None
@@ -55,37 +77,14 @@ def _expanded(node: fx.Node) -> fx.Node | None:
     return weight if len(shape_of(weight)) == 2 else None
 
 
-def _only(batch: fx.Node) -> fx.Node:
-    """The one matrix of a batch of one (how ``einsum`` writes a plain product)."""
-    val = tensor_val(batch)
-    assert val is not None
-    with batch.graph.inserting_after(batch):
-        matrix = batch.graph.call_function(aten.squeeze.dim, (batch, 0))
-    matrix.meta = {**batch.meta, "val": val.squeeze(0)}
-    return matrix
-
-
-def _fold(graph: fx.Graph, sizes: SizeTable, node: fx.Node, weight: fx.Node) -> None:
-    rows, result = tensor_val(node.args[0]), tensor_val(node)
-    assert rows is not None
-    assert result is not None
-    target = [sizes.arg(size) for size in result.shape]
+def _fold(builder: Builder, sizes: SizeTable, node: fx.Node, weight: fx.Node) -> None:
+    rows: Any = node.args[0]
+    target = [sizes.arg(size) for size in shape_of(node)]
     if None in target[1:]:
-        return
+        raise Refusal("the sizes of the result cannot be written in the graph")
     target[0] = -1 if target[0] is None else target[0]
-    count = rows.shape[0] * rows.shape[1]
-
-    def call(op: Any, *args: Any, val: torch.Tensor) -> fx.Node:
-        made = graph.call_function(op, args)
-        made.meta = {**node.meta, "val": val}
-        return made
-
-    flat = call(
-        aten.reshape.default,
-        node.args[0],
-        [-1, rows.shape[2]],
-        val=rows.new_empty((count, rows.shape[2])),
-    )
-    product = call(aten.mm.default, flat, weight, val=result.new_empty((count, result.shape[2])))
-    shaped = call(aten.reshape.default, product, target, val=result)
-    node.replace_all_uses_with(shaped)
+    if len(shape_of(weight)) == 3:
+        weight = builder.call(aten.squeeze.dim, weight, 0)
+    flat = builder.call(aten.reshape.default, rows, [-1, sizes.arg(shape_of(rows)[2])])
+    product = builder.call(aten.mm.default, flat, weight)
+    node.replace_all_uses_with(builder.call(aten.reshape.default, product, target))

@@ -19,24 +19,23 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import fx
 
-import fxrl.analysis.logprob.reductions
-import fxrl.analysis.logprob.rules
-import fxrl.ops.linear_logprob  # noqa: F401  (declares torch.ops.fxrl.linear_logprob)
 from fxrl.analysis.logprob.algebra import LogprobAlgebra
-from fxrl.analysis.logprob.forms import NotRecognised
-from fxrl.analysis.rows.analysis import HeadMiss, HeadSite, RowProgram, analyse
+from fxrl.analysis.logprob.forms import Transform
+from fxrl.analysis.rows.analysis import HeadSite, RowProgram, analyse
 from fxrl.analysis.rows.cost import eager_bytes, row_bytes, tile_rows
-from fxrl.analysis.rows.emit import RowEmitter
+from fxrl.analysis.rows.emit import RowEmitter, as_argument
 from fxrl.analysis.rows.expr import RowExpr, walk
-from fxrl.ir.graph import last_input, shape_of, tensor_val
-from fxrl.ir.graph_pass import Applied, Miss, RewritePass, Site
-from fxrl.ir.plan import Choice, Chunks
-from fxrl.ops.linear_logprob_checks import OUTPUTS
+from fxrl.config import Config, parse_bytes
+from fxrl.ir.graph import last_input, shape_of, val_of
+from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
+from fxrl.ir.plan import Choice, choose_head, tokens_per_tile
+from fxrl.ir.remark import Refusal
+from fxrl.ops.linear_logprob import OUTPUTS, LossHead
 
 aten = torch.ops.aten
 
@@ -58,97 +57,107 @@ class LogprobSite(Site):
     fused: tuple[FusedProgram, ...]
 
 
-class FuseLinearLogprob(RewritePass[LogprobSite]):
-    """The fast path of the loss head."""
+@dataclass(frozen=True)
+class FuseLinearLogprob(Pass[LogprobSite]):
+    """The fast path of the loss head.
+
+    Attributes:
+        tile_tokens: rows per tile; 0 lets the op decide.
+        min_saved_bytes: a head predicted to save less stays.
+    """
+
+    tile_tokens: int = 0
+    min_saved_bytes: int = 0
 
     name: ClassVar[str] = "fuse-linear-logprob"
+    doc: ClassVar[PassDoc] = PassDoc(
+        "`lm_head`, then bias, scale, softcap, temperature as the graph has them, then log-probs "
+        "of given tokens, log-sum-exp, entropy, mean logit, sum of p², top-1 hits",
+        "the logits and every copy of them; with a frozen head also the backward's matmul over the "
+        "vocabulary. bf16 on Hopper (sm_90): a CUDA GEMM with the statistics in its epilogue; "
+        "other GPUs and dtypes: cuBLAS and Triton",
+        "frozen head: one `[N, H]` vector each for log-prob and log-sum-exp; where another output "
+        "is differentiated, or the head is trained, the tile's matmul once more in backward",
+        "the loss wants another statistic of the logits: `chunk-vocab-region` takes it; or for "
+        "that pass's reasons",
+    )
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Tiles and threshold as configured."""
+        return cls(config.chunk_tokens or 0, parse_bytes(config.min_saved_bytes))
 
     def match(self, gm: fx.GraphModule) -> Iterator[LogprobSite | Miss]:
         for found in analyse(gm.graph):
-            if isinstance(found, HeadMiss):
-                yield Miss(found.anchor, found.reason, found.cure, found.at)
+            if isinstance(found, Miss):
+                yield found
                 continue
             try:
                 fused = tuple(recognise(found, program) for program in found.programs)
-            except NotRecognised as why:
-                yield Miss(found.anchor, str(why))
+            except Refusal as refusal:
+                yield Miss(found.anchor, refusal)
             else:
                 yield LogprobSite(found.anchor, eager_bytes(found), found, fused)
 
+    def decide(self, site: LogprobSite) -> Choice:
+        """Worth it by the bytes it saves."""
+        return choose_head(self.name, site.saved_bytes, self.tile_tokens, self.min_saved_bytes)
+
     def rewrite(self, gm: fx.GraphModule, site: LogprobSite, choice: Choice) -> Applied:
-        assert isinstance(choice, Chunks)
+        tile_tokens = tokens_per_tile(choice)
         per_row = row_bytes(site.head)
-        head = tensor_val(site.anchor)
-        assert head is not None
         with gm.graph.inserting_after(last_input(gm.graph)):
             emitter = RowEmitter(gm.graph)
             for fused in site.fused:
                 emitter.check_restorable(output.value for output in fused.program.outputs)
             for fused in site.fused:
-                _Emission(emitter, fused, choice).run()
-        tile = tile_rows(per_row, head.device, choice.tokens)
+                _Emission(emitter, fused, tile_tokens).run()
+        tile = tile_rows(per_row, val_of(site.anchor).device, tile_tokens)
         stats = sorted({name for fused in site.fused for name in fused.algebra.stats})
         shape = " x ".join(str(size) for size in shape_of(site.anchor))
         what = f"logits [{shape}] never exist; computes {', '.join(stats)}"
-        if choice.skip_tolerance:
-            what += f"; gradients may leave out a share of {choice.skip_tolerance:g}"
-        return Applied(
-            what,
-            max(0, site.saved_bytes - 3 * tile * per_row),
-        )
+        return Applied(what, max(0, site.saved_bytes - 3 * tile * per_row))
 
 
 def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
     """A row program as statistics of one head.
 
     Raises:
-        NotRecognised: it has several heads, or needs a statistic that the op does not return.
+        Refusal: it has several heads, or needs a statistic that the op does not return.
     """
     products = [e for e in walk(program.roots) if e.target in (aten.mm.default, aten.addmm.default)]
     if len(products) != 1:
-        raise NotRecognised("the logits of several heads are used together")
-    if any(output.post for output in program.outputs):
-        raise NotRecognised(
-            "a vocabulary-sized value is reduced over tokens and vocabulary at once"
-        )
+        raise Refusal("the logits of several heads are used together")
     (head,) = products
     rows = head.args[0] if head.target is aten.mm.default else head.args[1]
     if rows.leaf is None:
-        raise NotRecognised("the head reads computed rows")
+        raise Refusal("the head reads computed rows")
     algebra = LogprobAlgebra(site.rules.pool, head, site.rules.vocab)
-    roots = tuple(algebra.narrow(root) for root in program.roots)
+    roots = tuple(algebra.narrow(out.value.expr, out.attached) for out in program.outputs)
     if not algebra.stats:
-        raise NotRecognised("nothing of the vocabulary is reduced")
+        raise Refusal("nothing of the vocabulary is reduced")
     return FusedProgram(program, algebra, roots)
 
 
 class _Emission:
     """Writes one fused program into the graph."""
 
-    def __init__(self, emitter: RowEmitter, fused: FusedProgram, choice: Chunks) -> None:
+    def __init__(self, emitter: RowEmitter, fused: FusedProgram, tile_tokens: int) -> None:
         self.emitter = emitter
-        self.graph = emitter.graph
+        self.call = emitter.builder.call
         self.fused = fused
         self.algebra = fused.algebra
-        self.choice = choice
+        self.tile_tokens = tile_tokens
         self.env: dict[int, fx.Node] = {}
         self.stats: dict[str, fx.Node] = {}
 
     def run(self) -> None:
         self._op()
         for output, root in zip(self.fused.program.outputs, self.fused.roots, strict=True):
-            rows = self._cast(self.emit(root), output.node)
-            output.node.replace_all_uses_with(self.emitter.restore(rows, output.value))
-
-    def _cast(self, rows: fx.Node, like: fx.Node) -> fx.Node:
-        wanted, have = tensor_val(like), tensor_val(rows)
-        assert wanted is not None
-        assert have is not None
-        if wanted.dtype == have.dtype:
-            return rows
-        cast = self.graph.call_function(aten._to_copy.default, (rows,), {"dtype": wanted.dtype})
-        cast.meta["val"] = have.to(wanted.dtype)
-        return cast
+            rows, dtype = self.emit(root), val_of(output.node).dtype
+            if val_of(rows).dtype != dtype:
+                rows = self.call(aten._to_copy.default, rows, dtype=dtype)
+            output.replace(self.emitter.restore(rows, output.value))
 
     # -- the op itself
     def _op(self) -> None:
@@ -156,39 +165,25 @@ class _Emission:
         assert transform is not None
         rows, matrix = head.args[-2:]
         hidden = self.emit(rows)
-        weight = self._weight(matrix)
-        bias = None if transform.bias is None else self.emit(transform.bias)
-        args: tuple[Any, ...] = (
+        options = {
+            "bias": None if transform.bias is None else self.emit(transform.bias),
+            "temperature": self._temperature(hidden, transform),
+            "scale": transform.scale,
+            "softcap": transform.softcap,
+            "outputs": ",".join(name for name in OUTPUTS if name in self.algebra.stats),
+            "grad_outputs": ",".join(name for name in OUTPUTS if self.algebra.stats.get(name)),
+            "chunk_tokens": self.tile_tokens,
+        }
+        call = self.call(
+            torch.ops.fxrl.linear_logprob.default,
             hidden,
-            weight,
+            self._weight(matrix),
             self._target(hidden),
-            bias,
-            self._temperature(hidden),
-            None,
-            transform.scale,
-            transform.softcap,
-            ",".join(name for name in OUTPUTS if name in self.algebra.stats),
-            ",".join(name for name in OUTPUTS if self.algebra.stats.get(name)),
-            self.choice.tokens,
+            **{k: v for k, v in options.items() if v != LossHead._field_defaults.get(k)},
         )
-        if self.choice.skip_tolerance:
-            args += (self.choice.skip_tolerance,)
-        call = self.graph.call_function(torch.ops.fxrl.linear_logprob.default, args)
-        example = tensor_val(hidden)
-        assert example is not None
-        count = example.shape[0]
-        wide = torch.float64 if example.dtype == torch.float64 else torch.float32
-        vals = []
-        for name in OUTPUTS:
-            dtype = torch.bool if name == "argmax_hit" else wide
-            size = count if name in self.algebra.stats else 0
-            vals.append(example.new_empty((size,), dtype=dtype))
-        call.meta["val"] = tuple(vals)
         for index, name in enumerate(OUTPUTS):
             if name in self.algebra.stats:
-                item = self.graph.call_function(operator.getitem, (call, index))
-                item.meta["val"] = vals[index]
-                self.stats[name] = item
+                self.stats[name] = self.call(operator.getitem, call, index)
 
     def _weight(self, matrix: RowExpr) -> fx.Node:
         """``[V, H]``: the transposed operand without its transpose, or with one more."""
@@ -197,50 +192,28 @@ class _Emission:
         return self.emitter.call(aten.t.default, self.emit(matrix))
 
     def _target(self, hidden: fx.Node) -> fx.Node:
-        if self.algebra.target is not None:
-            target = self.emit(self.algebra.target)
-            val = tensor_val(target)
-            assert val is not None
-            if val.dim() != 1:
-                target = self.emitter.call(
-                    aten.reshape.default, target, [-1], val=val.new_empty((val.shape[0],))
-                )
-            return target
-        first = self.emitter.call(aten.select.int, hidden, 1, 0)  # no target: any id will do
-        val = tensor_val(first)
-        assert val is not None
-        zeros = self.graph.call_function(aten.zeros_like.default, (first,), {"dtype": torch.int64})
-        zeros.meta["val"] = val.new_empty(val.shape, dtype=torch.int64)
-        return zeros
+        if self.algebra.target is None:  # any id will do
+            first = self.emitter.call(aten.select.int, hidden, 1, 0)
+            return self.call(aten.zeros_like.default, first, dtype=torch.int64)
+        return self._flat(self.emit(self.algebra.target))
 
-    def _temperature(self, hidden: fx.Node) -> fx.Node | None:
-        transform = self.algebra.transform
-        assert transform is not None
-        example = tensor_val(hidden)
-        assert example is not None
-        if transform.temperature is None and transform.divisor == 1:
+    def _flat(self, rows: fx.Node) -> fx.Node:
+        """``[n]`` of one entry per row."""
+        if len(shape_of(rows)) <= 1:
+            return rows
+        return self.emitter.call(aten.reshape.default, rows, [-1])
+
+    def _temperature(self, hidden: fx.Node, transform: Transform) -> fx.Node | None:
+        if transform.temperature is not None:
+            given = self._flat(self.emit(transform.temperature))
+            if transform.divisor == 1:
+                return given
+            return self.emitter.call(aten.mul.Tensor, given, transform.divisor)
+        if transform.divisor == 1:
             return None
-        if transform.temperature is None:
-            wide = torch.float64 if example.dtype == torch.float64 else torch.float32
-            number = self.graph.call_function(
-                aten.full.default,
-                ([], transform.divisor),
-                {"dtype": wide, "device": example.device},
-            )
-            number.meta["val"] = example.new_empty((), dtype=wide)
-            return number
-        given = self.emit(transform.temperature)
-        val = tensor_val(given)
-        assert val is not None
-        if val.dim() > 1:
-            given = self.emitter.call(
-                aten.reshape.default, given, [-1], val=val.new_empty((val.shape[0],))
-            )
-        return (
-            given
-            if transform.divisor == 1
-            else self.emitter.call(aten.mul.Tensor, given, transform.divisor)
-        )
+        val = val_of(hidden)
+        wide = torch.float64 if val.dtype == torch.float64 else torch.float32
+        return self.call(aten.full.default, [], transform.divisor, dtype=wide, device=val.device)
 
     # -- narrow expressions over its results
     def emit(self, root: RowExpr) -> fx.Node:
@@ -255,14 +228,6 @@ class _Emission:
             return self.emitter.feed(expr.leaf)
         if expr.target == "stat":
             return self.stats[expr.args[0]]
-        args = tuple(self._arg(arg) for arg in expr.args)
-        kwargs = {name: self._arg(value) for name, value in expr.kwargs}
-        node = self.graph.call_function(expr.target, args, kwargs)
-        real = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        node.meta["val"] = expr.target(*real[0], **real[1])
-        return node
-
-    def _arg(self, arg: Any) -> Any:
-        if isinstance(arg, RowExpr):
-            return self.env[id(arg)]
-        return [self._arg(item) for item in arg] if isinstance(arg, tuple) else arg
+        args = [as_argument(arg, self.env) for arg in expr.args]
+        kwargs = {name: as_argument(value, self.env) for name, value in expr.kwargs}
+        return self.call(expr.target, *args, **kwargs)

@@ -1,88 +1,78 @@
-"""What masks had done to attention: repeated keys are taken back, masks that stay are explained.
+"""Give grouped queries to attention itself where its keys were repeated only because of a mask.
 
-Libraries give grouped queries to attention itself where there is no mask, and repeat the keys of
-each group where there is one, since no fused kernel takes both. A tracer always gets the mask.
+    %k2 = reshape(expand(unsqueeze(%k, 2)))              [B, Hkv, T, D] repeated to [B, H, T, D]
+    %o  = scaled_dot_product_attention(%q, %k2, %v2)     no mask
+becomes
+    %o  = scaled_dot_product_attention(%q, %k, %v, enable_gqa=True)
+
+Libraries repeat the keys of each group where there is a mask, since no fused kernel takes both, and
+a tracer always gets the mask; where it turned out to be causal, so did the reason to repeat.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import torch
 from torch import fx
 
-from fxrl.ir.graph import RESHAPES, eliminate_dead_code, hint, is_call, shape_of, tensor_val
-from fxrl.ir.remark import Remark, RemarkKind, Report
-from fxrl.ir.source import user_source
+from fxrl.analysis.attention import SDPA, aten, options_of, set_options
+from fxrl.ir.graph import RESHAPES, graphs_of, hint, is_call, nbytes, shape_of
+from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
+from fxrl.ir.plan import Choice
+from fxrl.ir.remark import Refusal
 
-aten = torch.ops.aten
-_SDPA = aten.scaled_dot_product_attention.default
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
-_OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LARGEST_HEAD = 256  # features a head up to which the fused kernels take grouped queries
 
 
-def group_queries(gm: fx.GraphModule) -> Report:
-    """Undo repeated keys where no mask is left; one remark for the masks that are."""
-    masked = _group(gm)
-    for call in gm.graph.find_nodes(op="call_function", target=_CHECKPOINT):
-        body = getattr(gm, str(call.args[0].target))
-        inputs = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True))
-        masked += [(attention, inputs.get(mask, mask)) for attention, mask in _group(body)]
-    return _explain(masked)
+@dataclass(frozen=True, slots=True)
+class RepeatedKeys(Site):
+    """An attention call without mask, and its keys and values before they were repeated."""
+
+    keys: fx.Node
+    values: fx.Node
 
 
-def _group(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
-    """Group the queries of one graph; returns the calls that keep a mask, and their masks."""
-    masked = []
-    for call in gm.graph.find_nodes(op="call_function", target=_SDPA):
-        options = dict(zip(_OPTIONS, call.args[3:], strict=False)) | call.kwargs
-        if options.get("attn_mask") is not None:
-            masked.append((call, options["attn_mask"]))
-            continue
-        query, *repeated = call.args[:3]
-        keys, values = map(_before_repeat, repeated)
-        if keys is not None and values is not None:
-            call.args, call.kwargs = (query, keys, values), options | {"enable_gqa": True}
-    eliminate_dead_code(gm.graph)
-    gm.recompile()
-    return masked
+@dataclass(frozen=True)
+class GroupQueries(Normalisation[RepeatedKeys]):
+    """Undo repeated keys where no mask is left."""
 
+    name: ClassVar[str] = "group-queries"
+    doc: ClassVar[PassDoc] = PassDoc(
+        "attention without mask whose keys and values are repeated for each group of queries",
+        "the repeated keys and values, and their gradients",
+        "nothing",
+        f"heads have more than {_LARGEST_HEAD} features, which no fused kernel takes grouped",
+    )
 
-def _explain(masked: list[tuple[fx.Node, fx.Node]]) -> Report:
-    if not masked:
-        return Report()
-    call, mask = masked[0]
-    data = _data_of(mask)
-    if data is None:
-        why, cure = "it is not plainly causal", ""
-    else:
-        why = f"it depends on the values of %{data}"
-        cure = "leave out attention_mask and position_ids where no token is padding"
-    reason = f"{len(masked)} attention calls keep their mask: {why}"
-    kind, source = RemarkKind.ANALYSIS, user_source(call)
-    return Report((Remark(kind, "restore-causal-attention", call.name, source, reason, cure),))
+    def match(self, gm: fx.GraphModule) -> Iterator[RepeatedKeys | Miss]:
+        calls = [n for g in graphs_of(gm) for n in g.find_nodes(op="call_function", target=SDPA)]
+        for call in calls:
+            if options_of(call).get("attn_mask") is not None:
+                continue
+            keys, values = map(_before_repeat, call.args[1:3])
+            if keys is None or values is None:
+                continue
+            features = hint(shape_of(keys)[-1])
+            if features > _LARGEST_HEAD:
+                reason = f"heads of {features} features: no fused kernel takes them grouped"
+                yield Miss(call, Refusal(reason))
+            else:
+                yield RepeatedKeys(call, 0, keys, values)
 
-
-def _data_of(mask: fx.Node) -> fx.Node | None:
-    """The first input of the graph whose values, not only sizes, a mask depends on."""
-    seen, stack = {mask}, [mask]
-    while stack:
-        node = stack.pop()
-        if node.op in ("placeholder", "get_attr") and tensor_val(node) is not None:
-            return node
-        for arg in node.all_input_nodes:
-            if arg not in seen and not is_call(arg, aten.sym_size.int):
-                seen.add(arg)
-                stack.append(arg)
-    return None
+    def rewrite(self, gm: fx.GraphModule, site: RepeatedKeys, choice: Choice) -> Applied:
+        repeated = sum(nbytes(arg) for arg in site.anchor.args[1:3] if isinstance(arg, fx.Node))
+        site.anchor.args = (site.anchor.args[0], site.keys, site.values, *site.anchor.args[3:])
+        set_options(site.anchor, enable_gqa=True)
+        return Applied(
+            "attention takes grouped queries: keys and values are not repeated", repeated
+        )
 
 
 def _before_repeat(node: Any) -> fx.Node | None:
     """``x`` of ``reshape(expand(unsqueeze(x, 2)))``: [B, Hkv, T, D] repeated to [B, H, T, D]."""
-    if not is_call(node, *RESHAPES):
-        return None
-    if len(shape_of(node)) != 4 or hint(shape_of(node)[-1]) > _LARGEST_HEAD:
+    if not is_call(node, *RESHAPES) or len(shape_of(node)) != 4:
         return None
     inner: Any = node.args[0]
     inner = inner.args[0] if is_call(inner, aten.clone.default) else inner

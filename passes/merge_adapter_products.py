@@ -11,41 +11,62 @@ several sums over one ``%x`` share the copy of it, with zeros in the other sums'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     RESHAPES,
-    eliminate_dead_code,
+    TRANSPOSES,
     hint,
     is_call,
     nbytes,
     shape_of,
     tensor_val,
-    topological_sort,
 )
+from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
+from fxrl.ir.plan import Choice
+from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
 _NARROW = 256  # columns of an adapter's part of a shared operand
-_TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
 
 
-def tidy_products(graph: fx.Graph) -> None:
-    """Rewrite a traced functional graph in place; ``meta["val"]`` says what sizes are."""
-    _scale_results(graph)
-    _merge_sums(graph)
-    topological_sort(graph)
-    eliminate_dead_code(graph)
+@dataclass(frozen=True)
+class MergeAdapterProducts(Normalisation[Site]):
+    """Fewer and smaller values around the products of adapters."""
+
+    name: ClassVar[str] = "merge-adapter-products"
+    stage: ClassVar[Stage] = Stage.CLEAN
+    doc: ClassVar[PassDoc] = PassDoc(
+        "sums of products over one operand, products of scaled operands, in a layer's body",
+        "values as wide as the layer that an elementwise op would read again",
+        "a copy of the narrow operands",
+        "the copies would cost more than the sums: they stay",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[Site]:
+        first = next((n for n in gm.graph.nodes if is_call(n, aten.mm.default)), None)
+        if first is not None:
+            yield Site(first, 0)
+
+    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+        scaled = _scale_results(gm.graph)
+        merged = _merge_sums(gm.graph)
+        if not scaled and not merged:
+            raise Refusal("no copy of operands costs less than the sums of products")
+        return Applied(f"{merged} sums of products merged, {scaled} scales moved behind products")
 
 
 # ---------------------------------------------------------------------------- scales
-def _scale_results(graph: fx.Graph) -> None:
+def _scale_results(graph: fx.Graph) -> int:
     """Multiply by a number after a product instead of before, where the result is smaller."""
+    count = 0
     for node in graph.find_nodes(op="call_function", target=aten.mm.default):
         factor = 1.0
         for at in (0, 1):
@@ -60,12 +81,14 @@ def _scale_results(graph: fx.Graph) -> None:
                 result = graph.call_function(aten.mul.Tensor, (node, factor))
             result.meta = dict(node.meta)
             node.replace_all_uses_with(result, delete_user_cb=lambda user, r=result: user is not r)
+            count += 1
+    return count
 
 
 def _scaled(node: Any) -> list[fx.Node] | None:
     """The views from ``node`` down to a product with a number, that included."""
     path = []
-    while is_call(node, *RESHAPES, *_TURNS):
+    while is_call(node, *RESHAPES, *TRANSPOSES):
         path.append(node)
         node = node.args[0]
     return [*path, node] if _is_scaling(node) else None
@@ -110,7 +133,7 @@ class _Product:
         return right
 
 
-def _merge_sums(graph: fx.Graph) -> None:
+def _merge_sums(graph: fx.Graph) -> int:
     sums = [found for root in _roots(graph) if len(found := _summands(root)) > 1]
     readers: dict[fx.Node, int] = {}
     for summands in sums:
@@ -123,6 +146,7 @@ def _merge_sums(graph: fx.Graph) -> None:
     for group in groups.values():
         for shared in [group] if _can_share(group) else [[summands] for summands in group]:
             _merge(graph, shared)
+    return len(chosen)
 
 
 def _roots(graph: fx.Graph) -> Iterable[fx.Node]:
@@ -222,34 +246,34 @@ def _merge(graph: fx.Graph, group: Sequence[Sequence[_Product]]) -> None:
 
     The first summand of each sum is left[0] of all: the operand that they share.
     """
-    with graph.inserting_before(group[0][0].node):
+    with Builder(graph).before(group[0][0].node) as builder:
         shared = group[0][0].left
         rests = [product for summands in group for product in summands[1:]]
-        lefts = [shared, *(_scaled_left(graph, product) for product in rests)]
-        left = _call(graph, aten.cat.default, lefts, 1)
+        lefts = [shared, *(_scaled_left(builder, product) for product in rests)]
+        left = builder.call(aten.cat.default, lefts, 1)
         for summands in group:
             rights: list[fx.Node | int] = [summands[0].right]
             for product in rests:
                 width = shape_of(product.left)[1]
                 assert isinstance(width, int)
                 rights.append(product.right if product in summands else width)
-            merged = _call(graph, aten.mm.default, left, _stacked(graph, rights))
+            merged = builder.call(aten.mm.default, left, _stacked(builder, rights))
             summands[0].node.replace_all_uses_with(merged)
     for summands in group:
         for product in summands[1:]:
             _drop(product.top)
 
 
-def _scaled_left(graph: fx.Graph, product: _Product) -> fx.Node:
+def _scaled_left(builder: Builder, product: _Product) -> fx.Node:
     if product.scale == 1.0:
         return product.left
-    return _call(graph, aten.mul.Tensor, product.left, product.scale)
+    return builder.call(aten.mul.Tensor, product.left, product.scale)
 
 
-def _stacked(graph: fx.Graph, parts: Sequence[fx.Node | int]) -> fx.Node:
+def _stacked(builder: Builder, parts: Sequence[fx.Node | int]) -> fx.Node:
     """Right operands on top of each other; a number stands for so many rows of zeros."""
     nodes = [part for part in parts if isinstance(part, fx.Node)]
-    turned = all(is_call(n, *_TURNS) and len(shape_of(n)) == 2 for n in nodes)
+    turned = all(is_call(n, *TRANSPOSES) and len(shape_of(n)) == 2 for n in nodes)
     like: Any = nodes[0].args[0] if turned else nodes[0]
     width = shape_of(nodes[0])[1]
 
@@ -257,10 +281,10 @@ def _stacked(graph: fx.Graph, parts: Sequence[fx.Node | int]) -> fx.Node:
         if isinstance(part, fx.Node):
             return part.args[0] if turned else part
         size = [width, part] if turned else [part, width]
-        return _call(graph, aten.new_zeros.default, like, size)
+        return builder.call(aten.new_zeros.default, like, size)
 
-    whole = _call(graph, aten.cat.default, [piece(part) for part in parts], int(turned))
-    return _call(graph, aten.permute.default, whole, [1, 0]) if turned else whole
+    whole = builder.call(aten.cat.default, [piece(part) for part in parts], int(turned))
+    return builder.call(aten.permute.default, whole, [1, 0]) if turned else whole
 
 
 def _drop(top: fx.Node) -> None:
@@ -270,9 +294,3 @@ def _drop(top: fx.Node) -> None:
     assert isinstance(other, fx.Node)
     add.replace_all_uses_with(other)
     add.graph.erase_node(add)
-
-
-def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(target, args)
-    node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-    return node

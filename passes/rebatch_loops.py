@@ -11,52 +11,85 @@ then is one site instead of one per sequence.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from fxrl.ir.graph import OpOverload, hint, is_call, is_tensor, shape_of
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import (
+    COPIES,
+    OpOverload,
+    ancestors,
+    bound,
+    hint,
+    is_call,
+    is_tensor,
+    shape_of,
+    with_arguments,
+)
+from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
+from fxrl.ir.plan import Choice
+from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
-#: op -> positions of its dim arguments, for ops that act within one sequence.
-_DIM_ARGS: dict[Any, tuple[int, ...]] = {
-    aten.logsumexp.default: (1,),
-    aten.sum.dim_IntList: (1,),
-    aten.mean.dim: (1,),
-    aten.amax.default: (1,),
-    aten._softmax.default: (1,),
-    aten._log_softmax.default: (1,),
-    aten.gather.default: (1,),
-    aten.unsqueeze.default: (1,),
-    aten.squeeze.dim: (1,),
-    aten.select.int: (1,),
-    aten.slice.Tensor: (1,),
-    aten.argmax.default: (1,),
-}
-_COPIES = (aten._to_copy.default, aten.detach.default, aten.clone.default)
+#: Ops that act within one sequence, along ``dim``.
+_ALONG_A_DIM = (
+    aten.logsumexp.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.amax.default,
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten.gather.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.argmax.default,
+)
 
 
-class _NotALoop(Exception):
-    """The stacked values are not one computation repeated."""
-
-
-def rebatch_loops(graph: fx.Graph) -> None:
+@dataclass(frozen=True)
+class RebatchLoops(Normalisation[Site]):
     """Replace stacks of per-sequence results by the batched computation, where it is one."""
-    for stack in list(graph.nodes):
-        if not is_call(stack, aten.stack.default):
-            continue
+
+    name: ClassVar[str] = "rebatch-loops"
+    doc: ClassVar[PassDoc] = PassDoc(
+        "`torch.stack([f(row) for row in logits])`, unrolled by tracing",
+        "an op per sequence; the loss head is one site instead of one per sequence",
+        "nothing",
+        "the sequences are computed differently, or by an op that knows no batch",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[Site]:
+        for stack in gm.graph.find_nodes(op="call_function", target=aten.stack.default):
+            if bound(stack)["dim"] == 0 and _is_loop(stack.args[0]):
+                yield Site(stack, 0)
+
+    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+        stack = site.anchor
         parts: Any = stack.args[0]
-        dim = stack.args[1] if len(stack.args) > 1 else 0
-        if dim != 0 or len(parts) < 2:
-            continue
-        with graph.inserting_before(stack):
-            try:
-                batched = _Loop(graph, len(parts)).batch(tuple(parts))
-            except _NotALoop:
-                continue  # nodes made on the way are dead and go with the dead code
+        with gm.graph.inserting_before(stack):
+            batched = _Loop(gm.graph, len(parts)).batch(tuple(parts))
         stack.replace_all_uses_with(batched)
+        return Applied(f"a loop over {len(parts)} sequences runs on all at once")
+
+
+def _is_loop(parts: Any) -> bool:
+    """Whether the first two values come from the first two slices of one tensor."""
+    if len(parts) < 2:
+        return False
+    first, second = (_slices(part) for part in parts[:2])
+    return bool({s for s, at in first if at == 0} & {s for s, at in second if at == 1})
+
+
+def _slices(node: fx.Node) -> set[tuple[Any, Any]]:
+    selects = [n for n in ancestors([node]) if is_call(n, aten.select.int) and n.args[1] == 0]
+    return {(n.args[0], n.args[2]) for n in selects}
 
 
 class _Loop:
@@ -88,42 +121,38 @@ class _Loop:
     def _repeat(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
         first = nodes[0]
         if any(node.op != "call_function" or node.target != first.target for node in nodes):
-            raise _NotALoop
+            raise Refusal("the sequences are not computed by the same ops", at=first)
         if not is_tensor(first) or not _known(first):
-            raise _NotALoop
-        rank = len(shape_of(first))
-        args = [
-            self._argument(first, position, [node.args[position] for node in nodes], rank)
-            for position in range(len(first.args))
-        ]
-        if any(node.kwargs != first.kwargs for node in nodes):
-            raise _NotALoop
-        kwargs = dict(first.kwargs)
-        target: Any = first.target
-        made = self.graph.call_function(target, tuple(args), kwargs)
-        values = fx.node.map_arg(tuple(args), lambda node: node.meta["val"])
-        made.meta = {**first.meta, "val": target(*values, **kwargs)}
-        return made
+            raise Refusal(f"{first.target} is not known to act within one sequence", at=first)
+        given = [bound(node) for node in nodes]
+        changed = {
+            name: self._argument(first, name, [arguments[name] for arguments in given])
+            for name in given[0]
+        }
+        kept = {name: value for name, value in changed.items() if value is not given[0][name]}
+        args, kwargs = with_arguments(first, **kept)
+        return Builder(self.graph, first).call(first.target, *args, **kwargs)
 
-    def _argument(self, node: fx.Node, position: int, given: list[Any], rank: int) -> Any:
+    def _argument(self, node: fx.Node, name: str, given: list[Any]) -> Any:
+        rank = len(shape_of(node))
         if is_tensor(given[0]):
             same = all(item is given[0] for item in given)
-            if same and position > 0 and len(shape_of(given[0])) <= rank:
+            if same and given[0] is not node.args[0] and len(shape_of(given[0])) <= rank:
                 return given[0]  # read alike by every sequence: broadcasting stays right-aligned
             width = len(shape_of(given[0]))
-            if node.target not in _DIM_ARGS and width != rank:
-                raise _NotALoop
+            if node.target not in _ALONG_A_DIM and width != rank:
+                raise Refusal("a sequence's values are broadcast against others", at=node)
             return self.batch(tuple(given))
         if any(item != given[0] for item in given):
-            raise _NotALoop
-        if position in _DIM_ARGS.get(node.target, ()):
+            raise Refusal("the sequences are computed with different arguments", at=node)
+        if name == "dim" and node.target in _ALONG_A_DIM:
             return _from_the_end(node, given[0])
         return given[0]
 
 
 def _known(node: fx.Node) -> bool:
     target = node.target
-    if target in _DIM_ARGS or target in _COPIES:
+    if target in _ALONG_A_DIM or target in COPIES:
         return True
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
         return False
@@ -132,6 +161,8 @@ def _known(node: fx.Node) -> bool:
 
 def _from_the_end(node: fx.Node, dims: Any) -> Any:
     """Dims counted from the end, so that a new first dim does not shift them."""
+    if dims is None or dims == []:
+        raise Refusal("a sequence's values are all reduced at once", at=node)
     source: Any = node.args[0]
     rank = len(shape_of(source)) + (node.target is aten.unsqueeze.default)
     if isinstance(dims, (list, tuple)):

@@ -9,12 +9,17 @@ becomes
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from fxrl.ir.graph import OpOverload, is_call, tensor_val
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import OpOverload, tensor_val, val_of
+from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
+from fxrl.ir.plan import Choice
 
 aten = torch.ops.aten
 
@@ -37,48 +42,71 @@ _TENSOR_OVERLOADS: dict[Any, Any] = {
 } | {op: op for op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)}
 
 
-def use_tensors_for_floats(graph: fx.Graph) -> None:
+@dataclass(frozen=True, slots=True)
+class NumberSite(Site):
+    """All numbers that the graph reads off floating-point tensors: their arithmetic may meet."""
+
+    scalars: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class TensorizeFloats(Normalisation[NumberSite]):
     """Let elementwise ops read a number's tensor instead of the number, where that is the same."""
-    tensors: dict[fx.Node, fx.Node] = {}
-    for node in list(graph.nodes):
-        if is_call(node, aten._local_scalar_dense.default):
-            source: Any = node.args[0]
-            val = tensor_val(source)
-            if val is not None and val.is_floating_point():
-                tensors[node] = _scalar(graph, node, source)
-        elif any(arg in tensors for arg in node.all_input_nodes):
-            if node.target in _ARITHMETIC:
-                tensors[node] = _compute(graph, node, tensors)
-            elif isinstance(node.target, OpOverload) and node.target in _TENSOR_OVERLOADS:
-                _read_tensors(graph, node, tensors)
+
+    name: ClassVar[str] = "tensorize-floats"
+    doc: ClassVar[PassDoc] = PassDoc(
+        "a Python float read off a tensor (`temperature.item()`, a float in the batch)",
+        "the host's wait for the number; rows can follow a tensor",
+        "nothing",
+        "an op that takes numbers only, or whose result's dtype would change, keeps the number",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[NumberSite]:
+        reads = gm.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default)
+        found = tuple(node for node in reads if _is_float(node.args[0]))
+        if found:
+            yield NumberSite(found[0], 0, found)
+
+    def rewrite(self, gm: fx.GraphModule, site: NumberSite, choice: Choice) -> Applied:
+        builder = Builder(gm.graph)
+        tensors: dict[fx.Node, fx.Node] = {}
+        for node in list(gm.graph.nodes):
+            with builder.before(node):
+                if node in site.scalars:
+                    tensors[node] = _scalar(builder, node.args[0])
+                elif any(arg in tensors for arg in node.all_input_nodes):
+                    if node.target in _ARITHMETIC:
+                        tensors[node] = _compute(builder, node, tensors)
+                    elif isinstance(node.target, OpOverload) and node.target in _TENSOR_OVERLOADS:
+                        _read_tensors(builder, node, tensors)
+        return Applied(f"{len(site.scalars)} numbers stay tensors")
 
 
-def _scalar(graph: fx.Graph, at: fx.Node, source: fx.Node) -> fx.Node:
+def _is_float(source: object) -> bool:
+    val = tensor_val(source)
+    return val is not None and val.is_floating_point()
+
+
+def _scalar(builder: Builder, source: Any) -> fx.Node:
     """``source`` as a 0-d float64 tensor: Python's own precision."""
-    with graph.inserting_before(at):
-        flat = _call(graph, aten.reshape.default, source, [])
-        wide = graph.call_function(aten._to_copy.default, (flat,), {"dtype": torch.float64})
-        wide.meta["val"] = flat.meta["val"].to(torch.float64)
-        detached = _call(graph, aten.detach.default, wide)
-    return detached
+    flat = builder.call(aten.reshape.default, source, [])
+    wide = builder.call(aten._to_copy.default, flat, dtype=torch.float64)
+    return builder.call(aten.detach.default, wide)
 
 
-def _compute(graph: fx.Graph, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> fx.Node:
+def _compute(builder: Builder, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> fx.Node:
     """The same arithmetic in float64 on 0-d tensors."""
-    with graph.inserting_before(node):
-        like = next(tensors[arg] for arg in node.all_input_nodes if arg in tensors)
+    like = next(tensors[arg] for arg in node.all_input_nodes if arg in tensors)
 
-        def convert(arg: Any) -> Any:
-            if isinstance(arg, fx.Node) and arg in tensors:
-                return tensors[arg]
-            filled = graph.call_function(aten.full_like.default, (like, arg))
-            filled.meta["val"] = like.meta["val"].new_empty(())
-            return filled
+    def convert(arg: Any) -> fx.Node:
+        if isinstance(arg, fx.Node) and arg in tensors:
+            return tensors[arg]
+        return builder.call(aten.full_like.default, like, arg)
 
-        return _call(graph, _ARITHMETIC[node.target], *map(convert, node.args))
+    return builder.call(_ARITHMETIC[node.target], *map(convert, node.args))
 
 
-def _read_tensors(graph: fx.Graph, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> None:
+def _read_tensors(builder: Builder, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> None:
     """Point one elementwise op at the tensors, unless its result would get another dtype."""
     val = tensor_val(node)
     if val is None or not val.is_floating_point():
@@ -87,24 +115,13 @@ def _read_tensors(graph: fx.Graph, node: fx.Node, tensors: dict[fx.Node, fx.Node
     dtype = torch.float64 if val.dim() else val.dtype
     if not val.dim() and val.dtype.itemsize < 4:
         return
-    with graph.inserting_before(node):
 
-        def convert(arg: Any) -> Any:
-            if not (isinstance(arg, fx.Node) and arg in tensors):
-                return arg
-            kwargs: dict[str, Any] = {"dtype": dtype, "device": val.device}
-            moved = graph.call_function(aten._to_copy.default, (tensors[arg],), kwargs)
-            moved.meta["val"] = tensors[arg].meta["val"].to(**kwargs)
-            return moved
+    def convert(arg: Any) -> Any:
+        if not (isinstance(arg, fx.Node) and arg in tensors):
+            return arg
+        return builder.call(aten._to_copy.default, tensors[arg], dtype=dtype, device=val.device)
 
-        args = tuple(map(convert, node.args))
-        target: Any = _TENSOR_OVERLOADS[node.target]
-        vals = fx.node.map_arg(args, lambda n: n.meta["val"])
-        if target(*vals, **node.kwargs).dtype == val.dtype:
-            node.target, node.args = target, args
-
-
-def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(target, args)
-    node.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
-    return node
+    made = builder.call(_TENSOR_OVERLOADS[node.target], *map(convert, node.args), **node.kwargs)
+    if val_of(made).dtype == val.dtype:
+        made.meta = {**node.meta, "val": made.meta["val"]}
+        node.replace_all_uses_with(made)

@@ -52,7 +52,7 @@ def test_files_it_names_exist():
 
 def test_example_runs():
     example, with_vllm = blocks("python")
-    compile(with_vllm, "README.md", "exec")  # tests/runtime/test_vllm_engine.py runs its calls
+    compile(with_vllm, "README.md", "exec")  # tests/engines/vllm/test_engine.py runs its calls
     assert len([line for line in example.splitlines() if line.strip()]) <= 25
     scope = {}
     torch.manual_seed(0)

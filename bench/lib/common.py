@@ -1,22 +1,41 @@
-"""What every benchmark shares: arguments, timing and memory, errors as rows; and its results."""
+"""What every benchmark shares: arguments, timing and memory, a time limit, errors as rows, results.
+
+A result file is a JSON object with ``title``, ``command``, ``machine``, ``versions``, ``date``,
+``columns``, ``rows`` and ``notes`` (bench/readme.py says what each is); rows are lists in the order
+of ``columns``, and ``None`` stands for what was not measured.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import gc
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
-from bench.lib.results import Results, ResultsError, machine, versions
-
-__all__ = ["Results", "ResultsError", "machine", "versions"]
+from fxrl.ir.table import cell, open_table, plain_text
 
 GiB = 2**30
+_PACKAGES = (
+    "torch", "triton", "transformers", "peft", "numpy", "vllm", "trl", "liger-kernel",
+    "cut-cross-entropy", "nvidia-cutlass-dsl", "verl", "unsloth", "unsloth_zoo",
+)  # fmt: skip
+_WIDEST = 400  # columns of a table that goes to a file: nothing wraps
+_STANDARD = ("title", "command", "machine", "versions", "date", "columns", "rows", "notes")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -115,3 +134,202 @@ def _program() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     name = spec.name if spec is not None else ""
     return f"fxrl bench {name.removeprefix('bench.')}" if name.startswith("bench.") else "bench"
+
+
+class TimeLimitReached(BaseException):
+    """The time is over; not an ``Exception``, so that no library under test swallows it."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises ``TimeLimitReached`` in the main thread at its next bytecode after ``seconds``."""
+
+    def stop(*_: Any) -> None:
+        raise TimeLimitReached(f"took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    # Not 0, which would switch the alarm off; and again, if a finaliser swallowed it.
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 10.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class ResultsError(Exception):
+    """A file to append to that holds another benchmark or another machine's figures."""
+
+
+class Results:
+    """Collects the rows of one benchmark and writes them after each, so a late crash loses none.
+
+    Args:
+        title: heading of the table.
+        columns: names.
+        out: the JSON file; ``None`` writes none.
+        notes: sentences below the table.
+        as_json: the whole record on stdout at the end instead of the table; rows as they come
+            then go to stderr.
+        append: take over the rows of ``out``, if it is there, and add to them.
+
+    Raises:
+        ResultsError: ``append`` to what is no such file.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        columns: Sequence[str],
+        out: str | None,
+        notes: Sequence[str] = (),
+        *,
+        as_json: bool = False,
+        append: bool = False,
+    ) -> None:
+        self.title, self.columns, self.out = title, tuple(columns), out
+        self.rows: list[list[Any]] = []
+        self.notes = list(notes)
+        self.extra: dict[str, Any] = {}
+        self._as_json = as_json
+        self._before: dict[str, Any] = {}
+        self._start = time.monotonic()
+        if append and out is not None and Path(out).exists():
+            self._take_over(Path(out))
+
+    def _take_over(self, path: Path) -> None:
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            columns, here = tuple(record["columns"]), record["machine"]
+        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+            raise ResultsError(f"cannot append to {path}: it is no result file ({error})") from None
+        if columns != self.columns or record["title"] != self.title:
+            raise ResultsError(f"cannot append to {path}: it holds {record['title']!r}")
+        if here != machine():
+            raise ResultsError(
+                f"cannot append to {path}: it was measured on {here}, and this is {machine()}; "
+                "give another --out"
+            )
+        self._before = record
+        self.rows = record["rows"]
+        self.notes = [*record["notes"], *(n for n in self.notes if n not in record["notes"])]
+        self.extra = {name: record[name] for name in record if name not in _STANDARD}
+
+    def has(self, **values: Any) -> bool:
+        """Whether a row with these values is there."""
+        places = {self.columns.index(name): value for name, value in values.items()}
+        return any(all(row[i] == value for i, value in places.items()) for row in self.rows)
+
+    def drop(self, **values: Any) -> None:
+        """Takes out the rows with these values."""
+        places = {self.columns.index(name): value for name, value in values.items()}
+        self.rows = [r for r in self.rows if any(r[i] != value for i, value in places.items())]
+
+    def add(self, **values: Any) -> None:
+        """One row by column name; missing columns become ``None``, unknown ones are an error."""
+        if unknown := set(values) - set(self.columns):
+            raise KeyError(f"{sorted(unknown)} are not columns; columns are {self.columns}")
+        row = [_rounded(values.get(name)) for name in self.columns]
+        self.rows.append(row)
+        given = {name: value for name, value in values.items() if value is not None}
+        self.say("ROW " + ", ".join(f"{name}={_short(value)}" for name, value in given.items()))
+        self.write()
+
+    def note(self, text: str) -> None:
+        """One more sentence below the table, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def say(self, text: str) -> None:
+        """A line of progress, with the minutes since the start."""
+        minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
+        stream = sys.stderr if self._as_json else sys.stdout
+        print(f"[{minutes}:{seconds:02d}] {text}", file=stream, flush=True)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the file holds."""
+        command = shlex.join(["python", "-m", _module_name(), *sys.argv[1:]])
+        before = self._before.get("command")
+        return {
+            "title": self.title,
+            "command": command if before in (None, command) else f"{before}; {command}",
+            "machine": machine(),
+            "versions": versions() | self._before.get("versions", {}),
+            "date": datetime.date.today().isoformat(),
+            "columns": self.columns,
+            "rows": self.rows,
+            "notes": self.notes,
+            **self.extra,
+        }
+
+    def write(self) -> None:
+        """The JSON file, if ``out`` was given."""
+        if self.out is None:
+            return
+        path = Path(self.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)  # a run that is killed while it writes leaves the file whole
+
+    def finish(self) -> None:
+        """Writes the file and prints the table, or the JSON record, last."""
+        self.write()
+        if self._as_json:
+            print(json.dumps(self.record, indent=1), flush=True)
+            return
+        shown = [
+            name for i, name in enumerate(self.columns) if any(r[i] is not None for r in self.rows)
+        ]
+        table = open_table(*shown, right=_numbers(self.columns, self.rows))
+        for row in self.rows:
+            named = dict(zip(self.columns, row, strict=True))
+            table.add_row(*(cell(_short(named[name])) for name in shown))
+        print(f"\n{self.title} [{machine()}]\n")
+        if sys.stdout.isatty():
+            Console(highlight=False).print(table)
+        else:
+            print(plain_text(table, _WIDEST))
+        for text in self.notes:
+            print(f"note: {text}")
+        sys.stdout.flush()
+
+
+def machine() -> str:
+    """The accelerator's name, or the processor's and the number of cores."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return f"CPU {platform.machine()}, {os.cpu_count()} cores"
+
+
+def versions() -> dict[str, str]:
+    """Python, CUDA and the installed packages that matter."""
+    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _module_name() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec is not None else Path(sys.argv[0]).stem
+
+
+def _numbers(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> tuple[str, ...]:
+    """The columns that hold nothing but numbers."""
+    kinds = {n: {type(row[i]) for row in rows} - {type(None)} for i, n in enumerate(columns)}
+    return tuple(name for name, found in kinds.items() if found and found <= {int, float})
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:60]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.lib.pivot import where
+from bench.lib.tables import where
 
 MODES = {"no_grad": "log-probs, no gradient", "frozen": "frozen head, forward + backward"}
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "fxrl", "font.size": 8}

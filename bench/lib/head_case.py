@@ -171,28 +171,6 @@ def errors(got: Outcome, want: Truth) -> dict[str, float]:
     return found
 
 
-def of_skip_bound(got: Outcome, want: Truth, inputs: Inputs, tolerance: float) -> float:
-    """Largest share, over all entries of dH, of what leaving out blocks and bf16 may do to it.
-
-    With r = 2^-8, bf16's rounding, p_y the target's probability and g the incoming gradient:
-
-        |dH_i - truth| <= |g| ((tolerance + r) (1 - p_y) max_v |W_vi| + 2 r |u_i|)
-
-    for the blocks (fxrl/ops/linear_logprob_skip.py), for p in bf16, for u and g u in bf16. A tenth
-    of r (1 - p_y) max|W| and of |u| is added for the float32 sums and second-order terms.
-    """
-    assert got.dh is not None
-    assert want.outcome.dh is not None
-    rounding = 2.0**-8
-    incoming = inputs.grad_logprob[want.rows, None].double().abs()
-    others = -torch.expm1(want.outcome.logprob)[:, None]
-    largest = inputs.weight.detach().abs().amax(0).double()
-    bound = incoming * (tolerance + 1.1 * rounding) * others * largest
-    bound += 2.1 * rounding * want.outcome.dh.abs()
-    off = (got.dh[want.rows].double() - want.outcome.dh).abs()
-    return (off / bound.clamp_min(torch.finfo(torch.float32).tiny)).max().item()
-
-
 def _spread(length: int, count: int, like: Tensor) -> Tensor:
     """At most ``count`` indices of ``range(length)``, evenly spread."""
     count = min(length, count)

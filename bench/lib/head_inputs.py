@@ -1,26 +1,22 @@
-"""What the head benchmark computes on: random peaked heads, Zipf heads, a model reading text.
+"""What the head benchmark computes on: random peaked heads, or a model reading text.
 
-A source makes one input set for each seed. How probabilities are spread decides what an
-implementation that skips nearly empty vocabulary tiles can save; an exact one does not care.
+A source makes one input set for each seed. How probabilities are spread decides what a peer that
+leaves out small ones can save; an exact head does not care.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxrl.ops.linear_logprob_skip import BLOCK_ROWS, block_masses, skippable
-
 PEAK = 14.0  # the largest lift of a target's logit, in nats: beyond ln(262144) = 12.5
-EXPONENT = 2.0
 _ROW_TOKENS = 512  # of text that a model reads at once
 _TEXTS = ("*.md", "LICENSE", "fxrl/**/*.py", "passes/*.py", "bench/*.py", "examples/*")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -83,33 +79,6 @@ def peaked(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Inputs:
     return _with_gradients(hidden.to(dtype), weight, target, gen)
 
 
-def zipf(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: str,
-    seed: int,
-    *,
-    exponent: float = EXPONENT,
-    shuffled: bool = False,
-) -> Inputs:
-    """Logits ``-exponent ln(rank) + N(0, 1)``; targets are drawn from them.
-
-    The first channel carries the exponent and -ln(rank), the others the noise. Ranks follow the
-    ids, as those of a byte-pair vocabulary roughly do, or are shuffled.
-    """
-    gen = torch.Generator(device).manual_seed(seed)
-    order = torch.arange(shape.vocab, device=device)
-    if shuffled:
-        order = torch.randperm(shape.vocab, generator=gen, device=device)
-    noise = 1 / math.sqrt(max(1, shape.hidden - 1))
-    weight = torch.randn(shape.vocab, shape.hidden, generator=gen, device=device).mul_(noise)
-    weight[:, 0] = -(1.0 + order).log()
-    hidden = torch.randn(shape.tokens, shape.hidden, generator=gen, device=device)
-    hidden[:, 0] = exponent
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
-    return _with_gradients(hidden, weight, _drawn(hidden, weight, gen), gen)
-
-
 def from_model(folder: str, shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Inputs:
     """Hidden states of a model that reads this repository's prose and source.
 
@@ -130,7 +99,7 @@ def from_model(folder: str, shape: Shape, dtype: torch.dtype, device: str, seed:
 
 
 def parse_source(text: str) -> Source:
-    """``peaked``, ``zipf[:S]``, ``zipf-shuffled[:S]``, ``model:FOLDER``, as a type."""
+    """``peaked`` or ``model:FOLDER``, as an argument's type."""
     if text == "peaked":
         about = (
             "head 0.02 N(0, 1); hidden N(0, 1) plus the multiple of the target's row that lifts "
@@ -138,12 +107,8 @@ def parse_source(text: str) -> Source:
         )
         return Source(text, about, peaked)
     kind, _, folder = text.partition(":")
-    if kind in ("zipf", "zipf-shuffled"):
-        return _parse_zipf(text)
     if kind != "model" or not folder:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is none of peaked, zipf, zipf:S, zipf-shuffled:S, model:FOLDER"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is neither peaked nor model:FOLDER")
     about = f"hidden states and head of {Path(folder).name}, reading this repository's files"
     return Source(
         text,
@@ -153,54 +118,9 @@ def parse_source(text: str) -> Source:
     )
 
 
-def _parse_zipf(text: str) -> Source:
-    kind, _, number = text.partition(":")
-    try:
-        exponent = float(number or EXPONENT)
-    except ValueError:
-        exponent = math.nan
-    if not 0 < exponent < 100:
-        raise argparse.ArgumentTypeError(f"{text!r}: the exponent {number} is not in (0, 100)")
-    shuffled = kind == "zipf-shuffled"
-    about = (
-        f"logits -{exponent:g} ln(rank) + N(0, 1), ranks "
-        f"{'shuffled over the ids' if shuffled else 'in the order of the ids'}; targets drawn"
-    )
-    return Source(text, about, partial(zipf, exponent=exponent, shuffled=shuffled))
-
-
-def skippable_share(inputs: Inputs, tolerance: float) -> float:
-    """Share of the blocks of 128 tokens and 256 vocabulary entries that may be left out of dH.
-
-    By the reference's rule (fxrl/ops/linear_logprob_skip.py), in float32; a property of the inputs.
-    """
-    left_out = blocks = 0
-    with torch.no_grad():
-        for start in range(0, len(inputs.hidden), BLOCK_ROWS):
-            part = slice(start, start + BLOCK_ROWS)
-            prob = (inputs.hidden[part] @ inputs.weight.t()).float().softmax(-1)
-            prob.scatter_(1, inputs.target[part, None], 0)
-            skipped = skippable(block_masses(prob), tolerance * prob.sum(1, keepdim=True))
-            left_out += int(skipped.sum())
-            blocks += skipped.numel()
-    return left_out / blocks
-
-
 def _with_gradients(hidden: Tensor, weight: Tensor, target: Tensor, gen: torch.Generator) -> Inputs:
     incoming = torch.randn(2, len(hidden), generator=gen, device=hidden.device)
     return Inputs(hidden, weight, target, incoming[0], 0.01 * incoming[1])
-
-
-def _drawn(hidden: Tensor, weight: Tensor, gen: torch.Generator) -> Tensor:
-    """One target a token, from its own distribution."""
-    found = []
-    for part in hidden.split(max(1, 2**27 // weight.shape[0])):
-        probs = (part @ weight.t()).float().softmax(-1)
-        uniform = torch.rand(len(part), 1, generator=gen, device=hidden.device)
-        # By hand: torch.multinomial reads the probabilities several times.
-        cumulated = probs.cumsum(-1)
-        found.append(torch.searchsorted(cumulated, uniform * cumulated[:, -1:]).squeeze(-1))
-    return torch.cat(found).clamp_(max=weight.shape[0] - 1)
 
 
 @cache

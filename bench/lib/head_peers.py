@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,25 +52,7 @@ class Variant:
             return None
 
 
-SKIP_ARGUMENT, SKIP_TOLERANCE = "skip_tolerance", 2.0**-9  # half of what rounding p to bf16 may do
-
-
 def _fxrl(mode: Mode) -> Head:
-    return _linear_logprob(mode, {})
-
-
-def _fxrl_skip(mode: Mode) -> Head:
-    """fxrl with nearly empty blocks of the vocabulary left out of the second product."""
-    from fxrl.ops.linear_logprob import linear_logprob
-
-    if SKIP_ARGUMENT not in inspect.signature(linear_logprob).parameters:
-        raise UnsupportedError(f"linear_logprob has no argument {SKIP_ARGUMENT}")
-    if not mode.hidden_grad or mode.weight_grad:
-        raise UnsupportedError("only a frozen head's second product leaves blocks out")
-    return _linear_logprob(mode, {SKIP_ARGUMENT: SKIP_TOLERANCE})
-
-
-def _linear_logprob(mode: Mode, options: dict[str, Any]) -> Head:
     from fxrl import kernels
     from fxrl.ops.linear_logprob import linear_logprob
 
@@ -80,15 +61,8 @@ def _linear_logprob(mode: Mode, options: dict[str, Any]) -> Head:
     differentiated = outputs if mode.entropy_grad else ("logprob",)
 
     def head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        made = linear_logprob(
-            hidden,
-            weight,
-            target,
-            softcap=mode.softcap,
-            outputs=outputs,
-            grad_outputs=differentiated,
-            **options,
-        )
+        options = {"outputs": outputs, "grad_outputs": differentiated, "softcap": mode.softcap}
+        made = linear_logprob(hidden, weight, target, **options)
         return made.logprob, made.entropy if mode.entropy else None
 
     return head
@@ -252,7 +226,6 @@ def _refuse(mode: Mode, what: str, *, softcap: bool = False, entropy: bool = Fal
 # unsloth_zoo last: what its import changes must not reach the others' first rows.
 VARIANTS: dict[str, Variant] = {
     "fxrl": Variant("fxrl", "fxrl", _fxrl),
-    "fxrl-skip": Variant("fxrl, skipping", "fxrl", _fxrl_skip),
     "eager": Variant("eager", "torch", _eager),
     "compile": Variant("torch.compile", "torch", _compile),
     "trl": Variant("TRL ChunkedLogProbFunction", "trl", _trl),

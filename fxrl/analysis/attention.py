@@ -1,24 +1,65 @@
-"""What an index tensor is, when the graph alone tells: positions along a dim, or one constant.
+"""Attention calls in one form, and what their masks are when the graph alone tells.
 
-Attention masks are computed from such tensors. Following them symbolically proves a mask causal
-for every length, without looking at data.
+Attention masks are computed from index tensors: positions along a dim, or one constant. Following
+them symbolically proves a mask causal for every length, without looking at data.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxrl.ir.graph import is_call, is_tensor, shape_of
+from fxrl.ir.graph import COPIES, body_of, bound, is_call, is_tensor, shape_of, tensor_val
 
 aten = torch.ops.aten
+SDPA = aten.scaled_dot_product_attention.default
+_OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
+def options_of(call: fx.Node) -> dict[str, Any]:
+    """The options of an attention call by name, however they were given."""
+    return dict(zip(_OPTIONS, call.args[3:], strict=False)) | call.kwargs
+
+
+def set_options(call: fx.Node, **options: Any) -> None:
+    """Give an attention call these options beside those that it has."""
+    call.args, call.kwargs = call.args[:3], options_of(call) | options
+
+
+def calls_with_masks(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Attention calls under a mask, and the mask; as the outer graph knows it for calls in
+    checkpointed bodies."""
+    for node in gm.graph.nodes:
+        if is_call(node, SDPA):
+            mask = options_of(node).get("attn_mask")
+            if mask is not None:
+                yield node, mask
+        elif (body := body_of(gm, node)) is not None:
+            given = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[1:], strict=True))
+            for call, mask in calls_with_masks(body):
+                yield call, given.get(mask, mask)
+
+
+def data_of(mask: fx.Node) -> fx.Node | None:
+    """The first input of the graph whose values, not only sizes, a mask depends on."""
+    seen, stack = {mask}, [mask]
+    while stack:
+        node = stack.pop()
+        if node.op in ("placeholder", "get_attr") and tensor_val(node) is not None:
+            return node
+        for arg in node.all_input_nodes:
+            if arg not in seen and not is_call(arg, aten.sym_size.int):
+                seen.add(arg)
+                stack.append(arg)
+    return None
+
+
+# ---------------------------------------------------------------------------- the proof
 @dataclass(frozen=True, slots=True)
 class Positions:
     """Each entry is its index along ``dim`` (counted from the end) plus ``offset``."""
@@ -44,12 +85,7 @@ _COMPARE: dict[Any, Callable[[Any, Any], bool]] = {
     aten.ne.Tensor: operator.ne,
 }
 _AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
-_SAME = (
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.expand.default,
-)
+_SAME = (*COPIES, aten.expand.default)
 
 
 def known(node: Any) -> Known | None:
@@ -114,7 +150,7 @@ def _joined(node: fx.Node) -> Known | None:
     """``cat`` of one position and those that follow it."""
     parts: Any = node.args[0]
     rank = len(shape_of(node))
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % rank - rank  # type: ignore[arg-type]
+    dim = bound(node)["dim"] % rank - rank
     if len(parts) != 2:
         return None
     first, second = known(parts[0]), known(parts[1])
@@ -160,11 +196,41 @@ def _view(node: fx.Node) -> Known | None:
 
 
 def _sliced(node: fx.Node, inner: Positions, rank: int) -> Positions | None:
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % rank - rank  # type: ignore[arg-type]
-    if dim != inner.dim:
+    given = bound(node)
+    if given["dim"] % rank - rank != inner.dim:
         return inner
-    start = node.args[2] if len(node.args) > 2 else 0
-    step = node.args[4] if len(node.args) > 4 else 1
-    if not isinstance(start, int) or start < 0 or step != 1:
+    start = given["start"] or 0
+    if not isinstance(start, int) or start < 0 or given["step"] != 1:
         return None
-    return Positions(inner.dim, inner.offset + start, str(shape_of(node)[dim]))
+    return Positions(inner.dim, inner.offset + start, str(shape_of(node)[inner.dim]))
+
+
+def is_causal(mask: fx.Node) -> bool:
+    """Whether ``mask[..., q, k]`` is ``k <= q`` for square attention, from how it is computed."""
+    node = _unwrapped(mask)
+    if is_call(node, aten.bitwise_and.Tensor, aten.logical_and.default):
+        sides = [side for side in node.args[:2] if known(side) != Constant(True)]
+        return len(sides) == 1 and is_causal(sides[0])  # type: ignore[arg-type]
+    if is_call(node, aten.le.Tensor):
+        keys, queries = node.args
+    elif is_call(node, aten.ge.Tensor):
+        queries, keys = node.args
+    else:
+        return False
+    key, query = known(keys), known(queries)
+    return (
+        isinstance(key, Positions)
+        and isinstance(query, Positions)
+        and (key.dim, query.dim) == (-1, -2)
+        and (key.offset, key.count) == (query.offset, query.count)
+    )
+
+
+def _unwrapped(node: Any) -> Any:
+    """Through views that only repeat the mask over batch and heads."""
+    while is_call(node, aten.expand.default, aten.unsqueeze.default, aten.alias.default):
+        square = [str(size) for size in shape_of(node)[-2:]]
+        if square != [str(size) for size in shape_of(node.args[0])[-2:]]:  # type: ignore[arg-type]
+            return node
+        node = node.args[0]
+    return node

@@ -19,17 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import PRODUCTS, OpOverload, draws_random, is_call, is_tensor, tensor_val
+from fxrl.ir.graph import PRODUCTS, draws_random, is_call, is_tensor, is_view, tensor_val
+from fxrl.ir.site import plain_path, site_name
 
 aten = torch.ops.aten
 
 _NUMBERED = re.compile(r"(?:.*?\.)?([A-Za-z_]\w*\.\d+)$")
-_MULTI_VIEWS = (
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
-    aten.chunk.default,
-)
 _PARAMETER_DIMS = 2  # weights and biases, or adapters of these
 
 
@@ -47,11 +42,13 @@ class Layer:
 
     Attributes:
         path: the end of its module path, such as ``layers.3``.
+        site: its name as a site, such as ``0:model.layers.3``.
         parts: the nodes between barriers, in order; parts without work are left out.
         barriers: the calls that split it.
     """
 
     path: str
+    site: str
     parts: tuple[tuple[fx.Node, ...], ...]
     barriers: tuple[Barrier, ...]
 
@@ -66,18 +63,17 @@ class Layer:
         return tuple(node for part in self.parts for node in part)
 
 
-def layer_path(node: fx.Node) -> tuple[str, str] | None:
-    """The outermost numbered module that made ``node``: its whole path, and the end of it."""
+def layer_path(node: fx.Node) -> str | None:
+    """Path of the outermost numbered module that made ``node``: ``model.layers.3``."""
     for where, _ in (node.meta.get("nn_module_stack") or {}).values():
-        plain = where.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
-        if (match := _NUMBERED.match(plain)) is not None:
-            return plain, match[1]
+        if _NUMBERED.match(path := plain_path(where)) is not None:
+            return path
     return None
 
 
-def layer_nodes(graph: fx.Graph) -> dict[tuple[str, str], list[fx.Node]]:
+def layer_nodes(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     """The nodes that each layer made, in graph order."""
-    found: dict[tuple[str, str], list[fx.Node]] = {}
+    found: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and (path := layer_path(node)) is not None:
             found.setdefault(path, []).append(node)
@@ -88,6 +84,7 @@ def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
     """A layer's nodes as parts between barriers.
 
     Args:
+        path: of the layer's module.
         illegal: ``node -> str | None``, why a node cannot stand inside a body.
     """
     stages, barriers = _stages(nodes, illegal)
@@ -99,25 +96,16 @@ def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
         part = tuple(n for n in nodes if stages.get(n) == stage and n not in blocked)
         if has_work(part):
             parts.append(part)
-    return Layer(path, tuple(parts), tuple(barriers))
+    match = _NUMBERED.match(path)
+    end = path if match is None else match[1]
+    capture = site_name(nodes[0]).partition(":")[0] if nodes else ""
+    return Layer(end, f"{capture}:{path}", tuple(parts), tuple(barriers))
 
 
 def has_work(nodes: Iterable[fx.Node]) -> bool:
     """Whether fusing these is worth a call: a product with something around it, or a few ops."""
     work = [n for n in nodes if is_tensor(n) and not is_view(n)]
     return len(work) > 2 or (len(work) == 2 and any(is_call(n, *PRODUCTS) for n in work))
-
-
-def is_view(node: object) -> bool:
-    """Whether ``node`` only looks at its operand's memory (or may)."""
-    if is_call(node, operator.getitem):
-        return is_call(node.args[0], *_MULTI_VIEWS)
-    if not (isinstance(node, fx.Node) and isinstance(node.target, OpOverload)):
-        return False
-    if node.target in (aten._unsafe_view.default, *_MULTI_VIEWS):
-        return True
-    infos = [argument.alias_info for argument in node.target._schema.arguments]
-    return any(info is not None and not info.is_write for info in infos)
 
 
 def is_product(node: object) -> bool:

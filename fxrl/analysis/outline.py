@@ -1,44 +1,38 @@
-"""Outline any part of a lowered graph as a Region: one opaque call that owns its backward.
+"""Outline a part of a lowered graph as a Region: one opaque call that owns its backward.
 
     %a = ...(%x, %w)                       %out = fxrl.region([%x, %w])
     %b = ...(%a)              becomes
     %out = ...(%b, %a)
 
-Autograd then saves the call's inputs and nothing inside, for the region's vjp recomputes. Given
-which inputs hold tokens, the region runs tile by tile over them.
+Autograd then saves what the region's cut says, and nothing else of its inside.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxrl.analysis.legality import illegal
-from fxrl.analysis.tile_body import TileLayout, TileRefusal
-from fxrl.errors import FxrlError
 from fxrl.ir.graph import (
-    SizeTable,
+    HigherOrderOperator,
+    OpOverload,
     ancestors,
-    eliminate_dead_code,
+    draws_random,
     is_call,
     is_tensor,
     needs_grad,
-    propagate_requires_grad,
     tensor_val,
     topological_sort,
 )
-from fxrl.ir.region import InputSpec, Region, call_region
+from fxrl.ir.region import Cut, InputSpec, Region, call_region
+from fxrl.ir.remark import Refusal
+from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
-
-
-class OutlineError(FxrlError, ValueError):
-    """These nodes cannot become one region."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +50,28 @@ class Outline:
     outputs: tuple[fx.Node, ...]
 
 
+def illegal(node: fx.Node) -> str | None:
+    """Why a node cannot stand inside a region; None where it can.
+
+    A region holds functional ATen whose result depends on its operands alone.
+    """
+    if isinstance(node.target, HigherOrderOperator):
+        return f"calls {node.target}, which has a graph for a body"
+    if not isinstance(node.target, OpOverload):
+        return None if node.target is operator.getitem else f"calls {node.target}, no ATen op"
+    if node.target.namespace == "fxrl":
+        return f"is {node.target} already"
+    if node.target._schema.is_mutable:
+        return f"({node.target}) writes into its input"
+    if draws_random(node):
+        return f"({node.target}) draws random numbers, which a recompute would draw again"
+    if torch.Tag.data_dependent_output in node.target.tags:
+        return f"({node.target}) gives a number to the host"
+    if torch.Tag.dynamic_output_shape in node.target.tags:
+        return f"({node.target}) gives a tensor whose size depends on data"
+    return None
+
+
 def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
     """The smallest part of the graph around ``nodes`` that one call can stand for.
 
@@ -63,16 +79,16 @@ def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
     of several tensors. Sizes never count as inputs: they are read off the input tensors.
 
     Raises:
-        OutlineError: the part holds random numbers, writes, or calls with a graph for a body.
+        Refusal: the part holds random numbers, writes, or calls with a graph for a body.
     """
     order = list(graph.nodes)
     inside = _closed(order, {node for node in nodes if _computes(node)})
     if not inside:
-        raise OutlineError("none of the nodes computes a tensor")
+        raise Refusal("none of the nodes computes a tensor")
     ordered = tuple(n for n in order if n in inside)
     for node in ordered:
         if (reason := illegal(node)) is not None:
-            raise OutlineError(f"%{node} {reason}")
+            raise Refusal(f"%{node} {reason}", at=node)
     # In the order of first use, which is the same for equal parts wherever their inputs come from.
     inputs = dict.fromkeys(arg for node in ordered for arg in node.all_input_nodes)
     return Outline(
@@ -83,59 +99,29 @@ def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
 
 
 def outline(
-    gm: fx.GraphModule,
-    nodes: Collection[fx.Node],
-    *,
-    token_dims: Mapping[fx.Node, int] | None = None,
-    tile: int = 0,
-    keep: bool = False,
-    finish: bool = True,
+    gm: fx.GraphModule, nodes: Collection[fx.Node], *, cut: Cut = "inputs", layer: str = ""
 ) -> Region:
-    """Replace a part of the graph by a region call, in place.
+    """Replace a part of the graph by a region call, in place; ``tidy`` the graph afterwards.
 
     Args:
         gm: a lowered graph, with ``meta["val"]`` and ``meta["requires_grad"]``.
         nodes: what to outline; see ``find_outline`` for what is added.
-        token_dims: input -> how many of its leading dims are tokens (``[B, T, H]`` has 2), for a
-            region that runs in tiles; the other inputs are shared by all tiles. Each token's
-            result must depend on that token's row alone, which is not checked here.
-        tile: tokens per tile, 0 for all at once.
-        keep: the backward gets what it needs from the forward; by default it recomputes.
-        finish: clean the graph up afterwards; False where more follows (``finish_outlines``).
+        cut, layer: the region's.
 
     Raises:
-        OutlineError: it cannot be outlined; the graph is unchanged.
+        Refusal: it cannot be outlined; the graph is unchanged but for dead nodes.
     """
     found = find_outline(gm.graph, nodes)
-    layout = None
-    if token_dims:
-        try:
-            layout = TileLayout.of(found.inputs, found.outputs, token_dims)
-        except TileRefusal as refusal:
-            raise OutlineError(str(refusal)) from refusal
-    body = _body(gm, found, layout)
+    body = _body(gm, found)
     specs = []
     for node in found.inputs:
-        tiled = layout is not None and node in layout.token_dims
         val = _example(node)
         assert val is not None
-        example = layout.rows_val(node) if layout is not None and tiled else val
         alive = node.op in ("placeholder", "get_attr")
-        specs.append(InputSpec(example, tiled, needs_grad(node), alive and keep))
-    region = Region(body, tuple(specs), keep)
-    _replace(gm, found, region, layout, tile)
-    if finish:
-        finish_outlines(gm)
+        specs.append(InputSpec(val, False, needs_grad(node), alive))
+    region = Region(body, tuple(specs), cut, layer)
+    _replace(gm, found, region)
     return region
-
-
-def finish_outlines(gm: fx.GraphModule) -> None:
-    """Leave a graph in order from which parts were outlined."""
-    topological_sort(gm.graph)
-    eliminate_dead_code(gm.graph)
-    propagate_requires_grad(gm.graph)
-    gm.graph.lint()
-    gm.recompile()
 
 
 # ---------------------------------------------------------------------------- what is inside
@@ -183,17 +169,14 @@ def _is_size(node: fx.Node) -> bool:
 
 
 # ---------------------------------------------------------------------------- the body
-def _body(gm: fx.GraphModule, found: Outline, layout: TileLayout | None) -> fx.GraphModule:
+def _body(gm: fx.GraphModule, found: Outline) -> fx.GraphModule:
     """The part as a graph of its own; equal parts give equal text, whatever their names were."""
     graph = fx.Graph()
     places: dict[fx.Node, Any] = {}
     for index, node in enumerate(found.inputs):
         places[node] = graph.placeholder(f"arg{index}")
-        if layout is None or node not in layout.token_dims:
-            places[node].meta["val"] = _example(node)
+        places[node].meta["val"] = _example(node)
     sizes = SizeTable(graph, list(places.values()))
-    if layout is not None:
-        places.update(layout.unflatten(graph, places, sizes))
 
     def place(node: fx.Node) -> Any:
         if node in places:
@@ -201,7 +184,7 @@ def _body(gm: fx.GraphModule, found: Outline, layout: TileLayout | None) -> fx.G
         size = node.meta.get("val")
         value = sizes.arg(size) if isinstance(size, (int, torch.SymInt)) else None
         if value is None:
-            raise OutlineError(f"%{node} = {size} cannot be read off the input tensors")
+            raise Refusal(f"%{node} = {size} cannot be read off the input tensors", at=node)
         return value
 
     for node in found.nodes:
@@ -209,40 +192,29 @@ def _body(gm: fx.GraphModule, found: Outline, layout: TileLayout | None) -> fx.G
         copy = graph.call_function(
             target, fx.map_arg(node.args, place), fx.map_arg(node.kwargs, place)
         )
-        if layout is None:
-            copy.meta["val"] = node.meta["val"]
+        copy.meta["val"] = node.meta["val"]
         places[node] = copy
-    results = tuple(places[node] for node in found.outputs)
-    if layout is not None:
-        results = layout.flatten_outputs(graph, found.outputs, results, sizes)
-    graph.output(results)
+    graph.output(tuple(places[node] for node in found.outputs))
     topological_sort(graph)
     graph.lint()
     return fx.GraphModule(gm, graph)
 
 
 # ---------------------------------------------------------------------------- the call
-def _replace(
-    gm: fx.GraphModule, found: Outline, region: Region, layout: TileLayout | None, tile: int
-) -> None:
+def _replace(gm: fx.GraphModule, found: Outline, region: Region) -> None:
     # Looking at all of the graph for each of many outlines adds up; most need no sizes, and fit in.
     inside = set(found.nodes)
     readers = [u for n in found.nodes for u in n.users if _is_size(u) and u.users]
-    looks = layout is not None or bool(readers)
-    known = [n for n in gm.graph.nodes if not _hangs_on(n, inside)] if looks else []
+    known = [n for n in gm.graph.nodes if not _hangs_on(n, inside)] if readers else []
     sizes = SizeTable(gm.graph, known)
-    fits = not looks and all(node < found.outputs[0] for node in found.inputs)
+    fits = not readers and all(node < found.outputs[0] for node in found.inputs)
     with gm.graph.inserting_before(found.outputs[0]):
-        _detach_sizes(readers, sizes)
-        if layout is None:
-            feeds = list(found.inputs)
-            vals = [tensor_val(node) for node in found.outputs]
-            values = call_region(gm, region, feeds, tile, vals)
-        else:
-            feeds = layout.flatten_inputs(gm.graph, found.inputs, sizes)
-            vals = [layout.rows_val(node) for node in found.outputs]
-            values = call_region(gm, region, feeds, tile, vals)
-            values = layout.restore(gm.graph, found.outputs, values, sizes)
+        for reader in readers:
+            _substitute(reader, _elsewhere(reader, sizes))
+        vals = [tensor_val(node) for node in found.outputs]
+        values = call_region(gm.graph, region, list(found.inputs), 0, vals)
+    call: Any = values[0].args[0]
+    call.meta = {**found.nodes[0].meta, **call.meta}
     for node, value in zip(found.outputs, values, strict=True):
         value.meta = {**node.meta, "val": value.meta["val"]}
         node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in inside)
@@ -257,13 +229,12 @@ def _hangs_on(node: fx.Node, inside: set[fx.Node]) -> bool:
     return node in inside or any(arg in inside for arg in node.all_input_nodes)
 
 
-def _detach_sizes(readers: Iterable[fx.Node], sizes: SizeTable) -> None:
-    """Let sizes that were read off inner values come from elsewhere."""
-    for reader in readers:
-        value = sizes.arg(reader.meta["val"])
-        if value is None:
-            raise OutlineError(f"%{reader} is known from inside only")
-        _substitute(reader, value)
+def _elsewhere(reader: fx.Node, sizes: SizeTable) -> fx.Node | int:
+    """A size that was read off an inner value, from another one."""
+    value = sizes.arg(reader.meta["val"])
+    if value is None:
+        raise Refusal(f"%{reader} is known from inside only", at=reader)
+    return value
 
 
 def _substitute(node: fx.Node, value: fx.Node | int) -> None:

@@ -9,38 +9,79 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
 from torch import fx
 
-from fxrl.analysis.layers import is_product, is_view
-from fxrl.ir.graph import is_call, is_tensor, nbytes, needs_grad, tensor_val
-
-aten = torch.ops.aten
-
-#: Ops whose derivative reads their result; a product's reads the other operand; some read nothing.
-_BY_RESULT = (
-    aten.rsqrt.default,
-    aten.sqrt.default,
-    aten.exp.default,
-    aten.tanh.default,
-    aten.sigmoid.default,
-    aten.reciprocal.default,
-    aten.relu.default,
-    aten._softmax.default,
+from fxrl.analysis.layers import is_product
+from fxrl.ir.graph import (
+    OpOverload,
+    base_of,
+    bound,
+    is_tensor,
+    is_view,
+    nbytes,
+    needs_grad,
+    propagate_requires_grad,
+    tensor_val,
 )
-_BY_OTHER = (aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.div.Tensor)
-_BY_NOTHING = (
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.neg.default,
-    aten.cat.default,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.mean.dim,
-    aten.sum.dim_IntList,
-    aten.slice.Tensor,
-    aten.where.self,
-)
+from fxrl.ir.region import Region
+
+#: What an op's derivative reads, as ``derivatives.yaml`` of PyTorch says: ``x: y, z`` is "the
+#: gradient of x is computed from y and z"; no clause, from the incoming gradient alone. Ops that
+#: are not listed are taken to read all their operands.
+_FORMULAS = {
+    "exp sigmoid tanh sqrt rsqrt reciprocal relu _softmax _log_softmax": "self: result",
+    "cumprod prod": "self: self, result",
+    "logsumexp amax amin logcumsumexp linalg_vector_norm norm std": "self: self, result",
+    "max.default min.default median.default": "self: self, result",
+    "log log1p log2 log10 abs sin cos silu gelu softplus": "self: self",
+    "log_sigmoid_forward special_entr erf leaky_relu var cummax cummin": "self: self",
+    "clamp clamp_min clamp_max": "self: self, min, max; min: self, min, max; max: self, min, max",
+    "mul": "self: other; other: self",
+    "div": "self: other; other: self, other",
+    "mm": "self: mat2; mat2: self",
+    "bmm": "self: mat2; mat2: self",
+    "addmm": "mat1: mat2; mat2: mat1",
+    "baddbmm": "batch1: batch2; batch2: batch1",
+    "maximum minimum": "self: self, other; other: self, other",
+    "xlogy": "self: self, other; other: self, other",
+    "where": "self: condition; other: condition",
+    "masked_fill": "self: mask; value: mask",
+    "gather": "self: self, index",
+    "index_select": "self: index",
+    "scatter": "self: index; src: index",
+    "scatter_add": "src: index",
+    "index": "self: indices",
+    "native_layer_norm": "input: input, weight, bias; weight: input, weight, bias",
+    "slice_scatter select_scatter": "self: src",
+    "add sub rsub neg cat stack clone _to_copy detach mean sum cumsum flip roll": "",
+    "slice select constant_pad_nd copy fill": "",
+    "sort topk max.dim min.dim median.dim kthvalue": "",  # the positions found, of another kind
+}
+
+
+def _clauses(formula: str) -> list[tuple[str, list[str]]]:
+    pairs = (clause.split(": ") for clause in formula.split("; ") if clause)
+    return [(name, reads.split(", ")) for name, reads in pairs]
+
+
+_READS = {op: _clauses(formula) for ops, formula in _FORMULAS.items() for op in ops.split()}
+
+
+def read_later(node: fx.Node) -> Iterator[fx.Node]:
+    """The values that autograd keeps for an op's derivative, where it takes one."""
+    if not needs_grad(node) or is_view(node) or not isinstance(node.target, OpOverload):
+        return
+    name = str(node.target).removeprefix("aten.")
+    clauses = _READS.get(name, _READS.get(name.partition(".")[0]))
+    if clauses is None:
+        yield from (arg for arg in node.all_input_nodes if is_tensor(arg))
+        return
+    given = bound(node) | {"result": node}
+    for name, reads in clauses:
+        if needs_grad(given.get(name)):
+            for value in map(given.get, reads):
+                parts = value if isinstance(value, (list, tuple)) else [value]
+                yield from (part for part in parts if is_tensor(part))
 
 
 def predict_saved(nodes: Sequence[fx.Node]) -> int:
@@ -48,10 +89,9 @@ def predict_saved(nodes: Sequence[fx.Node]) -> int:
     inside = set(nodes)
     eager: dict[fx.Node, bool] = {}  # value -> whether a product reads it
     for node in nodes:
-        if needs_grad(node):
-            for value in map(_base, _read_later(node)):
-                if not _is_parameter(value):
-                    eager[value] = eager.get(value, False) or is_product(node)
+        for value in map(base_of, read_later(node)):
+            if not _is_parameter(value):
+                eager[value] = eager.get(value, False) or is_product(node)
     kept: set[fx.Node] = set()
     for value, whole in eager.items():
         sources = {value} if whole else _sources(value, inside, kept)
@@ -59,31 +99,17 @@ def predict_saved(nodes: Sequence[fx.Node]) -> int:
     return max(0, _bytes(eager) - _bytes(kept))
 
 
+def bytes_not_saved(region: Region) -> int:
+    """Bytes that a region keeps less than autograd does of the same ops, as its cut says."""
+    graph = region.forward.graph
+    for node, spec in zip(graph.find_nodes(op="placeholder"), region.inputs, strict=True):
+        node.meta["requires_grad"] = spec.needs_grad
+    propagate_requires_grad(graph)
+    return predict_saved([node for node in graph.nodes if node.op == "call_function"])
+
+
 def _bytes(values: Iterable[fx.Node]) -> int:
     return sum(nbytes(value) for value in values)
-
-
-def _read_later(node: fx.Node) -> Iterator[fx.Node]:
-    """The values that the op's derivative reads."""
-    if is_view(node) or is_call(node, *_BY_NOTHING) or not is_tensor(node):
-        return
-    if is_call(node, *_BY_RESULT):
-        yield node
-        return
-    operands = [arg for arg in node.args if isinstance(arg, fx.Node) and is_tensor(arg)]
-    if not is_call(node, *_BY_OTHER):
-        yield from operands
-        return
-    for at, operand in enumerate(operands[:2]):
-        if len(operands) > 1 and needs_grad(operands[1 - at]):
-            yield operand
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """The value whose memory ``node`` looks at."""
-    while is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
 
 
 def _is_parameter(node: fx.Node) -> bool:
@@ -97,7 +123,7 @@ def _sources(value: fx.Node, inside: set[fx.Node], kept: set[fx.Node]) -> set[fx
     seen: set[fx.Node] = set()
     stack = [value]
     while stack:
-        node = _base(stack.pop())
+        node = base_of(stack.pop())
         if node in seen:
             continue
         seen.add(node)

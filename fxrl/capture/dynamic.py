@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fxrl.capture._torch import maybe_mark_dynamic
+
 
 def mark_batch(batch: Any) -> None:
     """Mark batch and length of every tensor as dynamic (softly: a constant stays legal).
@@ -38,4 +40,4 @@ def _is_index(tensor: torch.Tensor) -> bool:
 
 def _mark(tensor: torch.Tensor, dim: int) -> None:
     if tensor.shape[dim] > 1:
-        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        maybe_mark_dynamic(tensor, dim)

@@ -10,6 +10,7 @@ has a backward of its own (autograd.Function, checkpoint, attention) stays one o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,22 +18,36 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._decomp import get_decompositions
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 from torch.utils import _pytree as pytree
 
-from fxrl.capture.lower_bodies import lower_checkpointed
+from fxrl.capture._torch import (
+    SET_GRAD,
+    FakeTensor,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    enable_python_dispatcher,
+    from_functional,
+    get_decompositions,
+    has_data_mutation,
+    make_fx,
+    maybe_enable_thunkify,
+    sync,
+    without_functionalize_key,
+)
+from fxrl.capture.checkpointing import lower_checkpointed
 from fxrl.capture.opaque import OpaqueCalls, is_opaque
 from fxrl.ir.graph import eliminate_dead_code, is_call, propagate_requires_grad, shape_of
-from fxrl.passes.fold_broadcast_products import fold_broadcast_products
-from fxrl.passes.rebatch_loops import rebatch_loops
-from fxrl.passes.tensorize_floats import use_tensors_for_floats
 
 aten = torch.ops.aten
+
+#: ``operator.iadd`` and its kind.
+_IN_PLACE = frozenset(
+    name for name in vars(operator) if name[0] == "i" and name[1:] in vars(operator)
+)
+
+#: ``x.detach()`` and ``x.data``: writes into them are writes into x that autograd does not see.
+_DETACHES = ("detach", "_get_data_attr")
 
 #: Losses that reduce over vocabulary and tokens at once, opened so that rows are visible.
 _OPENED: Any = get_decompositions(
@@ -47,12 +62,6 @@ _OPENED: Any = get_decompositions(
     ]
 )
 
-_SET_GRAD = torch._C._set_grad_enabled
-
-#: Python's side of functionalisation, untyped in PyTorch.
-_sync: Callable[[Any], None] = torch._sync  # type: ignore[attr-defined]
-_has_data_mutation: Callable[[Any], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
-
 
 def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
     """The functional ATen graph of a Dynamo graph, with fake values in ``meta["val"]``.
@@ -66,9 +75,6 @@ def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
         lowered = make_fx(_functional(interpreter.run), decomposition_table=_OPENED)(*examples)
     _name_placeholders(gm, lowered, examples)
     opaque.restore(lowered)
-    use_tensors_for_floats(lowered.graph)
-    rebatch_loops(lowered.graph)
-    fold_broadcast_products(lowered.graph)
     eliminate_dead_code(lowered.graph)
     propagate_requires_grad(lowered.graph)
     if not grad_enabled:
@@ -107,28 +113,31 @@ def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        with (
-            torch._C._ExcludeDispatchKeyGuard(
-                torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
-            ),
-            FunctionalTensorMode(),
-            maybe_enable_thunkify(),
-        ):
+        with without_functionalize_key(), FunctionalTensorMode(), maybe_enable_thunkify():
             wrapped = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, args)
             results = function(*wrapped)
-            results = pytree.tree_map_only(FunctionalTensor, _unwrap, results)
+            itself = dict(zip(map(id, wrapped), args, strict=True))  # written into, and returned
+            results = pytree.tree_map_only(
+                FunctionalTensor,
+                lambda x: itself[id(x)] if id(x) in itself else _unwrap(x),
+                results,
+            )
         for arg, wrapper in zip(args, wrapped, strict=True):
-            if isinstance(wrapper, FunctionalTensor) and _has_data_mutation(wrapper.elem):
-                arg.copy_(_unwrap(wrapper))
+            if isinstance(wrapper, FunctionalTensor) and has_data_mutation(wrapper.elem):
+                value = _unwrap(wrapper)
+                if (
+                    arg.requires_grad
+                ):  # a parameter: autograd allows no write but into a detached one
+                    arg, value = arg.detach(), value.detach()
+                arg.copy_(value)
         return results
 
     return run
 
 
 def _unwrap(value: FunctionalTensor) -> torch.Tensor:
-    _sync(value)
-    unwrapped: torch.Tensor = torch._from_functional_tensor(value.elem)
-    return unwrapped
+    sync(value)
+    return from_functional(value.elem)
 
 
 class _Lowering(fx.Interpreter):
@@ -136,18 +145,24 @@ class _Lowering(fx.Interpreter):
 
     NOTE [Why no_grad becomes detach]: below autograd nothing tells that code ran under no_grad,
     and AOTAutograd would differentiate it. A detach on every result says the same as data flow.
+
+    NOTE [Why a written tensor keeps its gradient]: what reads w after a write under no_grad, or
+    through ``w.data``, gives its gradient to the w of before, whatever the write computed. So the
+    new value n is read as ``n.detach() + (w - w.detach())``: plus zero, and the derivative is one.
     """
 
     def __init__(self, gm: fx.GraphModule, opaque: OpaqueCalls, grad_enabled: bool) -> None:
-        super().__init__(gm)
+        super().__init__(gm, garbage_collect_values=False)  # a view's base is looked up
         self._opaque = opaque
         self._grad_enabled = grad_enabled
         self._ambient = grad_enabled
 
     def run_node(self, n: fx.Node) -> Any:
-        if is_call(n, _SET_GRAD):
+        if is_call(n, SET_GRAD):
             self._grad_enabled = bool(n.args[0])
             return None
+        if self._ambient and _writes(n):
+            return self._write(n)
         if is_opaque(n, self.module):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             with self._set_current_node(n), fx_traceback.set_current_meta(n):
@@ -157,6 +172,51 @@ class _Lowering(fx.Interpreter):
         if self._ambient and not self._grad_enabled and n.op in ("call_function", "call_method"):
             return _detached(result)
         return result
+
+    def _write(self, n: fx.Node) -> Any:
+        """An in-place call; its result is what it wrote into, and no constant under no_grad."""
+        base, recorded = self._written(n)
+        before = None if base is None or recorded else _unwrap(base)
+        result = super().run_node(n)
+        if base is not None and before is not None and before.is_floating_point():
+            new, old = map(FunctionalTensor.to_functional, (_unwrap(base), before))
+            kept: Any = new.detach() + (old - old.detach())
+            base.replace_(_unwrap(kept))
+            base.commit_update()
+        written = n.args[0] if n.args else None
+        if isinstance(written, fx.Node) and isinstance(result, FunctionalTensor):
+            return self.env[written]
+        return result
+
+    def _written(self, n: fx.Node) -> tuple[FunctionalTensor | None, bool]:
+        """What an in-place call writes into, and whether autograd would record the write.
+
+        Of a view that is its base: the first tensor of the same storage, going up from the call.
+        """
+        base: FunctionalTensor | None = None
+        recorded = self._grad_enabled
+        node = n.args[0] if n.args else None
+        while isinstance(node, fx.Node):
+            value = self.env[node]
+            if isinstance(value, FunctionalTensor):
+                if base is not None and _storage(value) != _storage(base):
+                    break
+                base = value
+            recorded = recorded and getattr(node.target, "__name__", node.target) not in _DETACHES
+            node = node.args[0] if node.args else None
+        return base, recorded
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a call of Dynamo's graph writes into its first argument, told by Python's names."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name == "setitem" or name in _IN_PLACE or (name.endswith("_") and name[-2:] != "__")
 
 
 def _detached(result: Any) -> Any:

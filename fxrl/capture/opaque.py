@@ -13,7 +13,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-_SDPA = torch._C._nn.scaled_dot_product_attention
+from fxrl.ir.graph import HigherOrderOperator, is_view
+
+_SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
 @torch.library.custom_op(
@@ -30,7 +32,10 @@ _EXAMPLES: dict[int, Any] = {}
 
 @_stand_in.register_fake
 def _(tensors: list[torch.Tensor], sizes: list[int], key: int) -> list[torch.Tensor]:
-    return [torch.empty_like(t) for t in _EXAMPLES[key](tensors)]
+    return [
+        torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device)
+        for o in _EXAMPLES[key]
+    ]
 
 
 def is_opaque(node: fx.Node, module: torch.nn.Module) -> bool:
@@ -43,7 +48,7 @@ def is_opaque(node: fx.Node, module: torch.nn.Module) -> bool:
         return False
     if node.target is _SDPA:
         return True
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return isinstance(node.target, HigherOrderOperator)
 
 
 class OpaqueCalls:
@@ -61,7 +66,7 @@ class OpaqueCalls:
         sizes = [leaf for leaf in flat if isinstance(leaf, torch.SymInt)]
         self._calls[key] = (node, spec, flat)
         outputs, out_spec = pytree.tree_flatten(self._example(node))
-        _EXAMPLES[key] = self._shapes(node, spec, flat)
+        _EXAMPLES[key] = [output for output in outputs if _is_tensor(output)]
         try:
             results = list(torch.ops.fxrl.stand_in(tensors, sizes, key))
         finally:
@@ -76,36 +81,16 @@ class OpaqueCalls:
             value = tuple(values.get(i) for i in range(1 + max(values, default=0)))  # type: ignore[type-var, operator, arg-type]
         return value
 
-    def _shapes(self, node: fx.Node, spec: Any, flat: list[Any]) -> Any:
-        if node.target is _SDPA:
-
-            def attention(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-                queue = list(tensors)
-                leaves = [queue.pop(0) if isinstance(x, torch.Tensor) else x for x in flat]
-                args, kwargs = pytree.tree_unflatten(leaves, spec)
-                return [_SDPA(*args, **kwargs)]
-
-            return attention
-        outputs = [o for o in pytree.tree_leaves(self._example(node)) if _is_tensor(o)]
-
-        def like(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [
-                torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device)
-                for o in outputs
-            ]
-
-        return like
-
     def restore(self, lowered: fx.GraphModule) -> None:
         """Put the original calls back into the lowered graph."""
         graph = lowered.graph
         for call in list(graph.nodes):
             if call.op == "call_function" and call.target is torch.ops.fxrl.stand_in.default:
                 with graph.inserting_before(call):
-                    self._restore_one(lowered, call)
+                    _allow_any_strides(self._restore_one(lowered, call))
         graph.lint()
 
-    def _restore_one(self, lowered: fx.GraphModule, call: fx.Node) -> None:
+    def _restore_one(self, lowered: fx.GraphModule, call: fx.Node) -> fx.Node:
         tensors, sizes, key = call.args
         node, spec, flat = self._calls[key]  # type: ignore[index]
         tensor_queue, size_queue = list(tensors), list(sizes)  # type: ignore[arg-type]
@@ -126,6 +111,7 @@ class OpaqueCalls:
         original = lowered.graph.call_function(target, tuple(args), kwargs)
         original.meta = {k: v for k, v in call.meta.items() if k != "val"}
         self._rewire(call, original, self._example(node))
+        return original
 
     def _submodule(self, lowered: fx.GraphModule, module: torch.nn.Module) -> fx.Node:
         name = next(n for n, m in self._gm.named_modules() if m is module)
@@ -152,6 +138,21 @@ class OpaqueCalls:
                 item.replace_all_uses_with(picked)
             call.graph.erase_node(item)
         call.graph.erase_node(call)
+
+
+def _allow_any_strides(call: fx.Node) -> None:
+    """Let what views an opaque result copy it where it must.
+
+    NOTE [Why]: how attention lays out its result depends on the kernel, which is chosen anew at run
+    time, by other flags and, where a pass took its mask away, by other operands. A view that holds
+    for the layout that was traced may not hold for that one, and ``contiguous`` may have left no
+    trace; ``reshape`` is a view where it can be.
+    """
+    for user in call.users:
+        if is_view(user):
+            if user.target is torch.ops.aten.view.default:
+                user.target = torch.ops.aten.reshape.default
+            _allow_any_strides(user)
 
 
 def _is_tensor(value: Any) -> bool:

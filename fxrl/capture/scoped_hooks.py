@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
 
+from fxrl.capture._torch import dynamo_config
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
 Hook = Callable[..., Any]
@@ -43,7 +43,7 @@ class Takeover:
         swapped = self._swap_hooks()
         ignored: dict[str, Any] = {"ignore_logging_functions": self._silenced}
         try:
-            with torch._dynamo.config.patch(ignored):
+            with dynamo_config.patch(ignored):
                 yield
         finally:
             for hooks, key, hook in swapped:

@@ -6,7 +6,6 @@ stdout carries the answer, stderr everything else, so that pipes stay clean.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -51,19 +50,8 @@ def report(found: Report) -> None:
 
 
 def plan(found: Plan, *, as_json: bool) -> None:
-    """The plan's rules and every choice that it holds by name."""
-    choices = [
-        {"pass": name, "site": site, "choice": type(choice).__name__.lower(), **asdict(choice)}
-        for (name, site), choice in found.choices.items()
-    ]
-    if as_json:
-        names = ("chunk_tokens", "min_saved_bytes", "head_skip_tolerance")
-        rules = {name: getattr(found, name) for name in names}
-        print(json.dumps(rules | {"choices": choices}, indent=2))
-        return
-    print(found)
-    if not choices:
-        print("no choices by site: the rules above decide each; `fxrl explain` shows the outcome")
+    """Every site's choice, and what is predicted of the step."""
+    print(found.to_json() if as_json else found)
 
 
 def diagnosis(found: Diagnosis) -> None:

@@ -1,59 +1,37 @@
 """The torch.compile backend: lower, run the passes, build the regions, run what is left.
 
-One call per captured graph. What happened is kept in a ``Capture`` for report, dump and verify.
+One call per captured graph; the graph goes one way. What happened is kept in a ``Capture`` for
+report, dump and verify.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxrl import kernels
-from fxrl.capture.checkpointing import (
-    checkpoint_remarks,
-    drop_unused_inputs,
-    open_loss_checkpoints,
-)
+from fxrl.capture.breaks import break_of, break_remarks
 from fxrl.capture.lower import lower
-from fxrl.compile.inductor import InductorOptions
-from fxrl.compile.misses import judge_misses
+from fxrl.compile.bodies.inductor import InductorOptions
+from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.outer import restore_checkpoints, run_outer
-from fxrl.compile.regions import build_region
 from fxrl.config import Config
-from fxrl.ir.capture_record import GraphBreak, Stage
-from fxrl.ir.graph import HigherOrderOperator
+from fxrl.errors import FxrlError
+from fxrl.ir.capture_record import Capture
+from fxrl.ir.graph import CHECKPOINT, HigherOrderOperator
+from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
-from fxrl.ir.printer import print_graph
-from fxrl.ir.region import Region, regions_of
+from fxrl.ir.region import region_calls
 from fxrl.ir.remark import Remark, RemarkKind, Report
-from fxrl.ir.source import source_of_trace
+from fxrl.ir.site import name_sites
+from fxrl.ir.source import user_source
 from fxrl.passes import pipeline
-from fxrl.passes.group_queries import group_queries
-from fxrl.passes.recompute import Recompute
 
-
-@dataclass(slots=True)
-class Capture:
-    """One captured graph and what became of it.
-
-    Attributes:
-        dynamo: the graph as Dynamo delivered it.
-        stages: the passes in order, with the printed graph before and after.
-        regions: region bodies by id.
-        rewritten: the graph that runs; None where the user's own does.
-    """
-
-    index: int
-    dynamo: fx.GraphModule
-    stages: list[Stage] = field(default_factory=list)
-    regions: dict[str, Region] = field(default_factory=dict)
-    rewritten: fx.GraphModule | None = None
-    report: Report = field(default_factory=Report)
-    graph_breaks: list[GraphBreak] = field(default_factory=list)
+Run = Callable[..., Any]
 
 
 class Backend:
@@ -62,61 +40,147 @@ class Backend:
     Attributes:
         captures: what was captured so far, in order.
         only_explain: stop after the passes and run the graph as Dynamo delivered it (fake tensors).
+        always_rewritten: run the lowered graph even where no pass rewrote anything, so that
+            ``verify`` tells what lowering does from what the passes do.
     """
 
-    def __init__(self, config: Config, plan: Plan, *, only_explain: bool = False) -> None:
-        pipeline(config.passes)  # an unknown pass is an error now, not at the first batch
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        *,
+        only_explain: bool = False,
+        always_rewritten: bool = False,
+    ) -> None:
         self.config = config
         self.plan = plan
         self.only_explain = only_explain
+        self.always_rewritten = always_rewritten
         self.captures: list[Capture] = []
+        self._pipeline = pipeline(config)  # an unknown pass is an error now, not at the first batch
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         capture = Capture(len(self.captures), gm)
         self.captures.append(capture)
-        capture.graph_breaks = _graph_breaks(gm)
-        capture.report += _break_remarks(capture.graph_breaks)
-        rewritten = self._rewrite(gm, capture)
+        capture.graph_breaks += break_of(gm)
+        capture.remarks += break_remarks(capture.graph_breaks, f"{capture.index}:graph")
+        _note_checkpoints(capture)
+        rewritten = self._rewrite(capture)
         if rewritten is None:
-            restore_checkpoints(gm)  # Dynamo's own calls recompute nothing on torch 2.11
-        if rewritten is None or self.only_explain or _better_left(capture):
-            return gm.forward
-        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
-            capture.report += _attach_kernels()
-        options = InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
-        for region in capture.regions.values():
-            build_region(region, options)
-        capture.rewritten = rewritten
-        return run_outer(rewritten, example_inputs)
-
-    def _rewrite(self, gm: fx.GraphModule, capture: Capture) -> fx.GraphModule | None:
-        """The graph after lowering and all passes; None when it must run as it is."""
-        capture.report += checkpoint_remarks(gm)
-        open_loss_checkpoints(gm)
-        try:
-            lowered = lower(gm, grad_enabled=torch.is_grad_enabled())
-        except Exception as error:
-            # NOTE [Why lowering may fail softly]: the graph can hold anything that PyTorch can.
-            # What cannot be lowered runs as the user wrote it, and the report says so.
-            reason = f"the graph could not be lowered: {type(error).__name__}: {error}"
-            text = reason.splitlines()[0][:500]
-            capture.report += Report((Remark(RemarkKind.MISSED, "capture", "graph", "", text),))
-            return None
-        before = print_graph(lowered)
-        for rewrite in pipeline(self.config.passes):
-            if isinstance(rewrite, Recompute):  # it outlines what makes attention's operands
-                capture.report += group_queries(lowered)
-            report = rewrite.run(lowered, self.plan)
-            after = print_graph(lowered)
-            capture.stages.append(Stage(rewrite.name, before, after, report))
-            capture.report += report
-            before = after
-        drop_unused_inputs(lowered)
-        if not any(stage.name == Recompute.name for stage in capture.stages):
-            capture.report += group_queries(lowered)
-        capture.regions = dict(regions_of(lowered))
+            return _as_written(gm)
         judge_misses(capture.report, self.config.on_miss)
-        return lowered
+        if self.only_explain or not (self.always_rewritten or _is_rewritten(capture)):
+            return _as_written(gm)
+        try:
+            run = self._compile(capture, rewritten, example_inputs)
+        except FxrlError:
+            raise
+        except Exception as error:
+            self._fall_back(capture, f"the rewritten graph could not be compiled: {_line(error)}")
+            return _as_written(gm)
+        capture.running = True
+        return _Guarded(run, gm, lambda error: self._fall_back(capture, error)).first
+
+    def _rewrite(self, capture: Capture) -> fx.GraphModule | None:
+        """The graph after lowering and all passes; None when it must run as it is.
+
+        NOTE [Why lowering may fail softly]: the graph can hold anything that PyTorch can. What
+        cannot be lowered, or fails later, runs as the user wrote it, and the report says so.
+        """
+        try:
+            lowered = lower(capture.dynamo, grad_enabled=torch.is_grad_enabled())
+        except Exception as error:
+            self._fall_back(capture, f"the graph could not be lowered: {_line(error)}")
+            return None
+        name_sites(lowered, str(capture.index))
+        capture.lowered, capture.pipeline, capture.given = lowered, self._pipeline, self.plan
+        with torch._C._DisableAutocast():  # the graph already holds its casts
+            capture.rewritten = self._pipeline.run(lowered, self.plan)
+        return capture.rewritten.gm
+
+    def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
+        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in examples):
+            capture.remarks += _attach_kernels()
+        options = InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
+        owned: dict[str, CompiledRegion] = {}
+        for call in region_calls(gm):
+            region = call.meta["region"]
+            if region.id not in owned:
+                owned[region.id] = build_region(region, options, self.plan)
+            call.update_arg(1, owned[region.id].key)
+        capture.kernels = dict(owned)
+        capture.body_rewrites = [pair for one in owned.values() for pair in one.traced.rewrites]
+        return run_outer(gm, examples)
+
+    def _fall_back(self, capture: Capture, why: str) -> None:
+        """Say that the user's own graph runs, as ``on_miss`` wants it said."""
+        capture.running = False
+        missed = Report((Remark(RemarkKind.MISSED, "capture", f"{capture.index}:graph", "", why),))
+        capture.remarks += missed
+        if capture.rewritten is not None:  # what was applied does not run
+            rewritten = tuple(_taken_back(r, why) for r in capture.rewritten.report.remarks)
+            capture.rewritten = replace(
+                capture.rewritten, report=Report(rewritten), plan=Plan(), rewrites=()
+            )
+        judge_misses(missed, self.config.on_miss)
+
+
+class _Guarded:
+    """Runs a rewritten graph; where its first call fails, the user's own takes over for good.
+
+    NOTE [Why the first call]: what can go wrong in an op is known after one run; later a failure is
+    the batch's, and is the user's to see.
+    """
+
+    def __init__(self, run: Run, gm: fx.GraphModule, fall_back: Callable[[str], None]) -> None:
+        self._run, self._gm, self._fall_back = run, gm, fall_back
+        self._tried = False
+
+    def first(self, *args: Any) -> Any:
+        if self._tried:
+            return self._run(*args)
+        random = _random_state()
+        try:
+            result = self._run(*args)
+        except (FxrlError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            why = _line(error)
+            random()
+            self._run = _as_written(self._gm)
+            result = self._run(*args)  # an error of the user's own code is raised here, as it is
+            self._fall_back(f"the rewritten graph fails where the user's runs: {why}")
+        self._tried = True
+        return result
+
+
+def _random_state() -> Callable[[], None]:
+    """Puts the random generators back to where they are now."""
+    cpu = torch.get_rng_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
+
+    return restore
+
+
+def _as_written(gm: fx.GraphModule) -> Run:
+    """The user's own graph."""
+    restore_checkpoints(gm)  # Dynamo's own calls recompute nothing on torch 2.11
+    return gm.forward
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
+
+
+def _taken_back(remark: Remark, why: str) -> Remark:
+    if remark.kind != RemarkKind.APPLIED:
+        return remark
+    return replace(remark, kind=RemarkKind.MISSED, reason=why, saved_bytes=0)
 
 
 def _attach_kernels() -> Report:
@@ -128,37 +192,22 @@ def _attach_kernels() -> Report:
     return Report((Remark(RemarkKind.ANALYSIS, "kernels", "linear_logprob", "", reason, cure),))
 
 
-def _better_left(capture: Capture) -> bool:
-    """Whether the graph should run exactly as the user wrote it: no pass changed it.
+def _is_rewritten(capture: Capture) -> bool:
+    """Whether the rewritten graph should run: a pass won something by it.
 
     A checkpointed call must not run as Dynamo's stand-in, which recomputes nothing.
     """
+    if capture.report.of_kind(RemarkKind.APPLIED):
+        return True
     calls = capture.dynamo.graph.nodes
-    return not capture.report.of_kind(RemarkKind.APPLIED) and not any(
-        isinstance(node.target, HigherOrderOperator) for node in calls
-    )
+    return any(isinstance(node.target, HigherOrderOperator) for node in calls)
 
 
-def _graph_breaks(gm: fx.GraphModule) -> list[GraphBreak]:
-    """Why Dynamo ended this graph, if it was a break."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
-        return []
-    trace = "".join(
-        f'File "{f.filename}", line {f.lineno}, in {f.name}\n' for f in reason.user_stack
-    )
-    return [GraphBreak(str(reason.reason).strip().splitlines()[0], source_of_trace(trace))]
-
-
-def _break_remarks(breaks: Sequence[GraphBreak]) -> Report:
-    return Report.of(
-        Remark(
-            RemarkKind.MISSED,
-            "capture",
-            "graph",
-            found.source,
-            f"graph break: {found.reason}",
-            "move that code out of the loss, or write it with tensor ops",
-        )
-        for found in breaks
-    )
+def _note_checkpoints(capture: Capture) -> None:
+    """Activation checkpointing that the user switched on is honoured, and said so."""
+    calls = [n for n in capture.dynamo.graph.nodes if n.target is CHECKPOINT]
+    if calls:
+        reason = f"{len(calls)} checkpointed calls taken over: run again in the captured backward"
+        site, source = f"{capture.index}:checkpoints", user_source(calls[0])
+        fact = Remark(RemarkKind.ANALYSIS, "capture", site, source, reason)
+        capture.remarks += Report((fact,))

@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import types
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch._dynamo
-from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from fxrl.capture._torch import never_captured
+from fxrl.capture.captured_loss import CapturedLoss
 from fxrl.capture.dynamic import mark_batch
-from fxrl.capture.scoped_hooks import Takeover
+from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
 from fxrl.config import Config
 from fxrl.errors import ConfigError, FxrlError
+from fxrl.ir.capture_record import Capture, plan_of
+from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
 
 LossFunction = Callable[[nn.Module, Any], Any]
-
-#: Dynamo's settings while a step runs (and may compile); scoped, never global.
-_DYNAMO: dict[str, Any] = {
-    "capture_dynamic_output_shape_ops": True,  # rows selected by a mask
-    "capture_scalar_outputs": True,
-    "recompile_limit": 64,  # code shared by many models, such as a library's forward
-    "fail_on_recompile_limit_hit": True,  # never run eager in silence
-}
 
 
 class TrainStep:
     """A loss over a model, captured, rewritten and compiled; call it like the loss.
 
     The first batch triggers the capture; a batch of another structure triggers another. Batch
-    size and length may vary freely.
+    size and length may vary freely. A copy is a step of its own over a model of its own.
     """
 
     def __init__(
@@ -48,54 +44,95 @@ class TrainStep:
         *,
         backend: Backend | None = None,
     ) -> None:
-        self.model = model
-        self.loss_fn = loss_fn
+        self._model = model
+        self._loss_fn = loss_fn
         self.config = config
-        self._plan = plan or Plan.from_config(config)
-        self._backend = backend or Backend(config, self._plan)
-        self._takeover = Takeover(model)
-        self._compiled = torch.compile(self._fresh_function(), backend=self._backend)
+        self._given = plan or Plan()
+        self._backend = backend or Backend(config, self._given)
+        self._wrapper = Wrapper(model)
+        self._captured = CapturedLoss(self._wrapper.inner, loss_fn, self._backend)
+        judge_misses(self._wrapper.report, config.on_miss)
 
+    @property
+    def model(self) -> nn.Module:
+        """The model; ``optimize`` makes a step over another one."""
+        return self._model
+
+    @property
+    def loss_fn(self) -> LossFunction:
+        """The loss, fixed as the model is."""
+        return self._loss_fn
+
+    @never_captured("a step of fxrl compiles itself: call it outside of torch.compile")
     def __call__(self, batch: Any) -> Any:
-        """What ``loss_fn(model, batch)`` returns; autograd works as for any PyTorch value."""
+        """What ``loss_fn(model, batch)`` returns; autograd works as for any PyTorch value.
+
+        Raises:
+            FxrlError: the loss function returned no tensor.
+            MissedRewriteError: ``on_miss="error"`` and a loss head was not rewritten.
+        """
         mark_batch(batch)
-        settings = torch._dynamo.config.patch(_DYNAMO)
-        with settings, self._takeover.active():
-            try:
-                return self._compiled(batch)
-            except BackendCompilerFailed as error:
-                if isinstance(error.inner_exception, FxrlError):
-                    raise error.inner_exception from None  # its text is all a user needs
-                raise
+        known = len(self._captured.losses.remarks)
+        result = self._wrapper.run(partial(self._captured, batch))
+        judge_misses(Report(self._captured.losses.remarks[known:]), self.config.on_miss)
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            raise FxrlError(
+                f"the loss function returned {result!r}, which holds no tensor; "
+                'return the loss, or (loss, {"name": tensor})'
+            )
+        return result
+
+    def __copy__(self) -> TrainStep:
+        return TrainStep(self._model, self._loss_fn, self.config, self._given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
+        parts = copy.deepcopy((self._model, self._loss_fn), memo)
+        return TrainStep(*parts, self.config, self._given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as what it was made of; the other side captures anew."""
+        try:
+            pickle.dumps(self._loss_fn)
+        except Exception as error:  # pickle raises what the parts raise
+            raise FxrlError(
+                f"this step cannot be pickled, because its loss function cannot: {error}; define "
+                "the loss at the top level of a module, or pickle the model alone and call "
+                "fxrl.optimize on the other side"
+            ) from error
+        return TrainStep, (self._model, self._loss_fn, self.config, self._given)
 
     @property
     def report(self) -> Report:
         """Every remark of every capture so far."""
         captured = Report(tuple(r for c in self._backend.captures for r in c.report.remarks))
-        return self._takeover.report + captured
+        return self._wrapper.report + self._captured.report + captured
 
     @property
     def plan(self) -> Plan:
-        """The plan that the passes obey."""
-        return self._plan
+        """What was chosen for each site of every capture so far."""
+        return plan_of(self._backend.captures)
 
     def plan_for(self, batch: Any) -> Plan:
         """The plan for a batch of these sizes; needs no weights and no GPU."""
-        self.explain(batch)
-        return self._plan
+        from fxrl.inspect.explain import explained
+
+        return plan_of(explained(self.model, self.loss_fn, batch, self.config, self._given)[1])
 
     def explain(self, batch: Any) -> Report:
         """What would be rewritten for this batch, found on fake tensors; nothing runs."""
         from fxrl.inspect.explain import explain
 
-        return explain(self.model, self.loss_fn, batch, self.config, self._plan)
+        return explain(self.model, self.loss_fn, batch, self.config, self._given)
 
     def dump(self, directory: str | Path) -> Path:
         """Write every capture to a folder: graphs before and after each pass, region bodies,
         generated code, AOT graphs, the report, and an index to start from."""
         from fxrl.inspect.dump import write_dump
+        from fxrl.inspect.records import record_of
 
-        return write_dump(directory, self.records(), self.report, functions=[self._compiled])
+        functions = list(self._captured.compiled.values())
+        records = [record_of(capture) for capture in self.captures]
+        return write_dump(directory, records, self.report, functions=functions)
 
     def verify(self, batch: Any, **options: Any) -> Any:
         """Compare loss, metrics and every gradient with eager; blame the region at fault."""
@@ -103,33 +140,21 @@ class TrainStep:
 
         return verify_step(self.model, self.loss_fn, self, batch, **options)
 
-    def records(self) -> list[Any]:
-        """The captures as text, for dump."""
-        from fxrl.inspect.records import record_of
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        """What was captured so far, for ``dump`` and ``verify``."""
+        return tuple(self._backend.captures)
 
-        return [record_of(capture) for capture in self._backend.captures]
+    def without(self, rewrites: frozenset[tuple[str, str]]) -> TrainStep:
+        """A step of its own in which these passes leave these sites alone.
 
-    def without_sites(self, sites: frozenset[str]) -> TrainStep:
-        """A step of its own in which every pass leaves ``sites`` alone."""
-        quiet = replace(self.config, on_miss="ignore")
-        return TrainStep(self.model, self.loss_fn, quiet, self._plan.without(sites))
-
-    def _fresh_function(self) -> Callable[[Any], Any]:
-        """The function to capture, with a code object of its own.
-
-        NOTE [Why a fresh code object]: Dynamo keeps compiled code per code object. Steps that
-        shared one would share a recompile limit and run past it into eager mode.
+        Its lowered graph runs even where nothing is left to rewrite, so that what lowering does
+        can be told from what the passes do.
         """
-        model, loss_fn = self.model, self.loss_fn
-
-        def loss_step(batch: Any) -> Any:
-            return loss_fn(model, batch)
-
-        code = loss_step.__code__.replace(co_name="loss_step")
-        fresh = types.FunctionType(
-            code, loss_step.__globals__, "loss_step", None, loss_step.__closure__
-        )
-        return fresh
+        quiet = replace(self.config, on_miss="ignore")
+        plan = self._given.without(rewrites)
+        backend = Backend(quiet, plan, always_rewritten=True)
+        return TrainStep(self.model, self.loss_fn, quiet, plan, backend=backend)
 
 
 def optimize(model: nn.Module, loss_fn: LossFunction, config: Config | None = None) -> TrainStep:
@@ -153,5 +178,10 @@ def optimize(model: nn.Module, loss_fn: LossFunction, config: Config | None = No
         raise ConfigError(
             f"loss_fn is a {type(loss_fn).__name__}; optimize needs loss_fn(model, batch), "
             "such as fxrl.losses.grpo()"
+        )
+    if not isinstance(config, Config | None):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; optimize needs a fxrl.Config, "
+            "such as fxrl.Config(on_miss='error')"
         )
     return TrainStep(model, loss_fn, config or Config())

@@ -6,9 +6,11 @@ Delta debugging (Zeller and Hildebrandt, IEEE Trans. Softw. Eng. 28(2), 2002): o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
+from typing import Generic, TypeVar
 
+S = TypeVar("S", bound=Hashable)
 MAX_TRIALS = 64  # each compiles the step anew
 
 
@@ -16,14 +18,14 @@ class _TrialsSpent(Exception):
     """No trial is left; the search keeps what it has."""
 
 
-class _Trials:
+class _Trials(Generic[S]):
     """``fails``, remembered and counted."""
 
-    def __init__(self, fails: Callable[[frozenset[str]], bool], limit: int) -> None:
+    def __init__(self, fails: Callable[[frozenset[S]], bool], limit: int) -> None:
         self._fails, self._left = fails, limit
-        self._known: dict[frozenset[str], bool] = {}
+        self._known: dict[frozenset[S], bool] = {}
 
-    def __call__(self, enabled: Sequence[str]) -> bool:
+    def __call__(self, enabled: Sequence[S]) -> bool:
         key = frozenset(enabled)
         if key not in self._known:
             if self._left <= 0:
@@ -34,11 +36,11 @@ class _Trials:
 
 
 def find_blame(
-    sites: Sequence[str],
-    fails: Callable[[frozenset[str]], bool],
+    sites: Sequence[S],
+    fails: Callable[[frozenset[S]], bool],
     *,
     max_trials: int = MAX_TRIALS,
-) -> tuple[tuple[str, ...], str]:
+) -> tuple[tuple[S, ...], str]:
     """Sites without which the step is right, in their order, and a note where that is not all.
 
     Args:
@@ -46,8 +48,8 @@ def find_blame(
         fails: whether the step is wrong when just these sites are rewritten.
         max_trials: upper bound of calls to ``fails``.
     """
-    trials = _Trials(fails, max_trials)
-    blamed: list[str] = []
+    trials: _Trials[S] = _Trials(fails, max_trials)
+    blamed: list[S] = []
     suspects = list(dict.fromkeys(sites))
     try:
         if trials([]):
@@ -69,7 +71,7 @@ def find_blame(
     return _ordered(sites, blamed), ""
 
 
-def _minimal(group: list[str], trials: _Trials) -> None:
+def _minimal(group: list[S], trials: _Trials[S]) -> None:
     """Shrink a failing ``group`` in place until no part of it can be left out."""
     parts = 2
     while len(group) > 1:
@@ -87,10 +89,10 @@ def _minimal(group: list[str], trials: _Trials) -> None:
         group[:] = smaller
 
 
-def _split(group: Sequence[str], parts: int) -> list[list[str]]:
+def _split(group: Sequence[S], parts: int) -> list[list[S]]:
     bounds = [len(group) * i // parts for i in range(parts + 1)]
     return [list(group[a:b]) for a, b in pairwise(bounds)]
 
 
-def _ordered(sites: Sequence[str], chosen: Sequence[str]) -> tuple[str, ...]:
+def _ordered(sites: Sequence[S], chosen: Sequence[S]) -> tuple[S, ...]:
     return tuple(site for site in dict.fromkeys(sites) if site in chosen)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
+from fxrl.capture._torch import cache_entries
 from fxrl.errors import FxrlError
 
 # Dynamo ends the names of compiled functions in a fresh UUID, which would spoil every diff.
@@ -62,7 +61,7 @@ def decompile_dynamo(function: Callable[..., Any]) -> dict[str, str]:
         if code in seen:
             continue
         seen.add(code)
-        for index, entry in enumerate(_debug_get_cache_entry_list(code)):
+        for index, entry in enumerate(cache_entries(code)):
             sources[f"{code.co_name.strip('<>')}.{index}.py"] = decompile(entry.code)
             todo += _resumed(current, entry.code)
     return sources

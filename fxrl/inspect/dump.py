@@ -29,7 +29,7 @@ from typing import Any
 from fxrl.errors import FxrlError
 from fxrl.inspect.decompile import DecompileError, decompile_dynamo
 from fxrl.inspect.dump_index import CaptureFiles, RegionFiles, index
-from fxrl.ir.capture_record import CaptureRecord, RegionRecord, Stage
+from fxrl.inspect.records import CaptureRecord, RegionRecord, Stage
 from fxrl.ir.remark import Report
 
 _MANIFEST = "fxrl-dump.json"

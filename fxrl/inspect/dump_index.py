@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from fxrl.ir.capture_record import CaptureRecord, RegionRecord
+from fxrl.inspect.records import CaptureRecord, RegionRecord
 from fxrl.ir.remark import Report, format_bytes
 
 _HOW_TO_READ = """\

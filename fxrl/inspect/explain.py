@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from fxrl.capture._torch import FakeTensor
 from fxrl.capture.lower import example_of
+from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
 from fxrl.compile.step import LossFunction, TrainStep
 from fxrl.config import Config
+from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import hint
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report
@@ -52,10 +54,17 @@ def explain(
         The remarks that ``TrainStep.report`` would have, with one more where the code after a
         graph break needs numbers that only a real run has.
     """
+    return explained(model, loss_fn, batch, config, plan)[0]
+
+
+def explained(
+    model: nn.Module, loss_fn: LossFunction, batch: Any, config: Config, plan: Plan | None = None
+) -> tuple[Report, Sequence[Capture]]:
+    """The same, with the captures."""
     config = replace(config, on_miss="ignore")
-    plan = plan or Plan.from_config(config)
+    plan = plan or Plan()
     backend = ExplainBackend(config, plan)
-    twin = without_fakes(model)
+    twin = without_fakes(Wrapper(model).inner)  # no process waits for another
     step = TrainStep(twin, loss_fn, config, plan, backend=backend)
     captured_all = Report()
     try:
@@ -65,7 +74,7 @@ def explain(
         if not backend.captures:
             raise
         captured_all = Report((_unfinished(error),))
-    return step.report + captured_all
+    return step.report + captured_all, backend.captures
 
 
 @contextmanager

@@ -1,19 +1,72 @@
-"""From a capture to text: everything ``dump`` writes about it, rendered only when asked for."""
+"""One capture as text: everything ``dump`` writes about it, rendered only when asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from torch import fx
 
-from fxrl.compile.backend import Capture
+from fxrl.compile.bodies.variants import CompiledRegion
 from fxrl.compile.outer import aot_graphs
-from fxrl.ir.capture_record import CaptureRecord, RegionRecord
+from fxrl.ir.capture_record import Capture, GraphBreak
 from fxrl.ir.printer import print_graph
-from fxrl.ir.region import Region
-from fxrl.ops.region import registered
+from fxrl.ir.region import region_calls, regions_of
+from fxrl.ir.remark import Report
 
-_CALLS = ("fxrl.region.default", "fxrl.kept_region.default")
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One pass over one graph, in the stable printed form of ``ir.printer``."""
+
+    name: str
+    before: str
+    after: str
+    report: Report
+
+
+@dataclass(slots=True)
+class RegionRecord:
+    """One distinct region body and what was made of it.
+
+    Attributes:
+        region_id: content hash of the body; equal bodies share it.
+        sites: what calls this region: layers, or graph values.
+        forward: printed forward graph.
+        vjp: printed vector-Jacobian-product graph, empty without a gradient.
+        generated: file name -> generated source (Inductor wrapper, Triton or C++), if compiled.
+    """
+
+    region_id: str
+    sites: list[str]
+    forward: str
+    vjp: str
+    generated: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class CaptureRecord:
+    """Everything known about one captured graph.
+
+    Attributes:
+        index: running number, from 0.
+        inputs: printed input signature, one line each (name, dtype, symbolic shape).
+        dynamo: the graph as Dynamo delivered it, as readable code.
+        stages: the passes in order, with the graph before and after each.
+        regions: distinct region bodies of this capture.
+        aot: ``"forward"``, ``"backward"``, ``"joint"`` or ``"inference"`` -> readable code.
+        report: the remarks of all passes.
+        graph_breaks: why the graph ended, if Dynamo broke it.
+    """
+
+    index: int
+    inputs: str = ""
+    dynamo: str = ""
+    stages: list[Stage] = field(default_factory=list)
+    regions: list[RegionRecord] = field(default_factory=list)
+    aot: dict[str, str] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+    graph_breaks: list[GraphBreak] = field(default_factory=list)
 
 
 def record_of(capture: Capture) -> CaptureRecord:
@@ -21,19 +74,33 @@ def record_of(capture: Capture) -> CaptureRecord:
 
     AOTAutograd's graphs are made here, for reading: the step itself may run without them.
     """
-    running = capture.rewritten
+    running = capture.rewritten.gm if capture.rewritten and capture.running else None
     graphs = {} if running is None else aot_graphs(running)
-    sites = {} if running is None else _sites(running.graph)
     return CaptureRecord(
         capture.index,
         inputs="\n".join(_input_lines(capture.dynamo)),
         dynamo=capture.dynamo.print_readable(print_output=False),
-        stages=list(capture.stages),
-        regions=[_region(r, sites.get(r.id, [])) for r in capture.regions.values()],
+        stages=_stages(capture),
+        regions=list(_regions(capture)),
         aot={name: graph.print_readable(print_output=False) for name, graph in graphs.items()},
         report=capture.report,
         graph_breaks=list(capture.graph_breaks),
     )
+
+
+def _stages(capture: Capture) -> list[Stage]:
+    """The passes run again, and watched."""
+    stages: list[Stage] = []
+    before = [""]
+
+    def watch(name: str, gm: fx.GraphModule, report: Report) -> None:
+        after = print_graph(gm)
+        if name:
+            stages.append(Stage(name, before[0], after, report))
+        before[0] = after
+
+    capture.replay(watch)
+    return stages
 
 
 def _input_lines(gm: fx.GraphModule) -> Iterator[str]:
@@ -42,28 +109,22 @@ def _input_lines(gm: fx.GraphModule) -> Iterator[str]:
             yield line
 
 
-def _sites(graph: fx.Graph) -> dict[str, list[str]]:
-    """Region id -> names of the values that its calls give."""
-    found: dict[str, list[str]] = {}
-    owner = graph.owning_module
-    bodies = [m.graph for m in owner.children() if isinstance(m, fx.GraphModule)] if owner else []
-    for node in (node for g in (graph, *bodies) for node in g.nodes):
-        if node.op == "call_function" and str(node.target) in _CALLS:
-            names = [user.name for user in node.users] or [node.name]
-            found.setdefault(str(node.args[1]), []).extend(names)
-    return found
-
-
-def _region(region: Region, sites: list[str]) -> RegionRecord:
-    """The region as the backend traced it; as the pass outlined it where it was not built."""
-    kernels = registered(region.id)
-    if kernels is None or kernels.traced is None:
-        return RegionRecord(region.id, sites, print_graph(region.forward), "")
-    forward, vjp = kernels.traced
-    return RegionRecord(
-        region.id,
-        sites,
-        print_graph(forward),
-        "" if vjp is None else print_graph(vjp),
-        kernels.generated(),
-    )
+def _regions(capture: Capture) -> Iterator[RegionRecord]:
+    """The regions as they were traced; as the pass outlined them where they were not built."""
+    if capture.rewritten is None:
+        return
+    graph = capture.rewritten.gm
+    sites: dict[str, list[str]] = {}
+    for call in region_calls(graph):
+        region = call.meta["region"]
+        names = [region.layer] if region.layer else [user.name for user in call.users]
+        sites.setdefault(region.id, []).extend(names)
+    for name, region in regions_of(graph).items():
+        callers = list(dict.fromkeys(sites[name]))
+        built = capture.kernels.get(name)
+        if not isinstance(built, CompiledRegion):
+            yield RegionRecord(name, callers, print_graph(region.forward), "")
+            continue
+        forward, backward = built.traced.forward, built.traced.backward
+        vjp = "" if backward is None else print_graph(backward)
+        yield RegionRecord(name, callers, print_graph(forward), vjp, built.generated())

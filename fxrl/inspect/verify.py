@@ -29,11 +29,10 @@ from fxrl.inspect.evaluate import (
 )
 from fxrl.inspect.reference import TruthError, evaluate_wider
 from fxrl.inspect.verify_report import VerifyReport
-from fxrl.ir.capture_record import CaptureRecord
-from fxrl.ir.remark import RemarkKind, Report
 
 Reference = Literal["auto", "eager", "float32", "float64"]
-Rebuild = Callable[[frozenset[str]], Step]
+Rewrite = tuple[str, str]
+Rebuild = Callable[[frozenset[Rewrite]], Step]
 _REFERENCES = ("auto", "eager", "float32", "float64")
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -44,7 +43,7 @@ def verify_step(
     step: Step,
     batch: Any,
     *,
-    records: Sequence[CaptureRecord] | None = None,
+    rewrites: Sequence[Rewrite] | None = None,
     rebuild: Rebuild | None = None,
     reference: Reference = "auto",
 ) -> VerifyReport:
@@ -55,9 +54,10 @@ def verify_step(
         loss_fn: returns a scalar loss or ``(loss, {"name": value})``.
         step: the optimized step.
         batch: any pytree; gradients of its tensors that require grad are compared too.
-        records: captures whose applied remarks name the sites; ``None`` takes ``step.report``.
-        rebuild: makes the step with the given sites left as they are; ``None`` takes
-            ``step.without_sites``. Called only on a failure, once a trial of the search.
+        rewrites: ``(pass, site)`` of what was rewritten; ``None`` takes it from the step's
+            captures.
+        rebuild: makes the step without the given rewrites; ``None`` takes ``step.without``.
+            Called only on a failure, once a trial of the search.
         reference: ``"eager"`` compares with eager itself; ``"float32"`` and ``"float64"`` with a
             run of the model in that dtype; ``"auto"`` takes ``"float32"`` for half precision
             where memory allows and the loss draws no random numbers, else ``"eager"``.
@@ -79,8 +79,8 @@ def verify_step(
         return VerifyReport(all(row.ok for row in rows), rows, (), used, tuple(notes))
 
     def search() -> tuple[tuple[str, ...], str]:
-        sites = _applied_sites(step, records)  # known only now: the step may compile when it runs
-        return _search(judge, sites, rebuild or getattr(step, "without_sites", None))
+        done = rewrites_of(step) if rewrites is None else rewrites  # known when the step has run
+        return _search(judge, list(done), rebuild or getattr(step, "without", None))
 
     try:
         report = judge(step)
@@ -100,21 +100,22 @@ def verify_step(
 
 
 def _search(
-    judge: Callable[[Step], VerifyReport], sites: Sequence[str], rebuild: Rebuild | None
+    judge: Callable[[Step], VerifyReport], rewrites: Sequence[Rewrite], rebuild: Rebuild | None
 ) -> tuple[tuple[str, ...], str]:
-    """Blamed sites, and why they are not all or not known."""
-    if not sites:
-        return (), "no rewrite was applied, so none can be blamed"
+    """Blamed rewrites as ``pass @ site``, and why they are not all or not known."""
+    if not rewrites:
+        return (), "nothing was rewritten, so no rewrite can be blamed"
     if rebuild is None:
         return (), "the step cannot be built without single rewrites, so none is blamed"
 
-    def fails(enabled: frozenset[str]) -> bool:
+    def fails(enabled: frozenset[Rewrite]) -> bool:
         try:
-            return not judge(rebuild(frozenset(sites) - enabled)).ok
+            return not judge(rebuild(frozenset(rewrites) - enabled)).ok
         except Exception:  # a step that raises is as wrong as one that miscounts
             return True
 
-    return find_blame(sites, fails)
+    blamed, why = find_blame(rewrites, fails)
+    return tuple(f"{name} @ {site}" for name, site in blamed), why
 
 
 def _evaluate_eager(
@@ -167,11 +168,7 @@ def _longest_reduction(params: dict[str, Tensor], batch: Any) -> int:
     return max([1, *dims, *items])
 
 
-def _applied_sites(step: Step, records: Sequence[CaptureRecord] | None) -> list[str]:
-    """Sites that were rewritten, each once, in the order of the remarks."""
-    if records is None:
-        reports = [getattr(step, "report", Report())]
-    else:
-        reports = [record.report for record in records]
-    applied = (remark for report in reports for remark in report.of_kind(RemarkKind.APPLIED))
-    return list(dict.fromkeys(remark.site for remark in applied))
+def rewrites_of(step: Step) -> list[Rewrite]:
+    """All that was rewritten and runs, normalising passes and bodies of regions included."""
+    captures = getattr(step, "captures", ())
+    return list(dict.fromkeys(pair for one in captures if one.running for pair in one.rewrites))

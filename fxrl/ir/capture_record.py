@@ -1,42 +1,19 @@
-"""What one capture leaves behind for people: every stage as text, ready to dump.
+"""One captured graph and what became of it; report, dump and verify read it.
 
-The backend fills a record while it compiles; ``report``, ``dump`` and ``verify`` only read it.
+The backend fills it while it compiles. It holds graphs, not text: whoever wants to read renders.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from torch import fx
+
+from fxrl.ir.pipeline import Pipeline, Rewritten
+from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One pass over one graph, in the stable printed form of ``ir.printer``."""
-
-    name: str
-    before: str
-    after: str
-    report: Report
-
-
-@dataclass(slots=True)
-class RegionRecord:
-    """One distinct region body and what was made of it.
-
-    Attributes:
-        region_id: content hash of the body; equal bodies share it.
-        sites: graph values whose rewrite calls this region.
-        forward: printed forward graph.
-        vjp: printed vector-Jacobian-product graph, empty without a gradient.
-        generated: file name -> generated source (Inductor wrapper, Triton or C++), if compiled.
-    """
-
-    region_id: str
-    sites: list[str]
-    forward: str
-    vjp: str
-    generated: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +25,53 @@ class GraphBreak:
 
 
 @dataclass(slots=True)
-class CaptureRecord:
-    """Everything known about one captured graph.
+class Capture:
+    """One captured graph and what became of it.
 
     Attributes:
         index: running number, from 0.
-        inputs: printed input signature, one line each (name, dtype, symbolic shape).
-        dynamo: the graph as Dynamo delivered it, as readable code.
-        stages: the passes in order, with the graph before and after each.
-        regions: distinct region bodies of this capture.
-        aot: ``"forward"``, ``"backward"``, ``"joint"`` or ``"inference"`` -> readable code.
-        report: the remarks of all passes.
+        dynamo: the graph as Dynamo delivered it.
+        lowered: the graph that the passes got; None where it could not be lowered.
+        pipeline, given: the passes, and the plan that they got.
+        rewritten: what they made of it; None where they did not run.
+        kernels: what runs for each region, by the region's id; owned here.
+        running: whether the rewritten graph runs; otherwise the user's own does.
+        body_rewrites: ``(pass, site)`` of what was rewritten inside regions.
+        remarks: of the capture itself; the passes' are in ``rewritten``.
         graph_breaks: why the graph ended, if Dynamo broke it.
     """
 
     index: int
-    inputs: str = ""
-    dynamo: str = ""
-    stages: list[Stage] = field(default_factory=list)
-    regions: list[RegionRecord] = field(default_factory=list)
-    aot: dict[str, str] = field(default_factory=dict)
-    report: Report = field(default_factory=Report)
+    dynamo: fx.GraphModule
+    lowered: fx.GraphModule | None = None
+    pipeline: Pipeline | None = None
+    given: Plan = field(default_factory=Plan)
+    rewritten: Rewritten | None = None
+    kernels: dict[str, Any] = field(default_factory=dict)
+    running: bool = False
+    body_rewrites: Sequence[tuple[str, str]] = ()
+    remarks: Report = field(default_factory=Report)
     graph_breaks: list[GraphBreak] = field(default_factory=list)
+
+    @property
+    def report(self) -> Report:
+        """All that was said about this capture."""
+        passes = Report() if self.rewritten is None else self.rewritten.report
+        return self.remarks + passes
+
+    @property
+    def rewrites(self) -> tuple[tuple[str, str], ...]:
+        """``(pass, site)`` of all that was rewritten, inside regions too."""
+        outer = () if self.rewritten is None else self.rewritten.rewrites
+        return (*outer, *self.body_rewrites)
+
+    def replay(self, watch: Callable[[str, fx.GraphModule, Report], None]) -> None:
+        """Run the passes again and show each one's graph: they are pure, so it is what ran."""
+        if self.lowered is not None and self.pipeline is not None:
+            self.pipeline.run(self.lowered, self.given, watch)
+
+
+def plan_of(captures: Sequence[Capture]) -> Plan:
+    """One plan over all captures; sites name their capture."""
+    plans = [one.rewritten.plan for one in captures if one.rewritten is not None]
+    return Plan({site: choice for plan in plans for site, choice in plan.choices.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Container, Iterable, Iterator
@@ -19,6 +20,10 @@ HigherOrderOperator = type(torch.ops.higher_order.cond).__mro__[1]
 aten = torch.ops.aten
 #: Calls that give the same values in order under another shape.
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+#: Calls that only reorder dims.
+TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
+#: Calls that give the same values under the same shape, maybe in another dtype.
+COPIES = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
 #: Calls that contract a feature dim; what separates one layer from the next.
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
@@ -28,10 +33,65 @@ def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
+def is_view(node: object) -> bool:
+    """Whether ``node`` only looks at its operand's memory (or may)."""
+    if is_call(node, operator.getitem):
+        return is_view(node.args[0])
+    if not (isinstance(node, fx.Node) and isinstance(node.target, OpOverload)):
+        return False
+    infos = [argument.alias_info for argument in node.target._schema.arguments]
+    return node.target is aten._unsafe_view.default or any(
+        info is not None and not info.is_write for info in infos
+    )
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The value whose memory ``node`` looks at; itself where it has its own."""
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+@functools.cache
+def _parameters(target: Any) -> dict[str, Any]:
+    """An ATen overload's argument names and their defaults; None where there is none."""
+    arguments = target._schema.arguments
+    return {a.name: a.default_value if a.has_default_value() else None for a in arguments}
+
+
+def bound(call: Any) -> dict[str, Any]:
+    """An ATen call's arguments by the names of its schema, with defaults filled in.
+
+    Args:
+        call: a node, or whatever else has ``target``, ``args`` and ``kwargs``.
+    """
+    names: dict[str, Any] = _parameters(call.target)
+    return names | dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+
+
+def with_arguments(call: Any, /, **changed: Any) -> tuple[list[Any], dict[str, Any]]:
+    """``args`` and ``kwargs`` of an ATen call in which some arguments, by name, are others."""
+    names = list(_parameters(call.target))
+    args, kwargs = list(call.args), dict(call.kwargs)
+    for name, value in changed.items():
+        if (at := names.index(name)) < len(args):
+            args[at] = value
+        else:
+            kwargs[name] = value
+    return args, kwargs
+
+
 def tensor_val(node: object) -> torch.Tensor | None:
     """The node's (fake) tensor value, or None when it has none."""
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
     return val if isinstance(val, torch.Tensor) else None
+
+
+def val_of(node: object) -> torch.Tensor:
+    """The (fake) tensor of a node that is known to hold one."""
+    val = tensor_val(node)
+    assert val is not None, f"%{node} holds no tensor"
+    return val
 
 
 def is_tensor(node: object) -> TypeGuard[fx.Node]:
@@ -41,9 +101,7 @@ def is_tensor(node: object) -> TypeGuard[fx.Node]:
 
 def shape_of(node: fx.Node) -> tuple[Size, ...]:
     """The node's shape; sizes may be symbolic."""
-    val = tensor_val(node)
-    assert val is not None, f"%{node} holds no tensor"
-    return tuple(val.shape)
+    return tuple(val_of(node).shape)
 
 
 def hint(size: Size) -> int:
@@ -86,14 +144,14 @@ def propagate_requires_grad(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta.setdefault("requires_grad", False)
-            continue
-        if node.op != "call_function":
-            node.meta["requires_grad"] = False
-            continue
-        flows = any(needs_grad(arg) for arg in node.all_input_nodes)
-        if flows and node.target is torch.ops.aten.detach.default:
-            flows = False
-        node.meta["requires_grad"] = flows and _has_float(node.meta.get("val"))
+        else:
+            node.meta["requires_grad"] = _is_differentiated(node)
+
+
+def _is_differentiated(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is aten.detach.default:
+        return False
+    return any(map(needs_grad, node.all_input_nodes)) and _has_float(node.meta.get("val"))
 
 
 def _has_float(val: object) -> bool:
@@ -102,6 +160,25 @@ def _has_float(val: object) -> bool:
     if isinstance(val, (tuple, list)):
         return any(_has_float(item) for item in val)
     return False
+
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def body_of(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule | None:
+    """The graph that a checkpointed call runs; None for other nodes."""
+    if not is_call(call, CHECKPOINT) or not isinstance(call.args[0], fx.Node):
+        return None
+    body = getattr(gm, str(call.args[0].target), None)
+    return body if isinstance(body, fx.GraphModule) else None
+
+
+def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
+    """The graph and those of its checkpointed bodies, each once."""
+    yield gm.graph
+    bodies = [body for node in gm.graph.nodes if (body := body_of(gm, node)) is not None]
+    for body in dict.fromkeys(bodies):
+        yield from graphs_of(body)
 
 
 def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
@@ -174,8 +251,7 @@ def draws_random(node: fx.Node) -> bool:
         return False
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return True
-    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-    return bool(dropout != 0.0)
+    return bool(bound(node)["dropout_p"] != 0.0)
 
 
 def _kahn(
@@ -198,68 +274,3 @@ def _kahn(
                 heapq.heappush(ready, order[user])
     assert emitted == len(order), "the graph has a cycle"
     return iter(result)
-
-
-class SizeTable:
-    """Finds or builds the graph value of a symbolic size.
-
-    Passes need sizes such as ``B`` or ``T - 1`` as graph arguments. They are looked up among the
-    SymInt values of the graph and the dims of its inputs, else built from sums and products.
-    """
-
-    def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node] | None = None) -> None:
-        """Learn from ``nodes``, by default from all of the graph."""
-        self._graph = graph
-        self._known: dict[Any, tuple[fx.Node | int, int | None]] = {}
-        for node in graph.nodes if nodes is None else nodes:
-            self._learn(node)
-
-    def know(self, size: Size, value: fx.Node | int) -> None:
-        """``size`` is ``value`` in this graph, whatever else was learnt."""
-        if not isinstance(size, int):
-            self._known[size.node.expr] = (value, None)
-
-    def _learn(self, node: fx.Node) -> None:
-        val = node.meta.get("val")
-        if isinstance(val, torch.SymInt):
-            self._known.setdefault(val.node.expr, (node, None))
-        elif isinstance(val, torch.Tensor):
-            for dim, size in enumerate(val.shape):
-                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                    self._known.setdefault(size.node.expr, (node, dim))
-
-    def arg(self, size: Size) -> int | fx.Node | None:
-        """``size`` as an argument of a graph call; None when it cannot be expressed.
-
-        New nodes go to the graph's current insertion point; sort the graph afterwards.
-        """
-        if isinstance(size, int):
-            return size
-        return self._build(size.node.expr, size)
-
-    def _build(self, expr: Any, like: torch.SymInt) -> int | fx.Node | None:
-        if expr.is_Integer:
-            return int(expr)
-        if expr in self._known:
-            node, dim = self._known[expr]
-            if isinstance(node, int) or dim is None:
-                return node
-            return self._sym_size(expr, node, dim)
-        if not (expr.is_Add or expr.is_Mul):
-            return None
-        function = operator.add if expr.is_Add else operator.mul
-        parts = [self._build(part, like) for part in expr.args]
-        total = parts[0]
-        for part in parts[1:]:
-            if total is None or part is None:
-                return None
-            total = self._graph.call_function(function, (total, part))
-        if isinstance(total, fx.Node):
-            total.meta["val"] = like if like.node.expr == expr else None
-        return total
-
-    def _sym_size(self, expr: Any, node: fx.Node, dim: int) -> fx.Node:
-        size = self._graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-        size.meta["val"] = shape_of(node)[dim]
-        self._known[expr] = (size, None)
-        return size

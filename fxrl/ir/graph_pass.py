@@ -1,22 +1,54 @@
-"""The pass protocol: match says what is legal, the plan what is worth it, rewrite obeys.
+"""The pass protocol: match says what is legal, decide what is worth it, rewrite obeys the choice.
 
-A pass is pure: its result depends on the graph and the plan alone. ``run`` mints exactly one
-remark per site, so silence is impossible; the only silent path is "not this idiom" in ``match``.
+A pass is a frozen dataclass whose fields are its options. It is pure: its result depends on the
+graph, the options and the plan alone. Every site gets exactly one remark, so silence is impossible;
+the only silent path is "not this idiom" in ``match``. Any part of a pass says no by ``Refusal``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar, final
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import ClassVar, Generic, Self, TypeVar, final
 
 from torch import fx
 
-from fxrl.ir.graph import eliminate_dead_code, propagate_requires_grad, topological_sort
-from fxrl.ir.plan import Choice, Keep, Plan
+from fxrl.config import Config
+from fxrl.ir.graph import (
+    eliminate_dead_code,
+    graphs_of,
+    propagate_requires_grad,
+    topological_sort,
+)
+from fxrl.ir.plan import Choice, Keep, Plan, Rewrite
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
+from fxrl.ir.site import site_name
 from fxrl.ir.source import user_source
+
+
+class Stage(IntEnum):
+    """When a pass runs; the plan is made between ``FIND`` and ``ACT``.
+
+    ``NORMALISE`` and ``CLEAN`` give one spelling to what PyTorch spells in several ways, ``FIND``
+    makes heads and layers regions, ``ACT`` sets what the plan chose for them.
+    """
+
+    NORMALISE = 0
+    FIND = 1
+    ACT = 2
+    CLEAN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PassDoc:
+    """A pass's line in the README's table."""
+
+    idiom: str
+    saves: str
+    costs: str
+    missed_when: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +56,25 @@ class Site:
     """A legal place for a rewrite.
 
     Attributes:
-        anchor: the graph value that names the site.
+        anchor: the graph value that the site is named for.
         saved_bytes: predicted bytes that the rewrite takes off the peak.
     """
 
     anchor: fx.Node
     saved_bytes: int
 
+    @property
+    def name(self) -> str:
+        """The name under which reports and plans know it."""
+        return site_name(self.anchor)
+
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A recognised place where the rewrite is illegal: the node at fault, the reason, the cure."""
+    """A recognised place where the rewrite is illegal."""
 
     anchor: fx.Node
-    reason: str
-    cure: str = ""
-    at: fx.Node | None = None
+    refusal: Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,62 +82,127 @@ class Applied:
     """What a rewrite did, in words, and what it saves."""
 
     what: str
-    saved_bytes: int
+    saved_bytes: int = 0
 
 
 S = TypeVar("S", bound=Site)
 
 
-class RewritePass(ABC, Generic[S]):
-    """Base of the passes; authors write ``match`` and ``rewrite``.
+@dataclass(slots=True)
+class Ran:
+    """What one pass did to one graph.
 
     Attributes:
-        saves_memory: whether the plan weighs a site by the bytes it saves.
+        remarks: one for each site.
+        choices: site -> what was chosen for it.
+        rewrites: sites that were rewritten.
+    """
+
+    remarks: list[Remark] = field(default_factory=list)
+    choices: dict[str, Choice] = field(default_factory=dict)
+    rewrites: list[str] = field(default_factory=list)
+
+
+class Pass(ABC, Generic[S]):
+    """Base of the passes; authors write ``match`` and ``rewrite``, and ``decide`` if they weigh.
+
+    Attributes:
+        name: as people write it.
+        stage: when it runs.
+        doc: its line in the README.
+        requires: passes that run before it, also where only this one was asked for.
+        applied, missed: what its remarks are. Where one spelling becomes another nothing is won
+            or lost, so those of such passes are facts.
     """
 
     name: ClassVar[str]
-    saves_memory: ClassVar[bool] = True
+    stage: ClassVar[Stage] = Stage.FIND
+    doc: ClassVar[PassDoc]
+    requires: ClassVar[tuple[str, ...]] = ()
+    applied: ClassVar[RemarkKind] = RemarkKind.APPLIED
+    missed: ClassVar[RemarkKind] = RemarkKind.MISSED
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The pass with the options that a configuration asks for."""
+        return cls()
 
     @abstractmethod
     def match(self, gm: fx.GraphModule) -> Iterator[S | Miss]:
         """Every place of the idiom, legal or not."""
 
+    def decide(self, site: S) -> Choice:
+        """What to do at a site where the plan says nothing."""
+        return Rewrite(self.name)
+
     @abstractmethod
     def rewrite(self, gm: fx.GraphModule, site: S, choice: Choice) -> Applied:
         """Rewrite one site; raise ``Refusal`` (with the graph unchanged but for dead nodes)."""
 
-    def decline(self, site: S, plan: Plan) -> str | None:
-        """Why a legal site is better left alone, which is no miss; None where it is not."""
-        return None
+    @final
+    def run(self, gm: fx.GraphModule, plan: Plan | None = None) -> Report:
+        """Match, choose and rewrite, in place; what happened at each site."""
+        return Report(tuple(self.act(gm, list(self.match(gm)), plan or Plan()).remarks))
 
     @final
-    def run(self, gm: fx.GraphModule, plan: Plan) -> Report:
-        """Match, ask the plan, rewrite, and say what happened at each site."""
-        remarks = [self._visit(gm, found, plan) for found in list(self.match(gm))]
-        topological_sort(gm.graph)
-        eliminate_dead_code(gm.graph)
-        propagate_requires_grad(gm.graph)
-        gm.graph.lint()
-        gm.recompile()
-        return Report(tuple(remarks))
+    def act(self, gm: fx.GraphModule, found: Iterable[S | Miss], plan: Plan) -> Ran:
+        """Choose and rewrite at the sites that ``match`` found."""
+        ran = Ran()
+        for place in found:
+            ran.remarks.append(self._visit(gm, place, plan, ran))
+        if ran.rewrites:
+            tidy(gm)
+        return ran
 
-    def _visit(self, gm: fx.GraphModule, found: S | Miss, plan: Plan) -> Remark:
-        anchor = found.anchor
-        name, source = anchor.name, user_source(anchor)
+    def _visit(self, gm: fx.GraphModule, found: S | Miss, plan: Plan, ran: Ran) -> Remark:
         if isinstance(found, Miss):
-            source = user_source(found.at) if found.at is not None else source
-            reason = found.reason
-            if found.at is not None and found.at is not anchor:
-                reason += f" (at %{found.at})"
-            return Remark(RemarkKind.MISSED, self.name, name, source, reason, found.cure)
-        if (declined := self.decline(found, plan)) is not None:
-            return Remark(RemarkKind.ANALYSIS, self.name, name, source, declined)
-        weight = found.saved_bytes if self.saves_memory else None
-        choice = plan.choice_for(self.name, name, weight)
+            return self._refused(found.anchor, site_name(found.anchor), found.refusal)
+        name = found.name
+        choice = plan.choices.get(name) or self.decide(found)
+        if (self.name, name) in plan.switched_off:
+            choice = Keep("it is switched off")
+        by = getattr(choice, "by", self.name)
+        if by != self.name:
+            choice = Keep(f"the plan gives it to {by}", missed=False)
+        else:
+            ran.choices[name] = choice
         if isinstance(choice, Keep):
-            return Remark(RemarkKind.MISSED, self.name, name, source, choice.reason)
+            kind = self.missed if choice.missed else RemarkKind.ANALYSIS
+            return self._remark(kind, found.anchor, name, choice.reason)
         try:
             did = self.rewrite(gm, found, choice)
         except Refusal as refusal:
-            return Remark(RemarkKind.MISSED, self.name, name, source, refusal.reason, refusal.cure)
-        return Remark(RemarkKind.APPLIED, self.name, name, source, did.what, "", did.saved_bytes)
+            ran.choices[name] = Keep(refusal.reason)
+            return self._refused(found.anchor, name, refusal)
+        ran.rewrites.append(name)
+        return self._remark(self.applied, found.anchor, name, did.what, "", did.saved_bytes)
+
+    def _refused(self, anchor: fx.Node, name: str, refusal: Refusal) -> Remark:
+        reason, at = refusal.reason, refusal.at
+        if at is not None and at is not anchor:
+            reason += f" (at %{at})"
+        return self._remark(self.missed, at or anchor, name, reason, refusal.cure)
+
+    def _remark(
+        self, kind: RemarkKind, at: fx.Node, name: str, reason: str, cure: str = "", saved: int = 0
+    ) -> Remark:
+        return Remark(kind, self.name, name, user_source(at), reason, cure, saved)
+
+
+class Normalisation(Pass[S]):
+    """A pass that gives one spelling to what PyTorch spells in several ways."""
+
+    stage: ClassVar[Stage] = Stage.NORMALISE
+    applied: ClassVar[RemarkKind] = RemarkKind.ANALYSIS
+    missed: ClassVar[RemarkKind] = RemarkKind.ANALYSIS
+
+
+def tidy(gm: fx.GraphModule) -> None:
+    """Leave a rewritten graph in order, checkpointed bodies first: sorted, nothing dead."""
+    for graph in reversed(list(graphs_of(gm))):
+        topological_sort(graph)
+        eliminate_dead_code(graph)
+        propagate_requires_grad(graph)
+        graph.lint()
+        if graph.owning_module is not None:
+            graph.owning_module.recompile()

@@ -1,104 +1,185 @@
-"""The plan: for each site a choice, made before any graph is changed.
+"""The plan: what is done at each site, made when all sites are known and before anything acts.
 
-Passes ask the plan and obey. Until sizes and costs are planned, a plan holds the rules that the
-configuration gives: what a rewrite must save to be worth it, and how many rows a tile has.
+A plan that a user gives (``Plan.from_json``) is obeyed where it names a site; everything else is
+decided by the passes' own options. What came of it is ``TrainStep.plan``: a choice for every site.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
 
-from fxrl.config import Config
-from fxrl.ir.remark import format_bytes
+from fxrl.errors import PlanError
+from fxrl.ir.remark import Refusal, format_bytes
+
+_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Leave the site as it is, for a reason that the report repeats."""
+    """Leave the site as it is.
+
+    Attributes:
+        reason: why, as the report says it.
+        missed: the report counts it as missed; otherwise as a fact.
+    """
 
     reason: str
+    missed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
-    """Run the region in tiles of ``tokens`` rows; 0 lets the tile's bytes decide.
+class Rewrite:
+    """Let the pass ``by`` rewrite the site; there is nothing to choose about how."""
 
-    A fused head may leave ``skip_tolerance`` of a token's gradient out (``Config`` says of what).
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class TileHead:
+    """Rewrite a loss head by the pass ``by``, in tiles of ``tile_tokens`` rows (0: by bytes)."""
+
+    by: str
+    tile_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CutLayer:
+    """What a layer's backward gets: its matrix ``products``, or its ``inputs`` to run again."""
+
+    kept: Literal["products", "inputs"] = "products"
+
+
+Choice = Keep | Rewrite | TileHead | CutLayer
+_KINDS: dict[str, Any] = {"keep": Keep, "rewrite": Rewrite, "head": TileHead, "layer": CutLayer}
+
+
+def choose_head(by: str, saved_bytes: int, tile_tokens: int, min_saved_bytes: int) -> Choice:
+    """A loss head is rewritten where that saves enough."""
+    if saved_bytes >= min_saved_bytes:
+        return TileHead(by, tile_tokens)
+    return Keep(
+        f"it would save {format_bytes(saved_bytes)}, below "
+        f"min_saved_bytes={format_bytes(min_saved_bytes)}"
+    )
+
+
+def tokens_per_tile(choice: Choice) -> int:
+    """Rows per tile of a loss head.
+
+    Raises:
+        Refusal: the plan's choice is one for another kind of site.
     """
-
-    tokens: int = 0
-    skip_tolerance: float = 0.0
-
-
-Choice = Keep | Chunks
-
-#: Hidden values (tokens x width) of a layer, by device, from where compiling the layer pays. A tiny
-#: model would wait longer for the compiler than for all its steps; on a CPU a layer's time is its
-#: matrix products', which no compiler makes faster. ``meta`` stands for a CPU.
-_LEAST_HIDDEN = {"cpu": 2**24, "meta": 2**24, "cuda": 2**20}
+    if not isinstance(choice, TileHead):
+        raise Refusal(f"the plan says {describe(choice)!r}, which is for another kind of site")
+    return choice.tile_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do at each site.
+    """A choice for each site, and what the step is predicted to take.
 
     Attributes:
-        choices: ``(pass name, site)`` -> choice; a site that is not listed follows the rules below.
-        chunk_tokens: rows per tile, 0 to let the tile's bytes decide.
-        min_saved_bytes: sites predicted to save less are kept.
-        switched_off: sites that every pass keeps, whatever the rest says.
-        least_hidden: device type -> hidden values of a layer below which it runs op by op.
-        compile_regions: whether region bodies will be compiled.
-        head_skip_tolerance: as in ``Config``.
+        choices: site (see ``ir.site``) -> choice.
+        peak_gpu_bytes, peak_host_bytes, step_seconds, max_context: predictions; None where none
+            was made.
+        switched_off: ``(pass, site)`` pairs that stay as they are whatever else is said; how
+            ``verify`` searches for a wrong rewrite.
     """
 
-    choices: Mapping[tuple[str, str], Choice] = field(default_factory=dict)
-    chunk_tokens: int = 0
-    min_saved_bytes: int = 0
-    switched_off: frozenset[str] = frozenset()
-    least_hidden: Mapping[str, int] = field(default_factory=dict)
-    compile_regions: bool = True
-    head_skip_tolerance: float = 0.0
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+    peak_gpu_bytes: int | None = None
+    peak_host_bytes: int | None = None
+    step_seconds: float | None = None
+    max_context: int | None = None
+    switched_off: frozenset[tuple[str, str]] = frozenset()
+
+    def without(self, rewrites: frozenset[tuple[str, str]]) -> Plan:
+        """The same plan with these passes told to leave these sites alone."""
+        return replace(self, switched_off=self.switched_off | rewrites)
+
+    def to_json(self) -> str:
+        """The plan as JSON: ``from_json`` reads it back."""
+        names = {kind: name for name, kind in _KINDS.items()}
+        choices = {s: {"kind": names[type(c)], **asdict(c)} for s, c in self.choices.items()}
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        return json.dumps({"version": _VERSION, **numbers, "choices": choices}, indent=1)
 
     @classmethod
-    def from_config(cls, config: Config) -> Plan:
-        """The plan that a configuration asks for; a pass that it names works at every size."""
-        named = "recompute" in (config.passes or ())
-        return cls(
-            {},
-            config.chunk_tokens or 0,
-            config.min_saved_bytes,
-            least_hidden={} if named else dict(_LEAST_HIDDEN),
-            compile_regions=named or config.compile_regions,
-            head_skip_tolerance=config.head_skip_tolerance,
-        )
+    def from_json(cls, text: str) -> Plan:
+        """A plan that ``to_json`` wrote, perhaps edited.
 
-    def without(self, sites: frozenset[str]) -> Plan:
-        """The same plan with every pass told to keep ``sites``."""
-        return replace(self, switched_off=self.switched_off | sites)
-
-    def choice_for(self, pass_name: str, site: str, saved_bytes: int | None) -> Choice:
-        """The choice for a site whose rewrite is predicted to save ``saved_bytes``.
-
-        None: the rewrite is not about memory, so the threshold does not apply.
+        Raises:
+            PlanError: the text is no plan; the message names the site and the value.
         """
-        if site in self.switched_off:
-            return Keep("it is switched off")
-        chosen = self.choices.get((pass_name, site))
-        if chosen is not None:
-            return chosen
-        if saved_bytes is not None and saved_bytes < self.min_saved_bytes:
-            return Keep(
-                f"it would save {format_bytes(saved_bytes)}, below "
-                f"min_saved_bytes={format_bytes(self.min_saved_bytes)}"
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"the plan is no JSON: {error}") from error
+        if not isinstance(data, dict) or data.get("version") != _VERSION:
+            raise PlanError(
+                f"the plan is not of version {_VERSION}; make it anew: fxrl plan --json"
             )
-        return Chunks(self.chunk_tokens, self.head_skip_tolerance)
+        choices = data.get("choices", {})
+        if not isinstance(choices, dict):
+            raise PlanError(f"choices={choices!r} is no table of sites")
+        numbers = {name: _number(name, data.get(name)) for name in _NUMBERS}
+        return cls({site: _choice(site, given) for site, given in choices.items()}, **numbers)
 
     def __str__(self) -> str:
-        tile = self.chunk_tokens or "by bytes"
-        lines = [f"rows per tile: {tile}; keep below {format_bytes(self.min_saved_bytes)}"]
-        if self.head_skip_tolerance:
-            lines.append(f"a frozen head may leave out {self.head_skip_tolerance:g} of a gradient")
-        lines += [f"{name} @ {site}: {choice}" for (name, site), choice in self.choices.items()]
-        return "\n".join(lines)
+        told = ((n, getattr(self, n)) for n in _NUMBERS)
+        shown = [f"{n.replace('_', ' ')}: {value}" for n, value in told if value is not None]
+        lines = [f"{site}: {describe(choice)}" for site, choice in self.choices.items()]
+        return "\n".join([*shown, *lines]) or "no sites: nothing is captured yet"
+
+
+_NUMBERS = ("peak_gpu_bytes", "peak_host_bytes", "step_seconds", "max_context")
+
+
+def describe(choice: Choice) -> str:
+    """A choice in words."""
+    if isinstance(choice, Keep):
+        return f"stays as it is: {choice.reason}"
+    if isinstance(choice, CutLayer):
+        what = "matrix products are kept" if choice.kept == "products" else "only inputs are kept"
+        return f"layer: {what} for the backward"
+    if isinstance(choice, TileHead):
+        return f"{choice.by}, rows per tile: {choice.tile_tokens or 'by bytes'}"
+    return choice.by
+
+
+def _number(name: str, value: Any) -> Any:
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return value
+    raise PlanError(f"{name}={value!r} is no number")
+
+
+def _choice(site: str, given: Any) -> Choice:
+    if not isinstance(given, dict) or given.get("kind") not in _KINDS:
+        raise PlanError(f"{site}: {given!r} is no choice; its kind is one of {', '.join(_KINDS)}")
+    kind = _KINDS[given["kind"]]
+    known = {option.name: option.type for option in fields(kind)}
+    options = {name: value for name, value in given.items() if name != "kind"}
+    for name, value in options.items():
+        if name not in known:
+            raise PlanError(f"{site}: {name} is unknown; a {given['kind']} has {', '.join(known)}")
+        _check(f"{site}: {name}", value, str(known[name]))
+    try:
+        choice: Choice = kind(**options)
+    except TypeError as error:
+        raise PlanError(f"{site}: {error}") from error
+    return choice
+
+
+def _check(what: str, value: object, kind: str) -> None:
+    """Whether ``value`` is what a choice's option of this type may be."""
+    if kind == "int":
+        if type(value) is not int or value < 0:
+            raise PlanError(f"{what}={value!r} is no number of 0 or more")
+    elif kind in ("str", "bool"):
+        if type(value).__name__ != kind:
+            raise PlanError(f"{what}={value!r} is no {kind}")
+    elif value not in ("products", "inputs"):
+        raise PlanError(f'{what}={value!r} is neither "products" nor "inputs"')

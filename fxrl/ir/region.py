@@ -1,25 +1,30 @@
-"""Region: a subgraph that owns its backward and runs behind one opaque op.
+"""Region: a subgraph that owns its backward and runs behind one opaque op, ``fxrl::region``.
 
-A pass outlines a region by building its forward graph and putting one ``fxrl::region`` call in
-the graph (``fxrl::kept_region`` where the backward keeps instead of recomputing). The backend
-derives the vjp (the recompute and the gradients, one graph, so what the
-backward does not need is dead code), compiles both once per distinct body and registers them
-under the region's id. The id is a hash of the content, so equal bodies are compiled once and a
-second process finds Inductor's caches.
+A pass outlines a region by building its forward graph and putting one call in the graph. The
+compiler derives the backward from it as the region's cut says, compiles both once per distinct
+body and keeps them under a key made of content and options.
+
+What a region's backward needs of its forward is the region's **cut**: its ``inputs`` (the backward
+runs the forward again, inside one graph, so what it does not need is dead code), or the
+``products`` (the forward hands over its matrix products; norms and activations are computed again).
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
+from fxrl.ir.graph import graphs_of, is_call
 from fxrl.ir.printer import Symbols, print_graph
+
+Cut = Literal["inputs", "products"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +53,14 @@ class Region:
         forward: takes the inputs in order, returns a tuple of tensors; functional ATen, no
             random numbers. If any input is tiled, all outputs have the rows in dim 0.
         inputs: one spec per input.
-        keep: the forward hands the backward what it needs; otherwise the backward recomputes.
-            Not for tiles.
+        cut: what the backward gets; only ``inputs`` for tiles.
+        layer: site of the layer that it is a part of; no part of the content.
     """
 
     forward: fx.GraphModule
     inputs: tuple[InputSpec, ...]
-    keep: bool = False
+    cut: Cut = "inputs"
+    layer: str = ""
 
     @property
     def tiled(self) -> bool:
@@ -63,7 +69,7 @@ class Region:
 
     @cached_property
     def id(self) -> str:
-        """Content hash: body, input types and which gradients are wanted."""
+        """Content hash: body, input types, which gradients are wanted, and the cut."""
         return self._hash(self.inputs)
 
     @cached_property
@@ -78,31 +84,26 @@ class Region:
     def _hash(self, specs: Sequence[InputSpec]) -> str:
         symbols = Symbols()
         inputs = [_signature(spec, symbols) for spec in specs]
-        text = "\n".join([self._text, *inputs, "keep" if self.keep else ""])
+        text = "\n".join([self._text, *inputs, self.cut])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _signature(spec: InputSpec, symbols: Symbols) -> str:
     """All that compiled code depends on; strides too, but for rows, which are made contiguous."""
     example = spec.example
-    sizes = [_text(size, symbols) for size in example.shape[1 if spec.tiled else 0 :]]
-    strides = [] if spec.tiled else [_text(stride, symbols) for stride in example.stride()]
+    sizes = [_size(size, symbols) for size in example.shape[1 if spec.tiled else 0 :]]
+    strides = [] if spec.tiled else [_size(stride, symbols) for stride in example.stride()]
     kind = f"{example.dtype} {example.device.type} {sizes} {strides}"
     return f"{kind} {spec.tiled} {spec.needs_grad}" + (" alive" if spec.alive else "")
 
 
-def _text(size: int | torch.SymInt, symbols: Symbols) -> str:
+def _size(size: int | torch.SymInt, symbols: Symbols) -> str:
     return str(size) if isinstance(size, int) else symbols.text(size)
 
 
-def regions_of(gm: fx.GraphModule) -> dict[str, Region]:
-    """The regions that passes outlined from ``gm``, by id; passes add to it."""
-    found: dict[str, Region] = gm.meta.setdefault("fxrl_regions", {})
-    return found
-
-
+# ---------------------------------------------------------------------------- calls in a graph
 def call_region(
-    gm: fx.GraphModule, region: Region, inputs: list[fx.Node], tile: int, results: list[Any]
+    graph: fx.Graph, region: Region, inputs: list[fx.Node], tile: int, results: list[Any]
 ) -> list[fx.Node]:
     """Put the region's call at the graph's insertion point.
 
@@ -113,28 +114,34 @@ def call_region(
     Returns:
         One graph value per output.
     """
-    import operator
-
-    region_id = region.id
-    regions_of(gm)[region_id] = region
-    if region.keep:
-        call = gm.graph.call_function(torch.ops.fxrl.kept_region.default, (inputs, region_id))
-    else:
-        call = gm.graph.call_function(torch.ops.fxrl.region.default, (inputs, region_id, tile))
+    call = graph.call_function(torch.ops.fxrl.region.default, (inputs, region.id, tile))
     call.meta["val"] = list(results)
+    call.meta["region"] = region
     values = []
     for index, val in enumerate(results):
-        item = gm.graph.call_function(operator.getitem, (call, index))
+        item = graph.call_function(operator.getitem, (call, index))
         item.meta["val"] = val
         values.append(item)
     return values
 
 
-def replace_region(gm: fx.GraphModule, old: Region, new: Region) -> None:
-    """Let the calls of ``old`` in ``gm`` call ``new``, which takes and returns the same."""
-    old_id, new_id = old.id, new.id
-    regions_of(gm).pop(old_id, None)
-    regions_of(gm)[new_id] = new
-    for call in gm.graph.find_nodes(op="call_function", target=torch.ops.fxrl.kept_region.default):
-        if call.args[1] == old_id:
-            call.args = (call.args[0], new_id)
+def region_at(node: fx.Node) -> Region | None:
+    """The region that a node calls."""
+    found: Region | None = node.meta.get("region")
+    return found if found is not None and is_call(node, torch.ops.fxrl.region.default) else None
+
+
+def set_region(call: fx.Node, region: Region) -> None:
+    """Let a call run ``region``, which takes and returns the same as the one it ran."""
+    call.meta["region"] = region
+    call.update_arg(1, region.id)
+
+
+def region_calls(gm: fx.GraphModule) -> list[fx.Node]:
+    """Every region call of a graph and of its checkpointed bodies, in order."""
+    return [node for graph in graphs_of(gm) for node in graph.nodes if region_at(node) is not None]
+
+
+def regions_of(gm: fx.GraphModule) -> dict[str, Region]:
+    """The distinct regions of a graph by id."""
+    return {node.meta["region"].id: node.meta["region"] for node in region_calls(gm)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -88,6 +88,14 @@ class Report:
         """The remarks of one kind."""
         return tuple(remark for remark in self.remarks if remark.kind == kind)
 
+    def folded(self) -> tuple[Remark, ...]:
+        """The remarks, those that say the same of many sites as one: for people."""
+        groups: dict[tuple[str, ...], list[Remark]] = {}
+        for one in self.remarks:
+            key = (one.kind, one.pass_name, one.reason, one.cure)
+            groups.setdefault(key, []).append(one)
+        return tuple(map(_together, groups.values()))
+
     @property
     def saved_bytes(self) -> int:
         """Predicted bytes saved by everything applied."""
@@ -107,7 +115,7 @@ class Report:
         if not self.remarks:
             yield cell(_EMPTY)
             return
-        yield (_narrow if options.max_width < _NARROW else _wide)(self.remarks)
+        yield (_narrow if options.max_width < _NARROW else _wide)(self.folded())
         yield cell("")
         yield cell(f"predicted to save {format_bytes(self.saved_bytes)} at the peak", "bold")
         counts = (f"{len(self.of_kind(kind))} {kind}" for kind in RemarkKind)
@@ -119,6 +127,14 @@ class Report:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _together(remarks: list[Remark]) -> Remark:
+    first, last = remarks[0], remarks[-1]
+    if len(remarks) == 1:
+        return first
+    site = f"{first.site} to {last.site}" if len(remarks) > 2 else f"{first.site}, {last.site}"
+    return replace(first, site=site, saved_bytes=sum(one.saved_bytes for one in remarks))
 
 
 def _wide(remarks: Iterable[Remark]) -> Table:

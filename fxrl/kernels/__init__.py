@@ -17,7 +17,7 @@ def register() -> bool:
     """
     if find_spec("triton") is None:
         return False
-    from fxrl.kernels.linear_logprob import register as register_linear_logprob
+    from fxrl.kernels.linear_logprob.cuda import register as register_linear_logprob
 
     register_linear_logprob()
     return True

@@ -32,11 +32,12 @@ from fxrl.losses.batch import Batch, LossFn, Metrics, model_inputs, per_token
 from fxrl.losses.clipped import clipped_surrogate
 from fxrl.losses.errors import BatchError, check_positive
 from fxrl.losses.logprobs import at_least_float32
-from fxrl.losses.options import PolicyKeywords, PolicyOptions
+from fxrl.losses.options import PolicyKeywords, PolicyOptions, loss_factory
 from fxrl.losses.reduce import masked_mean, token_mean
 from fxrl.losses.surrogate import Extra, policy_loss
 
 
+@loss_factory
 def ppo(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,

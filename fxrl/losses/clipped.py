@@ -14,7 +14,7 @@ from torch import Tensor
 from fxrl.losses.batch import LossFn, Metrics, Tokens
 from fxrl.losses.errors import LossConfigError, check_choice, check_positive
 from fxrl.losses.logprobs import bounded_exp
-from fxrl.losses.options import PolicyKeywords, PolicyOptions
+from fxrl.losses.options import PolicyKeywords, PolicyOptions, loss_factory
 from fxrl.losses.reduce import (
     Reduction,
     fixed_length_mean,
@@ -122,6 +122,7 @@ def _clipped_loss(
     return policy_loss(surrogate, reduction, PolicyOptions(**common))
 
 
+@loss_factory
 def grpo(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
@@ -153,6 +154,7 @@ def grpo(
     return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_mean, common)
 
 
+@loss_factory
 def bnpo(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
@@ -171,6 +173,7 @@ def bnpo(
     return _clipped_loss(epsilon, epsilon_high, delta, level, token_mean, common)
 
 
+@loss_factory
 def dr_grpo(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
@@ -191,6 +194,7 @@ def dr_grpo(
     return _clipped_loss(epsilon, epsilon_high, delta, level, reduction, common)
 
 
+@loss_factory
 def dapo(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
@@ -208,6 +212,7 @@ def dapo(
     return _clipped_loss(epsilon, epsilon_high, delta, level, token_mean_of_update, common)
 
 
+@loss_factory
 def gspo(
     epsilon: float = 3e-4,
     epsilon_high: float | None = 4e-4,
@@ -227,6 +232,7 @@ def gspo(
     return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_mean, common)
 
 
+@loss_factory
 def luspo(
     epsilon: float = 2e-3,
     epsilon_high: float | None = 2.5e-3,

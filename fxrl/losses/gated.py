@@ -13,7 +13,7 @@ from torch import Tensor
 from fxrl.losses.batch import LossFn, Metrics, Tokens
 from fxrl.losses.errors import check_positive
 from fxrl.losses.logprobs import bounded_exp
-from fxrl.losses.options import PolicyKeywords, PolicyOptions
+from fxrl.losses.options import PolicyKeywords, PolicyOptions, loss_factory
 from fxrl.losses.reduce import masked_mean, sequence_mean_token_mean, token_mean_of_update
 from fxrl.losses.surrogate import Surrogate, policy_loss
 
@@ -31,6 +31,7 @@ def cispo_surrogate(epsilon_high: float) -> Surrogate:
     return surrogate
 
 
+@loss_factory
 def cispo(epsilon_high: float = 5.0, **common: Unpack[PolicyKeywords]) -> LossFn:
     """Clipped importance-sampling-weight policy optimization: no token loses its gradient.
 
@@ -60,6 +61,7 @@ def sapo_surrogate(temperature_pos: float, temperature_neg: float) -> Surrogate:
     return surrogate
 
 
+@loss_factory
 def sapo(
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypedDict
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, ParamSpec, TypedDict
 
-from fxrl.losses.errors import LossConfigError, check_choice, check_positive
+from fxrl.losses.batch import LossFn
+from fxrl.losses.errors import LossConfigError, check_choice, check_positive, nearest
 
 KLEstimator = Literal["k1", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -86,3 +90,40 @@ class PolicyOptions:
             raise LossConfigError(
                 f"vllm_importance_sampling_clip_min={low} is above _clip_max={high}; swap them"
             )
+
+
+def accepted(factory: Callable[..., Any]) -> tuple[str, ...]:
+    """Names that a factory takes as keywords; its ``**common`` are the fields above."""
+    names: list[str] = []
+    for parameter in inspect.signature(factory).parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            names += [field.name for field in fields(PolicyOptions)]
+        elif parameter.kind in (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.KEYWORD_ONLY,
+        ):
+            names.append(parameter.name)
+    return tuple(names)
+
+
+def check_keywords(name: str, known: tuple[str, ...], given: Iterable[str]) -> None:
+    """Raise for keywords that ``name`` does not know, with the nearest that it does."""
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        told = "; ".join(f"{key!r}{nearest(key, known)}" for key in unknown)
+        raise LossConfigError(f"{name} has no keyword {told}")
+
+
+_P = ParamSpec("_P")
+
+
+def loss_factory(factory: Callable[_P, LossFn]) -> Callable[_P, LossFn]:
+    """The factory, which tells an unknown keyword as it tells a wrong value."""
+    known = accepted(factory)
+
+    @functools.wraps(factory)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> LossFn:
+        check_keywords(factory.__name__, known, kwargs)
+        return factory(*args, **kwargs)
+
+    return checked

@@ -13,7 +13,7 @@ from torch import Tensor
 from fxrl.losses.batch import LossFn, Metrics, Tokens
 from fxrl.losses.clipped import clip_metrics, clip_range
 from fxrl.losses.logprobs import bounded_exp
-from fxrl.losses.options import PolicyKeywords, PolicyOptions
+from fxrl.losses.options import PolicyKeywords, PolicyOptions, loss_factory
 from fxrl.losses.reduce import (
     masked_sum,
     row_mean,
@@ -27,6 +27,7 @@ def _score_function(tokens: Tokens) -> tuple[Tensor, Metrics]:
     return -tokens.advantages * tokens.logps, {}
 
 
+@loss_factory
 def reinforce(**common: Unpack[PolicyKeywords]) -> LossFn:
     """The plain policy gradient.
 
@@ -54,6 +55,7 @@ def rloo_surrogate(epsilon: float, epsilon_high: float | None) -> Surrogate:
     return surrogate
 
 
+@loss_factory
 def rloo(
     epsilon: float = 0.2, epsilon_high: float | None = None, **common: Unpack[PolicyKeywords]
 ) -> LossFn:

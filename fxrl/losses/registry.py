@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +16,7 @@ from fxrl.losses.batch import LossFn
 from fxrl.losses.clipped import bnpo, dapo, dr_grpo, grpo, gspo, luspo
 from fxrl.losses.errors import LossConfigError, nearest
 from fxrl.losses.gated import cispo, sapo
-from fxrl.losses.options import PolicyOptions
+from fxrl.losses.options import accepted, check_keywords
 from fxrl.losses.policy_gradient import reinforce, rloo
 from fxrl.losses.supervised import dpo, sft
 
@@ -59,33 +58,14 @@ def by_name(name: str, **kwargs: Any) -> LossFn:
         return _imported(name, kwargs)
     if name not in FACTORIES:
         raise LossConfigError(f"no loss is called {name!r}{nearest(name, FACTORIES)}")
-    factory = FACTORIES[name]
-    _check_keywords(name, factory, kwargs)
-    return factory(**kwargs)
+    return FACTORIES[name](**kwargs)
 
 
 def keywords(factory: Callable[..., Any]) -> tuple[str, ...] | None:
     """Names that ``factory`` takes as keywords; None if it takes any."""
-    names = []
-    for parameter in inspect.signature(factory).parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            if factory not in FACTORIES.values():
-                return None
-            names += [field.name for field in fields(PolicyOptions)]
-        elif parameter.kind not in (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.VAR_POSITIONAL,
-        ):
-            names.append(parameter.name)
-    return tuple(names)
-
-
-def _check_keywords(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    known = keywords(factory)
-    unknown = [key for key in kwargs if known is not None and key not in known]
-    if unknown:
-        told = "; ".join(f"{key!r}{nearest(key, known or ())}" for key in unknown)
-        raise LossConfigError(f"{name} has no keyword {told}")
+    kinds = {parameter.kind for parameter in inspect.signature(factory).parameters.values()}
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds and factory not in FACTORIES.values()
+    return None if takes_any else accepted(factory)
 
 
 def _imported(path: str, kwargs: dict[str, Any]) -> LossFn:
@@ -100,7 +80,7 @@ def _imported(path: str, kwargs: dict[str, Any]) -> LossFn:
         raise LossConfigError(
             f"{path} needs {len(required)} arguments; a loss needs (model, batch), a factory none"
         )
-    _check_keywords(path, function, kwargs)
+    check_keywords(path, keywords(function) or tuple(kwargs), kwargs)
     if not required:
         loss: LossFn = function(**kwargs)
         return loss

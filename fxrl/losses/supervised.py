@@ -22,6 +22,7 @@ from fxrl.losses.batch import (
 )
 from fxrl.losses.errors import BatchError, LossConfigError, check_choice, check_positive
 from fxrl.losses.logprobs import completion_logits, token_stats
+from fxrl.losses.options import loss_factory
 from fxrl.losses.reduce import masked_mean, masked_sum, row_mean, token_mean_of_update
 
 IGNORE_INDEX = -100
@@ -29,6 +30,7 @@ PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
 PREFERENCE_LOSSES = ("sigmoid", "hinge", "ipo")
 
 
+@loss_factory
 def sft(*, log_entropy: bool = True, log_accuracy: bool = True) -> LossFn:
     """Next-token cross-entropy.
 
@@ -65,6 +67,7 @@ def sft(*, log_entropy: bool = True, log_accuracy: bool = True) -> LossFn:
     return loss_fn
 
 
+@loss_factory
 def dpo(
     beta: float = 0.1,
     loss_type: PreferenceLoss = "sigmoid",

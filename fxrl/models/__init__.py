@@ -1,7 +1,8 @@
 """Models by id, path, configuration or kind; SmolLM2 without a hub; LoRA."""
 
+from fxrl.errors import MissingPackageError
 from fxrl.models.build import build_from_config
-from fxrl.models.errors import FetchError, MissingPackageError, ModelError
+from fxrl.models.errors import FetchError, ModelError
 from fxrl.models.load import load_model
 from fxrl.models.lora import lora
 from fxrl.models.smollm2 import fetch_smollm2

@@ -9,13 +9,5 @@ class ModelError(FxrlError, ValueError):
     """A model id, path or configuration leads to no model; the message has the cure."""
 
 
-class MissingPackageError(FxrlError, ImportError):
-    """An optional package is needed for what was asked."""
-
-
 class FetchError(FxrlError, RuntimeError):
     """A download, its verification or its conversion failed."""
-
-
-DEMO_CURE = "pip install 'fxrl[demo]'"
-"""Installs transformers, peft, safetensors and gguf."""

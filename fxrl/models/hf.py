@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fxrl.models.errors import DEMO_CURE, MissingPackageError
+from fxrl.errors import MissingPackageError
 
 HUB_TIMEOUT_S = 5.0
 
@@ -21,9 +21,7 @@ def optional(package: str, purpose: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as missing:
-        raise MissingPackageError(
-            f"{purpose} needs {package} ({missing}); {DEMO_CURE}"
-        ) from missing
+        raise MissingPackageError(package, purpose, missing) from missing
 
 
 @contextmanager

@@ -1,74 +1,252 @@
-"""The op pair behind every region: ``fxrl::region`` and ``fxrl::region_vjp``.
+"""The op behind every region: ``fxrl::region`` and its backward ``fxrl::region_vjp``.
 
-Opaque on purpose: no later pass can merge the recompute away or batch the tiles again (see
-``NOTE [Why an opaque op]``). What runs is looked up by the region's id; the backend registers it.
+The forward returns the region's outputs and, behind them, what its cut hands to the backward; the
+graph sees the outputs alone. What runs is looked up by a key made of content and options.
 
 NOTE [Why an opaque op]: an autograd.Function that AOTAutograd inlines loses the saving under
 Inductor, whose CSE merges the recomputed matmul with the forward's, and full-graph Inductor
 batches unrolled tiles so that all are alive at once. Behind an op, tile count and token count are
 run-time values, and one compiled body serves every shape.
+
+NOTE [Why what is kept are outputs of the op]: an opaque op can only save what autograd sees, its
+inputs and outputs. PyTorch's own fused ops (attention's log-sum-exp) do the same.
+
+NOTE [Why keys and not objects]: an op's schema has no objects. ``_LIVE`` holds kernels weakly: they
+belong to the captures that run them, and to the backward passes that still need them.
 """
 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
+from fxrl.ir.graph import Size
 from fxrl.ir.region import Region
 
 TensorFunction = Callable[..., Sequence[Tensor]]
+Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RegionKernels:
-    """What the backend made of a region.
+class Body:
+    """The two halves of a region at one set of sizes.
 
     Attributes:
-        region: the region itself; its forward also gives shapes on fake tensors.
-        forward: inputs -> outputs.
-        kept: the two halves of a region whose backward keeps (``fxrl::kept_region``).
-        vjp: inputs and the gradients of the floating-point outputs -> gradients of the inputs
-            that need one. None without a gradient.
-        grad_outputs: which outputs take an incoming gradient.
-        min_rows: fewer rows than this are padded (a compiled body may assume at least 2).
-        options: the compiler options they were built with; None for op by op.
-        traced: the graphs they were built from, forward and vjp.
-        generated: gives file name -> source that the compiler generated.
+        forward: inputs -> outputs, then the values kept for the backward.
+        backward: the values that ``sources`` names -> gradients of the inputs that need one; None
+            where none does.
+        sources: where each argument of ``backward`` is from: ``("input", i)``, ``("output", i)``
+            (kept values count on), ``("grad", i)`` or ``("size", i)``.
+        num_outputs: outputs of the region itself.
+        inputs, grads: strides that the halves were traced for.
+        sizes: the integers that ``backward`` takes.
     """
 
-    region: Region
     forward: TensorFunction
-    vjp: TensorFunction | None
+    backward: TensorFunction | None
+    sources: tuple[tuple[str, int], ...]
+    num_outputs: int
+    inputs: tuple[Strides, ...] = ()
+    grads: tuple[Strides, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+
+class RegionKernels(ABC):
+    """What the compiler made of a region, for all sizes.
+
+    Attributes:
+        key: what the op knows it by.
+        region: the region itself.
+        grad_outputs: which outputs take an incoming gradient.
+        min_rows: tiles of fewer rows are padded (a compiled body may assume at least 2).
+    """
+
+    key: str
+    region: Region
     grad_outputs: tuple[int, ...]
     min_rows: int = 1
-    kept: Any = None
-    options: Any = None
-    traced: tuple[fx.GraphModule, fx.GraphModule | None] | None = None
-    generated: Callable[[], dict[str, str]] = dict
+
+    @abstractmethod
+    def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[Size, ...]:
+        """What the region's sizes that vary are in these inputs."""
+
+    @abstractmethod
+    def body(self, sizes: Sequence[Size]) -> Body:
+        """The body for these sizes; the first one where they are symbols themselves."""
+
+    @abstractmethod
+    def fake_outputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Outputs and kept values on fake tensors."""
+
+    @abstractmethod
+    def fake_grads(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
+        """Gradients of the inputs that need one, on fake tensors."""
 
 
-_KERNELS: dict[str, RegionKernels] = {}
+_LIVE: WeakValueDictionary[str, RegionKernels] = WeakValueDictionary()
 
 
-def register(kernels: RegionKernels) -> None:
-    """Make a region callable by its id. Registering an equal body again replaces it."""
-    _KERNELS[kernels.region.id] = kernels
+def register(kernels: RegionKernels) -> RegionKernels:
+    """Make kernels callable by their key for as long as somebody holds what is returned.
+
+    Equal content and options have one key: where it lives already, the living kernels are returned.
+    """
+    return _LIVE.setdefault(kernels.key, kernels)
 
 
-def registered(region_id: str) -> RegionKernels | None:
-    """The kernels under an id, if the backend made them already."""
-    return _KERNELS.get(region_id)
+def registered(key: str) -> RegionKernels | None:
+    """The kernels under a key, if they live."""
+    return _LIVE.get(key)
 
 
-def lookup(region_id: str) -> RegionKernels:
-    kernels = _KERNELS.get(region_id)
-    assert kernels is not None, f"region {region_id} was never built"
+def lookup(key: str) -> RegionKernels:
+    kernels = _LIVE.get(key)
+    assert kernels is not None, f"region {key} was never built, or its capture is gone"
     return kernels
+
+
+# ---------------------------------------------------------------------------- forward
+@torch.library.custom_op(
+    "fxrl::region",
+    mutates_args=(),
+    schema="(Tensor[] inputs, str key, SymInt tile) -> Tensor[]",
+)
+def region(inputs: list[Tensor], key: str, tile: int) -> list[Tensor]:
+    """Run a region's forward, whole or in tiles of ``tile`` rows; outputs, then kept values."""
+    kernels = lookup(key)
+    with WithoutAutocast(inputs[0].device):
+        if kernels.region.tiled:
+            return _forward_by_tiles(kernels, inputs, int(tile))
+        body = kernels.body(kernels.sizes_of(inputs))
+        given = [_as_traced(x, strides) for x, strides in zip(inputs, body.inputs, strict=True)]
+        return fresh(list(body.forward(*given)), inputs)
+
+
+@region.register_fake
+def _(inputs: list[Tensor], key: str, tile: int) -> list[Tensor]:
+    return [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        for x in lookup(key).fake_outputs(inputs)
+    ]
+
+
+def fresh(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs that share no storage with the inputs or each other, as an op must return."""
+    seen = {x.untyped_storage().data_ptr() for x in inputs}
+    result = []
+    for output in outputs:
+        pointer = output.untyped_storage().data_ptr()
+        result.append(output.clone() if pointer in seen and output.numel() else output)
+        seen.add(result[-1].untyped_storage().data_ptr())
+    return result
+
+
+def _as_traced(x: Tensor, strides: Strides) -> Tensor:
+    """``x`` with the strides that the body was traced for; attention kernels differ in theirs."""
+    if x.stride() == strides:
+        return x
+    pairs = zip(x.shape, x.stride(), strides, strict=True)
+    if not any(n > 1 and have != want for n, have, want in pairs):
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+class WithoutAutocast:
+    """Bodies already contain the casts that autocast asked for when they were captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._off = torch.autocast(device.type, enabled=False)
+
+    def __enter__(self) -> None:
+        self._off.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exc: Any) -> None:
+        self._off.__exit__(*exc)
+
+
+# ---------------------------------------------------------------------------- backward
+@torch.library.custom_op(
+    "fxrl::region_vjp",
+    mutates_args=(),
+    schema="(Tensor[] kept, Tensor[] grads, SymInt[] sizes, str key, SymInt tile) -> Tensor[]",
+)
+def region_vjp(
+    kept: list[Tensor], grads: list[Tensor], sizes: list[int], key: str, tile: int
+) -> list[Tensor]:
+    """Gradients of the inputs that need one.
+
+    Args:
+        kept: the tensors that the body's sources name, in their order; for tiles, all inputs.
+        grads: one for each output that takes a gradient.
+        sizes: what the region's sizes that vary are.
+    """
+    kernels = lookup(key)
+    with WithoutAutocast(grads[0].device):
+        if kernels.region.tiled:
+            return _backward_by_tiles(kernels, kept, grads, int(tile))
+        body = kernels.body(sizes)
+        given = [_as_traced(g, strides) for g, strides in zip(grads, body.grads, strict=True)]
+        return fresh(list(_backward(body, key, kept, given)), [*kept, *grads])
+
+
+def _backward(
+    body: Body, key: str, kept: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    assert body.backward is not None, f"region {key} was captured without a gradient"
+    queue = iter(kept)
+    values = [
+        grads[i] if kind == "grad" else body.sizes[i] if kind == "size" else next(queue)
+        for kind, i in body.sources
+    ]
+    return body.backward(*values)
+
+
+@region_vjp.register_fake
+def _(
+    kept: list[Tensor], grads: list[Tensor], sizes: list[Size], key: str, tile: int
+) -> list[Tensor]:
+    return lookup(key).fake_grads(sizes, grads[0].device)
+
+
+def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
+    tensors, ctx.key, ctx.tile = inputs
+    kernels = lookup(ctx.key)
+    ctx.kernels = kernels  # a backward may outlive the capture
+    ctx.sizes = kernels.sizes_of(tensors)
+    count = len(output)
+    if kernels.region.tiled:
+        ctx.save_for_backward(*tensors)
+    else:
+        body = kernels.body(ctx.sizes)
+        kept = {"input": tensors, "output": output}
+        ctx.save_for_backward(*(kept[kind][i] for kind, i in body.sources if kind in kept))
+        count = body.num_outputs
+    ctx.results = [(tuple(o.shape), o.dtype, o.device) for o in output[:count]]
+    ctx.mark_non_differentiable(*output[count:])
+    ctx.set_materialize_grads(False)
+
+
+def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None, None]:
+    kernels: RegionKernels = ctx.kernels
+    given = []
+    for index in kernels.grad_outputs:
+        grad, (shape, dtype, device) = grads[index], ctx.results[index]
+        given.append(torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad)
+    kept = list(ctx.saved_tensors)
+    vjp = torch.ops.fxrl.region_vjp
+    found = iter(vjp(kept, given, list(ctx.sizes), ctx.key, ctx.tile))
+    result = [next(found) if spec.needs_grad else None for spec in kernels.region.inputs]
+    return result, None, None
+
+
+region.register_autograd(_from_context, setup_context=_setup_context)
 
 
 # ---------------------------------------------------------------------------- tiles
@@ -91,7 +269,7 @@ def _rows_of(kernels: RegionKernels, inputs: Sequence[Tensor]) -> int:
     }
     if len(counts) != 1:
         raise RuntimeError(
-            f"the inputs of region {kernels.region.id} have different numbers of rows "
+            f"the inputs of region {kernels.key} have different numbers of rows "
             f"{sorted(counts)}; the loss pairs tensors of different token counts"
         )
     return counts.pop()
@@ -111,101 +289,47 @@ def _tile_inputs(
     return parts, padding
 
 
+def _forward_by_tiles(kernels: RegionKernels, inputs: list[Tensor], tile: int) -> list[Tensor]:
+    rows = _rows_of(kernels, inputs)
+    results: list[Tensor] = []
+    for start, stop in tile_bounds(rows, tile, kernels.min_rows):
+        parts, padding = _tile_inputs(kernels, inputs, start, stop)
+        outputs = kernels.body(kernels.sizes_of(parts)).forward(*parts)
+        if not results:
+            results = [o.new_empty((rows, *o.shape[1:])) for o in outputs]
+        for whole, part in zip(results, outputs, strict=True):
+            whole[start:stop] = part[: part.shape[0] - padding]
+    return results or list(kernels.region.forward(*inputs))
+
+
+def _backward_by_tiles(
+    kernels: RegionKernels, inputs: list[Tensor], grads: list[Tensor], tile: int
+) -> list[Tensor]:
+    """Gradients of tiled inputs tile by tile; those of shared inputs are summed in fp32."""
+    pairs = list(zip(inputs, kernels.region.inputs, strict=True))
+    wanted = [(x, spec) for x, spec in pairs if spec.needs_grad]
+    bounds = tile_bounds(_rows_of(kernels, inputs), tile, kernels.min_rows)
+    sums = [_accumulator(x, spec.tiled, len(bounds)) for x, spec in wanted]
+    for start, stop in bounds:
+        parts, padding = _tile_inputs(kernels, inputs, start, stop)
+        body = kernels.body(kernels.sizes_of(parts))
+        given = [_pad(grad[start:stop], padding) for grad in grads]
+        found = _backward(body, kernels.key, parts, given)
+        for total, part, (_, spec) in zip(sums, found, wanted, strict=True):
+            if spec.tiled:
+                total[start:stop] = part[: part.shape[0] - padding]
+            else:
+                total += part
+    return [total.to(x.dtype) for total, (x, _) in zip(sums, wanted, strict=True)]
+
+
 def _pad(grad: Tensor, padding: int) -> Tensor:
     if not padding:
         return grad.contiguous()
     return torch.cat([grad, grad.new_zeros((padding, *grad.shape[1:]))])
 
 
-class WithoutAutocast:
-    """Bodies already contain the casts that autocast asked for when they were captured."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._off = torch.autocast(device.type, enabled=False)
-
-    def __enter__(self) -> None:
-        self._off.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *exc: Any) -> None:
-        self._off.__exit__(*exc)
-
-
-# ---------------------------------------------------------------------------- forward
-@torch.library.custom_op(
-    "fxrl::region",
-    mutates_args=(),
-    schema="(Tensor[] inputs, str region_id, SymInt tile) -> Tensor[]",
-)
-def region(inputs: list[Tensor], region_id: str, tile: int) -> list[Tensor]:
-    """Run a region's forward, whole or in tiles of ``tile`` rows."""
-    kernels = lookup(region_id)
-    with WithoutAutocast(inputs[0].device):
-        if not kernels.region.tiled:
-            return fresh(list(kernels.forward(*inputs)), inputs)
-        rows = _rows_of(kernels, inputs)
-        results: list[Tensor] = []
-        for start, stop in tile_bounds(rows, int(tile), kernels.min_rows):
-            parts, padding = _tile_inputs(kernels, inputs, start, stop)
-            outputs = kernels.forward(*parts)
-            if not results:
-                results = [o.new_empty((rows, *o.shape[1:])) for o in outputs]
-            for whole, part in zip(results, outputs, strict=True):
-                whole[start:stop] = part[: part.shape[0] - padding]
-        return results or list(kernels.region.forward(*inputs))
-
-
-def fresh(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs that share no storage with the inputs or each other, as an op must return."""
-    seen = {x.untyped_storage().data_ptr() for x in inputs}
-    result = []
-    for output in outputs:
-        pointer = output.untyped_storage().data_ptr()
-        result.append(output.clone() if pointer in seen and output.numel() else output)
-        seen.add(result[-1].untyped_storage().data_ptr())
-    return result
-
-
-@region.register_fake
-def _(inputs: list[Tensor], region_id: str, tile: int) -> list[Tensor]:
-    outputs = lookup(region_id).region.forward(*inputs)
-    return [torch.empty_like(output) for output in outputs]
-
-
-# ---------------------------------------------------------------------------- backward
-@torch.library.custom_op(
-    "fxrl::region_vjp",
-    mutates_args=(),
-    schema="(Tensor[] inputs, Tensor[] grads, str region_id, SymInt tile) -> Tensor[]",
-)
-def region_vjp(
-    inputs: list[Tensor], grads: list[Tensor], region_id: str, tile: int
-) -> list[Tensor]:
-    """Gradients of the inputs that need one; gradients of shared inputs are summed in fp32."""
-    kernels = lookup(region_id)
-    assert kernels.vjp is not None, f"region {region_id} was captured without a gradient"
-    specs = [spec for spec in kernels.region.inputs if spec.needs_grad]
-    wanted = [x for x, spec in zip(inputs, kernels.region.inputs, strict=True) if spec.needs_grad]
-    with WithoutAutocast(inputs[0].device):
-        if not kernels.region.tiled:
-            result = kernels.vjp(*inputs, *(grad.contiguous() for grad in grads))
-            return fresh(list(result), [*inputs, *grads])
-        rows = _rows_of(kernels, inputs)
-        bounds = tile_bounds(rows, int(tile), kernels.min_rows)
-        sums = [_accumulator(x, spec.tiled, bounds) for x, spec in zip(wanted, specs, strict=True)]
-        for start, stop in bounds:
-            parts, padding = _tile_inputs(kernels, inputs, start, stop)
-            tile_grads = [_pad(grad[start:stop], padding) for grad in grads]
-            for total, part, spec in zip(
-                sums, kernels.vjp(*parts, *tile_grads), specs, strict=True
-            ):
-                if spec.tiled:
-                    total[start:stop] = part[: part.shape[0] - padding]
-                else:
-                    total += part
-    return [total.to(x.dtype) for total, x in zip(sums, wanted, strict=True)]
-
-
-def _accumulator(x: Tensor, tiled: bool, bounds: list[tuple[int, int]]) -> Tensor:
+def _accumulator(x: Tensor, tiled: bool, num_tiles: int) -> Tensor:
     """Where an input's gradient is gathered.
 
     NOTE [Why fp32 sums]: a shared input's gradient is a sum over tiles. Rounding each partial sum
@@ -214,36 +338,5 @@ def _accumulator(x: Tensor, tiled: bool, bounds: list[tuple[int, int]]) -> Tenso
     if tiled:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     low = x.dtype in (torch.bfloat16, torch.float16)
-    dtype = torch.float32 if low and len(bounds) > 1 else x.dtype
+    dtype = torch.float32 if low and num_tiles > 1 else x.dtype
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
-
-
-@region_vjp.register_fake
-def _(inputs: list[Tensor], grads: list[Tensor], region_id: str, tile: int) -> list[Tensor]:
-    specs = lookup(region_id).region.inputs
-    return [
-        torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for x, spec in zip(inputs, specs, strict=True)
-        if spec.needs_grad
-    ]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
-    tensors, ctx.region_id, ctx.tile = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.results = [(tuple(o.shape), o.dtype, o.device) for o in output]
-
-
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None, None]:
-    kernels = lookup(ctx.region_id)
-    inputs = list(ctx.saved_tensors)
-    given = []
-    for index in kernels.grad_outputs:
-        grad, (shape, dtype, device) = grads[index], ctx.results[index]
-        given.append(torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad)
-    found = iter(torch.ops.fxrl.region_vjp(inputs, given, ctx.region_id, ctx.tile))
-    result = [next(found) if spec.needs_grad else None for spec in kernels.region.inputs]
-    return result, None, None
-
-
-region.register_autograd(_backward, setup_context=_setup_context)

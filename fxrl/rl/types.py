@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxrl.runtime import Completion
+from fxrl.engines import Completion
 
 Row = dict[str, Any]
 """One question: the dataset's columns."""

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxrl.analysis.rows.analysis import HeadMiss, HeadSite, analyse
+from fxrl.analysis.rows.analysis import HeadSite, analyse
 from fxrl.analysis.rows.emit import RowEmitter, body_graph
 from fxrl.ir.graph import topological_sort
+from fxrl.ir.graph_pass import Miss
 from tests.passes.lowered import lowered
 
 ROWS, VOCAB, FEATURES = 6, 17, 4
@@ -133,11 +134,11 @@ def evaluate(gm, program, args, order=None):
     gm.recompile()
     env = Evaluate(gm).values(*args)
     values = []
-    for expr, node in feeds:
+    for _, leaf, node in feeds:
         value = env[node]
-        values.append(value[order] if order is not None and expr.leaf.tiled else value)
-    body = body_graph(program.roots, [expr for expr, _ in feeds])
-    rows = next(v.shape[0] for (e, _), v in zip(feeds, values, strict=True) if e.leaf.tiled)
+        values.append(value[order] if order is not None and leaf.tiled else value)
+    body = body_graph(program.roots, [expr for expr, _, _ in feeds])
+    rows = next(v.shape[0] for (_, leaf, _), v in zip(feeds, values, strict=True) if leaf.tiled)
     return env, body(*values), rows
 
 
@@ -145,7 +146,7 @@ def evaluate(gm, program, args, order=None):
 def test_rows_are_independent_and_right(family, index):
     gm = program_of(FAMILIES[family][index])
     (site,) = analyse(gm.graph)
-    assert isinstance(site, HeadSite), getattr(site, "reason", site)
+    assert isinstance(site, HeadSite), getattr(site, "refusal", site)
     for program in site.programs:
         x = inputs(seed=7)
         env, found, rows = evaluate(gm, program, bound(gm, x))
@@ -184,8 +185,8 @@ REFUSED = {
 def test_refused(reason):
     gm = program_of(REFUSED[reason])
     (miss,) = analyse(gm.graph)
-    assert isinstance(miss, HeadMiss)
-    assert miss.reason.startswith(reason)
+    assert isinstance(miss, Miss)
+    assert miss.refusal.reason.startswith(reason)
 
 
 @settings(max_examples=25, derandomize=True, deadline=None, database=None)

@@ -8,7 +8,7 @@ import pytest
 
 from bench import readme
 from bench.lib import figures
-from bench.lib.pivot import PivotError, pivot
+from bench.lib.tables import PivotError, pivot
 
 COLUMNS = ["shape", "mode", "variant", "ms", "floor_ms", "of_floor", "peak_mib", "error"]
 ROWS = [
@@ -116,13 +116,14 @@ def test_check_fails_on_a_stale_figure(record, tmp_path, monkeypatch, capsys):
     results = tmp_path / "bench" / "results"
     results.mkdir(parents=True)
     (results / "head.json").write_text(json.dumps(record))
-    marks = "".join(f"<!-- begin {n} -->\n<!-- end {n} -->\n" for n in readme.SECTIONS)
-    (tmp_path / "README.md").write_text(marks)
+    for file, sections in readme.FILES.items():
+        marks = "".join(f"<!-- begin {n} -->\n<!-- end {n} -->\n" for n in sections)
+        (tmp_path / file).write_text(marks)
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     assert readme.main(["--check"]) == 1
     assert readme.main([]) == 0
     assert readme.main(["--check"]) == 0
-    assert "](bench/results/head_time.svg)" in (tmp_path / "README.md").read_text()
+    assert "](results/head_time.svg)" in (tmp_path / "bench" / "RESULTS.md").read_text()
     (results / "head_memory.svg").unlink()
     assert readme.main(["--check"]) == 1
     assert "head_memory.svg out of date" in capsys.readouterr().err

@@ -5,7 +5,6 @@ import dataclasses
 import importlib.metadata
 import json
 import math
-import re
 import time
 from types import SimpleNamespace
 
@@ -13,8 +12,7 @@ import pytest
 import torch
 
 from bench import head
-from bench.lib import head_case, head_inputs, head_peers
-from bench.lib.time_limit import TimeLimitReached
+from bench.lib import common, head_case, head_inputs, head_peers
 
 SHAPE = head_inputs.Shape(45, 64, 301)
 TINY = ["--shapes", "45,64,301", "--device", "cpu", "--repeats", "2"]
@@ -133,7 +131,7 @@ def test_time_limit_and_append(tmp_path, monkeypatch, capsys):
     def slow(mode):
         if "--time-limit" in given:
             seconds[0] += 1000.0
-            raise TimeLimitReached  # what the alarm does
+            raise common.TimeLimitReached  # what the alarm does
         return instant(mode)
 
     monkeypatch.setitem(head_peers.VARIANTS, "slow", planted("slow", slow))
@@ -185,49 +183,10 @@ def test_exit_codes(tmp_path, monkeypatch):
         raise RuntimeError("planted")
 
     monkeypatch.setitem(head_peers.VARIANTS, "eager", planted("eager", broken))
-    assert head.main([*TINY, *wanted, "--variants", "eager,fxrl,fxrl-skip"]) == 0
+    assert head.main([*TINY, *wanted, "--variants", "eager,fxrl"]) == 0
     ours = dataclasses.replace(head_peers.VARIANTS["fxrl"], make=broken)
     monkeypatch.setitem(head_peers.VARIANTS, "fxrl", ours)
     assert head.main([*TINY, *wanted, "--variants", "eager,fxrl"]) == 1
-
-
-def test_skipping_is_asked_for_and_bounded(tmp_path, monkeypatch):
-    options = ("--inputs", "zipf", "--shapes", "300,64,5000", "--modes", "frozen", "--repeats", "1")
-    (exact, skipping), record = run(tmp_path, *options, "--variants", "fxrl,fxrl-skip")
-    assert skipping["error"] is exact["error"] is exact["of_skip_bound"] is None
-    assert 0 < skipping["of_skip_bound"] <= 1
-    assert skipping["dh_error"] > exact["dh_error"]  # something was left out
-    assert skipping["logprob_error"] == exact["logprob_error"]
-    share = next(
-        re.search(r"entries ([\d.]+)% may", n)[1] for n in record["notes"] if "may be" in n
-    )
-    assert float(share) > 5
-    for name in ("no_grad", "trainable"):
-        with pytest.raises(head_peers.UnsupportedError, match="frozen head's second product"):
-            head_peers.VARIANTS["fxrl-skip"].make(head_case.MODES[name])
-
-    # Leaving out more than was proven is an error, and fxrl's own: exit code 1.
-    real = head_peers._linear_logprob
-    careless = lambda mode, options: real(mode, {"skip_tolerance": 0.05} if options else {})  # noqa: E731
-    monkeypatch.setattr(head_peers, "_linear_logprob", careless)
-    out = str(tmp_path / "b.json")
-    assert head.main([*TINY, *options, "--variants", "fxrl-skip", "--out", out]) == 1
-    assert "of the bound" in json.loads((tmp_path / "b.json").read_text())["rows"][0][-1]
-
-
-def test_skip_bound_is_about_every_entry():
-    mode = head_case.MODES["frozen"]
-    inputs = head_inputs.peaked(SHAPE, torch.float64, "cpu", 5)
-    want = head_case.truth(inputs, mode)
-    assert head_case.of_skip_bound(want.outcome, want, inputs, 2**-9) == 0
-    dh = want.outcome.dh.clone()
-    row, entry = 7, 11
-    others = -torch.expm1(want.outcome.logprob[row])
-    off = inputs.grad_logprob[row].abs() * others * inputs.weight[:, entry].abs().max() * 2**-9
-    dh[row, entry] += 10 * off
-    made = dataclasses.replace(want.outcome, dh=dh)
-    assert head_case.of_skip_bound(made, want, inputs, 2**-9) > 1
-    assert head_case.of_skip_bound(made, want, inputs, 2**-5) < 1
 
 
 def _imports_nothing(mode):
@@ -309,7 +268,7 @@ def test_shapes():
         (["--time-limit", "0"], "must be positive"),
         (["--row-limit", "-1"], "must be positive"),
         (["--append"], "name it with --out"),
-        (["--inputs", "gauss"], "none of peaked"),
+        (["--inputs", "gauss"], "neither peaked"),
         (["--inputs", "model:tiny:qwen3"], "H,V = 64,"),
     ],
 )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.lib import common, results
+from bench.lib import common
 
 COLUMNS = ("variant", "ms", "error")
 
@@ -55,7 +55,7 @@ def test_append_refuses_what_does_not_fit(tmp_path, monkeypatch):
     make(tmp_path / "a.json").write()
     with pytest.raises(common.ResultsError, match="holds 'Title'"):
         common.Results("Other", COLUMNS, str(tmp_path / "a.json"), append=True)
-    monkeypatch.setattr(results, "machine", lambda: "another GPU")
+    monkeypatch.setattr(common, "machine", lambda: "another GPU")
     with pytest.raises(common.ResultsError, match="this is another GPU; give another --out"):
         make(tmp_path / "a.json", append=True)
 

@@ -7,7 +7,7 @@ import pytest
 import fxrl
 from fxrl.cli import main
 from fxrl.inspect.verify_report import VerifyReport, VerifyRow
-from fxrl.ir.plan import Chunks, Plan
+from fxrl.ir.plan import Plan, TileHead
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
 TINY = ["tiny:qwen3:layers=1", "--loss", "grpo", "--batch", "2", "--tokens", "12"]
@@ -27,7 +27,7 @@ class FakeStep:
         return Report((Remark(self.kind, "some-pass", "mm_1", "a.py:3", "why not", "a cure", 7),))
 
     def plan_for(self, batch):
-        return Plan({("some-pass", "mm_1"): Chunks(64)}, 128, 2**20)
+        return Plan({"0:lm_head/mm": TileHead("some-pass", 64)}, peak_gpu_bytes=2**30)
 
     def verify(self, batch):
         row = VerifyRow("loss", "loss", 0.1, 0.2, 1e-5, self.ok)
@@ -59,21 +59,15 @@ def test_explain_json_is_one_remark_a_line(step, capsys):
 
 def test_plan(step, capsys):
     assert main(["plan", *TINY]) == 0
-    assert "some-pass @ mm_1" in capsys.readouterr().out
+    assert "0:lm_head/mm: some-pass, rows per tile: 64" in capsys.readouterr().out
     assert main(["plan", *TINY, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
-        "chunk_tokens": 128,
-        "min_saved_bytes": 2**20,
-        "head_skip_tolerance": 0.0,
-        "choices": [
-            {
-                "pass": "some-pass",
-                "site": "mm_1",
-                "choice": "chunks",
-                "tokens": 64,
-                "skip_tolerance": 0.0,
-            }
-        ],
+        "version": 1,
+        "peak_gpu_bytes": 2**30,
+        "peak_host_bytes": None,
+        "step_seconds": None,
+        "max_context": None,
+        "choices": {"0:lm_head/mm": {"kind": "head", "by": "some-pass", "tile_tokens": 64}},
     }
 
 

@@ -110,3 +110,29 @@ def test_head_fused_and_gradients_are_eagers(
     for name, gradient in wanted.items():
         error = (got[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
         assert error < 1e-9, (name, float(error))
+
+
+def test_attention_whose_kernel_lays_out_its_result_otherwise() -> None:
+    """T5's position bias requires grad: attention takes another kernel than over fake tensors."""
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(config).double()
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        "input_ids": torch.randint(1, 64, (2, 7), generator=generator),
+        "decoder_input_ids": torch.randint(1, 64, (2, 5), generator=generator),
+    }
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        logps = torch.log_softmax(model(**batch, use_cache=False).logits[:, :-1], -1)
+        return -logps.gather(-1, batch["decoder_input_ids"][:, 1:, None]).mean()
+
+    wanted = gradients(model, loss_fn(model, batch))
+    step = optimize(model, loss_fn, CONFIG)
+    got = gradients(model, step(batch))
+    assert [r.pass_name for r in step.report.of_kind("applied")] == ["fuse-linear-logprob"]
+    assert got.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-8, atol=1e-10)

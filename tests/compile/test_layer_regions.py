@@ -80,8 +80,10 @@ def test_layers_become_regions(
     loss, _ = step(batch)
     got = gradients(model, loss)
 
-    (remark,) = (r for r in step.report.of_kind("applied") if r.pass_name == "recompute")
-    assert remark.reason.startswith("recompute: " if checkpointed else "keep: ")
+    cuts = [r.reason for r in step.report.of_kind("applied") if r.pass_name == "recompute"]
+    assert len(cuts) == layers
+    assert all(cut.startswith("recompute: " if checkpointed else "keep: ") for cut in cuts)
+    (remark,) = (r for r in step.report.of_kind("applied") if r.pass_name == "outline-layers")
     assert f"in {calls} calls of {bodies} compiled bodies" in remark.reason
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
     assert got.keys() == wanted.keys()

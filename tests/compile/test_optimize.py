@@ -1,11 +1,14 @@
 """``fxrl.optimize``: what it refuses, before anything runs."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import fxrl
-from fxrl.errors import ConfigError
+from fxrl.errors import ConfigError, FxrlError
 
 
 def loss_fn(model, batch):
@@ -17,6 +20,7 @@ def loss_fn(model, batch):
     [
         (("qwen3", loss_fn), "model is a str"),
         ((torch.nn.Linear(2, 2), "grpo"), "loss_fn is a str"),
+        ((torch.nn.Linear(2, 2), loss_fn, {}), r"config is a dict; .* fxrl\.Config\("),
         (
             (torch.nn.Linear(2, 2), loss_fn, fxrl.Config(passes=("fuse-logprob",))),
             "'fuse-logprob' is unknown; the passes are",
@@ -26,6 +30,83 @@ def loss_fn(model, batch):
 def test_a_wrong_argument_is_named_at_once(arguments, words):
     with pytest.raises(ConfigError, match=words):
         fxrl.optimize(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"chunk_token": 8}, "no option 'chunk_token'; did you mean 'chunk_tokens'"),
+        ({"xyzzy": 8}, "no option 'xyzzy'; its options: chunk_tokens, min_saved_bytes"),
+        ({"chunk_tokens": "a"}, "chunk_tokens='a' is not a whole number of rows"),
+        ({"chunk_tokens": 2.5}, "chunk_tokens=2.5 is not a whole number"),
+        ({"chunk_tokens": True}, "chunk_tokens=True is not a whole number"),
+        ({"chunk_tokens": 0}, "chunk_tokens=0 is below 1; use None"),
+        ({"min_saved_bytes": "much"}, "min_saved_bytes='much' is not a size; .*'75GiB'"),
+        ({"min_saved_bytes": "1.2.3GiB"}, "is not a size"),
+        ({"min_saved_bytes": "-1GiB"}, "min_saved_bytes='-1GiB' is negative"),
+        ({"min_saved_bytes": None}, "min_saved_bytes=None is not a size"),
+        ({"gpu_memory": "75 GiBs"}, "gpu_memory='75 GiBs' is not a size"),
+        ({"host_memory": -1}, "host_memory=-1 is negative"),
+        ({"compile_regions": "no"}, "compile_regions='no' is neither True nor False"),
+        ({"inductor": 3}, "inductor=3 is no mapping"),
+        ({"passes": "recompute"}, r"passes='recompute' is no list .* \['recompute'\]"),
+        ({"passes": 3}, "passes=3 is no list"),
+        ({"on_miss": "shout"}, "on_miss='shout' is not one of 'warn'"),
+        ({"precision": ["bf16"]}, "precision=.*is not one of"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_cure(options, words):
+    with pytest.raises(ConfigError, match=words):
+        fxrl.Config(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [("32MiB", 2**25), ("1.5 GB", 15 * 10**8), ("7", 7), (0, 0)]
+)
+def test_sizes_may_be_text(given, wanted):
+    config = fxrl.Config(min_saved_bytes=given, gpu_memory=given, host_memory=given)
+    assert config.min_saved_bytes == wanted
+    assert pickle.loads(pickle.dumps(config)) == copy.copy(config) == config
+
+
+def test_a_loss_without_a_tensor_is_named():
+    step = fxrl.optimize(torch.nn.Linear(2, 2), lambda model, batch: None)
+    with pytest.raises(FxrlError, match=r"returned None, which holds no tensor; return the loss"):
+        step(torch.randn(3, 2))
+
+
+class MineError(Exception):
+    pass
+
+
+def shape_bug(model, batch):
+    return (model(batch["x"]).log_softmax(-1) + batch["x"]).sum()
+
+
+def wrong_key(model, batch):
+    return model(batch["y"]).sum()
+
+
+def raising(model, batch):
+    model(batch["x"])
+    raise MineError("no")
+
+
+@pytest.mark.parametrize(
+    ("loss", "error"),
+    [(shape_bug, RuntimeError), (wrong_key, KeyError), (raising, MineError)],
+)
+def test_the_users_own_error_comes_from_the_users_own_line(loss, error):
+    model, batch = torch.nn.Linear(3, 7), {"x": torch.randn(2, 3)}
+    with pytest.raises(error) as eager:
+        loss(model, batch)
+    with pytest.raises(error) as found:
+        fxrl.optimize(model, loss)(batch)
+    assert type(found.value) is type(eager.value)
+    assert str(found.value) == str(eager.value)
+    assert found.traceback[-1].lineno == eager.traceback[-1].lineno
+    assert found.value.__cause__ is None
+    assert found.value.__suppress_context__ or found.value.__context__ is None
 
 
 def test_a_step_without_a_loss_head_is_the_loss_itself():

@@ -1,12 +1,15 @@
 """The op behind regions: any row count, aliases, missing gradients, variants, scoped options."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
-from fxrl.compile.inductor import InductorOptions
-from fxrl.compile.regions import build_region
+from fxrl.compile.bodies.inductor import InductorOptions
+from fxrl.compile.bodies.variants import build_region
 from fxrl.ir.region import InputSpec, Region
+from fxrl.ops.region import registered
 
 
 def region_of(function, examples, tiled, needs_grad):
@@ -17,8 +20,8 @@ def region_of(function, examples, tiled, needs_grad):
     return Region(body, tuple(InputSpec(x.detach(), t, g) for x, t, g in specs))
 
 
-def call(region, inputs, tile):
-    return torch.ops.fxrl.region(inputs, region.id, tile)
+def call(kernels, inputs, tile):
+    return torch.ops.fxrl.region(inputs, kernels.key, tile)
 
 
 @pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])
@@ -27,11 +30,11 @@ def test_any_number_of_rows(options):
         return [torch.tanh(x.mm(w.t())).sum(-1)]
 
     region = region_of(product, (torch.randn(6, 3), torch.randn(5, 3)), (True, False), (True, True))
-    build_region(region, options)
+    kernels = build_region(region, options)
     for rows in (0, 1, 2, 7, 16):
         inputs = [torch.randn(rows, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)]
         for tile in (0, 1, 4):
-            (out,) = call(region, inputs, tile)
+            (out,) = call(kernels, inputs, tile)
             (expected,) = product(*inputs)
             torch.testing.assert_close(out, expected)
             weight = torch.randn(rows).expand(2, rows)[0]
@@ -46,9 +49,9 @@ def test_outputs_that_are_views_of_inputs_get_storage_of_their_own():
         return [x.view(-1), x.t(), x * 2]
 
     region = region_of(views, (torch.randn(3, 4),), (False,), (True,))
-    build_region(region, None)
+    kernels = build_region(region, None)
     x = torch.randn(3, 4, requires_grad=True)
-    flat, turned, double = call(region, [x], 0)
+    flat, turned, double = call(kernels, [x], 0)
     assert flat.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     (grad,) = torch.autograd.grad(turned.sum() + double.sum(), x)  # flat's gradient is None
     torch.testing.assert_close(grad, torch.full((3, 4), 3.0))
@@ -60,9 +63,9 @@ def test_an_input_without_a_path_gets_a_zero_gradient():
         return [x * 2 + y.detach()]
 
     region = region_of(first, (torch.randn(3), torch.randn(3)), (False, False), (True, True))
-    build_region(region, None)
+    kernels = build_region(region, None)
     x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-    grads = torch.autograd.grad(call(region, [x, y], 0)[0].sum(), [x, y])
+    grads = torch.autograd.grad(call(kernels, [x, y], 0)[0].sum(), [x, y])
     torch.testing.assert_close(grads, (torch.full((3,), 2.0), torch.zeros(3)))
 
 
@@ -81,10 +84,10 @@ class BySize(torch.fx.GraphModule):
 def test_a_body_that_holds_for_some_sizes_gets_a_variant():
     by_size = BySize()
     region = Region(by_size, (InputSpec(torch.randn(6, 2), True, True),))
-    build_region(region, None)
+    kernels = build_region(region, None)
     for rows in (5, 12, 6, 40):
         x = torch.randn(rows, 2, requires_grad=True)
-        (out,) = call(region, [x], 0)
+        (out,) = call(kernels, [x], 0)
         torch.testing.assert_close(out, by_size(x)[0])
         (grad,) = torch.autograd.grad(out.sum(), x)
         torch.testing.assert_close(grad, torch.full_like(x, 2.0 if rows < 10 else 3.0))
@@ -95,6 +98,39 @@ def test_inductor_options_are_scoped_to_the_call():
 
     before = settings.save_config_portable()
     region = region_of(lambda x: [x.exp() + 1], (torch.randn(3, 2),), (True,), (True,))
-    build_region(region, InductorOptions.of({"max_autotune": False, "epilogue_fusion": False}))
-    call(region, [torch.randn(4, 2)], 0)
+    kernels = build_region(
+        region, InductorOptions.of({"max_autotune": False, "epilogue_fusion": False})
+    )
+    call(kernels, [torch.randn(4, 2)], 0)
     assert settings.save_config_portable() == before
+
+
+# ---------------------------------------------------------------------------- whose kernels
+def times(factor):
+    return region_of(lambda x: [x * factor], (torch.randn(3, 2),), (True,), (True,))
+
+
+def test_kernels_live_as_long_as_somebody_holds_them():
+    kernels = build_region(times(2), None)
+    key = kernels.key
+    x = torch.randn(3, 2, requires_grad=True)
+    (out,) = call(kernels, [x], 0)
+    del kernels
+    gc.collect()
+    assert registered(key) is not None, "the backward still needs them"
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
+    del out
+    gc.collect()
+    assert registered(key) is None
+
+
+def test_options_are_part_of_the_key():
+    region = times(3)
+    plain, compiled = build_region(region, None), build_region(region, InductorOptions.of(None))
+    assert plain.key != compiled.key
+    assert build_region(region, None) is plain
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(call(plain, [x], 0)[0], call(compiled, [x], 0)[0])
+    assert compiled.generated()
+    assert not plain.generated()

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import fxrl
-from fxrl.analysis.outline import OutlineError, find_outline, outline
+from fxrl.analysis.outline import outline
 from fxrl.compile.outer import aot_graphs
-from fxrl.ops.region import registered
+from fxrl.ir.graph_pass import tidy
+from fxrl.ir.remark import Refusal
 from fxrl.testing import lowered_graph, nodes_of_module, registered_rewrite
 from tests.compile.region_cases import (
     Mlp,
@@ -37,17 +38,13 @@ def optimized(model, loss_fn, name, *, compiled):
     return fxrl.optimize(model, loss_fn, config)
 
 
-def outline_modules(*paths, tile=0):
-    """A rewrite that outlines whole modules; ``tile`` > 0 runs them over rows of tokens."""
+def outline_modules(*paths):
+    """A rewrite that outlines whole modules."""
 
     def rewrite(gm):
         for path in paths:
-            nodes = nodes_of_module(gm.graph, path)
-            tokens = None
-            if tile:
-                inputs = find_outline(gm.graph, nodes).inputs
-                tokens = {n: 2 for n in inputs if n.meta["val"].dim() == 3}
-            outline(gm, nodes, token_dims=tokens, tile=tile)
+            outline(gm, nodes_of_module(gm.graph, path))
+            tidy(gm)
 
     return rewrite
 
@@ -84,12 +81,12 @@ def test_decoder_layers_are_recomputed_from_their_input():
         step = optimized(model, masked_logprob, name, compiled=False)
         for shape in ((2, 7), (3, 9), (4, 16)):
             assert_same(step, masked_logprob, model, qwen_batch(*shape), tolerance=1e-6)
-    (capture,) = step._backend.captures
-    assert len(capture.regions) == 1, "equal layers share one body"
+    (capture,) = step.captures
+    assert len(capture.kernels) == 1, "equal layers share one body"
     batch = qwen_batch(4, 16)
     eager = saved_bytes(lambda: masked_logprob(model, batch))
     assert saved_bytes(lambda: step(batch)) < 0.6 * eager
-    saved = aot_graphs(capture.rewritten)["backward"].graph.find_nodes(op="placeholder")
+    saved = aot_graphs(capture.rewritten.gm)["backward"].graph.find_nodes(op="placeholder")
     shapes = [tuple(n.meta["val"].shape) for n in saved if isinstance(n.meta["val"], torch.Tensor)]
     assert [s for s in shapes if len(s) == 3 and s[-1] == 32], "the layers' inputs are saved"
     assert not [s for s in shapes if len(s) == 3 and s[-1] == 48], "nothing inside them is"
@@ -102,31 +99,19 @@ def test_a_compiled_decoder_layer_equals_eager():
         step = optimized(model, masked_logprob, name, compiled=True)
         assert_same(step, masked_logprob, model, qwen_batch(2, 7), tolerance=1e-5)
         assert_same(step, masked_logprob, model, qwen_batch(4, 16), tolerance=1e-5)
-    (capture,) = step._backend.captures
-    (kernels,) = map(registered, capture.regions)
+    (capture,) = step.captures
+    (kernels,) = capture.kernels.values()
     assert "def call" in kernels.generated()["forward.py"]
 
 
-# ---------------------------------------------------------------------------- MLP over tokens
+# ---------------------------------------------------------------------------- MLP
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("tile", [4, 5, 1000])
-def test_an_mlp_runs_tile_by_tile(tile, compiled):
+def test_an_mlp_equals_eager(compiled):
     model = Mlp().double()
-    with registered_rewrite(outline_modules("mlps.0", tile=tile)) as name:
+    with registered_rewrite(outline_modules("mlps.0")) as name:
         step = optimized(model, square_loss, name, compiled=compiled)
         for shape in ((3, 7), (2, 5), (1, 6), (2, 1)):
             assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-9)
-
-
-def test_tiles_lower_what_is_saved():
-    model = Mlp(hidden=16, inner=256)
-    with registered_rewrite(outline_modules("mlps.0", tile=8)) as name:
-        step = optimized(model, square_loss, name, compiled=False)
-        batch = ids_batch(4, 64)
-        step(batch)  # compiles
-        eager = saved_bytes(lambda: square_loss(model, batch))
-        inner = 4 * 64 * 256 * 4
-        assert eager - saved_bytes(lambda: step(batch)) >= 3 * inner
 
 
 def test_equal_layers_share_one_body():
@@ -134,13 +119,13 @@ def test_equal_layers_share_one_body():
     with registered_rewrite(outline_modules("mlps.0", "mlps.1", "mlps.2")) as name:
         step = optimized(model, square_loss, name, compiled=False)
         assert_same(step, square_loss, model, ids_batch(2, 5), tolerance=1e-6)
-    assert len(step._backend.captures[0].regions) == 1
+    assert len(step.captures[0].kernels) == 1
 
 
 def test_frozen_weights_get_no_gradient():
     model = Mlp()
     model.mlps[0].up.weight.requires_grad_(False)
-    with registered_rewrite(outline_modules("mlps.0", tile=4)) as name:
+    with registered_rewrite(outline_modules("mlps.0")) as name:
         step = optimized(model, square_loss, name, compiled=False)
         assert_same(step, square_loss, model, ids_batch(2, 5), tolerance=1e-6)
     assert model.mlps[0].up.weight.grad is None
@@ -150,7 +135,7 @@ def test_frozen_weights_get_no_gradient():
 @pytest.fixture(params=[False, True], ids=["op by op", "compiled"])
 def mlp_step(request):
     model = Mlp()
-    with registered_rewrite(outline_modules("mlps.0", tile=4)) as name:
+    with registered_rewrite(outline_modules("mlps.0")) as name:
         yield model, optimized(model, square_loss, name, compiled=request.param)
 
 
@@ -186,11 +171,9 @@ def test_an_output_read_twice_and_expanded_gradients():
         y = model.mlps[0](x)
         return (y.sum(-1) * 2).mean() + (y.transpose(0, 1) * x.transpose(0, 1)).sum() + y.sum()
 
-    for tile in (0, 4):
-        torch._dynamo.reset()
-        with registered_rewrite(outline_modules("mlps.0", tile=tile)) as name:
-            step = optimized(model, loss_fn, name, compiled=False)
-            assert_same(step, loss_fn, model, ids_batch(3, 5), tolerance=1e-5)
+    with registered_rewrite(outline_modules("mlps.0")) as name:
+        step = optimized(model, loss_fn, name, compiled=False)
+        assert_same(step, loss_fn, model, ids_batch(3, 5), tolerance=1e-5)
 
 
 def test_fp16_with_a_huge_loss_scale():
@@ -199,7 +182,7 @@ def test_fp16_with_a_huge_loss_scale():
     def loss_fn(model, batch):
         return model(batch["ids"]).float().square().mean()
 
-    with registered_rewrite(outline_modules("mlps.0", tile=4)) as name:
+    with registered_rewrite(outline_modules("mlps.0")) as name:
         step = optimized(model, loss_fn, name, compiled=False)
         batch = ids_batch(2, 6)
         _, found = run(lambda b: step(b) * 2.0**12, model, batch)
@@ -217,7 +200,7 @@ def test_autocast_around_a_step_is_applied_once():
     def loss_fn(model, batch):
         return model(batch["ids"]).float().square().mean()
 
-    with registered_rewrite(outline_modules("mlps.0", tile=4)) as name:
+    with registered_rewrite(outline_modules("mlps.0")) as name:
         step = optimized(model, loss_fn, name, compiled=False)
         with torch.autocast("cpu", torch.bfloat16):
             assert_same(step, loss_fn, model, ids_batch(2, 5), tolerance=2e-2)
@@ -235,8 +218,8 @@ def test_what_cannot_be_outlined_is_refused():
 
     graph = lowered_graph(Dropout(), lambda m, b: m(b["x"]).sum(), {"x": torch.randn(2, 3)})
     before = str(graph.graph)
-    with pytest.raises(OutlineError, match="random numbers"):
+    with pytest.raises(Refusal, match="random numbers"):
         outline(graph, nodes_of_module(graph.graph, "mlps.0"))
-    with pytest.raises(OutlineError, match="none of the nodes"):
+    with pytest.raises(Refusal, match="none of the nodes"):
         outline(graph, [])
     assert str(graph.graph) == before

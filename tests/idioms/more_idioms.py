@@ -1047,3 +1047,301 @@ def shorter_index_than_rows(hidden, weight, ids):
 def first_sequence_against_others(hidden, weight, mask):
     p = head(hidden, weight).softmax(-1)
     return _mean((p[:1] * p).sum(-1), mask[:, 1:])
+
+
+# ---------------------------------------------------------------- one row of logits
+def one_row(hidden, weight):
+    """[1, 1, V]: one sequence of two tokens."""
+    return F.linear(hidden[:1, :2], weight)[:, :-1]
+
+
+@shape(APPLY)
+def one_row_gathered(hidden, weight, ids):
+    return -_logp(one_row(hidden, weight), ids[:1, 1:2]).mean()
+
+
+@shape(APPLY)
+def one_row_cross_entropy(hidden, weight, ids):
+    return F.cross_entropy(one_row(hidden, weight).flatten(0, 1), ids[0, 1:2])
+
+
+@shape(APPLY)
+def one_row_advanced_index(hidden, weight, ids):
+    z = one_row(hidden, weight).flatten(0, 1).log_softmax(-1)
+    return -z[torch.arange(z.size(0)), ids[0, 1:2]].sum()
+
+
+@shape(APPLY)
+def one_row_advanced_index_of_two_dims(hidden, weight, ids):
+    z = one_row(hidden, weight).log_softmax(-1)
+    return -z[torch.arange(1)[:, None], torch.arange(1)[None], ids[:1, 1:2]].sum()
+
+
+@shape(APPLY)
+def one_row_masked(hidden, weight, ids, mask):
+    z = one_row(hidden, weight)[mask[:1, 1:2] > -1]
+    return -_logp(z, ids[:1, 1:2].flatten()).sum()
+
+
+@shape(APPLY)
+def one_row_needs_the_region(hidden, weight, ids):
+    z = one_row(hidden, weight)
+    top = z.topk(5, -1).values.logsumexp(-1)
+    return (top - z.gather(-1, ids[:1, 1:2, None])[..., 0]).mean()
+
+
+@shape(APPLY)
+def one_row_scattered(hidden, weight, ids):
+    z = one_row(hidden, weight).scatter(-1, ids[:1, :2, None][:, 1:], -3.0)
+    return z.logsumexp(-1).sum()
+
+
+@shape(APPLY)
+def one_row_one_hot(hidden, weight, ids):
+    z = one_row(hidden, weight).log_softmax(-1)
+    return -(z * F.one_hot(ids[:1, 1:2], z.size(-1))).sum(-1).mean()
+
+
+@shape(APPLY)
+def one_row_greedy_hit(hidden, weight, ids):
+    z = one_row(hidden, weight)
+    hit = (z.argmax(-1) == ids[:1, 1:2]).float()
+    return -_logp(z, ids[:1, 1:2]).sum() * (1 + hit.sum())
+
+
+@shape(APPLY)
+def one_token_of_each_sequence(hidden, weight, ids):
+    z = F.linear(hidden[:, 3:4], weight)
+    return -_logp(z, ids[:, 4:5]).mean() + z.topk(2, -1).values.sum()
+
+
+@shape(APPLY)
+def one_sequence(hidden, weight, ids):
+    z = F.linear(hidden[:1], weight)[:, :-1]
+    return -_logp(z, ids[:1, 1:]).mean() + z.topk(2, -1).values.sum()
+
+
+@shape(APPLY)
+def one_token_picked_out(hidden, weight, ids):
+    z = F.linear(hidden, weight)[2, 3].log_softmax(-1)
+    return -z.gather(0, ids[2, 4:5]).sum() + z.topk(3).values.sum()
+
+
+# ---------------------------------------------------------------- rows that the model selects
+@shape(APPLY)
+def logits_to_keep_as_positions(hidden, weight, ids, mask, adv):
+    keep = torch.arange(4, hidden.size(1) - 1)
+    z = F.linear(hidden[:, keep, :], weight)
+    return _pg(_logp(z, ids[:, 5:]), mask[:, 4:], adv)
+
+
+@shape(APPLY)
+def logits_to_keep_from_the_batch(hidden, weight, ids, prompt_len):
+    keep = (torch.cumsum(torch.ones_like(ids[0]), 0) - 1)[prompt_len:-1]
+    z = F.linear(hidden[:, keep, :], weight)
+    return -_logp(z, ids[:, keep + 1]).mean()
+
+
+@shape(APPLY)
+def logits_of_listed_positions_flattened(hidden, weight, ids):
+    keep = torch.tensor([2, 5, 6])
+    z = F.linear(hidden[:, keep], weight).flatten(0, 1)
+    return F.cross_entropy(z, ids[:, keep + 1].flatten())
+
+
+# ---------------------------------------------------------------- writes in place
+@shape(APPLY)
+def temperature_in_place_on_a_slice(hidden, weight, ids, mask, adv, prompt_len):
+    z = F.linear(hidden, weight)[:, prompt_len - 1 : -1]
+    z /= 0.7 + 1e-7
+    return _pg(_logp(z, ids[:, prompt_len:]), mask[:, prompt_len - 1 :], adv)
+
+
+@shape(APPLY)
+def several_writes_into_one_slice(hidden, weight, ids, mask, adv):
+    z = F.linear(hidden, weight)[:, :-1]
+    z.div_(0.7)
+    z.sub_(z.detach().amax(-1, keepdim=True))
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def writes_through_two_slices(hidden, weight, ids):
+    z = F.linear(hidden, weight)[1:][:, 2:-1]
+    z.mul_(1.3).clamp_(-4, 4)
+    return -_logp(z, ids[1:, 3:]).mean()
+
+
+@shape(APPLY)
+def write_through_a_view_of_a_slice(hidden, weight, ids):
+    z = F.linear(hidden, weight)[:, 1:-1]
+    z.view(z.shape).div_(0.7)
+    return -_logp(z, ids[:, 2:]).mean()
+
+
+@shape(APPLY)
+def slice_assigned(hidden, weight, ids, mask, adv):
+    z = F.linear(hidden, weight).clone()
+    z[:, :-1] = z[:, :-1] / 0.7
+    return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def mask_filled_in_place_in_a_slice(hidden, weight, ids, allowed):
+    z = F.linear(hidden, weight)[:, 2:]
+    z.masked_fill_(~allowed[:, 2:].bool(), -1e9)
+    return z.logsumexp(-1).mean()
+
+
+@shape(APPLY)
+def last_token_in_place(hidden, weight, ids):
+    z = F.linear(hidden, weight)[:, -2]
+    z /= 0.5
+    return -_logp(z, ids[:, -1]).mean() + z.topk(2, -1).values.sum()
+
+
+@shape(REFUSE)
+def slice_written_and_all_read(hidden, weight, ids):
+    z = F.linear(hidden, weight)
+    z[:, :3] /= 0.5
+    return -_logp(z[:, :-1], ids[:, 1:]).mean()
+
+
+@shape(APPLY)
+def banned_columns_filled(hidden, weight, ids, mask, adv, banned):
+    z = head(hidden, weight).index_fill(-1, torch.tensor([3, 90, 95]), -1e9)
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def banned_columns_filled_in_place(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    z.index_fill_(2, torch.tensor([90, 95]), float("-inf"))
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def banned_columns_filled_with_a_tensor(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    z = z.index_fill(-1, torch.tensor([90]), z.new_tensor(-50.0))
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def columns_added_and_copied(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    z = z.index_add(-1, torch.tensor([1, 2]), z[..., 5:7] * 0.5)
+    z = z.index_copy(-1, torch.tensor([8]), torch.zeros_like(z[..., :1]))
+    return _pg(_logp(z, ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def tokens_filled(hidden, weight, ids):
+    z = head(hidden, weight).index_fill(1, torch.tensor([2]), 0.0)
+    return -_logp(z, ids[:, 1:]).mean()
+
+
+# ---------------------------------------------------------------- statistics of all logits
+def logged(*statistics):
+    """A shape whose loss stands beside numbers that somebody logs."""
+
+    def loss(hidden, weight, ids, mask, adv):
+        z = F.linear(hidden, weight)
+        with torch.no_grad():
+            watched = {str(i): function(z) for i, function in enumerate(statistics)}
+        return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv), watched
+
+    return loss
+
+
+for _name, _statistics in {
+    "largest": (lambda z: z.max(), lambda z: z.amax((0, 1, 2)), lambda z: z[:, :-1].max()),
+    "smallest": (lambda z: z.min(), lambda z: z.amin()),
+    "mean": (lambda z: z.mean(), lambda z: z.double().mean((0, 2)), lambda z: z.detach().sum()),
+    "counts": (lambda z: (z > 1).double().mean(), lambda z: (z > 1).sum()),
+    "bad_values": (lambda z: z.isnan().any(), lambda z: z.isfinite().all()),
+    "norms": (lambda z: z.norm(), torch.linalg.vector_norm, lambda z: z.abs().max()),
+    "log_sum_exp": (lambda z: z.logsumexp((0, 1, 2)), lambda z: z.square().mean().sqrt()),
+    "spread": (lambda z: z.std(), lambda z: z.var((0, 1, 2)), lambda z: z.var(unbiased=False)),
+    "of_probabilities": (lambda z: z.softmax(-1).max(), lambda z: z.log_softmax(-1).mean()),
+}.items():
+    _loss = logged(*_statistics)
+    _loss.__name__ = f"logged_{_name}"
+    shape(APPLY)(_loss)
+
+
+@shape(APPLY)
+def statistics_that_are_trained(hidden, weight, ids):
+    z = head(hidden, weight)
+    return -_logp(z, ids[:, 1:]).mean() + 1e-2 * z.square().mean() + z.norm() + z.max()
+
+
+# ---------------------------------------------------------------- copies outside of the logits
+@shape(APPLY)
+def written_behind_the_first_token(hidden, weight, ids, mask, adv):
+    out = torch.zeros_like(mask)
+    out[:, 1:] = _logp(head(hidden, weight), ids[:, 1:])
+    return _pg(out[:, 1:], mask, adv) + out.sum()
+
+
+@shape(APPLY)
+def written_row_by_row(hidden, weight, ids):
+    lp = _logp(head(hidden, weight), ids[:, 1:])
+    out = lp.new_zeros(lp.size(0))
+    for i in range(lp.size(0)):
+        out[i] = lp[i].mean()
+    return -out.sum()
+
+
+@shape(APPLY)
+def copied_into_a_buffer(hidden, weight, ids, mask, adv):
+    lp = _logp(head(hidden, weight), ids[:, 1:])
+    out = torch.empty_like(lp)
+    out.copy_(lp)
+    return _pg(out, mask, adv)
+
+
+@shape(APPLY)
+def copied_with_a_cast(hidden, weight, ids, mask, adv):
+    lp = _logp(head(hidden, weight), ids[:, 1:])
+    out = torch.zeros(lp.shape, dtype=torch.float32)
+    out[:] = lp
+    return _pg(out, mask, adv)
+
+
+@shape(APPLY)
+def copied_with_a_broadcast(hidden, weight, ids, mask):
+    lp = _logp(head(hidden, weight), ids[:, 1:])
+    out = torch.zeros_like(lp)
+    out[:, 2:] = lp.mean(1, keepdim=True)
+    out[0] = lp.sum()
+    return -(out * mask[:, 1:]).sum()
+
+
+@shape(APPLY)
+def copied_where_masked(hidden, weight, ids, mask):
+    lp = _logp(head(hidden, weight), ids[:, 1:])
+    out = torch.zeros_like(lp)
+    where = mask[:, 1:] > 0
+    out[where] = lp[where]
+    out[0, :3] += lp[0, :3]
+    return -out.sum()
+
+
+@shape(APPLY)
+def copied_over_trained_values(hidden, weight, ids, value_w):
+    lp = _logp(head(hidden, weight), ids[:, 1:])
+    values = (hidden @ value_w)[:, :-1].clone()
+    values[:, ::2] = lp[:, ::2]
+    values[-1].copy_(lp[0])
+    return values.square().mean()
+
+
+@shape(APPLY)
+def mask_from_a_quantile_of_entropies(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    lp = _logp(z, ids[:, 1:])
+    with torch.no_grad():
+        entropy = Categorical(logits=z).entropy()
+        keep = entropy >= torch.quantile(entropy.flatten(), 0.8)
+    return _pg(lp, mask * F.pad(keep, (1, 0)), adv)

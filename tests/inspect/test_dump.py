@@ -10,7 +10,8 @@ from expecttest import assert_expected_inline
 
 from fxrl.inspect.decompile import DecompileError, decompile, decompile_dynamo
 from fxrl.inspect.dump import DumpError, render, write_dump
-from fxrl.ir.capture_record import CaptureRecord, GraphBreak, RegionRecord, Stage
+from fxrl.inspect.records import CaptureRecord, RegionRecord, Stage
+from fxrl.ir.capture_record import GraphBreak
 from fxrl.ir.remark import Remark, Report
 
 APPLIED = Report.of(

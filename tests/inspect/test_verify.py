@@ -16,7 +16,6 @@ from fxrl.inspect.evaluate import EvaluationError
 from fxrl.inspect.reference import TruthError
 from fxrl.inspect.verify import verify_step
 from fxrl.inspect.verify_report import VerifyReport, VerifyRow
-from fxrl.ir.remark import Remark, Report
 
 
 class Toy(nn.Module):
@@ -466,18 +465,18 @@ class FakeStep:
 
     def __init__(self, model, wrong, disabled=frozenset(), error=None):
         self.model, self.wrong, self.disabled, self.error = model, wrong, disabled, error
-        self.report = Report()
+        self.captures = ()
 
     def __call__(self, batch):
-        sites = [Remark("applied", "p", site) for site in "abc"]
-        self.report = Report.of([*sites, Remark("missed", "p", "d")])
+        self.captures = (SimpleNamespace(running=True, rewrites=[("p", site) for site in "abc"]),)
         loss, metrics = chunked(self.model, batch)
         active = self.wrong - self.disabled
         if active and self.error:
             raise self.error
         return loss * (1 + 0.01 * len(active)), metrics
 
-    def without_sites(self, disabled):
+    def without(self, rewrites):
+        disabled = {site for _, site in rewrites}
         return FakeStep(self.model, self.wrong, self.disabled | disabled, self.error)
 
 
@@ -486,38 +485,37 @@ def test_blame_names_the_wrong_rewrite(wrong):
     model, batch = make()
     report = verify_step(model, loss_fn, FakeStep(model, set(wrong)), batch)
     assert not report.ok
-    assert report.blame == tuple(wrong)
-    assert f"to blame: {', '.join(wrong)}" in str(report)
-    with pytest.raises(VerificationError, match=f"to blame: {wrong[0]}"):
+    assert report.blame == tuple(f"p @ {site}" for site in wrong)
+    assert f"to blame: {', '.join(report.blame)}" in str(report)
+    with pytest.raises(VerificationError, match=f"to blame: p @ {wrong[0]}"):
         report.raise_if_failed()
 
 
 def test_blame_for_a_step_that_raises():
     model, batch = make()
     step = FakeStep(model, {"b"}, error=RuntimeError("kernel"))
-    with pytest.raises(VerificationError, match=r"RuntimeError: kernel; to blame: b$") as caught:
+    with pytest.raises(VerificationError, match=r"kernel; to blame: p @ b$") as caught:
         verify_step(model, loss_fn, step, batch)
     assert caught.value.__cause__ is step.error
 
 
-def test_blame_through_records_and_rebuild():
+def test_blame_through_rewrites_and_rebuild():
     model, batch = make()
-    record = SimpleNamespace(report=Report.of([Remark("applied", "p", s) for s in ("x", "b")]))
     fake = FakeStep(model, {"b"})
+    rewrites = [("p", "x"), ("p", "b")]
     report = verify_step(
-        model, loss_fn, fake.__call__, batch, records=[record], rebuild=fake.without_sites
+        model, loss_fn, fake.__call__, batch, rewrites=rewrites, rebuild=fake.without
     )
-    assert report.blame == ("b",)
+    assert report.blame == ("p @ b",)
 
 
 def test_no_blame_where_nothing_can_be_left_out():
     model, batch = make()
     assert verify(model, batch, scaled("loss", 2)).notes == (
-        "no rewrite was applied, so none can be blamed",
+        "nothing was rewritten, so no rewrite can be blamed",
     )
     fake = FakeStep(model, {"b"})
-    record = SimpleNamespace(report=Report.of([Remark("applied", "p", "b")]))
-    report = verify_step(model, loss_fn, fake.__call__, batch, records=[record])
+    report = verify_step(model, loss_fn, fake.__call__, batch, rewrites=[("p", "b")])
     assert "cannot be built without single rewrites" in report.notes[0]
 
 
@@ -527,8 +525,9 @@ def test_a_capture_that_is_wrong_on_its_own():
     def wrong(batch):
         return scaled("loss", 2)(model, batch)
 
-    record = SimpleNamespace(report=Report.of([Remark("applied", "p", "b")]))
-    report = verify_step(model, loss_fn, wrong, batch, records=[record], rebuild=lambda _: wrong)
+    report = verify_step(
+        model, loss_fn, wrong, batch, rewrites=[("p", "b")], rebuild=lambda _: wrong
+    )
     assert report.blame == ()
     assert "the capture is to blame" in report.notes[0]
 

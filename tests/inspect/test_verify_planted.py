@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxrl
-from fxrl.ir.graph_pass import Applied, RewritePass, Site
+import fxrl.compile.backend
+from fxrl.ir.graph_pass import Applied, Pass, Site, Stage
+from fxrl.ir.remark import RemarkKind
 from fxrl.passes import REGISTRY
 
 CONFIG = {"min_saved_bytes": 0, "chunk_tokens": 4, "compile_regions": False}
@@ -40,11 +42,11 @@ class TanhSite(Site):
     """Where the plant acts."""
 
 
-class WrongTanh(RewritePass[TanhSite]):
+@dataclass(frozen=True)
+class WrongTanh(Pass[TanhSite]):
     """A planted mistake: ``tanh(x)`` becomes ``tanh(1.001 x)``."""
 
     name: ClassVar[str] = "wrong-tanh"
-    saves_memory: ClassVar[bool] = False
 
     def match(self, gm):
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default):
@@ -88,6 +90,43 @@ def test_a_planted_wrong_rewrite_is_caught_and_blamed(setup, monkeypatch):
     assert "tanh" in blamed
     with pytest.raises(fxrl.errors.VerificationError, match="tanh"):
         report.raise_if_failed()
+
+
+class WrongRespelling(WrongTanh):
+    """The same mistake by a pass that only respells: no report says that it won anything."""
+
+    name: ClassVar[str] = "wrong-respelling"
+    stage: ClassVar[Stage] = Stage.NORMALISE
+    applied: ClassVar[RemarkKind] = RemarkKind.ANALYSIS
+
+
+@pytest.mark.parametrize("also", [(), ("wrong-tanh",)], ids=["alone", "beside another"])
+def test_a_wrong_normalising_pass_is_caught_and_blamed(setup, monkeypatch, also):
+    """Whatever else is applied beside it is not suspected."""
+    model, batch = setup
+    for planted in (WrongRespelling, *([WrongTanh] if also else [])):
+        monkeypatch.setitem(REGISTRY, planted.name, planted)
+    report = fxrl.optimize(model, loss_fn, fxrl.Config(**CONFIG)).verify(batch)
+    assert not report.ok
+    assert report.blame == tuple(f"{name} @ 0:model/tanh" for name in ("wrong-respelling", *also))
+
+
+def test_a_wrong_lowering_is_blamed_on_the_capture(setup, monkeypatch):
+    """With every rewrite left out the lowered graph still runs, and is still wrong."""
+    model, batch = setup
+    right = fxrl.compile.backend.lower
+
+    def wrong(gm, **options):
+        lowered = right(gm, **options)
+        (tanh,) = lowered.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+        tanh.target = torch.ops.aten.sin.default
+        lowered.recompile()
+        return lowered
+
+    monkeypatch.setattr(fxrl.compile.backend, "lower", wrong)
+    report = fxrl.optimize(model, loss_fn, fxrl.Config(**CONFIG)).verify(batch)
+    assert report.blame == ()
+    assert "the capture is to blame" in report.notes[0]
 
 
 def test_a_wrong_fused_head_is_caught_and_blamed(setup, monkeypatch):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fxrl.ops.linear_logprob import linear_logprob
-from fxrl.ops.linear_logprob_checks import DIFFERENTIABLE, OUTPUTS
+from fxrl.ops.linear_logprob import DIFFERENTIABLE, OUTPUTS, attach, linear_logprob
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
 from linear_logprob_reference import random_head, reference
@@ -200,11 +199,9 @@ CHECKS = (
 
 
 def main():
-    from fxrl.kernels import linear_logprob as kernels
-    from fxrl.kernels import linear_logprob_launch
-    from fxrl.ops.linear_logprob_opaque import attach
+    from fxrl.kernels.linear_logprob import cuda as kernels
 
-    linear_logprob_launch._BLOCK = 32  # several programs a row
+    kernels._BLOCK = 32  # several programs a row
     calls = []
 
     def counted(run):

@@ -8,10 +8,16 @@ import sys
 
 import torch
 
-from fxrl.ops.linear_logprob_arguments import BackwardArguments, ForwardArguments
-from fxrl.ops.linear_logprob_checks import DIFFERENTIABLE, MADE_IN_FORWARD, OUTPUTS
-from fxrl.ops.linear_logprob_head import LossHead, RowValues
-from fxrl.ops.linear_logprob_opaque import reference_backward, reference_forward
+from fxrl.ops.linear_logprob.arguments import (
+    DIFFERENTIABLE,
+    MADE_IN_FORWARD,
+    OUTPUTS,
+    BackwardArguments,
+    ForwardArguments,
+    LossHead,
+    RowValues,
+)
+from fxrl.ops.linear_logprob.reference import reference_backward, reference_forward
 
 
 def make_case(seed, rows, vocab, width, dtype, device):
@@ -71,8 +77,8 @@ def check_case(forward, backward, case, tolerance, grad_tolerance):
     """Forward with every output and vectors, then the backward with every gradient."""
     head, names, grads = case
     wide = LossHead(*map(to_truth, head))
-    made = forward(ForwardArguments(head, OUTPUTS, MADE_IN_FORWARD, True, 0.0))
-    truth = reference_forward(ForwardArguments(wide, OUTPUTS, MADE_IN_FORWARD, True, 0.0))
+    made = forward(ForwardArguments(head, OUTPUTS, MADE_IN_FORWARD, True))
+    truth = reference_forward(ForwardArguments(wide, OUTPUTS, MADE_IN_FORWARD, True))
     for name in OUTPUTS:
         check_close(name, made.values[name], truth.values[name], *tolerance)
     check_close("vectors", made.vectors, truth.vectors, *grad_tolerance)
@@ -92,9 +98,9 @@ def check_case(forward, backward, case, tolerance, grad_tolerance):
 
 
 def main():
-    from fxrl.kernels import linear_logprob, linear_logprob_launch
+    from fxrl.kernels.linear_logprob import cuda
 
-    linear_logprob_launch._BLOCK = 16  # several programs a row
+    cuda._BLOCK = 16  # several programs a row
     draw = random.Random(0)
     for seed in range(int(sys.argv[1])):
         rows, vocab = draw.randint(0, 5), draw.choice([1, 2, 15, 16, 17, 33, 50])
@@ -103,7 +109,7 @@ def main():
         case = make_case(seed, rows, vocab, draw.randint(1, 6), dtype, "cpu")
         tolerance = (1e-9, 1e-10) if exact else (1e-5, 1e-5)
         try:
-            check_case(linear_logprob.forward, linear_logprob.backward, case, tolerance, tolerance)
+            check_case(cuda.forward, cuda.backward, case, tolerance, tolerance)
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
     print("all agree")

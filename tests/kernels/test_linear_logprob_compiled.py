@@ -7,11 +7,11 @@ pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from fxrl.kernels import linear_logprob_scale, linear_logprob_skip, linear_logprob_tile
 from fxrl.kernels.hopper import rows
+from fxrl.kernels.linear_logprob import tile
 
 INTEGERS = {"vocab", "rows", "pitch", "all_rows", "width", "blocks", "moments"}
-POINTERS = {"target": "*i64", "row_index": "*i64", "listed": "*i32", "length": "*i32"}
+POINTERS = {"target": "*i64", "row_index": "*i64"}
 TILE = {"lowest": -3e38, "splits": 38, "splits_block": 64, "partials": 6, "block": 4096}
 VARIANTS = [
     {"scale": 1.0, "softcap": 0.0, "has_bias": False, "has_temperature": False},
@@ -56,14 +56,14 @@ def compiled(kernel, narrow, constants, ones=False):
 @pytest.mark.parametrize("variant", VARIANTS, ids=["plain", "everything"])
 def test_passes_over_a_tile(variant, ones):
     more = variant["has_bias"]
-    options = {**TILE, **variant, "wants_masses": more, "group": 256, "wants_weighted": more}
+    options = {**TILE, **variant, "wants_weighted": more}
     for name, columns in (
         ("partial_statistics", 0),
         ("combine_statistics", 7),
         ("probabilities", 0),
         ("gradient", 10),
     ):
-        kernel = getattr(linear_logprob_tile, name)
+        kernel = getattr(tile, name)
         assert compiled(kernel, {"prob", "grad"}, {**options, "columns": columns}, ones)
 
 
@@ -82,20 +82,5 @@ def test_passes_over_the_rows_on_hopper(ones):
 
 def test_the_scaling_reads_sixteen_bytes_at_once():
     narrow, options = {"vectors", "out"}, {"count": 2, "block": 4096, "vectors_column": 1}
-    assert "ld.global.v4" in compiled(linear_logprob_scale.scaled_sum, narrow, options)
-    assert compiled(linear_logprob_scale.scaled_sum, narrow, options, ones=True)
-
-
-def test_the_product_that_skips_runs_on_tensor_cores():
-    tile = {"block_vocab": 256, "tile_rows": 128, "tile_width": 256, "tile_depth": 64}
-    options = {**tile, "parts": 2, "stages": 3}
-    ptx = compiled(linear_logprob_skip.listed_product, {"e", "weight"}, options)
-    assert "wgmma.mma_async" in ptx
-    assert "cp.async" in ptx  # loads ahead of the products
-    assert compiled(linear_logprob_skip.listed_product, {"e", "weight"}, options, ones=True)
-
-
-@pytest.mark.parametrize("ones", [False, True], ids=["sizes", "ones"])
-def test_the_choice_of_blocks(ones):
-    options = {"octaves": 10, "halvings": 8, "group_rows": 128, "rows_at_once": 8, "padded": 1024}
-    assert compiled(linear_logprob_skip.choose_blocks, set(), options, ones)
+    assert "ld.global.v4" in compiled(tile.scaled_sum, narrow, options)
+    assert compiled(tile.scaled_sum, narrow, options, ones=True)

@@ -20,11 +20,6 @@ def test_the_interpreted_kernels_keep_their_promises():
     check_interpreted(HERE / "head_checks.py")
 
 
-def test_the_interpreted_product_that_skips_stays_within_its_budget():
-    pytest.importorskip("triton")
-    check_interpreted(HERE / "skip_cases.py")
-
-
 def test_without_triton_register_says_so(monkeypatch):
     monkeypatch.setattr(fxrl.kernels, "find_spec", lambda name: None)
     assert fxrl.kernels.register() is False

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from fxrl.errors import MissingPackageError
 from fxrl.models import hf
-from fxrl.models.errors import MissingPackageError
 
 
 def test_a_missing_package_says_how_to_install_it():

@@ -27,17 +27,27 @@ def arguments(num_rows=6, *, trainable_head=False, seed=0):
     return hidden, weight, target, bias, temperature, mask, 0.5, 4.0
 
 
+def by_name(hidden, weight, target, *options, **more):
+    """``OP`` with the values of ``arguments()``, all after the target by keyword."""
+    names = ("bias", "temperature", "row_mask", "scale", "softcap")
+    return (hidden, weight, target), dict(zip(names, options, strict=False)) | more
+
+
 @pytest.mark.parametrize("trainable_head", [False, True])
 def test_opcheck_of_the_composite(trainable_head):
-    args = (*arguments(trainable_head=trainable_head), "logprob,entropy,argmax_hit", "logprob", 4)
-    torch.library.opcheck(OP, args)
+    options = {
+        "outputs": "logprob,entropy,argmax_hit",
+        "grad_outputs": "logprob",
+        "chunk_tokens": 4,
+    }
+    torch.library.opcheck(OP, *by_name(*arguments(trainable_head=trainable_head), **options))
 
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_opcheck_of_the_forward(saved):
     forward = torch.ops.fxrl.linear_logprob_forward.default
     names = "logprob,lse" if saved else "logprob,entropy"
-    args = (*arguments(trainable_head=not saved), 4, "logprob,lse,entropy", names, saved, 0.01)
+    args = (*arguments(trainable_head=not saved), 4, "logprob,lse,entropy", names, saved)
     torch.library.opcheck(forward, args)
 
 
@@ -58,8 +68,8 @@ def test_one_compile_serves_three_lengths(trainable_head):
     counter = CompileCounterWithBackend("aot_eager")
 
     def loss(hidden, weight, target, bias, temperature, mask):
-        args = (hidden, weight, target, bias, temperature, mask, 0.5, 4.0, "logprob,entropy")
-        out = OP(*args)
+        args, options = by_name(hidden, weight, target, bias, temperature, mask, 0.5, 4.0)
+        out = OP(*args, **options, outputs="logprob,entropy")
         return (out[0].exp() - 0.1 * out[2]).sum()
 
     torch._dynamo.reset()
@@ -101,7 +111,11 @@ def traced_targets(mode_args, *, grad):
     def compiler(gm, example):
         return make_boxed_func(record(gm, example))
 
-    run = aot_function(lambda *args: OP(*args)[0].sum(), fw_compiler=compiler)
+    def loss(*args):
+        given, options = by_name(*args)
+        return OP(*given, **options)[0].sum()
+
+    run = aot_function(loss, fw_compiler=compiler)
     with torch.set_grad_enabled(grad):
         out = run(*mode_args[:6])
         if grad:
@@ -120,7 +134,7 @@ def test_a_symbolic_trace_keeps_the_op_and_its_row_count():
     hidden, weight, target = random_head(6, 9, 4)
 
     def run(hidden, weight, target):
-        return OP(hidden, weight, target, None, None, None, 1.0, 0.0, "logprob,max_logit")[0]
+        return OP(hidden, weight, target, outputs="logprob,max_logit")[0]
 
     graph = make_fx(run, tracing_mode="symbolic", pre_dispatch=True)(hidden, weight, target)
     shape = graph.graph.find_nodes(op="output")[0].args[0].meta["val"].shape

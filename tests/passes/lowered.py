@@ -3,20 +3,21 @@
 import torch
 
 from fxrl.capture.lower import lower
-from fxrl.compile.regions import build_region
-from fxrl.ir.plan import Plan
-from fxrl.ir.region import regions_of
-
-#: A plan that rewrites everything, in tiles of two rows.
-EVERYTHING = Plan(chunk_tokens=2)
+from fxrl.compile.bodies.variants import build_region
+from fxrl.ir.region import region_calls
+from fxrl.ir.site import name_sites
+from fxrl.testing import normalised
 
 
-def lowered(function, *args):
-    """The lowered graph of ``function`` on these arguments; sizes are constants."""
+def lowered(function, *args, respelled=True):
+    """The lowered graph of ``function`` on these arguments; sizes are constants.
+
+    ``respelled``: after the passes that only respell, as those over heads and layers see it.
+    """
     found = []
 
     def backend(gm, _):
-        found.append(lower(gm))
+        found.append(normalised(gm) if respelled else raw(gm))
         return gm.forward
 
     torch.compiler.reset()
@@ -25,10 +26,21 @@ def lowered(function, *args):
     return gm
 
 
+def raw(gm):
+    """The graph that the first pass of all sees."""
+    graph = lower(gm)
+    name_sites(graph, "0")
+    return graph
+
+
 def runnable(gm):
     """``gm`` with its regions built op by op; takes tensors in the order of its inputs."""
-    for region in regions_of(gm).values():
-        build_region(region, None)
+    gm.meta["kernels"] = []  # the graph owns them
+    for call in region_calls(gm):
+        kernels = build_region(call.meta["region"], None)
+        call.update_arg(1, kernels.key)
+        gm.meta["kernels"].append(kernels)
+    gm.recompile()
     return gm
 
 

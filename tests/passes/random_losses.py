@@ -20,11 +20,12 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from fxrl.capture.lower import lower
-from fxrl.compile.regions import build_region
+from fxrl.config import Config
 from fxrl.ir.plan import Plan
-from fxrl.ir.region import regions_of
 from fxrl.ir.remark import Report
+from fxrl.ir.site import name_sites
 from fxrl.passes import pipeline
+from tests.passes.lowered import runnable
 
 FEATURES, VOCAB = 4, 13
 ARGUMENTS = ("hidden", "weight", "weight2", "ids", "bias", "column", "full")
@@ -298,12 +299,10 @@ def rewrite(
             symbolic_context=StatelessSymbolicContext(dynamic_sizes=dims),
         )
     lowered = lower(gm)
-    report = Report()
-    for each in pipeline(passes):
-        report += each.run(lowered, Plan(chunk_tokens=tile))
-    for region in regions_of(lowered).values():
-        build_region(region, None)
-    return Rewritten(lowered, report, env)
+    name_sites(lowered, "0")
+    config = Config(passes=passes, chunk_tokens=tile or None, min_saved_bytes=0)
+    done = pipeline(config).run(lowered, Plan())
+    return Rewritten(runnable(done.gm), done.report, env)
 
 
 def run(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:

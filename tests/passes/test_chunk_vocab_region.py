@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
-from fxrl.ir.plan import Chunks, Keep, Plan
+from fxrl.ir.plan import Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import regions_of
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
-from tests.passes.lowered import EVERYTHING, call, lowered
+from tests.passes.lowered import call, lowered
 
 
 def inputs(seed=0):
@@ -63,7 +63,7 @@ return %mean""",
 
 def test_applied():
     gm = lowered(margin, *inputs())
-    report = ChunkVocabRegion().run(gm, EVERYTHING)
+    report = ChunkVocabRegion(tile_tokens=2).run(gm)
     assert_expected_inline(
         printed(gm),
         """\
@@ -83,13 +83,13 @@ return %mean""",
     )
     assert_expected_inline(
         plain(report),
-        """applied: chunk-vocab-region @ mm: logits [6 x 32] live in tiles of 2 rows (saves 3 KiB)""",
+        """applied: chunk-vocab-region @ 0:loss/mm: logits [6 x 32] live in tiles of 2 rows (saves 3 KiB)""",
     )
 
 
 def test_body():
     gm = lowered(margin, *inputs())
-    ChunkVocabRegion().run(gm, EVERYTHING)
+    ChunkVocabRegion(tile_tokens=2).run(gm)
     (region,) = regions_of(gm).values()
     assert_expected_inline(
         print_graph(region.forward),
@@ -107,7 +107,7 @@ return %gather_default, %amax_default""",
 
 def test_reduction_over_tokens_and_vocabulary_keeps_the_token_part_outside():
     gm = lowered(spread, *inputs())
-    report = ChunkVocabRegion().run(gm, EVERYTHING)
+    report = ChunkVocabRegion(tile_tokens=2).run(gm)
     assert_expected_inline(
         printed(gm),
         """\
@@ -120,7 +120,7 @@ return %mean""",
     )
     assert_expected_inline(
         plain(report),
-        """applied: chunk-vocab-region @ mm: logits [6 x 32] live in tiles of 2 rows (saves 3 KiB)""",
+        """applied: chunk-vocab-region @ 0:loss/mm: logits [6 x 32] live in tiles of 2 rows (saves 3 KiB)""",
     )
 
 
@@ -170,8 +170,10 @@ MISSES = {
     reenters: "the logits re-enter a layer that keeps the vocabulary dim (at %mm_1)",
     pairs_neighbours: "the logits of different tokens are combined (at %sum_1); "
     "take the vocabulary reduction per token first",
-    sums_over_tokens: "aten.mean.dim reduces over tokens (at %mean)",
-    normalises_over_tokens: "aten._log_softmax.default runs over tokens (at %_log_softmax)",
+    sums_over_tokens: "aten.mean.dim reduces over tokens (at %mean); "
+    "reduce over the vocabulary first: what that gives per token may then be reduced",
+    normalises_over_tokens: "aten._log_softmax.default runs over tokens (at %_log_softmax); "
+    "take it over the vocabulary (dim=-1), or over what is computed per token",
     draws_random_numbers: "aten.native_dropout.default draws random numbers, "
     "which a recompute would repeat (at %native_dropout)",
     has_no_rule: "no row rule for aten.renorm.default (at %renorm)",
@@ -185,36 +187,38 @@ MISSES = {
 def test_missed(function):
     gm = lowered(function, *inputs())
     before = print_graph(gm)
-    report = ChunkVocabRegion().run(gm, EVERYTHING)
+    report = ChunkVocabRegion(tile_tokens=2).run(gm)
     assert print_graph(gm) == before
     assert not regions_of(gm)
-    assert plain(report) == f"missed: chunk-vocab-region @ mm: {MISSES[function]}"
+    assert plain(report) == f"missed: chunk-vocab-region @ 0:loss/mm: {MISSES[function]}"
     assert all(re.search(r"test_chunk_vocab_region\.py:\d+$", r.source) for r in report.remarks)
 
 
 def test_the_plan_keeps_it():
     gm = lowered(margin, *inputs())
     before = print_graph(gm)
-    plan = Plan({("chunk-vocab-region", "mm"): Keep("the plan keeps it")})
+    plan = Plan({"0:loss/mm": Keep("the plan keeps it")})
     report = ChunkVocabRegion().run(gm, plan)
-    assert_expected_inline(plain(report), """missed: chunk-vocab-region @ mm: the plan keeps it""")
+    assert_expected_inline(
+        plain(report), """missed: chunk-vocab-region @ 0:loss/mm: the plan keeps it"""
+    )
     assert print_graph(gm) == before
 
 
 def test_below_min_saved_bytes():
     gm = lowered(margin, *inputs())
     before = print_graph(gm)
-    report = ChunkVocabRegion().run(gm, Plan(min_saved_bytes=1 << 20))
+    report = ChunkVocabRegion(min_saved_bytes=1 << 20).run(gm)
     assert_expected_inline(
         plain(report),
-        """missed: chunk-vocab-region @ mm: it would save 4.5 KiB, below min_saved_bytes=1 MiB""",
+        """missed: chunk-vocab-region @ 0:loss/mm: it would save 4.5 KiB, below min_saved_bytes=1 MiB""",
     )
     assert print_graph(gm) == before
 
 
 def test_no_head_no_remark():
     gm = lowered(lambda hidden, weight, ids: (hidden @ weight[:2].t()).sum(), *inputs())
-    assert ChunkVocabRegion().run(gm, EVERYTHING).remarks == ()
+    assert ChunkVocabRegion(tile_tokens=2).run(gm).remarks == ()
 
 
 @pytest.mark.parametrize("tile", [1, 2, 4, 100])
@@ -222,7 +226,7 @@ def test_no_head_no_remark():
 def test_numerics_and_gradients(function, tile):
     hidden, weight, ids = inputs(3)
     gm = lowered(function, hidden, weight, ids)
-    plan = Plan({("chunk-vocab-region", "mm"): Chunks(tile)})
+    plan = Plan({"0:loss/mm": TileHead("chunk-vocab-region", tile)})
     ChunkVocabRegion().run(gm, plan)
     assert regions_of(gm)
     hidden, weight, ids = inputs(4)
@@ -238,7 +242,7 @@ def test_frozen_head_gets_no_gradient():
     hidden, weight, ids = inputs()
     weight.requires_grad_(False)
     gm = lowered(margin, hidden, weight, ids)
-    ChunkVocabRegion().run(gm, EVERYTHING)
+    ChunkVocabRegion(tile_tokens=2).run(gm)
     (region,) = regions_of(gm).values()
     assert [spec.needs_grad for spec in region.inputs] == [True, False, False]
     call(gm, hidden=hidden, weight=weight, ids=ids).backward()

@@ -52,7 +52,7 @@ def masks_of(step: TrainStep) -> list[str]:
 
 def attention_of(step: TrainStep) -> list[dict[str, Any]]:
     """The options of the attention calls that the first capture's final graph makes."""
-    graph = step._backend.captures[0].rewritten.graph
+    graph = step.captures[0].rewritten.gm.graph
     return [n.kwargs for n in graph.nodes if "scaled_dot_product" in str(n.target)]
 
 
@@ -124,7 +124,7 @@ def test_checkpointing_switched_on_by_the_user_is_taken_over(reentrant: bool) ->
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-7, atol=1e-9)
     assert [dict(module._forward_hooks) for module in model.modules()] == hooks
 
-    assert len(step._backend.captures) == 1
+    assert len(step.captures) == 1
     assert "fuse-linear-logprob" in [r.pass_name for r in step.report.of_kind("applied")]
     reasons = " ".join(r.reason for r in step.report.of_kind("analysis"))
     for part in ("2 checkpointed calls taken over", "requires_grad_()", "warning_once()"):

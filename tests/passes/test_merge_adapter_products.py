@@ -1,11 +1,11 @@
-"""``tidy_products``: the same numbers from fewer and narrower products."""
+"""``merge-adapter-products``: the same numbers from fewer and narrower products."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxrl.passes.merge_adapter_products import tidy_products
+from fxrl.passes.merge_adapter_products import MergeAdapterProducts
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ def tidied(function, *args):
     """Graph before and after; checks that both give the function's own numbers."""
     gm = make_fx(function, tracing_mode="fake")(*args)
     before = counts(gm)
-    tidy_products(gm.graph)
+    MergeAdapterProducts().run(gm)
     gm.graph.lint()
     gm.recompile()
     torch.testing.assert_close(gm(*args), function(*args), rtol=1e-12, atol=1e-12)

@@ -1,23 +1,24 @@
-"""``recompute``: layers become regions once for all alike, in float64 as exact as eager."""
+"""``recompute``: what the backward of an outlined layer gets, as the plan says."""
 
 import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch import nn
 
 import fxrl
-from fxrl.compile.misses import MissedRewriteWarning
-from fxrl.ir.plan import Keep, Plan
+from fxrl.compile.step import TrainStep
+from fxrl.errors import PlanError
+from fxrl.ir.plan import CutLayer, Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
-from fxrl.ir.region import regions_of
+from fxrl.ir.region import region_calls, regions_of
+from fxrl.passes.outline_layers import OutlineLayers
 from fxrl.passes.recompute import Recompute
-from tests.passes.layered import Block, Stack, ids_batch, make_stack, square_loss
+from tests.compile.region_cases import assert_same, saved_bytes
+from tests.passes.layered import ids_batch, make_stack, square_loss
 from tests.passes.lowered import lowered
 
-ONLY = fxrl.Config(passes=("recompute",), compile_regions=False, on_miss="error")
+OPTIONS = {"passes": ("recompute",), "compile_regions": False, "on_miss": "error"}
 
 
 @pytest.fixture(autouse=True)
@@ -25,304 +26,131 @@ def _fresh():
     torch._dynamo.reset()
 
 
-def graph_of(model, batch=None):
-    return lowered(lambda b: square_loss(model, b), batch or ids_batch())
-
-
-def printed(gm):
-    return re.sub(r"'[0-9a-f]{16}'", "'ID'", print_graph(gm))
+def outlined(layers=2, **options):
+    model = make_stack(layers, **options)
+    gm = lowered(lambda b: square_loss(model, b), ids_batch())
+    OutlineLayers().run(gm)
+    return gm
 
 
 def plain(report):
     return "\n".join(re.sub(r" \[[^\]]*\.py:\d+\]", "", str(remark)) for remark in report.remarks)
 
 
-# ---------------------------------------------------------------------------- what it makes
-def test_applied():
-    gm = graph_of(make_stack(2))
-    report = Recompute().run(gm, Plan())
+def test_products_are_kept_where_nothing_is_planned():
+    gm = outlined()
     assert_expected_inline(
-        "\n".join(line for line in printed(gm).splitlines() if "= input" not in line),
+        plain(Recompute().run(gm)),
         """\
-%embedding = aten.embedding.default(%model.embed.weight, %b_ids) : f64[2, 5, 8]
-%kept_region_default = fxrl.kept_region.default([%embedding, %model.blocks.0.norm, %model.blocks.0.qkv.q.weight, %model.blocks.0.qkv.k.weight, %model.blocks.0.qkv.v.weight], 'ID') : (f64[10, 8], f64[10, 8], f64[10, 8])
-%getitem_2 = operator.getitem(%kept_region_default, 0) : f64[10, 8]
-%getitem_3 = operator.getitem(%kept_region_default, 1) : f64[10, 8]
-%getitem_4 = operator.getitem(%kept_region_default, 2) : f64[10, 8]
-%_unsafe_view_10 = aten._unsafe_view.default(%getitem_2, [2, 5, 8]) : f64[2, 5, 8]
-%view_28 = aten.view.default(%_unsafe_view_10, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
-%transpose_10 = aten.transpose.int(%view_28, 1, 2) : f64[2, 2, 5, 4]
-%_unsafe_view_9 = aten._unsafe_view.default(%getitem_3, [2, 5, 8]) : f64[2, 5, 8]
-%view_27 = aten.view.default(%_unsafe_view_9, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
-%transpose_9 = aten.transpose.int(%view_27, 1, 2) : f64[2, 2, 5, 4]
-%_unsafe_view_8 = aten._unsafe_view.default(%getitem_4, [2, 5, 8]) : f64[2, 5, 8]
-%view_26 = aten.view.default(%_unsafe_view_8, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
-%transpose_8 = aten.transpose.int(%view_26, 1, 2) : f64[2, 2, 5, 4]
-%scaled_dot_product_attention_default = aten.scaled_dot_product_attention.default(%transpose_10, %transpose_9, %transpose_8, is_causal=True) : f64[2, 2, 5, 4]
-%kept_region_default_1 = fxrl.kept_region.default([%scaled_dot_product_attention_default, %model.blocks.0.out.weight, %embedding, %model.blocks.0.up.weight, %model.blocks.0.up.bias, %model.blocks.0.down.weight, %model.blocks.0.down.bias], 'ID') : (f64[2, 5, 8])
-%getitem_5 = operator.getitem(%kept_region_default_1, 0) : f64[2, 5, 8]
-%kept_region_default_2 = fxrl.kept_region.default([%getitem_5, %model.blocks.1.norm, %model.blocks.1.qkv.q.weight, %model.blocks.1.qkv.k.weight, %model.blocks.1.qkv.v.weight], 'ID') : (f64[10, 8], f64[10, 8], f64[10, 8])
-%getitem_6 = operator.getitem(%kept_region_default_2, 0) : f64[10, 8]
-%getitem_7 = operator.getitem(%kept_region_default_2, 1) : f64[10, 8]
-%getitem_8 = operator.getitem(%kept_region_default_2, 2) : f64[10, 8]
-%_unsafe_view_13 = aten._unsafe_view.default(%getitem_6, [2, 5, 8]) : f64[2, 5, 8]
-%view_31 = aten.view.default(%_unsafe_view_13, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
-%transpose_13 = aten.transpose.int(%view_31, 1, 2) : f64[2, 2, 5, 4]
-%_unsafe_view_12 = aten._unsafe_view.default(%getitem_7, [2, 5, 8]) : f64[2, 5, 8]
-%view_30 = aten.view.default(%_unsafe_view_12, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
-%transpose_12 = aten.transpose.int(%view_30, 1, 2) : f64[2, 2, 5, 4]
-%_unsafe_view_11 = aten._unsafe_view.default(%getitem_8, [2, 5, 8]) : f64[2, 5, 8]
-%view_29 = aten.view.default(%_unsafe_view_11, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
-%transpose_11 = aten.transpose.int(%view_29, 1, 2) : f64[2, 2, 5, 4]
-%scaled_dot_product_attention_default_1 = aten.scaled_dot_product_attention.default(%transpose_13, %transpose_12, %transpose_11, is_causal=True) : f64[2, 2, 5, 4]
-%kept_region_default_3 = fxrl.kept_region.default([%scaled_dot_product_attention_default_1, %model.blocks.1.out.weight, %getitem_5, %model.blocks.1.up.weight, %model.blocks.1.up.bias, %model.blocks.1.down.weight, %model.blocks.1.down.bias], 'ID') : (f64[2, 5, 8])
-%getitem_9 = operator.getitem(%kept_region_default_3, 0) : f64[2, 5, 8]
-%view_24 = aten.view.default(%getitem_9, [10, 8]) : f64[10, 8]
-%t_12 = aten.t.default(%model.head.weight) : f64[8, 3]
-%addmm_4 = aten.addmm.default(%model.head.bias, %view_24, %t_12) : f64[10, 3]
-%view_25 = aten.view.default(%addmm_4, [2, 5, 3]) : f64[2, 5, 3]
-%pow_3 = aten.pow.Tensor_Scalar(%view_25, 2) : f64[2, 5, 3]
-%mean_2 = aten.mean.default(%pow_3) : f64[]
-return %mean_2""",
+applied: recompute @ 0:blocks.0: keep: matrix products; norms and activations run again (saves 720 B)
+applied: recompute @ 0:blocks.1: keep: matrix products; norms and activations run again (saves 720 B)""",
     )
-    assert_expected_inline(
-        plain(report),
-        """applied: recompute @ pow_1: keep: blocks.0 to blocks.1 in 4 calls of 2 compiled bodies (saves 1.406 KiB)""",
-    )
+    assert {region.cut for region in regions_of(gm).values()} == {"products"}
 
 
-def test_the_body_of_a_part():
-    gm = graph_of(make_stack(2))
-    Recompute().run(gm, Plan())
-    first, _ = regions_of(gm).values()
+def test_the_plan_chooses_layer_by_layer():
+    gm = outlined()
+    plan = Plan({"0:blocks.1": CutLayer("inputs")})
     assert_expected_inline(
-        print_graph(first.forward),
+        plain(Recompute().run(gm, plan)),
         """\
-%arg0 = input : f64[2, 5, 8]
-%arg1 = input : f64[8]
-%arg2 = input : f64[8, 8]
-%arg3 = input : f64[8, 8]
-%arg4 = input : f64[8, 8]
-%pow_tensor_scalar = aten.pow.Tensor_Scalar(%arg0, 2) : f64[2, 5, 8]
-%mean_dim = aten.mean.dim(%pow_tensor_scalar, [-1], True) : f64[2, 5, 1]
-%add_tensor = aten.add.Tensor(%mean_dim, 1e-06) : f64[2, 5, 1]
-%rsqrt_default = aten.rsqrt.default(%add_tensor) : f64[2, 5, 1]
-%mul_tensor = aten.mul.Tensor(%arg0, %rsqrt_default) : f64[2, 5, 8]
-%mul_tensor_1 = aten.mul.Tensor(%mul_tensor, %arg1) : f64[2, 5, 8]
-%t_default = aten.t.default(%arg2) : f64[8, 8]
-%view_default = aten.view.default(%mul_tensor_1, [10, 8]) : f64[10, 8]
-%mm_default = aten.mm.default(%view_default, %t_default) : f64[10, 8]
-%t_default_1 = aten.t.default(%arg3) : f64[8, 8]
-%view_default_1 = aten.view.default(%mul_tensor_1, [10, 8]) : f64[10, 8]
-%mm_default_1 = aten.mm.default(%view_default_1, %t_default_1) : f64[10, 8]
-%t_default_2 = aten.t.default(%arg4) : f64[8, 8]
-%view_default_2 = aten.view.default(%mul_tensor_1, [10, 8]) : f64[10, 8]
-%mm_default_2 = aten.mm.default(%view_default_2, %t_default_2) : f64[10, 8]
-return %mm_default, %mm_default_1, %mm_default_2""",
+applied: recompute @ 0:blocks.0: keep: matrix products; norms and activations run again (saves 720 B)
+applied: recompute @ 0:blocks.1: recompute: only its inputs are kept (saves 720 B)""",
     )
+    cuts = [(c.meta["region"].layer, c.meta["region"].cut) for c in region_calls(gm)]
+    assert cuts == [("0:blocks.0", "products")] * 2 + [("0:blocks.1", "inputs")] * 2
 
 
-def test_a_checkpointed_body_is_outlined_inside():
-    gm = graph_of(make_stack(3, checkpointed=True))
-    report = Recompute().run(gm, Plan())
+def test_a_checkpointed_layer_keeps_its_input():
     assert_expected_inline(
-        plain(report),
-        """applied: recompute @ pow_1: recompute: of each only its input is kept: blocks.0 to blocks.2 in 6 calls of 2 compiled bodies""",
-    )
-    assert "fxrl.region" not in printed(gm).split("@")[0]
-    assert len(regions_of(gm)) == 2
-
-
-def test_layers_that_differ_are_sites_of_their_own():
-    torch.manual_seed(0)
-    blocks = [Block(scale=1.0 if i % 2 else 0.5) for i in range(4)]
-    gm = graph_of(Stack(blocks).double())
-    report = Recompute().run(gm, Plan())
-    assert_expected_inline(
-        plain(report),
+        plain(Recompute().run(outlined(checkpointed=True))),
         """\
-applied: recompute @ pow_1: keep: blocks.0, blocks.2 in 4 calls of 2 compiled bodies (saves 1.406 KiB)
-applied: recompute @ pow_2: keep: blocks.1, blocks.3 in 4 calls of 2 compiled bodies (saves 1.406 KiB)""",
+applied: recompute @ 0:blocks.0: recompute: the user's checkpointing keeps only its input
+applied: recompute @ 0:blocks.1: recompute: the user's checkpointing keeps only its input""",
     )
 
 
-# ---------------------------------------------------------------------------- what it leaves
-class ManyPieces(nn.Module):
-    """A layer that attends again and again: parts too small to pay."""
-
-    def forward(self, x):
-        for _ in range(9):
-            x = torch.tanh(x * 2 + 1)
-            x = F.scaled_dot_product_attention(x, x, x)
-        return x
-
-
-def missed(gm):
-    """The report of a miss, which leaves the graph alone and names the model's line."""
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        (Keep("as it is"), "as it is"),
+        (TileHead("recompute", 4), "is for another site"),
+    ],
+)
+def test_missed_by_the_plan(choice, reason):
+    gm = outlined(1)
     before = print_graph(gm)
-    report = Recompute().run(gm, Plan())
-    assert print_graph(gm) == before
-    assert re.search(r"test_recompute\.py:\d+$", report.remarks[0].source)
-    return report
-
-
-def test_missed_too_many_parts():
-    gm = graph_of(Stack([ManyPieces(), ManyPieces()]).double())
-    assert_expected_inline(
-        plain(missed(gm)),
-        """missed: recompute @ mul: blocks.0 to blocks.1 fall into 9 parts: %scaled_dot_product_attention_default is attention, whose kernel the call chooses (at %scaled_dot_product_attention_default)""",
-    )
-
-
-@pytest.fixture
-def look():
-    """A library's op that returns a view of its input, which PyTorch cannot make functional."""
-    library = torch.library.Library("fxrl_recompute_test", "FRAGMENT")
-    library.define("look(Tensor(a) x) -> Tensor(a)")
-    library.impl("look", lambda x: x.view(x.shape), "CompositeExplicitAutograd")
-    torch.library.register_fake("fxrl_recompute_test::look", lambda x: x.view(x.shape), lib=library)
-    yield torch.ops.fxrl_recompute_test.look
-    library._destroy()
-
-
-class Looking(nn.Module):
-    """A layer that gates by what an op of a library sees."""
-
-    def __init__(self, look):
-        super().__init__()
-        self.look = look
-
-    def forward(self, x):
-        return torch.tanh(x * 2 + 1) * torch.sigmoid(self.look(x.detach()))
-
-
-def test_missed_body_that_cannot_be_lowered(look):
-    gm = graph_of(Stack([Looking(look), Looking(look)], checkpointed=True).double())
-    assert_expected_inline(
-        plain(missed(gm)).partition(". We only support")[0],  # the rest is PyTorch's advice
-        """missed: recompute @ x: blocks.0 to blocks.1: the checkpointed body could not be lowered: RuntimeError: Found a custom (non-ATen) operator whose output has alias annotations: fxrl_recompute_test::look(Tensor(a) x) -> Tensor(a)""",
-    )
-
-
-class Twice(nn.Module):
-    """A layer that is called twice, so that its caller can do something in between."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x, *, back):
-        return torch.tanh(self.down(x)) + x if back else F.silu(self.up(x))
-
-
-class DropoutBetween(Stack):
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(F.dropout(block(x, back=False), 0.5), back=True)
-        return self.head(x)
-
-
-def test_missed_random_numbers_between_the_calls_of_a_layer():
-    gm = graph_of(DropoutBetween([Twice(), Twice()]).double())
-    assert_expected_inline(
-        plain(missed(gm)),
-        """missed: recompute @ view: blocks.0 to blocks.1: %native_dropout (aten.native_dropout.default) draws random numbers, which a recompute would draw again""",
-    )
-
-
-class Halves(nn.Module):
-    """A layer that treats halves of the tokens apart; no input says how many these are."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        y, half = self.linear(x), x.shape[1] // 2
-        return torch.tanh(torch.cat([y[:, :half] * 2, torch.sigmoid(y[:, half:])], 1)) * torch.exp(
-            x
-        )
-
-
-class AttentionThenHalves(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.halves = nn.Linear(8, 8), Halves()
-
-    def forward(self, x):
-        x = F.silu(self.gate(x)) * x
-        return self.halves(F.scaled_dot_product_attention(x, x, x))
-
-
-def varying_length(rows=4, length=6):
-    batch = ids_batch(rows, length)
-    torch._dynamo.mark_dynamic(batch["ids"], 1)
-    return batch
-
-
-def test_missed_size_that_no_input_has():
-    gm = graph_of(Stack([Halves(), Halves()]).double(), varying_length())
-    before = print_graph(gm)
-    report = Recompute().run(gm, Plan())
-    assert_expected_inline(
-        re.sub(r"\(s\d+//2\)", "(s//2)", plain(report)),
-        """missed: recompute @ view: blocks.0 to blocks.1: %floordiv = (s//2) cannot be read off the input tensors""",
-    )
-    assert print_graph(gm) == before
-    assert not regions_of(gm)
-    assert re.search(r"test_recompute\.py:\d+$", report.remarks[0].source)
-
-
-def test_a_part_that_cannot_be_outlined_is_left_and_named():
-    gm = graph_of(Stack([AttentionThenHalves(), AttentionThenHalves()]).double(), varying_length())
-    report = Recompute().run(gm, Plan())
-    assert_expected_inline(
-        re.sub(r"\(s\d+//2\)", "(s//2)", plain(report)),
-        """applied: recompute @ view: keep: blocks.0 to blocks.1 in 2 calls of 1 compiled bodies; 2 parts run op by op: %floordiv = (s//2) cannot be read off the input tensors (saves 3 KiB)""",
-    )
-    assert printed(gm).count("fxrl.kept_region.default") == 2
-    assert printed(gm).count("aten.tanh.default") == 2
-
-
-def test_missed_by_the_plan():
-    gm = graph_of(make_stack(2))
-    before = print_graph(gm)
-    (remark,) = Recompute().run(gm, Plan()).remarks
-    gm = graph_of(make_stack(2))
-    plan = Plan({("recompute", remark.site): Keep("the plan keeps it")})
-    assert_expected_inline(
-        plain(Recompute().run(gm, plan)), """missed: recompute @ pow_1: the plan keeps it"""
-    )
+    (remark,) = Recompute().run(gm, Plan({"0:blocks.0": choice})).remarks
+    assert remark.kind == "missed"
+    assert reason in remark.reason
     assert print_graph(gm) == before
 
 
-@pytest.mark.parametrize("plan", [Plan(least_hidden={"cpu": 81}), Plan(compile_regions=False)])
-def test_declined(plan):
-    gm = graph_of(make_stack(2))
-    before = print_graph(gm)
-    (remark,) = Recompute().run(gm, plan).remarks
-    assert remark.kind == "analysis"
-    assert ("80 hidden values" in remark.reason) == bool(plan.least_hidden)
-    assert print_graph(gm) == before
-
-
-def test_nothing_repeats_no_remark():
+def test_nothing_is_outlined_no_remark():
     gm = lowered(lambda x: torch.tanh(x * 2 + 1).square().mean(), torch.randn(3, 4))
-    assert Recompute().run(gm, Plan()).remarks == ()
+    assert Recompute().run(gm).remarks == ()
 
 
-def test_small_models_on_a_cpu_are_left_by_default():
+@pytest.mark.parametrize(
+    "cuts", [("products", "products"), ("inputs", "products"), ("inputs",) * 2]
+)
+def test_every_plan_gives_the_same_numbers(cuts):
     model = make_stack(2)
-    step = fxrl.optimize(model, square_loss, fxrl.Config(on_miss="error"))
+    plan = Plan({f"0:blocks.{i}": CutLayer(cut) for i, cut in enumerate(cuts)})
+    plan = Plan.from_json(plan.to_json())
+    step = TrainStep(model, square_loss, fxrl.Config(**OPTIONS), plan)
+    for shape in ((2, 5), (3, 8), (1, 4)):
+        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
+    assert [step.plan.choices[f"0:blocks.{i}"].kept for i in range(2)] == list(cuts)
+    assert step.verify(ids_batch()).ok
+
+
+def test_inputs_keep_less_than_products():
+    kept = {}
+    for cut in ("products", "inputs"):
+        model = make_stack(3)
+        plan = Plan({f"0:blocks.{i}": CutLayer(cut) for i in range(3)})
+        step = TrainStep(model, square_loss, fxrl.Config(**OPTIONS), plan)
+        batch = ids_batch(8, 64)
+        step(batch)
+        kept[cut] = saved_bytes(lambda step=step, batch=batch: step(batch))
+    assert kept["inputs"] < 0.8 * kept["products"]
+
+
+# ---------------------------------------------------------------------------- the plan itself
+def test_a_step_lists_a_choice_for_every_site():
+    step = fxrl.optimize(make_stack(2), square_loss, fxrl.Config(**OPTIONS))
+    assert "nothing is captured yet" in str(step.plan)
     step(ids_batch())
-    (remark,) = (r for r in step.report.remarks if r.pass_name == "recompute")
-    assert remark.kind == "analysis"
-    assert "blocks.0 to blocks.1 run op by op: 80 hidden values" in remark.reason
+    assert_expected_inline(
+        str(step.plan),
+        """\
+0:blocks.0-1: outline-layers
+0:blocks.0: layer: matrix products are kept for the backward
+0:blocks.1: layer: matrix products are kept for the backward""",
+    )
+    assert Plan.from_json(step.plan.to_json()) == step.plan
+    assert step.plan_for(ids_batch(3, 7)).choices == step.plan.choices
 
 
-def test_the_warning_names_what_stays():
-    config = fxrl.Config(passes=("recompute",), compile_regions=False)
-    model = Stack([ManyPieces(), ManyPieces()]).double()
-    with pytest.warns(MissedRewriteWarning, match="fall into"):
-        fxrl.optimize(model, square_loss, config)(ids_batch())
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "no JSON"),
+        ("[]", "version"),
+        ('{"version": 1, "choices": []}', "no table of sites"),
+        ('{"version": 1, "choices": {"0:x": 3}}', "0:x: 3 is no choice"),
+        ('{"version": 1, "choices": {"0:x": {"kind": "drop"}}}', "keep, rewrite, head, layer"),
+        ('{"version": 1, "choices": {"0:x": {"kind": "layer", "kept": "all"}}}', "neither"),
+        ('{"version": 1, "choices": {"0:x": {"kind": "layer", "keep": 1}}}', "keep is unknown"),
+        ('{"version": 1, "choices": {"0:x": {"kind": "head"}}}', "by"),
+        (
+            '{"version": 1, "choices": {"0:x": {"kind": "head", "by": "y", "tile_tokens": -1}}}',
+            "-1",
+        ),
+        ('{"version": 1, "step_seconds": "long", "choices": {}}', "step_seconds='long'"),
+    ],
+)
+def test_a_damaged_plan_is_refused_with_its_site(text, reason):
+    with pytest.raises(PlanError, match=re.escape(reason)):
+        Plan.from_json(text)

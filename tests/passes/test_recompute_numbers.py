@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fxrl
-from fxrl.ops.region import registered
 from tests.compile.region_cases import assert_same, saved_bytes
 from tests.passes.layered import ids_batch, make_stack, square_loss
 
@@ -23,10 +22,48 @@ def test_numerics_and_gradients(checkpointed):
     step = fxrl.optimize(model, square_loss, ONLY)
     for shape in ((2, 5), (3, 7), (4, 9)):
         assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
-    (capture,) = step._backend.captures
-    assert len(capture.regions) == 2
-    for key in capture.regions:
-        assert len(registered(key).kept._bodies._variants) == 1, "one body for every shape"
+    (capture,) = step.captures
+    assert len(capture.kernels) == 2
+    for kernels in capture.kernels.values():
+        assert len(kernels.variants) == 1, "one body for every shape"
+
+
+def weighted(outputs, mask):
+    return (outputs.square().mean(-1) * mask).sum() / mask.sum()
+
+
+#: What the loss and the batch look like -> loss, and fields as (name, what T adds up to).
+LAYOUTS = {
+    "ids T, mask T-1": (lambda m, b: weighted(m(b["ids"])[:, :-1], b["mask"]), {"ids": 0, "mask": -1}),
+    "mask T-1, ids T": (lambda m, b: weighted(m(b["ids"])[:, 1:], b["mask"]), {"mask": -1, "ids": 0}),
+    "ids T+1, mask T": (lambda m, b: weighted(m(b["ids"][:, :-1]), b["mask"]), {"mask": 0, "ids": 1}),
+    "prompt and completion": (
+        lambda m, b: weighted(m(torch.cat([b["prompt"], b["ids"]], 1))[:, -b["ids"].shape[1]:], b["mask"]),
+        {"prompt": -2, "ids": 0, "mask": 0},
+    ),
+    "halves": (
+        lambda m, b: weighted(m(b["ids"])[:, : b["ids"].shape[1] // 2], b["mask"]),
+        {"ids": "2T", "mask": 0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layers_of_any_batch_layout(name, checkpointed):
+    """Sizes such as ``T - 1`` may be the only ones in the batch that are plain symbols."""
+    loss, fields = LAYOUTS[name]
+    model = make_stack(2, checkpointed=checkpointed)
+    step = fxrl.optimize(model, loss, ONLY)
+    for rows, length in ((3, 6), (2, 9), (1, 4), (4, 3)):
+        batch = {}
+        for index, (field, more) in enumerate(fields.items()):
+            width = 2 * length if more == "2T" else length + more
+            batch[field] = ids_batch(rows, width, seed=index)["ids"]
+            if field == "mask":
+                batch[field] = batch[field] / 11 + 0.5
+        assert_same(step, loss, model, batch, tolerance=1e-12)
+    assert all(capture.kernels for capture in step.captures)
 
 
 def test_one_row_and_then_many():
@@ -42,7 +79,7 @@ def test_frozen_weights_and_embeddings_share_bodies_and_get_no_gradient():
         parameter.requires_grad_("up" in name)
     step = fxrl.optimize(model, square_loss, ONLY)
     assert_same(step, square_loss, model, ids_batch(), tolerance=1e-12)
-    assert len(step._backend.captures[0].regions) == 2
+    assert len(step.captures[0].kernels) == 2
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["keep", "recompute"])
@@ -66,7 +103,7 @@ def test_scoring_without_grad():
     step = fxrl.optimize(model, square_loss, ONLY)
     with torch.no_grad():
         torch.testing.assert_close(step(ids_batch()), square_loss(model, ids_batch()))
-    assert len(step._backend.captures[0].regions) == 2
+    assert len(step.captures[0].kernels) == 2
 
 
 def test_autocast_inside_a_checkpointed_body():
@@ -115,8 +152,8 @@ def test_compiled_layers_equal_eager():
     step = fxrl.optimize(model, square_loss, config)
     for shape in ((2, 5), (3, 8)):
         assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-5)
-    for key in step._backend.captures[0].regions:
-        assert "def call" in registered(key).generated()["forward.py"]
+    for kernels in step.captures[0].kernels.values():
+        assert "def call" in kernels.generated()["forward.py"]
 
 
 def test_dump_and_verify_show_the_layers(tmp_path):
@@ -126,7 +163,5 @@ def test_dump_and_verify_show_the_layers(tmp_path):
     text = step.dump(tmp_path).read_text()
     assert "recompute" in text
     assert len(list(tmp_path.glob("capture_0/regions/*/vjp.txt"))) == 2
-    assert (tmp_path / "capture_0/aot/backward.py").read_text().count(
-        "kept_region_vjp.default("
-    ) == 4
+    assert (tmp_path / "capture_0/aot/backward.py").read_text().count("region_vjp.default(") == 4
     step.verify(ids_batch()).raise_if_failed()

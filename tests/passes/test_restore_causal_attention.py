@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from fxrl.ir.plan import Keep, Plan
 from fxrl.ir.printer import print_graph
 from fxrl.passes.restore_causal_attention import RestoreCausalAttention
-from tests.passes.lowered import EVERYTHING, call, lowered
+from tests.passes.lowered import call, lowered
 
 
 def queries(seed=0, tokens=5):
@@ -76,8 +76,8 @@ def checkpointed(x):
 )
 def test_a_proven_mask_becomes_is_causal_with_equal_numbers(attention):
     x = queries()
-    gm = lowered(attention, x)
-    (remark,) = RestoreCausalAttention().run(gm, EVERYTHING).remarks
+    gm = lowered(attention, x, respelled=False)
+    (remark,) = RestoreCausalAttention().run(gm).remarks
     assert remark.kind == "applied"
     assert "is_causal=True" in print_graph(gm)
     result = call(gm, x=x)
@@ -121,15 +121,19 @@ def padded(x):
     ids=lambda attention: attention.__name__,
 )
 def test_any_other_mask_stays(attention):
-    gm = lowered(attention, queries())
+    gm = lowered(attention, queries(), respelled=False)
     before = print_graph(gm)
-    assert RestoreCausalAttention().run(gm, EVERYTHING).remarks == ()
+    (remark,) = RestoreCausalAttention().run(gm).remarks
+    assert remark.kind == "analysis"
+    why = "it depends on the values of %l_x_" if attention is padded else "it is not plainly causal"
+    assert remark.reason == f"1 attention calls keep their mask: {why}"
+    assert bool(remark.cure) == (attention is padded)
     assert print_graph(gm) == before
 
 
 def test_the_rewritten_graph_has_no_mask():
-    gm = lowered(causal, queries())
-    report = RestoreCausalAttention().run(gm, EVERYTHING)
+    gm = lowered(causal, queries(), respelled=False)
+    report = RestoreCausalAttention().run(gm)
     assert_expected_inline(
         print_graph(gm),
         """\
@@ -143,13 +147,8 @@ return %scaled_dot_product_attention_default""",
 
 
 def test_missed_when_the_plan_keeps_it():
-    gm = lowered(causal, queries())
-    plan = Plan({("restore-causal-attention", "expand"): Keep("a dense mask is wanted")})
+    gm = lowered(causal, queries(), respelled=False)
+    (site,) = RestoreCausalAttention().match(gm)
+    plan = Plan({site.name: Keep("a dense mask is wanted", missed=False)})
     (remark,) = RestoreCausalAttention().run(gm, plan).remarks
-    assert (remark.kind, remark.reason) == ("missed", "a dense mask is wanted")
-
-
-def test_it_is_not_weighed_by_memory():
-    gm = lowered(causal, queries())
-    (remark,) = RestoreCausalAttention().run(gm, Plan(min_saved_bytes=2**40)).remarks
-    assert remark.kind == "applied"
+    assert (remark.kind, remark.reason) == ("analysis", "a dense mask is wanted")

@@ -11,13 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fxrl.analysis.logprob.forms import Affine, Exp, Form, NotRecognised, Transform
+from fxrl.analysis.logprob.forms import (
+    Affine,
+    Exp,
+    Form,
+    Product,
+    Transform,
+    as_number,
+    finite,
+)
 from fxrl.analysis.rows.expr import ExprPool, RowExpr
-from fxrl.ir.graph import hint, is_call, shape_of
+from fxrl.ir.graph import bound, hint, is_call, shape_of
+from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
@@ -39,7 +49,7 @@ class LogprobAlgebra:
         self.target: RowExpr | None = None
         self.transform: Transform | None = None
         self.stats: dict[str, bool] = {}
-        self._forms: dict[tuple[int, bool], Form | None] = {}
+        self._forms: dict[tuple[int, bool], Form] = {}
         self._narrow: dict[tuple[int, bool], RowExpr] = {}
 
     # ------------------------------------------------------------------ statistics
@@ -48,14 +58,15 @@ class LogprobAlgebra:
         if self.transform is None:
             self.transform = transform
         if self.transform.key() != transform.key():
-            raise NotRecognised("two different transforms of the logits are reduced")
+            raise Refusal("two different transforms of the logits are reduced")
         if name == "max_logit" and attached:
-            raise NotRecognised("the gradient of a maximum over the vocabulary is asked for")
+            raise Refusal("the gradient of a maximum over the vocabulary is asked for")
         expr = self.pool.call("stat", name)
         self.stats[name] = self.stats.get(name, False) or attached
         return expr if attached else self.pool.call(aten.detach.default, expr)
 
-    def _lse(self, form: Affine | Exp, factor: float) -> RowExpr | None:
+    def lse(self, form: Affine | Exp, factor: float) -> RowExpr | None:
+        """``factor`` times the log-sum-exp of a form's logits; None is zero."""
         if factor == 0:
             return None
         lse = self.stat("lse", form.transform, form.attached)
@@ -78,31 +89,31 @@ class LogprobAlgebra:
         return self.pool.call(aten.mul.Tensor, term, factor)
 
     # ------------------------------------------------------------------ wide forms
-    def form(self, expr: RowExpr, attached: bool = True) -> Form | None:
-        """The form of a vocabulary-sized expression; None when it does not involve the head."""
+    def form(self, expr: RowExpr, attached: bool = True) -> Form:
+        """The form of a vocabulary-sized expression of the head's logits."""
         key = (id(expr), attached)
         if key not in self._forms:
             self._forms[key] = self._form(expr, attached)
         return self._forms[key]
 
-    def _form(self, expr: RowExpr, attached: bool) -> Form | None:
+    def _form(self, expr: RowExpr, attached: bool) -> Form:
         if expr is self.head:
             bias = expr.args[0] if expr.target is aten.addmm.default else None
             return Affine(Transform(bias=bias), attached=attached)
         if not self.reads_head(expr):
-            return None
+            raise Refusal("an op takes logits or log-probs and gets something else")
         if expr.target is aten.detach.default:
             return self.form(expr.args[0], False)
         rule = _FORM_RULES.get(expr.target)
         if rule is None:
-            raise NotRecognised(f"{expr.target} over the vocabulary is no part of a log-softmax")
+            raise Refusal(f"{expr.target} over the vocabulary is no part of a log-softmax")
         return rule(self, expr, attached)
 
     def affine(self, expr: RowExpr, attached: bool) -> Affine:
         """``expr`` as an affine form of the logits."""
         form = self.form(expr, attached)
         if not isinstance(form, Affine):
-            raise NotRecognised("an op takes logits or log-probs and gets something else")
+            raise Refusal("an op takes logits or log-probs and gets something else")
         return form
 
     def unit(self, form: Affine) -> Affine:
@@ -110,9 +121,9 @@ class LogprobAlgebra:
         if form.a == 1:
             return form
         moved = form.transform.scaled(form.a)
-        r = self.add(self.scale(self._lse(form, form.k), form.a), self.scale(form.r, form.a))
+        r = self.add(self.scale(self.lse(form, form.k), form.a), self.scale(form.r, form.a))
         if form.k:
-            raise NotRecognised("log-probabilities are scaled before they are normalised again")
+            raise Refusal("log-probabilities are scaled before they are normalised again")
         return Affine(moved, 1.0, 0.0, r, form.attached)
 
     def reads_head(self, expr: RowExpr) -> bool:
@@ -133,7 +144,7 @@ class LogprobAlgebra:
         """A narrow expression over the op's statistics instead of the vocabulary.
 
         Raises:
-            NotRecognised: it needs another statistic.
+            Refusal: it needs another statistic.
         """
         key = (id(expr), attached)
         if key not in self._narrow:
@@ -146,14 +157,14 @@ class LogprobAlgebra:
         if expr.target is aten.detach.default:
             return self.pool.call(aten.detach.default, self.narrow(expr.args[0], False))
         reduction = _REDUCTIONS.get(expr.target)
-        if reduction is not None and self._is_wide(expr.args[0]):
+        if reduction is not None and self.is_wide(expr.args[0]):
             return reduction(self, expr, attached)
         hit = self._argmax_hit(expr)
         if hit is not None:
             return hit
         for operand in expr.operands():
-            if self._is_wide(operand):
-                raise NotRecognised(f"{expr.target} over the vocabulary is another statistic")
+            if self.is_wide(operand):
+                raise Refusal(f"{expr.target} over the vocabulary is another statistic")
         args = [self._rebuild(arg, attached) for arg in expr.args]
         kwargs = {name: self._rebuild(value, attached) for name, value in expr.kwargs}
         return self.pool.call(expr.target, *args, **kwargs)
@@ -165,7 +176,7 @@ class LogprobAlgebra:
             return tuple(self._rebuild(item, attached) for item in arg)
         return arg
 
-    def _is_wide(self, expr: RowExpr) -> bool:
+    def is_wide(self, expr: RowExpr) -> bool:
         """Whether an expression that reads the head still has the vocabulary dim."""
         if expr is self.head:
             return True
@@ -173,7 +184,7 @@ class LogprobAlgebra:
             return False
         if expr.target in _REDUCTIONS or expr.target in (aten.argmax.default,):
             return False
-        return any(self._is_wide(operand) for operand in expr.operands())
+        return any(self.is_wide(operand) for operand in expr.operands())
 
     def _argmax_hit(self, expr: RowExpr) -> RowExpr | None:
         """``argmax(z) == target``."""
@@ -184,7 +195,7 @@ class LogprobAlgebra:
             if best.target is aten.argmax.default and not self.reads_head(ids):
                 form = self.affine(best.args[0], False)
                 if form.a <= 0 or not self.same_target(ids):
-                    raise NotRecognised("argmax over the vocabulary is another statistic")
+                    raise Refusal("argmax over the vocabulary is another statistic")
                 self.stat("argmax_hit", form.transform, False)
                 return self.pool.call("stat", "argmax_hit")
         return None
@@ -195,14 +206,14 @@ class LogprobAlgebra:
             return (self.vocab,)
         if expr.target is aten.reshape.default:
             return tuple(expr.args[1][1:])
-        inner = [self.local_sizes(part) for part in expr.operands() if self._is_wide(part)]
+        inner = [self.local_sizes(part) for part in expr.operands() if self.is_wide(part)]
         return max(inner, key=len)
 
     def vocab_dim(self, expr: RowExpr) -> int:
         """The vocabulary's dim in a vocabulary-sized expression."""
         sizes = self.local_sizes(expr)
         if [size for size in sizes if size != 1] != [self.vocab]:
-            raise NotRecognised("the vocabulary is split into several dims")
+            raise Refusal("the vocabulary is split into several dims")
         return 1 + sizes.index(self.vocab)
 
     def in_layout(self, value: RowExpr, ones: int) -> RowExpr:
@@ -215,10 +226,10 @@ class LogprobAlgebra:
         """One number per row, in the ``[n]`` layout of the statistics.
 
         Raises:
-            NotRecognised: there are several per row, such as a mask over the vocabulary.
+            Refusal: there are several per row, such as a mask over the vocabulary.
         """
         if not self.is_single(expr):
-            raise NotRecognised("the logits meet a tensor of several entries per token")
+            raise Refusal("the logits meet a tensor of several entries per token")
         if expr.leaf is not None and not expr.leaf.tiled:
             return expr  # a scalar for all rows
         if expr.target is aten.reshape.default and set(expr.args[1][1:]) <= {1}:
@@ -270,28 +281,348 @@ def _origin(index: RowExpr) -> tuple[object, ...] | None:
     return (node, str(leaf.steps))
 
 
-# ---------------------------------------------------------------------- form rules
+# ---------------------------------------------------------------------- what an op makes of forms
+def _same(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    return algebra.form(expr.args[0], attached)
+
+
+def _slice(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    raise Refusal("a slice of the vocabulary is taken")
+
+
+def _reshape(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    """A view that adds or drops dims of size 1, such as a batch of one."""
+    if [size for size in algebra.local_sizes(expr) if size != 1] != [algebra.vocab]:
+        raise Refusal("a view splits the vocabulary")
+    return algebra.form(expr.args[0], attached)
+
+
+def _clamp(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    """A clamp to the dtype's own range, as distributions do, changes nothing."""
+    given = bound(expr)
+    low = as_number(given["min"])
+    if given["max"] is not None or low is None or low > torch.finfo(torch.float16).min:
+        raise Refusal("the logits are clamped")
+    return algebra.affine(expr.args[0], attached)
+
+
+def _log_softmax(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    form = algebra.unit(algebra.affine(expr.args[0], attached))
+    return Affine(form.transform, 1.0, -1.0, None, form.attached)
+
+
+def _softmax(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    form = algebra.unit(algebra.affine(expr.args[0], attached))
+    return Exp(form.transform, -1.0, None, form.attached)
+
+
+def _exp(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    form = algebra.unit(algebra.affine(expr.args[0], attached))
+    return Exp(form.transform, form.k, form.r, form.attached)
+
+
+def _log(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    form = algebra.form(expr.args[0], attached)
+    if not isinstance(form, Exp) or form.c != 1:
+        raise Refusal("a logarithm of something that is no probability")
+    return Affine(form.transform, 1.0, form.k, form.r, form.attached)
+
+
+def _tanh(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    """``tanh(scale * x / cap)``: a softcap whose outer factor comes next."""
+    form = algebra.affine(expr.args[0], attached)
+    transform = form.transform
+    plain = form.k == 0 and form.r is None and not transform.softcap
+    if not plain or transform.temperature is not None:
+        raise Refusal("a tanh of something that is not scaled logits")
+    # tanh(y) = softcap * tanh(scale' x / softcap) / divisor with softcap = divisor = 1
+    capped = replace(transform, scale=transform.scale * form.a, softcap=1.0)
+    return Affine(capped, 1.0, 0.0, None, form.attached)
+
+
+def _neg(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    return _times(algebra.form(expr.args[0], attached), -1.0)
+
+
+def _times(form: Form, factor: float) -> Form:
+    if not finite(factor):
+        raise Refusal(f"the logits are multiplied by {factor}")
+    if isinstance(form, Affine):
+        plain = form.k == 0 and form.r is None
+        if plain and form.transform.softcap and form.transform.divisor == 1 and form.a == 1:
+            # cap * tanh(.): fold the factor into softcap, keeping what is inside the tanh
+            cap = form.transform.softcap * factor
+            if factor > 0:
+                inner = form.transform.scale * factor
+                return replace(form, transform=replace(form.transform, softcap=cap, scale=inner))
+        return replace(form, a=form.a * factor)
+    return replace(form, c=form.c * factor)
+
+
+def _mul(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    left, right = expr.args
+    for wide, factor in ((left, right), (right, left)):
+        number = as_number(factor)
+        if number is not None:
+            return _times(algebra.form(wide, attached), number)
+    if not (algebra.reads_head(left) and algebra.reads_head(right)):
+        raise Refusal("the logits are multiplied by a tensor")
+    return _product(algebra.form(left, attached), algebra.form(right, attached))
+
+
+def _product(left: Form, right: Form) -> Form:
+    if isinstance(right, Exp) and not isinstance(left, Exp):
+        left, right = right, left
+    if not isinstance(left, Exp) or not isinstance(right, (Affine, Exp)):
+        raise Refusal("a product over the vocabulary that is no entropy")
+    if left.attached != right.attached:
+        raise Refusal("a product of a detached and a differentiated factor")
+    return Product(left, right)
+
+
+def _power(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    form = algebra.form(expr.args[0], attached)
+    if as_number(expr.args[1]) != 2 or not isinstance(form, Exp):
+        raise Refusal("a power over the vocabulary other than p^2")
+    return Product(form, form)
+
+
+def _div(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    wide, divisor = expr.args
+    number = as_number(divisor)
+    if number is not None:
+        return _times(algebra.form(wide, attached), 1.0 / number)
+    if algebra.reads_head(divisor):
+        return _normalised(algebra, algebra.form(wide, attached), divisor, attached)
+    form = algebra.affine(wide, attached)
+    if form.k or form.r is not None or form.transform.temperature is not None:
+        raise Refusal("log-probabilities are divided by a tensor")
+    transform = form.transform if form.a == 1 else form.transform.scaled(form.a)
+    return Affine(
+        replace(transform, temperature=algebra.per_row(divisor)), 1.0, 0.0, None, form.attached
+    )
+
+
+def _normalised(algebra: LogprobAlgebra, form: Form, divisor: RowExpr, attached: bool) -> Form:
+    """``exp(z + r) / sum(exp(z + r))``: a hand-written softmax."""
+    while divisor.target is aten.reshape.default:
+        divisor = divisor.args[0]
+    if isinstance(form, Exp) and divisor.target is aten.sum.dim_IntList:
+        total = algebra.form(divisor.args[0], attached)
+        if isinstance(total, Exp) and total is form:
+            return Exp(form.transform, -1.0, None, form.attached)
+    raise Refusal("a vocabulary-sized value is divided by a statistic of another")
+
+
+def _add(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> Form:
+    left, right = expr.args
+    sign = -1.0 if expr.target is aten.sub.Tensor else 1.0
+    alpha = as_number(bound(expr)["alpha"])
+    if alpha is None:
+        raise Refusal("an addition whose alpha is no number")
+    sign *= alpha
+    if not algebra.reads_head(left):
+        return _shifted(algebra, algebra.affine(right, attached), left, attached, sign, True)
+    return _shifted(algebra, algebra.affine(left, attached), right, attached, sign, False)
+
+
+def _shifted(
+    algebra: LogprobAlgebra, form: Affine, other: Any, attached: bool, sign: float, flipped: bool
+) -> Form:
+    """``form + sign * other``, or ``other + sign * form`` when flipped."""
+    if flipped:
+        form, sign = replace(form, a=form.a * sign), 1.0
+    if as_number(other) is not None:
+        raise Refusal("a number is added to the logits")
+    if algebra.reads_head(other) and algebra.is_wide(other):
+        raise Refusal("two vocabulary-sized values are added")
+    if not algebra.reads_head(other) and _is_vocab_vector(algebra, other):
+        return _biased(algebra, form, other, sign)
+    row = algebra.narrow(other, attached)
+    row = algebra.per_row(row)
+    return replace(form, r=algebra.add(form.r, algebra.scale(row, sign / form.a)))
+
+
+def _is_vocab_vector(algebra: LogprobAlgebra, expr: RowExpr) -> bool:
+    """Whether every row reads the same ``[V]`` numbers, whatever dims of size 1 they have."""
+    if expr.target is aten.reshape.default:
+        expr = expr.args[0]
+    if expr.leaf is None or expr.leaf.tiled:
+        return False
+    return [size for size in shape_of(expr.leaf.node) if size != 1] == [algebra.vocab]
+
+
+def _biased(algebra: LogprobAlgebra, form: Affine, vector: RowExpr, sign: float) -> Form:
+    transform = form.transform
+    plain = form.k == 0 and form.r is None and form.a == 1 and transform.scale == 1
+    if not plain or transform.bias is not None or transform.softcap or sign != 1:
+        raise Refusal("a vector over the vocabulary is added after a transform")
+    if transform.temperature is not None:
+        raise Refusal("a vector over the vocabulary is added after the temperature")
+    if vector.target is aten.reshape.default:
+        vector = vector.args[0]
+    if len(shape_of(vector.leaf.node)) != 1:  # type: ignore[union-attr]
+        vector = algebra.pool.call(aten.reshape.default, vector, (algebra.vocab,))
+    return replace(form, transform=replace(transform, bias=vector))
+
+
+# ---------------------------------------------------------------------- reductions of forms
+def _vocab_dim_only(algebra: LogprobAlgebra, expr: RowExpr) -> None:
+    dims = bound(expr)["dim"]
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    rank = 1 + len(algebra.local_sizes(expr.args[0]))
+    if [d % rank for d in dims] != [algebra.vocab_dim(expr.args[0])]:
+        raise Refusal("a reduction over other dims than the vocabulary")
+
+
+def _keep(algebra: LogprobAlgebra, expr: RowExpr, value: RowExpr) -> RowExpr:
+    """``[n]`` in the layout of the reduction: its other local dims, which have size 1."""
+    ones = len(algebra.local_sizes(expr.args[0])) - (not bound(expr)["keepdim"])
+    return algebra.in_layout(value, ones)
+
+
+def _zero(algebra: LogprobAlgebra, form: Affine | Exp) -> RowExpr:
+    lse = algebra.stat("lse", form.transform, False)
+    return algebra.pool.call(aten.zeros_like.default, lse)
+
+
+def _logsumexp(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
+    _vocab_dim_only(algebra, expr)
+    form = algebra.unit(algebra.affine(expr.args[0], attached))
+    total = algebra.add(algebra.lse(form, 1 + form.k), form.r)
+    return _keep(algebra, expr, total if total is not None else _zero(algebra, form))
+
+
+def _sum(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
+    _vocab_dim_only(algebra, expr)
+    form = algebra.form(expr.args[0], attached)
+    return _keep(algebra, expr, _total(algebra, form))
+
+
+def _total(algebra: LogprobAlgebra, form: Form) -> RowExpr:
+    if isinstance(form, Affine):
+        result = algebra.scale(_mean_of(algebra, form), float(algebra.vocab))
+    elif isinstance(form, Exp):
+        result = algebra.scale(_mass(algebra, form), form.c)
+    else:
+        result = algebra.scale(_product_total(algebra, form), form.c)
+    assert result is not None
+    return result
+
+
+def _mass(algebra: LogprobAlgebra, form: Exp) -> RowExpr:
+    """``sum_v exp(z + k lse + r) = exp((1 + k) lse + r)``."""
+    exponent = algebra.add(algebra.lse(form, 1 + form.k), form.r)
+    exponent = exponent if exponent is not None else _zero(algebra, form)
+    return algebra.pool.call(aten.exp.default, exponent)
+
+
+def _product_total(algebra: LogprobAlgebra, form: Product) -> RowExpr:
+    left, right = form.left, form.right
+    if isinstance(right, Exp):
+        if not (left.is_probability and right.is_probability):
+            raise Refusal("a sum of products of unnormalised probabilities")
+        _same_logits(left, right)
+        return algebra.stat("sum_p2", left.transform, left.attached)
+    _same_logits(left, right)
+    entropy = algebra.stat("entropy", left.transform, left.attached)
+    negative = algebra.pool.call(aten.neg.default, entropy)
+    # E_p[z + k lse + r] = (1 + k) lse + r - entropy
+    mean = algebra.add(negative, algebra.lse(right, 1 + right.k), right.r)
+    mean = algebra.scale(mean, right.a)
+    assert mean is not None
+    if left.is_probability:
+        return mean
+    mass = algebra.scale(_mass(algebra, left), left.c)
+    return algebra.pool.call(aten.mul.Tensor, mass, mean)
+
+
+def _same_logits(left: Exp, right: Affine | Exp) -> None:
+    if left.transform.key() != right.transform.key():
+        raise Refusal("two different transforms of the logits are reduced together")
+
+
+def _mean(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
+    _vocab_dim_only(algebra, expr)
+    return _keep(algebra, expr, _mean_of(algebra, algebra.affine(expr.args[0], attached)))
+
+
+def _mean_of(algebra: LogprobAlgebra, form: Affine) -> RowExpr:
+    mean = algebra.stat("mean_logit", form.transform, form.attached)
+    result = algebra.scale(algebra.add(mean, algebra.lse(form, form.k), form.r), form.a)
+    assert result is not None
+    return result
+
+
+def _amax(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
+    _vocab_dim_only(algebra, expr)
+    form = algebra.affine(expr.args[0], attached)
+    if form.a <= 0:
+        raise Refusal("a minimum over the vocabulary")
+    top = algebra.stat("max_logit", form.transform, form.attached)
+    result = algebra.scale(algebra.add(top, algebra.lse(form, form.k), form.r), form.a)
+    assert result is not None
+    return _keep(algebra, expr, result)
+
+
+def _gather(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
+    source, dim, index = expr.args
+    if dim % (1 + len(algebra.local_sizes(source))) != algebra.vocab_dim(source):
+        raise Refusal("a gather over other dims than the vocabulary")
+    if algebra.reads_head(index) or not algebra.one_per_row(index):
+        raise Refusal("several entries per token are gathered")
+    form = algebra.form(source, attached)
+    if not algebra.same_target(index):
+        raise Refusal("log-probs of two different targets are taken")
+    if isinstance(form, Affine):
+        value = _picked(algebra, form)
+    elif isinstance(form, Exp):
+        exponent = _picked(algebra, Affine(form.transform, 1.0, form.k, form.r, form.attached))
+        found = algebra.scale(algebra.pool.call(aten.exp.default, exponent), form.c)
+        assert found is not None
+        value = found
+    else:
+        raise Refusal("an entry of a product over the vocabulary is gathered")
+    return algebra.in_layout(value, len(algebra.local_sizes(source)))
+
+
+def _picked(algebra: LogprobAlgebra, form: Affine) -> RowExpr:
+    """``a (z_y + k lse + r) = a (logprob + (1 + k) lse + r)``."""
+    logprob = algebra.stat("logprob", form.transform, form.attached)
+    total = algebra.add(logprob, algebra.lse(form, 1 + form.k), form.r)
+    result = algebra.scale(total, form.a)
+    assert result is not None
+    return result
+
+
+# ---------------------------------------------------------------------- the ops that are known
 FormRule = Callable[[LogprobAlgebra, RowExpr, bool], Form]
-_FORM_RULES: dict[Any, FormRule] = {}
+_FORM_RULES: dict[Any, FormRule] = {
+    aten._to_copy.default: _same,
+    aten.clone.default: _same,
+    aten.alias.default: _same,
+    aten.slice.Tensor: _slice,
+    aten.reshape.default: _reshape,
+    aten.clamp.default: _clamp,
+    aten._log_softmax.default: _log_softmax,
+    aten._softmax.default: _softmax,
+    aten.exp.default: _exp,
+    aten.log.default: _log,
+    aten.tanh.default: _tanh,
+    aten.neg.default: _neg,
+    aten.mul.Tensor: _mul,
+    aten.mul.Scalar: _mul,
+    aten.pow.Tensor_Scalar: _power,
+    aten.div.Tensor: _div,
+    aten.div.Scalar: _div,
+    aten.add.Tensor: _add,
+    aten.sub.Tensor: _add,
+}
 Reduction = Callable[[LogprobAlgebra, RowExpr, bool], RowExpr]
-_REDUCTIONS: dict[Any, Reduction] = {}
-
-
-def form_rule(*targets: Any) -> Callable[[FormRule], FormRule]:
-    """Register what an op makes of forms."""
-
-    def decorate(function: FormRule) -> FormRule:
-        _FORM_RULES.update(dict.fromkeys(targets, function))
-        return function
-
-    return decorate
-
-
-def reduction(*targets: Any) -> Callable[[Reduction], Reduction]:
-    """Register what a reduction over the vocabulary makes of a form."""
-
-    def decorate(function: Reduction) -> Reduction:
-        _REDUCTIONS.update(dict.fromkeys(targets, function))
-        return function
-
-    return decorate
+_REDUCTIONS: dict[Any, Reduction] = {
+    aten.logsumexp.default: _logsumexp,
+    aten.sum.dim_IntList: _sum,
+    aten.mean.dim: _mean,
+    aten.amax.default: _amax,
+    aten.gather.default: _gather,
+}

@@ -22,10 +22,6 @@ from typing import Any
 from fxrl.analysis.rows.expr import RowExpr
 
 
-class NotRecognised(Exception):
-    """The expression is no such form; the message says what it needs instead."""
-
-
 @dataclass(frozen=True, eq=False)
 class Transform:
     """From ``x = h W^T`` to the logits ``z = softcap * tanh(scale * (x + bias) / softcap) / T``.

@@ -8,25 +8,129 @@ that replace them or the first reason against. It changes nothing.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-import fxrl.analysis.rows.functions
-import fxrl.analysis.rows.writes  # noqa: F401  (both register their rules)
-from fxrl.analysis.rows.expr import TOKEN, RowExpr, RowValue, leaves, walk
-from fxrl.analysis.rows.heads import find_heads
-from fxrl.analysis.rows.products import factors, seed
-from fxrl.analysis.rows.programs import RowOutput, RowProgram, programs
-from fxrl.analysis.rows.rules import RowRules, dims_of
-from fxrl.ir.graph import ancestors, hint, is_call, shape_of
+from fxrl.analysis.rows import compute, layout
+from fxrl.analysis.rows.expr import LOCAL, PATCHED, RowExpr, RowValue, leaves, walk
+from fxrl.analysis.rows.heads import factors, find_heads
+from fxrl.analysis.rows.rules import RowRules, Rule, dims_of
+from fxrl.ir.graph import COPIES, RESHAPES, TRANSPOSES, ancestors, bound, hint, is_call, shape_of
+from fxrl.ir.graph_pass import Miss
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
-__all__ = ["HeadMiss", "HeadSite", "RowProgram", "analyse"]
+# fmt: off
+#: What each op does to rows. An op that is not listed is elementwise by PyTorch's own tag, or has
+#: no rule and is refused.
+_RULES: list[tuple[Rule, tuple[Any, ...]]] = [
+    (compute.pointwise, (
+        aten.masked_fill.Tensor, aten.fill.Tensor, aten.fill.Scalar, aten.rsub.Tensor,
+        aten.floor_divide.default, aten.hardswish.default)),
+    (compute.elementwise_loss, (
+        aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+        aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default)),
+    (compute.log_sigmoid, (aten.log_sigmoid_forward.default,)),
+    (compute.copy_of, COPIES),
+    (compute.filled, (
+        aten.full_like.default, aten.zeros_like.default, aten.ones_like.default,
+        aten.new_full.default, aten.new_zeros.default, aten.new_ones.default)),
+    (compute.reduction, (
+        aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
+        aten.logsumexp.default, aten.prod.dim_int, aten.any.dim, aten.any.dims, aten.all.dim,
+        aten.all.dims, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim,
+        aten.median.dim, aten.kthvalue.default, aten.var.correction, aten.std.correction,
+        aten.var_mean.correction, aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim)),
+    (compute.whole_row, (
+        aten._softmax.default, aten._log_softmax.default, aten.cumsum.default,
+        aten.cumprod.default, aten.logcumsumexp.default, aten.sort.default, aten.sort.stable,
+        aten.argsort.default, aten.topk.default, aten.cummax.default, aten.cummin.default)),
+    (compute.layer_norm, (aten.native_layer_norm.default,)),
+    (compute.matrix_product, (aten.mm.default, aten.addmm.default)),
+    (compute.vector_product, (aten.mv.default,)),
+    (compute.row_products, (aten.bmm.default,)),
+    (layout.view, (*RESHAPES, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)),
+    (layout.unsqueeze, (aten.unsqueeze.default,)),
+    (layout.expand, (aten.expand.default,)),
+    (layout.permute, TRANSPOSES),
+    (layout.reorder, (aten.flip.default, aten.roll.default)),
+    (layout.slice_, (aten.slice.Tensor,)),
+    (layout.select, (aten.select.int,)),
+    (layout.unbind, (aten.unbind.int,)),
+    (layout.split, (aten.split.Tensor, aten.split_with_sizes.default)),
+    (layout.join, (aten.cat.default, aten.stack.default)),
+    (layout.pad, (aten.constant_pad_nd.default,)),
+    (layout.gather, (aten.gather.default,)),
+    (layout.scatter, (
+        aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter.reduce,
+        aten.scatter.value_reduce, aten.scatter_reduce.two)),
+    (layout.index_select, (aten.index_select.default,)),
+    (layout.index, (aten.index.Tensor,)),
+    (layout.write_columns, (
+        aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_add.default,
+        aten.index_copy.default)),
+    (layout.index_put, (aten.index_put.default,)),
+    (layout.write_part, (aten.slice_scatter.default, aten.select_scatter.default)),
+    (layout.copy, (aten.copy.default,)),
+]
+
+#: Reductions that may be taken over the vocabulary first and over the tokens then, and the op that
+#: takes the first step.
+_IN_STEPS: dict[Any, Any] = {
+    aten.sum.default: aten.sum.dim_IntList, aten.sum.dim_IntList: aten.sum.dim_IntList,
+    aten.mean.default: aten.mean.dim, aten.mean.dim: aten.mean.dim,
+    aten.max.default: aten.amax.default, aten.amax.default: aten.amax.default,
+    aten.min.default: aten.amin.default, aten.amin.default: aten.amin.default,
+    aten.any.default: aten.any.dims, aten.any.dims: aten.any.dims,
+    aten.all.default: aten.all.dims, aten.all.dims: aten.all.dims,
+    aten.logsumexp.default: aten.logsumexp.default,
+    aten.linalg_vector_norm.default: aten.linalg_vector_norm.default,
+}
+# fmt: on
+RULES: dict[Any, Rule] = {target: rule for rule, targets in _RULES for target in targets}
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """A narrow value that the region hands out: the node it replaces and its rows.
+
+    Attributes:
+        post: ``node`` reduces over vocabulary *and* tokens: the region does the vocabulary's
+            part, and the node itself stays, reading it.
+        attached: whether a gradient may come back to it.
+    """
+
+    node: fx.Node
+    value: RowValue
+    post: bool = False
+
+    def replace(self, value: fx.Node) -> None:
+        """Let the graph read ``value`` instead."""
+        if self.post:
+            source: Any = self.node.args[0]
+            self.node.replace_input_with(source, value)
+        else:
+            self.node.replace_all_uses_with(value)
+
+    @property
+    def attached(self) -> bool:
+        return not all(is_call(user, aten.detach.default) for user in self.node.users)
+
+
+@dataclass(frozen=True, slots=True)
+class RowProgram:
+    """Outputs computed together over the same rows of the same heads."""
+
+    outputs: tuple[RowOutput, ...]
+
+    @property
+    def roots(self) -> list[RowExpr]:
+        return [output.value.expr for output in self.outputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +143,25 @@ class HeadSite:
     rules: RowRules
 
 
-@dataclass(frozen=True, slots=True)
-class HeadMiss:
-    """One cluster that must stay, at the node that forbids it."""
-
-    anchor: fx.Node
-    at: fx.Node
-    reason: str
-    cure: str = ""
-
-
-def analyse(graph: fx.Graph) -> list[HeadSite | HeadMiss]:
+def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
     """Every loss head of the graph, as a site or as a miss."""
     heads = find_heads(graph)
     if not heads:
-        return []
+        return
     walked = _Walk(graph, heads)
-    return [walked.judge(cluster) for cluster in walked.clusters()]
+    for cluster in walked.clusters():
+        try:
+            yield walked.judge(cluster)
+        except Refusal as refusal:
+            yield Miss(cluster[0], refusal)
 
 
 class _Walk:
     """One pass over the graph with the rules, and the questions asked of it afterwards."""
 
     def __init__(self, graph: fx.Graph, heads: list[fx.Node]) -> None:
-        self.rules = RowRules(min(hint(shape_of(head)[-1]) for head in heads))
+        vocab = min(hint(shape_of(head)[-1]) for head in heads)
+        self.rules = RowRules(vocab, RULES, compute.pointwise)
         self.heads = heads
         self.refused: dict[fx.Node, Refusal] = {}
         self.posts: dict[fx.Node, RowValue] = {}
@@ -81,12 +180,12 @@ class _Walk:
             return
         if node.target is operator.getitem:
             index: Any = node.args[1]
-            self.rules.values[node] = self.rules.values[reads[0]][index]  # type: ignore[index]
+            self.rules.values[node] = self._row_values(reads[0])[index]
             return
         try:
             self.rules.values[node] = self.rules.apply(node)
         except Refusal as refusal:
-            post = self._mixed_reduction(node)
+            post = self._first_step(node)
             if post is None:
                 self.refused[node] = refusal
             else:
@@ -94,7 +193,7 @@ class _Walk:
 
     def _seed(self, head: fx.Node) -> None:
         try:
-            value = seed(self.rules, head)
+            value = compute.seed(self.rules, head)
         except Refusal as refusal:
             self.refused[head] = refusal
             return
@@ -104,25 +203,21 @@ class _Walk:
             if key is not None:
                 self._head_exprs[key] = head
 
-    def _mixed_reduction(self, node: fx.Node) -> RowValue | None:
-        """``sum`` or ``mean`` over tokens and local dims: the local part, dims kept."""
-        full = (aten.sum.default, aten.mean.default)
-        if not is_call(node, *full, aten.sum.dim_IntList, aten.mean.dim):
+    def _first_step(self, node: fx.Node) -> RowValue | None:
+        """The vocabulary's part of a reduction over tokens and local dims, dims kept."""
+        value = self.rules.row(node.args[0]) if node.args else None
+        if node.target not in _IN_STEPS or value is None or not value.wide:
             return None
-        value = self.rules.row(node.args[0])
-        if value is None or not value.wide:
+        given = bound(node)
+        dims = dims_of(given.get("dim"), len(value.tags))
+        local = [d for d in dims if not value.is_token(d)]
+        if not local or given.get("ord") == 0:  # which counts, and counts are then to be summed
             return None
-        rank = len(value.tags)
-        given = None if node.target in full else node.args[1]
-        local = [d for d in dims_of(given, rank) if value.tags[d] != TOKEN]
-        if not local:
-            return None
-        is_sum = node.target in (aten.sum.default, aten.sum.dim_IntList)
-        target = aten.sum.dim_IntList if is_sum else aten.mean.dim
-        dims = [value.local_dim(d) for d in local]
-        kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype" and v is not None}
-        expr = self.rules.pool.call(target, value.expr, dims, True, **kwargs)
-        tags = tuple("k" if d in local else tag for d, tag in enumerate(value.tags))
+        order = [given["ord"]] if "ord" in given else []
+        dtype = {"dtype": given["dtype"]} if given.get("dtype") is not None else {}
+        at = [value.local_dim(d) for d in local]
+        expr = self.rules.pool.call(_IN_STEPS[node.target], value.expr, *order, at, True, **dtype)
+        tags = tuple(LOCAL if d in local else tag for d, tag in enumerate(value.tags))
         sizes = tuple(1 if d in local else s for d, s in enumerate(value.sizes))
         return RowValue(expr, tags, sizes)
 
@@ -161,57 +256,61 @@ class _Walk:
         value = self.rules.values[node]
         return list(value) if isinstance(value, tuple) else [value]
 
-    def judge(self, cluster: list[fx.Node]) -> HeadSite | HeadMiss:
-        """The site of a cluster, or the miss."""
-        anchor = cluster[0]
+    def judge(self, cluster: list[fx.Node]) -> HeadSite:
+        """The site of a cluster.
+
+        Raises:
+            Refusal: it must stay, at the node that forbids it.
+        """
         for head in cluster:
             if head in self.refused:
-                return HeadMiss(anchor, head, self.refused[head].reason, self.refused[head].cure)
+                raise _at(self.refused[head], head)
         mine = set(cluster)
         wide = [
             node
             for node in self.rules.values
             if any(v.wide and self.heads_of(v.expr) & mine for v in self._row_values(node))
         ]
-        miss = self._escape(anchor, wide)
-        if miss is not None:
-            return miss
+        for node in wide:
+            self._check_readers(node)
         outputs = self._outputs(wide)
         for output in outputs:
-            if self._mixes_rows(output.value.expr):
-                return HeadMiss(
-                    anchor,
-                    output.node,
-                    "the logits of different tokens are combined",
-                    "take the vocabulary reduction per token first",
-                )
+            self._check_rows(output)
         if not outputs:
-            return HeadMiss(anchor, anchor, "nothing reads the logits")
+            raise Refusal("nothing reads the logits", at=cluster[0])
         for head in self.heads:
             if ancestors([factors(head)[0]]) & {output.node for output in outputs}:
-                reason = "the logits re-enter a layer that leads back to a vocabulary dim"
-                return HeadMiss(anchor, head, reason)
-        return HeadSite(anchor, tuple(programs(outputs)), tuple(wide), self.rules)
+                raise Refusal(
+                    "the logits re-enter a layer that leads back to a vocabulary dim", at=head
+                )
+        return HeadSite(cluster[0], tuple(programs(outputs)), tuple(wide), self.rules)
 
-    def _escape(self, anchor: fx.Node, wide: list[fx.Node]) -> HeadMiss | None:
-        for node in wide:
-            for user in node.users:
-                if user in self.rules.values or user in self.posts:
-                    continue
-                if is_call(user, aten.sym_size.int):
-                    continue
-                if user.op == "output":
-                    return HeadMiss(
-                        anchor,
-                        node,
-                        "the logits leave the traced code: returned, stored or handed to a hook",
-                        "return what is computed from them, per token",
-                    )
-                refusal = self.refused.get(user)
-                if refusal is None:
-                    return HeadMiss(anchor, user, f"the logits enter %{user}, opaque to fxrl")
-                return HeadMiss(anchor, user, refusal.reason, refusal.cure)
-        return None
+    def _check_readers(self, node: fx.Node) -> None:
+        for user in node.users:
+            if user in self.rules.values or user in self.posts or is_call(user, aten.sym_size.int):
+                continue
+            if user.op == "output":
+                raise Refusal(
+                    "the logits leave the traced code: returned, stored or handed to a hook",
+                    "return what is computed from them, per token",
+                    node,
+                )
+            unseen = Refusal(f"the logits enter %{user}, opaque to fxrl")
+            raise _at(self.refused.get(user, unseen), user)
+
+    def _check_rows(self, output: RowOutput) -> None:
+        """Refuse an expression that reads the same hidden states under two row selections."""
+        chains: dict[fx.Node, set[Any]] = {}
+        hidden = {node for node, _ in self._head_exprs}
+        for expr in walk([output.value.expr]):
+            if expr.target == PATCHED:
+                cure = "read the part that was written, or write with torch.where"
+                raise Refusal("a write into a slice runs over tokens", cure, output.node)
+            if expr.leaf is not None and expr.leaf.tiled and expr.leaf.node in hidden:
+                chains.setdefault(expr.leaf.node, set()).add(id(expr))
+        if any(len(found) > 1 for found in chains.values()):
+            reason = "the logits of different tokens are combined"
+            raise Refusal(reason, "take the vocabulary reduction per token first", output.node)
 
     def _outputs(self, wide: list[fx.Node]) -> list[RowOutput]:
         """Narrow values that read a wide one and are themselves read."""
@@ -230,7 +329,7 @@ class _Walk:
             for item in user.users:
                 if not self._row_values(item)[0].wide:
                     self._collect(item, found)
-        elif value is not None and not value.wide and any(map(self._is_read, user.users)):
+        elif value is not None and not value.wide and any(map(_is_read, user.users)):
             if is_call(user, aten.argmax.default) and all(
                 is_call(reader, aten.eq.Tensor) and reader in self.rules.values
                 for reader in user.users
@@ -240,19 +339,13 @@ class _Walk:
                 return
             found[user] = RowOutput(user, value)
 
-    @staticmethod
-    def _is_read(user: fx.Node) -> bool:
-        return not is_call(user, aten.sym_size.int)
 
-    def _mixes_rows(self, expr: RowExpr) -> bool:
-        """Whether one expression reads the same hidden states under two row selections."""
-        chains: dict[fx.Node, set[Any]] = {}
-        hidden = {node for node, _ in self._head_exprs}
-        for leaf in leaves([expr]):
-            assert leaf.leaf is not None
-            if leaf.leaf.tiled and leaf.leaf.node in hidden:
-                chains.setdefault(leaf.leaf.node, set()).add(id(leaf))
-        return any(len(found) > 1 for found in chains.values())
+def _at(refusal: Refusal, node: fx.Node) -> Refusal:
+    return Refusal(refusal.reason, refusal.cure, refusal.at or node)
+
+
+def _is_read(user: fx.Node) -> bool:
+    return not is_call(user, aten.sym_size.int)
 
 
 def _head_key(expr: RowExpr) -> tuple[fx.Node, int] | None:
@@ -264,3 +357,38 @@ def _head_key(expr: RowExpr) -> tuple[fx.Node, int] | None:
     else:
         return None
     return (rows.leaf.node, id(matrix)) if rows.leaf is not None else None
+
+
+def programs(outputs: list[RowOutput]) -> list[RowProgram]:
+    """Group outputs that share a head's rows; split where one feeds an input of another.
+
+    NOTE [Why stages]: an output may come back through token-mixing code, such as a weight from
+    the batch's mean entropy. One region cannot hold both ends of that cycle, so the later
+    outputs form a second region that recomputes the logits.
+    """
+    nodes = {output.node for output in outputs}
+    position = {node: i for i, node in enumerate(outputs[0].node.graph.nodes)}
+    stage: dict[fx.Node, int] = {}
+    groups: dict[Any, list[RowOutput]] = {}
+    group_of: dict[tuple[int, int], int] = {}
+    for output in sorted(outputs, key=lambda o: position[o.node]):
+        root = output.value.expr
+        inputs = [leaf.leaf.node for leaf in leaves([root]) if leaf.leaf is not None]
+        before = [stage[node] for node in ancestors(inputs) if node in nodes]
+        stage[output.node] = here = 1 + max(before, default=-1)
+        keys = [(rows, here) for rows in sorted(_product_rows([root]))]
+        group = next((group_of[key] for key in keys if key in group_of), len(groups))
+        group_of.update(dict.fromkeys(keys, group))
+        groups.setdefault(group, []).append(output)
+    return [RowProgram(tuple(group)) for group in groups.values()]
+
+
+def _product_rows(roots: list[RowExpr]) -> set[int]:
+    """Identities of the leaves that a product reads as rows."""
+    found = set()
+    for expr in walk(roots):
+        if expr.target in (aten.mm.default, aten.addmm.default):
+            rows = expr.args[0] if expr.target is aten.mm.default else expr.args[1]
+            if rows.leaf is not None:
+                found.add(id(rows))
+    return found

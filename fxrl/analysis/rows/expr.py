@@ -9,7 +9,8 @@ depends on that token's hidden row alone. Such a value is a pair of
 
 Row selections (slices, shifts, masks, index-selects) never appear inside an expression: they are
 pushed to its leaves as ``RowStep`` and become ops on the small inputs, above the matmul, so rows
-that nobody reads are never projected.
+that nobody reads are never projected. A write into some of the rows stands in the expression
+(``PATCHED``) until a selection of just these rows takes what was written.
 
 NOTE [Why hash-consing]: ``logits[:, :-1]`` written twice must be one value, and a loss over the
 same rows must find itself in one region. Interning makes equal expressions one object, so
@@ -19,15 +20,18 @@ identity is equality and the emitted body shares every subexpression.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxrl.ir.graph import Size
 
 Tag = str
 TOKEN, VOCAB, LOCAL = "t", "v", "k"
+#: ``(old rows, written rows, the step that selects them)``: no op, for its rows differ in kind.
+PATCHED = "patched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,19 @@ class RowStep:
     args: tuple[Any, ...]
     sizes: tuple[Any, ...]
     result: tuple[Any, ...]
+
+    def selects_as(self, other: RowStep) -> bool:
+        """Whether both select the same rows of the same tokens."""
+        return self.kind == other.kind and all(
+            list(map(_text, mine)) == list(map(_text, its))
+            for mine, its in ((self.args, other.args), (self.sizes, other.sizes))
+        )
+
+
+def _text(arg: Any) -> str:
+    """A size or a number of the graph by its value, anything else by its name."""
+    val = arg.meta.get("val") if isinstance(arg, fx.Node) else arg
+    return str(arg if isinstance(val, torch.Tensor) else val)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +143,7 @@ class ExprPool:
         """The expression that reads ``leaf``."""
         return self._intern(("leaf", _key(leaf)), lambda: RowExpr(None, leaf=leaf))
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> RowExpr:
+    def call(self, target: Any, /, *args: Any, **kwargs: Any) -> RowExpr:
         """The expression ``target(*args, **kwargs)``; lists become tuples."""
         flat_args = map_exprs(args, lambda expr: expr)
         flat_kwargs = tuple(sorted(kwargs.items()))
@@ -149,11 +166,10 @@ class ExprPool:
         if expr.leaf is not None:
             if not expr.leaf.tiled:
                 return expr
-            old = expr.leaf
-            moved = Leaf(
-                old.node, old.prepare, old.token_sizes, old.local_sizes, (*old.steps, step)
-            )
-            return self.leaf(moved)
+            return self.leaf(replace(expr.leaf, steps=(*expr.leaf.steps, step)))
+        if expr.target == PATCHED and expr.args[2].selects_as(step):
+            written: RowExpr = expr.args[1]
+            return written
         args = map_exprs(expr.args, lambda operand: self.shift(operand, step))
         kwargs = {name: map_exprs(v, lambda o: self.shift(o, step)) for name, v in expr.kwargs}
         return self.call(expr.target, *args, **kwargs)
@@ -215,7 +231,19 @@ class RowValue:
     def local_sizes(self) -> tuple[Size, ...]:
         return tuple(s for s, tag in zip(self.sizes, self.tags, strict=True) if tag != TOKEN)
 
+    def is_token(self, dim: int) -> bool:
+        """Whether ``dim`` runs over tokens."""
+        return self.tags[dim] == TOKEN
+
+    def token_dim(self, dim: int) -> int:
+        """Place of the token dim ``dim`` among the token dims."""
+        return self.tags[:dim].count(TOKEN)
+
     def local_dim(self, dim: int) -> int:
         """Dim of the row expression that holds the value's local dim ``dim``."""
         assert self.tags[dim] != TOKEN
         return 1 + sum(tag != TOKEN for tag in self.tags[:dim])
+
+    def retagged(self, dim: int, tag: Tag) -> tuple[Tag, ...]:
+        """The tags, with another one for ``dim``."""
+        return (*self.tags[:dim], tag, *self.tags[dim + 1 :])

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.analysis.rows.products import factors, is_amplifier
 from fxrl.ir.graph import (
+    COPIES,
     PRODUCTS,
     HigherOrderOperator,
     OpOverload,
     ancestors,
     hint,
     is_call,
+    is_view,
     shape_of,
 )
 
@@ -35,6 +36,14 @@ _CLASS_OPS = (
     aten.sort.default,
     aten.multinomial.default,
 )
+
+
+def factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """``(rows, weight, bias)`` of a product node."""
+    args: Any = node.args
+    if node.target in (aten.addmm.default, aten.baddbmm.default):
+        return args[1], args[2], args[0]
+    return args[0], args[1], None
 
 
 def find_heads(graph: fx.Graph) -> list[fx.Node]:
@@ -56,6 +65,16 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
         if last and not _from_activations(node):  # which looks at all that comes before
             heads.append(node)
     return heads
+
+
+def is_amplifier(node: fx.Node) -> bool:
+    """Whether a product widens its rows: more columns out than features in, one batch."""
+    if not is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default):
+        return False
+    rows, weight, _ = factors(node)
+    if node.target is aten.bmm.default and hint(shape_of(weight)[0]) != 1:
+        return False
+    return hint(shape_of(weight)[-1]) > hint(shape_of(rows)[-1])
 
 
 def _is_layer(node: fx.Node) -> bool:
@@ -101,25 +120,6 @@ def _from_activations(node: fx.Node) -> bool:
     return bool(mine & {n for n in ancestors([rows]) if n.op == "call_function"})
 
 
-_THROUGH: tuple[Any, ...] = (
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.permute.default,
-    aten.transpose.int,
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.cat.default,
-    aten.index.Tensor,
-    aten.unbind.int,
-)
-
-
 def _feeds_class_op(head: fx.Node) -> bool:
     width = hint(shape_of(head)[-1])
     seen: set[fx.Node] = set()
@@ -141,7 +141,6 @@ def _feeds_class_op(head: fx.Node) -> bool:
 
 
 def _transparent(node: fx.Node) -> bool:
-    if is_call(node, *_THROUGH):
+    if is_view(node) or is_call(node, *COPIES, aten.cat.default, aten.index.Tensor):
         return True
-    target = node.target
-    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags

@@ -1,7 +1,7 @@
-"""Row rules of layout ops: views, permutes, slices, splits, concatenations.
+"""Row rules of what moves values: views, slices, joins, indexing, and writes into a part.
 
-A layout op on local dims happens inside the row program; one that picks or permutes tokens
-becomes a ``RowStep`` and leaves the program; one that merges tokens with local dims is refused.
+What happens on local dims happens inside the row program; what picks or permutes tokens becomes a
+``RowStep`` and leaves it; what merges tokens with local dims is refused.
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.analysis.rows.expr import LOCAL, TOKEN, RowStep, RowValue, Tag
+from fxrl.analysis.rows.expr import LOCAL, PATCHED, TOKEN, RowExpr, RowStep, RowValue, Tag
 from fxrl.analysis.rows.rules import (
     RowRules,
-    _name,
+    dims_of,
     is_one,
-    rule,
+    op_name,
+    operand,
     same_size,
+    shared_leaf,
+    slice_bounds,
     sole_row,
     static,
 )
-from fxrl.ir.graph import RESHAPES, Size, hint, shape_of
+from fxrl.ir.graph import COPIES, Size, bound, hint, is_call, shape_of, tensor_val, val_of
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
 
-def _with_local_sizes(
+def reshaped(
     rules: RowRules, value: RowValue, tags: tuple[Tag, ...], sizes: tuple[Size, ...]
 ) -> RowValue:
     """The same rows with their local dims reshaped to what ``tags`` and ``sizes`` say."""
@@ -39,21 +42,29 @@ def _with_local_sizes(
     return RowValue(rules.pool.call(aten.reshape.default, value.expr, (-1, *new)), tags, sizes)
 
 
-def normalise(rules: RowRules, value: RowValue) -> RowValue:
+def normalised(rules: RowRules, value: RowValue) -> RowValue:
     """Call token dims of size 1 local: they hold no rows, and broadcasting treats them alike."""
     tags = tuple(
         LOCAL if tag == TOKEN and is_one(size) else tag
         for tag, size in zip(value.tags, value.sizes, strict=True)
     )
-    return value if tags == value.tags else _with_local_sizes(rules, value, tags, value.sizes)
+    return value if tags == value.tags else reshaped(rules, value, tags, value.sizes)
+
+
+def selected(
+    rules: RowRules, value: RowValue, kind: str, args: tuple[Any, ...], sizes: tuple[Size, ...]
+) -> RowValue:
+    """The rows that a step selects, as a value of ``sizes`` with the same dims."""
+    left = RowValue(value.expr, value.tags, sizes).token_sizes
+    step = RowStep(kind, args, value.token_sizes, left)
+    return normalised(rules, RowValue(rules.pool.shift(value.expr, step), value.tags, sizes))
 
 
 # ---------------------------------------------------------------------------- views
-@rule(*RESHAPES)
-def _view(rules: RowRules, node: fx.Node) -> RowValue:
-    value = sole_row(rules, node)
-    sizes = shape_of(node)
-    return _with_local_sizes(rules, value, _reshaped_tags(rules, value, sizes), sizes)
+def view(rules: RowRules, node: fx.Node) -> RowValue:
+    """A reshape or squeeze: the blocks of dims that hold the same elements keep their tags."""
+    value, sizes = sole_row(rules, node), shape_of(node)
+    return reshaped(rules, value, _reshaped_tags(rules, value, sizes), sizes)
 
 
 def _reshaped_tags(rules: RowRules, value: RowValue, sizes: tuple[Size, ...]) -> tuple[Tag, ...]:
@@ -101,49 +112,37 @@ def _block(
     return i_end, j_end
 
 
-@rule(aten.unsqueeze.default)
-def _unsqueeze(rules: RowRules, node: fx.Node) -> RowValue:
+def unsqueeze(rules: RowRules, node: fx.Node) -> RowValue:
     value = sole_row(rules, node)
-    dim = int(node.args[1]) % (len(value.tags) + 1)  # type: ignore[arg-type]
-    tags = (*value.tags[:dim], LOCAL, *value.tags[dim:])
-    return _with_local_sizes(rules, value, tags, shape_of(node))
+    dim = bound(node)["dim"] % (len(value.tags) + 1)
+    return reshaped(rules, value, (*value.tags[:dim], LOCAL, *value.tags[dim:]), shape_of(node))
 
 
-@rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
-def _squeeze(rules: RowRules, node: fx.Node) -> RowValue:
-    value = sole_row(rules, node)
-    return _with_local_sizes(
-        rules, value, _reshaped_tags(rules, value, shape_of(node)), shape_of(node)
-    )
-
-
-@rule(aten.expand.default)
-def _expand(rules: RowRules, node: fx.Node) -> RowValue:
-    value = sole_row(rules, node)
-    sizes = shape_of(node)
+def expand(rules: RowRules, node: fx.Node) -> RowValue:
+    value, sizes = sole_row(rules, node), shape_of(node)
     offset = len(sizes) - len(value.tags)
-    tags: list[Tag] = []
-    for position, size in enumerate(sizes):
-        tag = value.tags[position - offset] if position >= offset else LOCAL
-        if tag == TOKEN and not same_size(size, value.sizes[position - offset]):
-            raise Refusal("rows are expanded to other tokens")
-        tags.append(tag if tag == TOKEN else rules.tag_of_size(size))
-    old = (1,) * offset + value.sizes
-    lined = RowValue(value.expr, tuple(tags), old)
-    if offset:
-        lined = _with_local_sizes(rules, value, tuple(tags), old)
+    old_tags, old = (LOCAL,) * offset + value.tags, (1,) * offset + value.sizes
+    if any(
+        tag == TOKEN and not same_size(new, was)
+        for tag, was, new in zip(old_tags, old, sizes, strict=True)
+    ):
+        raise Refusal("rows are expanded to other tokens")
+    tags = tuple(
+        tag if tag == TOKEN else rules.tag_of_size(size)
+        for tag, size in zip(old_tags, sizes, strict=True)
+    )
+    lined = reshaped(rules, value, tags, old)
     target = [-1] + [static(s) for s, t in zip(sizes, tags, strict=True) if t != TOKEN]
-    expr = rules.pool.call(aten.expand.default, lined.expr, target)
-    return RowValue(expr, tuple(tags), sizes)
+    return RowValue(rules.pool.call(aten.expand.default, lined.expr, target), tags, sizes)
 
 
-@rule(aten.permute.default, aten.transpose.int, aten.t.default)
-def _permute(rules: RowRules, node: fx.Node) -> RowValue:
+def permute(rules: RowRules, node: fx.Node) -> RowValue:
+    """``permute``, ``transpose`` and ``t``."""
     value = sole_row(rules, node)
     order = _order(node, len(value.tags))
     tags = tuple(value.tags[d] for d in order)
-    tokens = [d for d in order if value.tags[d] == TOKEN]
-    locals_ = [d for d in order if value.tags[d] != TOKEN]
+    tokens = [d for d in order if value.is_token(d)]
+    locals_ = [d for d in order if not value.is_token(d)]
     expr = value.expr
     if tokens != sorted(tokens):
         ranks = tuple(sorted(tokens).index(d) for d in tokens)
@@ -156,121 +155,379 @@ def _permute(rules: RowRules, node: fx.Node) -> RowValue:
 
 
 def _order(node: fx.Node, rank: int) -> list[int]:
+    given, order = bound(node), list(range(rank))
     if node.target is aten.permute.default:
-        return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr, arg-type]
-    order = list(range(rank))
+        return dims_of(given["dims"], rank)
     if node.target is aten.t.default:
         return order[::-1]
-    first, second = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+    first, second = given["dim0"] % rank, given["dim1"] % rank
     order[first], order[second] = order[second], order[first]
     return order
 
 
-# ---------------------------------------------------------------------------- picking
-@rule(aten.slice.Tensor)
-def _slice(rules: RowRules, node: fx.Node) -> RowValue:
+def reorder(rules: RowRules, node: fx.Node) -> RowValue:
+    """``flip`` and ``roll`` of local dims."""
     value = sole_row(rules, node)
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % len(value.tags)  # type: ignore[arg-type]
-    bounds = tuple(node.args[2:]) or (0,)
-    return _sliced(rules, value, dim, bounds, shape_of(node))
+    dims = dims_of(bound(node)["dims"], len(value.tags))
+    if any(map(value.is_token, dims)):
+        raise Refusal(f"{op_name(node)} moves values between tokens")
+    return rules.call(node, value.tags, self=value.expr, dims=tuple(map(value.local_dim, dims)))
+
+
+# ---------------------------------------------------------------------------- picking
+def slice_(rules: RowRules, node: fx.Node) -> RowValue:
+    value = sole_row(rules, node)
+    dim = bound(node)["dim"] % len(value.tags)
+    return _sliced(rules, value, dim, slice_bounds(node), shape_of(node))
 
 
 def _sliced(
     rules: RowRules, value: RowValue, dim: int, bounds: tuple[Any, ...], sizes: tuple[Size, ...]
 ) -> RowValue:
-    start, step = bounds[0], bounds[2] if len(bounds) > 2 else 1
-    if start in (0, None) and step == 1 and same_size(sizes[dim], value.sizes[dim]):
+    whole = bounds[0] == 0 and len(bounds) < 3 and same_size(sizes[dim], value.sizes[dim])
+    if whole:
         return RowValue(value.expr, value.tags, sizes)
-    if value.tags[dim] == TOKEN:
-        at = value.tags[:dim].count(TOKEN)
-        result = RowValue(value.expr, value.tags, sizes)
-        step = RowStep("slice", (at, *bounds), value.token_sizes, result.token_sizes)
-        moved = rules.pool.shift(value.expr, step)
-        return normalise(rules, RowValue(moved, value.tags, sizes))
+    if value.is_token(dim):
+        return selected(rules, value, "slice", (value.token_dim(dim), *bounds), sizes)
     expr = rules.pool.call(aten.slice.Tensor, value.expr, value.local_dim(dim), *bounds)
-    tags = (*value.tags[:dim], rules.tag_of_size(sizes[dim]), *value.tags[dim + 1 :])
-    return RowValue(expr, tags, sizes)
+    return RowValue(expr, value.retagged(dim, rules.tag_of_size(sizes[dim])), sizes)
 
 
-@rule(aten.select.int)
-def _select(rules: RowRules, node: fx.Node) -> RowValue:
-    value = sole_row(rules, node)
-    dim = int(node.args[1]) % len(value.tags)  # type: ignore[arg-type]
-    return _selected(rules, value, dim, node.args[2], shape_of(node))
+def select(rules: RowRules, node: fx.Node) -> RowValue:
+    value, given = sole_row(rules, node), bound(node)
+    return _picked(rules, value, given["dim"] % len(value.tags), given["index"], shape_of(node))
 
 
-def _selected(
+def _picked(
     rules: RowRules, value: RowValue, dim: int, index: Any, sizes: tuple[Size, ...]
 ) -> RowValue:
     tags = value.tags[:dim] + value.tags[dim + 1 :]
-    if value.tags[dim] == TOKEN:
-        at = value.tags[:dim].count(TOKEN)
+    if value.is_token(dim):
         left = RowValue(value.expr, tags, sizes).token_sizes
-        step = RowStep("select", (at, index), value.token_sizes, left)
+        step = RowStep("select", (value.token_dim(dim), index), value.token_sizes, left)
         return RowValue(rules.pool.shift(value.expr, step), tags, sizes)
     expr = rules.pool.call(aten.select.int, value.expr, value.local_dim(dim), index)
     return RowValue(expr, tags, sizes)
 
 
-@rule(aten.unbind.int)
-def _unbind(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
+def unbind(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
     value = sole_row(rules, node)
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % len(value.tags)  # type: ignore[arg-type]
+    dim = bound(node)["dim"] % len(value.tags)
     return tuple(
-        _selected(rules, value, dim, index, tuple(part.shape))
+        _picked(rules, value, dim, index, tuple(part.shape))
         for index, part in enumerate(node.meta["val"])
     )
 
 
-@rule(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
-    value = sole_row(rules, node)
-    dim = int(node.args[2] if len(node.args) > 2 else 0) % len(value.tags)  # type: ignore[arg-type]
-    if value.tags[dim] == TOKEN:
-        return _split_tokens(rules, node, value, dim)
+def split(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
+    """Parts of tokens keep the split's own sizes, maybe symbols that no slice could spell."""
+    value, given = sole_row(rules, node), bound(node)
+    dim = given["dim"] % len(value.tags)
     parts, start = [], 0
-    for part in node.meta["val"]:
-        length = static(part.shape[dim])
-        parts.append(_sliced(rules, value, dim, (start, start + length), tuple(part.shape)))
-        start += length
-    return tuple(parts)
-
-
-def _split_tokens(
-    rules: RowRules, node: fx.Node, value: RowValue, dim: int
-) -> tuple[RowValue, ...]:
-    """The parts keep the split's own sizes, which may be symbols that no slice could spell."""
-    at = value.tags[:dim].count(TOKEN)
-    parts = []
     for index, part in enumerate(node.meta["val"]):
-        result = RowValue(value.expr, value.tags, tuple(part.shape))
-        args = (node.target, at, node.args[1], index)
-        step = RowStep("split", args, value.token_sizes, result.token_sizes)
-        moved = rules.pool.shift(value.expr, step)
-        parts.append(normalise(rules, RowValue(moved, value.tags, result.sizes)))
+        sizes = tuple(part.shape)
+        if value.is_token(dim):
+            args = (node.target, value.token_dim(dim), node.args[1], index)
+            parts.append(selected(rules, value, "split", args, sizes))
+        else:
+            stop = start + static(sizes[dim])
+            parts.append(_sliced(rules, value, dim, (start, stop), sizes))
+            start = stop
     return tuple(parts)
 
 
-@rule(aten.cat.default, aten.stack.default)
-def _cat(rules: RowRules, node: fx.Node) -> RowValue:
-    nodes: Any = node.args[0]
-    values = [rules.row(item) for item in nodes]
-    rows = [value for value in values if value is not None]
-    if len(rows) != len(values):
-        raise Refusal(f"{_name(node.target)} joins rows with a value that is none")
+def join(rules: RowRules, node: fx.Node) -> RowValue:
+    """``cat`` and ``stack`` along a local dim."""
+    rows = [row for item in bound(node)["tensors"] if (row := rules.row(item)) is not None]
+    if len(rows) != len(bound(node)["tensors"]):
+        raise Refusal(f"{op_name(node)} joins rows with a value that is none")
     sizes = shape_of(node)
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % len(sizes)  # type: ignore[arg-type]
+    dim = bound(node)["dim"] % len(sizes)
     if node.target is aten.stack.default:
-        rows = [_stacked(rules, row, dim) for row in rows]
-    if any(row.tags[:dim] + row.tags[dim + 1 :] != rows[0].tags[:dim] + rows[0].tags[dim + 1 :]
-           or row.tags[dim] == TOKEN for row in rows):  # fmt: skip
-        raise Refusal(f"{_name(node.target)} joins the rows of different tokens")
-    at = rows[0].local_dim(dim)
-    expr = rules.pool.call(aten.cat.default, [r.expr for r in rows], at)
-    tags = (*rows[0].tags[:dim], rules.tag_of_size(sizes[dim]), *rows[0].tags[dim + 1 :])
-    return RowValue(expr, tags, sizes)
+        rows = [_with_unit(rules, row, dim) for row in rows]
+    rest = {row.retagged(dim, LOCAL) for row in rows}
+    if len(rest) > 1 or any(row.is_token(dim) for row in rows):
+        raise Refusal(f"{op_name(node)} joins the rows of different tokens")
+    expr = rules.pool.call(aten.cat.default, [r.expr for r in rows], rows[0].local_dim(dim))
+    return RowValue(expr, rows[0].retagged(dim, rules.tag_of_size(sizes[dim])), sizes)
 
 
-def _stacked(rules: RowRules, row: RowValue, dim: int) -> RowValue:
+def _with_unit(rules: RowRules, row: RowValue, dim: int) -> RowValue:
     tags = (*row.tags[:dim], LOCAL, *row.tags[dim:])
-    return _with_local_sizes(rules, row, tags, (*row.sizes[:dim], 1, *row.sizes[dim:]))
+    return reshaped(rules, row, tags, (*row.sizes[:dim], 1, *row.sizes[dim:]))
+
+
+def pad(rules: RowRules, node: fx.Node) -> RowValue:
+    """Padding of local dims; ``pads`` holds (before, after) from the last dim on."""
+    value, sizes = sole_row(rules, node), shape_of(node)
+    pads = bound(node)["pad"]
+    local: list[Any] = []
+    for at, dim in enumerate(reversed(range(len(value.tags) - len(pads) // 2, len(value.tags)))):
+        pair = pads[2 * at : 2 * at + 2]
+        if not value.is_token(dim):
+            local += pair
+        elif list(pair) != [0, 0]:
+            raise Refusal("tokens are padded with constants", "pad what is computed per token")
+    if any(not isinstance(size, int) for size in local):
+        raise Refusal("the padding of the vocabulary depends on the batch")
+    tags = tuple(
+        tag if tag == TOKEN else rules.tag_of_size(size)
+        for tag, size in zip(value.tags, sizes, strict=True)
+    )
+    return rules.call(node, tags, self=value.expr, pad=local)
+
+
+# ---------------------------------------------------------------------------- indices per row
+def _own_dim(value: RowValue, dim: int, what: str) -> int:
+    dim = dim % len(value.tags)
+    if value.is_token(dim):
+        raise Refusal(f"{what} runs over tokens")
+    return dim
+
+
+def _matching(rules: RowRules, value: RowValue, other: fx.Node, dim: int, what: str) -> RowExpr:
+    """An index or source of the same rows, free in size along ``dim`` only."""
+    sizes = shape_of(other)
+    for d, (mine, its) in enumerate(zip(value.sizes, sizes, strict=True)):
+        if d != dim and not same_size(mine, its):
+            raise Refusal(f"{what} covers only part of the tokens")
+    return operand(
+        rules, other, value.retagged(dim, rules.tag_of_size(sizes[dim])), sizes, each=True
+    )
+
+
+def gather(rules: RowRules, node: fx.Node) -> RowValue:
+    value, given = sole_row(rules, node), bound(node)
+    dim = _own_dim(value, given["dim"], "gather")
+    index = _matching(rules, value, given["index"], dim, "gather's index")
+    tags = value.retagged(dim, rules.tag_of_size(shape_of(node)[dim]))
+    return rules.call(node, tags, self=value.expr, dim=value.local_dim(dim), index=index)
+
+
+def scatter(rules: RowRules, node: fx.Node) -> RowValue:
+    value, given = sole_row(rules, node), bound(node)
+    dim = _own_dim(value, given["dim"], "scatter")
+    rows = {
+        name: _matching(rules, value, given[name], dim, "scatter's index")
+        for name in ("index", "src")
+        if tensor_val(given.get(name)) is not None
+    }
+    return rules.call(node, value.tags, self=value.expr, dim=value.local_dim(dim), **rows)
+
+
+# ---------------------------------------------------------------------------- lists of positions
+def index_select(rules: RowRules, node: fx.Node) -> RowValue:
+    value, given = sole_row(rules, node), bound(node)
+    return _taken(rules, node, value, given["dim"] % len(value.tags), given["index"])
+
+
+def _taken(rules: RowRules, node: fx.Node, value: RowValue, dim: int, index: fx.Node) -> RowValue:
+    """The entries of one dim that a list of positions names."""
+    if value.is_token(dim):
+        indices = (None,) * value.token_dim(dim) + (index,)
+        return selected(rules, value, "index", indices, shape_of(node))
+    picked = _ids(rules, index)
+    expr = rules.pool.call(aten.index_select.default, value.expr, value.local_dim(dim), picked)
+    tags = value.retagged(dim, rules.tag_of_size(shape_of(index)[0]))
+    return RowValue(expr, tags, shape_of(node))
+
+
+def _ids(rules: RowRules, index: fx.Node) -> RowExpr:
+    """A list of positions in the vocabulary, the same for every row."""
+    if rules.row(index) is not None:
+        raise Refusal("an index into the vocabulary depends on the tokens as a whole")
+    return shared_leaf(rules, index)
+
+
+def write_columns(rules: RowRules, node: fx.Node) -> RowValue:
+    """``index_fill``, ``index_add`` and ``index_copy`` of a local dim."""
+    value, given = sole_row(rules, node), bound(node)
+    dim = _own_dim(value, given["dim"], op_name(node))
+    changed: dict[str, Any] = {"dim": value.local_dim(dim), "index": _ids(rules, given["index"])}
+    if "source" in given:
+        changed["source"] = _matching(rules, value, given["source"], dim, "the source of a write")
+    elif tensor_val(given["value"]) is not None:
+        changed["value"] = shared_leaf(rules, given["value"])
+    return rules.call(node, value.tags, self=value.expr, **changed)
+
+
+# ---------------------------------------------------------------------------- x[i, j, ...]
+def index(rules: RowRules, node: fx.Node) -> RowValue:
+    """``x[rows]``, ``x[mask]``, ``x[..., ids]`` and ``x[rows, ids]``."""
+    value = sole_row(rules, node)
+    spans = _spans(bound(node)["indices"])
+    dims = [dim for dims, _ in spans for dim in dims]
+    if dims != list(range(dims[0], dims[-1] + 1)):
+        raise Refusal("advanced indexing skips a dim between its indices")
+    if len(dims) > 1:
+        value = _units_as_tokens(rules, value, dims)
+    if not any(map(value.is_token, dims)):
+        (_, ids), *more = spans
+        if more or len(dims) != 1 or not _is_list(ids):
+            raise Refusal("the vocabulary is indexed by something other than one list of ids")
+        return _taken(rules, node, value, dims[0], ids)
+    if any(len({value.is_token(d) for d in span}) > 1 for span, _ in spans):
+        raise Refusal("a mask covers tokens and vocabulary together")
+    if len(dims) == 1 and dims[0] != 0 and _is_list(spans[0][1]):
+        return _taken(rules, node, value, dims[0], spans[0][1])
+    tokens = [span for span in spans if value.is_token(span[0][0])]
+    local = [span for span in spans if not value.is_token(span[0][0])]
+    if len(local) > 1 or dims[0] != 0:
+        raise Refusal("advanced indexing of tokens that fxrl cannot follow")
+    return _index_tokens(rules, node, value, tokens, local)
+
+
+Spans = list[tuple[list[int], fx.Node]]
+
+
+def _spans(indices: Any) -> Spans:
+    """Each index tensor with the dims it consumes; a bool mask consumes as many as it has."""
+    spans, dim = [], 0
+    for at in indices:
+        val = tensor_val(at)
+        width = val.dim() if val is not None and val.dtype in (torch.bool, torch.uint8) else 1
+        if at is not None:
+            spans.append((list(range(dim, dim + width)), at))
+        dim += width
+    return spans
+
+
+def _is_list(at: fx.Node) -> bool:
+    val = tensor_val(at)
+    return val is not None and val.dim() == 1 and val.dtype == torch.int64
+
+
+def _units_as_tokens(rules: RowRules, value: RowValue, dims: list[int]) -> RowValue:
+    """Dims of size 1 hold one row each if an index says so (see ``normalised``)."""
+    tags = tuple(
+        TOKEN if d in dims and is_one(size) else tag
+        for d, (tag, size) in enumerate(zip(value.tags, value.sizes, strict=True))
+    )
+    return value if tags == value.tags else reshaped(rules, value, tags, value.sizes)
+
+
+def _index_tokens(
+    rules: RowRules, node: fx.Node, value: RowValue, tokens: Spans, local: Spans
+) -> RowValue:
+    """Select rows, then pick one entry of each where the vocabulary is indexed too."""
+    sizes, count = shape_of(node), value.token_sizes
+    covered = sum(len(dims) for dims, _ in tokens)
+    rest = len(value.tags) - covered - len(local)
+    rank = len(sizes) - rest  # dims of the broadcast index
+    row_tags: tuple[Tag, ...] = (TOKEN,) * rank
+    expr = value.expr
+    if not _takes_all_rows(tokens, value):
+        if covered != len(count) and value.tags[:covered] != (TOKEN,) * covered:
+            raise Refusal("advanced indexing of tokens that fxrl cannot follow")
+        left = (*sizes[:rank], *count[covered:])
+        expr = rules.pool.shift(expr, RowStep("index", tuple(i for _, i in tokens), count, left))
+    if not local:
+        return normalised(rules, RowValue(expr, row_tags + value.tags[covered:], sizes))
+    if rest or covered != len(count):
+        raise Refusal("one entry per row is picked, and other dims are kept")
+    picks = operand(rules, local[0][1], row_tags, sizes, each=True)
+    picks = rules.pool.call(aten.reshape.default, picks, (-1, 1))
+    gathered = rules.pool.call(aten.gather.default, expr, 1, picks)
+    entry = rules.pool.call(aten.select.int, gathered, 1, 0)
+    return normalised(rules, RowValue(entry, row_tags, sizes))
+
+
+def _takes_all_rows(tokens: Spans, value: RowValue) -> bool:
+    """Whether the row indices are each dim's whole range, in order: ``x[arange(n), ids]``."""
+    if len(tokens) != 1:
+        return False
+    rows, size = tokens[0][1], value.sizes[tokens[0][0][0]]
+    while is_call(rows, aten.unsqueeze.default, aten.view.default, *COPIES):
+        rows = bound(rows)["self"]
+    ranges = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+    if not is_call(rows, *ranges) or not same_size(shape_of(rows)[0], size):
+        return False
+    given = bound(rows)
+    return bool(given.get("start", 0) == 0 and given.get("step", 1) == 1)
+
+
+# ---------------------------------------------------------------------------- writes into a part
+def index_put(rules: RowRules, node: fx.Node) -> RowValue:
+    """``z[mask] = x`` and ``z[..., ids] = x`` of one value: a choice between old and new."""
+    value, given = sole_row(rules, node), bound(node)
+    (dims, where), *more = _spans(given["indices"])
+    written = given["values"]
+    if more or given["accumulate"] or not all(map(is_one, shape_of(written))):
+        raise Refusal("an indexed write fxrl cannot follow")
+    val = val_of(where)
+    if val.dtype == torch.bool:
+        mask = _mask(rules, value, dims, where)
+    elif _is_list(where) and not value.is_token(dims[0]):
+        mask = _membership(rules, value, dims[0], where)
+    else:
+        raise Refusal("an indexed write selects tokens")
+    filling = operand(rules, written, value.tags, value.sizes)
+    expr = rules.pool.call(aten.where.self, mask, filling, value.expr)
+    return RowValue(expr, value.tags, shape_of(node))
+
+
+def _mask(rules: RowRules, value: RowValue, dims: list[int], where: fx.Node) -> RowExpr:
+    """A bool mask over some dims, so shaped that it broadcasts against the rows."""
+    tags = tuple(value.tags[dim] for dim in dims)
+    tokens = tags.count(TOKEN)
+    if tokens not in (0, value.tags.count(TOKEN)):
+        raise Refusal("an indexed write selects some of the token dims")
+    if rules.row(where) is not None and not tokens:
+        raise Refusal("a mask of the vocabulary depends on the tokens as a whole")
+    mask = operand(rules, where, tags, tuple(value.sizes[dim] for dim in dims))
+    if len(dims) == len(value.tags):
+        return mask
+    own = [static(value.sizes[dim]) for dim in dims if not value.is_token(dim)]
+    before = sum(tag != TOKEN for tag in value.tags[: dims[0]])
+    after = sum(tag != TOKEN for tag in value.tags[dims[-1] + 1 :])
+    rows = (-1,) if tokens else (1,)
+    return rules.pool.call(aten.reshape.default, mask, (*rows, *(1,) * before, *own, *(1,) * after))
+
+
+def _membership(rules: RowRules, value: RowValue, dim: int, where: fx.Node) -> RowExpr:
+    """A mask over the local dim that is true at the listed positions."""
+    width, device = static(value.sizes[dim]), val_of(where).device
+    empty = rules.pool.call(aten.full.default, (width,), False, dtype=torch.bool, device=device)
+    mask = rules.pool.call(aten.index_fill.int_Scalar, empty, 0, shared_leaf(rules, where), True)
+    after = sum(tag != TOKEN for tag in value.tags[dim + 1 :])
+    return rules.pool.call(aten.reshape.default, mask, (width, *(1,) * after))
+
+
+def write_part(rules: RowRules, node: fx.Node) -> RowValue:
+    """``slice_scatter`` and ``select_scatter``, as functionalised writes into a view are."""
+    value, given = sole_row(rules, node), bound(node)
+    source, dim = given["src"], given["dim"] % len(value.tags)
+    is_slice = node.target is aten.slice_scatter.default
+    row = rules.row(source)
+    if is_slice and row is not None and row.tags == value.tags and _covers(node, value):
+        return row
+    if row is None:
+        raise Refusal("a part of the logits is overwritten by a value that is no row")
+    if value.is_token(dim):
+        args = slice_bounds(node) if is_slice else (given["index"],)
+        kind, at = ("slice" if is_slice else "select"), value.token_dim(dim)
+        step = RowStep(kind, (at, *args), value.token_sizes, row.token_sizes)
+        local = [static(size) for size in value.local_sizes]
+        written = row.expr
+        if [static(size) for size in row.local_sizes] != local:
+            written = rules.pool.call(aten.reshape.default, written, (-1, *local))
+        expr = rules.pool.call(PATCHED, value.expr, written, step)
+        return RowValue(expr, value.tags, value.sizes)
+    own = list(value.tags) if is_slice else [*value.tags[:dim], *value.tags[dim + 1 :]]
+    if [tag == TOKEN for tag in own] != [tag == TOKEN for tag in row.tags]:
+        raise Refusal("a slice of the vocabulary is overwritten by other tokens")
+    return rules.call(node, value.tags, self=value.expr, src=row.expr, dim=value.local_dim(dim))
+
+
+def _covers(node: fx.Node, value: RowValue) -> bool:
+    """Whether a write into a slice overwrites everything (as functionalised writes often do)."""
+    whole = list(map(str, shape_of(bound(node)["src"]))) == list(map(str, value.sizes))
+    bounds = slice_bounds(node)
+    return whole and bounds[0] == 0 and len(bounds) < 3
+
+
+def copy(rules: RowRules, node: fx.Node) -> RowValue:
+    """``copy(old, new)``: new values in the dtype and shape of the old ones."""
+    value = sole_row(rules, node)
+    source = operand(rules, bound(node)["src"], value.tags, value.sizes)
+    return rules.call(node, value.tags, self=value.expr, src=source)

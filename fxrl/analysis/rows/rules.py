@@ -1,39 +1,53 @@
-"""How each ATen op acts on rows: the transfer rules of the row analysis.
+"""What a rule of the row analysis works with: the rows of its operands, and values from outside.
 
 ``RowRules.apply`` takes a node that reads at least one row value and returns what the node is as
 rows, or raises ``Refusal`` with the reason why it is none. Rules exist per kind of op, not per
-model or loss: pointwise ops (by PyTorch's own tag) here; reductions, softmaxes and sorts over
-local dims in ``row_functions``; layout in ``row_layout``; indexing in ``row_indexing`` and
-``row_writes``; products in ``row_products``.
+model or loss; ``analysis.RULES`` lists them all.
+
+A tensor that does not depend on the LM head meets row values by broadcasting. If no token dim of
+it counts, every row reads all of it (*shared*: a weight, a bias, a mask over the vocabulary). If
+it has the token dims, each row reads its part (*tiled*: targets, advantages). A tiled tensor that
+is itself vocabulary-sized would keep the memory the rewrite is to free, so its producers are
+*absorbed* where they are row-local: a one-hot, a constant, a teacher's probabilities.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxrl.analysis.rows.expr import LOCAL, TOKEN, VOCAB, ExprPool, RowExpr, RowValue, Tag
-from fxrl.ir.graph import OpOverload, Size, hint, is_tensor, shape_of, tensor_val
+from fxrl.analysis.rows.expr import (
+    LOCAL,
+    TOKEN,
+    VOCAB,
+    ExprPool,
+    Leaf,
+    RowExpr,
+    RowStep,
+    RowValue,
+    Tag,
+)
+from fxrl.ir.graph import (
+    COPIES,
+    OpOverload,
+    Size,
+    bound,
+    hint,
+    is_call,
+    is_tensor,
+    shape_of,
+    val_of,
+    with_arguments,
+)
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
-
-Rule = Callable[["RowRules", fx.Node], "RowValue | tuple[RowValue, ...]"]
-RULES: dict[Any, Rule] = {}
-
-
-def rule(*targets: Any) -> Callable[[Rule], Rule]:
-    """Register a rule for ATen overloads."""
-
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(targets, function))
-        return function
-
-    return register
+Rows = RowValue | tuple[RowValue, ...]
+Rule = Callable[["RowRules", fx.Node], Rows]
 
 
 class RowRules:
@@ -44,30 +58,32 @@ class RowRules:
         vocab: the size of the vocabulary, which tells wide local dims from small ones.
     """
 
-    def __init__(self, vocab: int) -> None:
+    def __init__(self, vocab: int, table: Mapping[Any, Rule], pointwise: Rule) -> None:
         self.pool = ExprPool()
         self.vocab = vocab
-        self.values: dict[fx.Node, RowValue | tuple[RowValue, ...]] = {}
+        self.values: dict[fx.Node, Rows] = {}
+        self._table = table
+        self._pointwise = pointwise
 
-    def apply(self, node: fx.Node) -> RowValue | tuple[RowValue, ...]:
+    def apply(self, node: fx.Node) -> Rows:
         """What ``node`` is as rows.
 
         Raises:
             Refusal: it mixes tokens, draws random numbers, or has no rule.
         """
         target: Any = node.target
-        if target in RULES:
-            return RULES[target](self, node)
+        if target in self._table:
+            return self._table[target](self, node)
         if not isinstance(target, OpOverload):
             raise Refusal(
-                f"the logits enter {_name(target)}, an autograd.Function or kernel opaque to fxrl",
+                f"the logits enter {op_name(node)}, an autograd.Function or kernel opaque to fxrl",
                 "write it in PyTorch ops",
             )
         if torch.Tag.nondeterministic_seeded in target.tags:
-            raise Refusal(f"{_name(target)} draws random numbers, which a recompute would repeat")
+            raise Refusal(f"{target} draws random numbers, which a recompute would repeat")
         if torch.Tag.pointwise in target.tags:
-            return pointwise(self, node)
-        raise Refusal(f"no row rule for {_name(target)}")
+            return self._pointwise(self, node)
+        raise Refusal(f"no row rule for {target}")
 
     def row(self, node: object) -> RowValue | None:
         """The row value of a graph value, or None."""
@@ -78,77 +94,28 @@ class RowRules:
         """A local dim's tag by its size."""
         return VOCAB if 2 * hint(size) >= self.vocab else LOCAL
 
-    def like(self, node: fx.Node, expr: RowExpr, tags: tuple[Tag, ...]) -> RowValue:
-        """The row value of ``node`` with the sizes its meta tells."""
-        return RowValue(expr, tags, shape_of(node))
+    def call(self, node: fx.Node, tags: tuple[Tag, ...], /, **changed: Any) -> RowValue:
+        """``node`` as the same op on rows, with some arguments (by name) others."""
+        args, kwargs = with_arguments(node, **changed)
+        return RowValue(self.pool.call(node.target, *args, **kwargs), tags, shape_of(node))
 
 
-def _name(target: Any) -> str:
-    return (
-        str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
-    )
+def op_name(node: fx.Node) -> str:
+    """What a node calls, for people."""
+    target = node.target
+    is_op = isinstance(target, OpOverload)
+    return str(target) if is_op else str(getattr(target, "__name__", target))
 
 
-# ---------------------------------------------------------------------------- operands
-def common_tags(rules: RowRules, operands: list[fx.Node], rank: int) -> tuple[Tag, ...]:
-    """Tags of an elementwise result of ``rank`` dims over broadcast ``operands``."""
-    tags: list[Tag | None] = [None] * rank
-    for node in operands:
-        value = rules.row(node)
-        if value is None:
-            continue
-        for position, tag, size in _positions(value.tags, value.sizes, rank):
-            if tag != TOKEN and hint(size) == 1:
-                continue
-            if TOKEN in (tag, tags[position]) and tags[position] not in (None, tag):
-                raise Refusal("a token dim meets a vocabulary dim in an elementwise op")
-            tags[position] = VOCAB if VOCAB in (tag, tags[position]) else tag
-    for node in operands:
-        for position, _, size in _positions(("",) * len(shape_of(node)), shape_of(node), rank):
-            if tags[position] in (None, LOCAL) and (tags[position] is None or hint(size) > 1):
-                tags[position] = rules.tag_of_size(size) if hint(size) > 1 else LOCAL
-    return tuple(tag or LOCAL for tag in tags)
+def sole_row(rules: RowRules, node: fx.Node) -> RowValue:
+    """The row value in the first argument; a Refusal when the rows come in elsewhere."""
+    value = rules.row(node.args[0]) if node.args else None
+    if value is None:
+        raise Refusal(f"{op_name(node)} reads rows in an argument fxrl does not follow")
+    return value
 
 
-def _positions(tags: tuple[Tag, ...], sizes: tuple[Size, ...], rank: int) -> list[Any]:
-    """``(position in the result, tag, size)`` of each dim under right-aligned broadcasting."""
-    offset = rank - len(tags)
-    return [(offset + i, tag, size) for i, (tag, size) in enumerate(zip(tags, sizes, strict=True))]
-
-
-def operand(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...], sizes: tuple[Size, ...]) -> Any:
-    """``node`` as an expression that broadcasts against ``[n, *locals]`` of a result."""
-    value = rules.row(node)
-    if value is not None:
-        return _row_operand(rules, value, tags, sizes)
-    from fxrl.analysis.rows.inputs import external  # the mutual recursion of absorption
-
-    return external(rules, node, tags, sizes)
-
-
-def _row_operand(
-    rules: RowRules, value: RowValue, tags: tuple[Tag, ...], sizes: tuple[Size, ...]
-) -> RowExpr:
-    """Line a row value's local dims up with those of the result; its rows are the result's."""
-    rank = len(tags)
-    local_at: dict[int, Size] = {}
-    tokens = 0
-    for position, tag, size in _positions(value.tags, value.sizes, rank):
-        if tag == TOKEN:
-            if tags[position] != TOKEN or not same_size(size, sizes[position]):
-                raise Refusal("tokens are paired with other tokens by broadcasting")
-            tokens += 1
-        elif tags[position] != TOKEN:
-            local_at[position] = size
-    if tokens != tags.count(TOKEN):
-        raise Refusal("tokens are paired with other tokens by broadcasting")
-    wanted = [p for p, tag in enumerate(tags) if tag != TOKEN]
-    shape = [static(local_at.get(p, 1)) for p in wanted]
-    if [static(s) for s in value.local_sizes] == shape:
-        return value.expr
-    return rules.pool.call(aten.reshape.default, value.expr, (-1, *shape))
-
-
+# ---------------------------------------------------------------------------- sizes and dims
 def same_size(left: Size, right: Size) -> bool:
     """Whether two sizes are equal as expressions, or as plain numbers."""
     if isinstance(left, int) or isinstance(right, int):
@@ -180,77 +147,227 @@ def dims_of(dims: Any, rank: int) -> list[int]:
     return [int(d) % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
-def sole_row(rules: RowRules, node: fx.Node, index: int = 0) -> RowValue:
-    """The row value in argument ``index``; a Refusal when the rows come in elsewhere."""
-    value = rules.row(node.args[index]) if len(node.args) > index else None
-    if value is None:
-        raise Refusal(f"{_name(node.target)} reads rows in an argument fxrl does not follow")
-    return value
+def slice_bounds(node: fx.Node) -> tuple[Any, ...]:
+    """Start, end and step of a slice, without those at the end that select all."""
+    given = bound(node)
+    start, end, step = given["start"] or 0, given["end"], given["step"]
+    return (start, end, step) if step != 1 else (start,) if end is None else (start, end)
 
 
-# ---------------------------------------------------------------------------- pointwise
-@rule(
-    aten.masked_fill.Tensor,
-    aten.fill.Tensor,
-    aten.fill.Scalar,
-    aten.rsub.Tensor,
-    aten.floor_divide.default,
-    aten.hardswish.default,
-)
-def pointwise(rules: RowRules, node: fx.Node) -> RowValue:
-    """Any elementwise op, tagged so or not: the same op on rows, operands lined up."""
-    operands = [arg for arg in node.all_input_nodes if is_tensor(arg)]
-    sizes = shape_of(node)
-    tags = common_tags(rules, operands, len(sizes))
+# ---------------------------------------------------------------------------- broadcasting
+def common_tags(rules: RowRules, operands: list[fx.Node], rank: int) -> tuple[Tag, ...]:
+    """Tags of an elementwise result of ``rank`` dims over broadcast ``operands``."""
+    tags: list[Tag | None] = [None] * rank
+    for node in operands:
+        value = rules.row(node)
+        if value is None:
+            continue
+        for position, tag, size in _positions(value.tags, value.sizes, rank):
+            if tag != TOKEN and hint(size) == 1:
+                continue
+            if TOKEN in (tag, tags[position]) and tags[position] not in (None, tag):
+                raise Refusal("a token dim meets a vocabulary dim in an elementwise op")
+            tags[position] = VOCAB if VOCAB in (tag, tags[position]) else tag
+    for node in operands:
+        for position, _, size in _positions(("",) * len(shape_of(node)), shape_of(node), rank):
+            if tags[position] in (None, LOCAL) and (tags[position] is None or hint(size) > 1):
+                tags[position] = rules.tag_of_size(size) if hint(size) > 1 else LOCAL
+    return tuple(tag or LOCAL for tag in tags)
+
+
+def _positions(tags: tuple[Tag, ...], sizes: tuple[Size, ...], rank: int) -> list[Any]:
+    """``(position in the result, tag, size)`` of each dim under right-aligned broadcasting."""
+    offset = rank - len(tags)
+    return [(offset + i, tag, size) for i, (tag, size) in enumerate(zip(tags, sizes, strict=True))]
+
+
+def operand(
+    rules: RowRules,
+    node: fx.Node,
+    tags: tuple[Tag, ...],
+    sizes: tuple[Size, ...],
+    *,
+    each: bool = False,
+) -> RowExpr:
+    """``node`` as an expression that broadcasts against ``[n, *locals]`` of a result.
+
+    Args:
+        each: the op does not broadcast, so the expression has a row for each row of the result.
+
+    Raises:
+        Refusal: it pairs tokens with other tokens, or is vocabulary-sized for some tokens only.
+    """
+    value = rules.row(node)
+    if value is not None:
+        return _row_operand(rules, value, tags, sizes)
+    shape, offset = shape_of(node), len(tags) - len(shape_of(node))
+    own: list[Size] = [*(1 for _ in range(offset)), *shape]
+    wanted = tuple(static(own[p]) for p, tag in enumerate(tags) if tag != TOKEN)
+    token_at = [p for p, tag in enumerate(tags) if tag == TOKEN]
+    covered = [p for p in token_at if not is_one(own[p])]
+    if not covered and not each:
+        leaf = shared_leaf(rules, node)
+        plain = tuple(shape) in ((), wanted)
+        return leaf if plain else rules.pool.call(aten.reshape.default, leaf, wanted)
+    wide = any(tag == VOCAB and not is_one(own[p]) for p, tag in enumerate(tags))
+    if wide and covered == token_at and not each:
+        own_tags = tuple(
+            LOCAL if is_one(s) else t for t, s in zip(tags[offset:], shape, strict=True)
+        )
+        absorbed = absorb(rules, node, own_tags)
+        if absorbed is not None:
+            return _row_operand(rules, absorbed, tags, sizes)
+    if wide and covered != token_at:
+        raise Refusal(f"%{node} is vocabulary-sized and broadcast over some of the token dims")
+    return rules.pool.leaf(_tiled(node, tags, sizes, offset, wanted, covered == token_at))
+
+
+def _row_operand(
+    rules: RowRules, value: RowValue, tags: tuple[Tag, ...], sizes: tuple[Size, ...]
+) -> RowExpr:
+    """Line a row value's local dims up with those of the result; its rows are the result's."""
+    rank = len(tags)
+    local_at: dict[int, Size] = {}
+    tokens = 0
+    for position, tag, size in _positions(value.tags, value.sizes, rank):
+        if tag == TOKEN:
+            if tags[position] != TOKEN or not same_size(size, sizes[position]):
+                raise Refusal("tokens are paired with other tokens by broadcasting")
+            tokens += 1
+        elif tags[position] != TOKEN:
+            local_at[position] = size
+    if tokens != tags.count(TOKEN):
+        raise Refusal("tokens are paired with other tokens by broadcasting")
+    wanted = [p for p, tag in enumerate(tags) if tag != TOKEN]
+    shape = [static(local_at.get(p, 1)) for p in wanted]
+    if [static(s) for s in value.local_sizes] == shape:
+        return value.expr
+    return rules.pool.call(aten.reshape.default, value.expr, (-1, *shape))
+
+
+def shared_leaf(rules: RowRules, node: fx.Node) -> RowExpr:
+    """All of ``node``, the same for every row.
+
+    A transposed weight enters untransposed: its gradient is then accumulated in the parameter's
+    own layout and needs no second copy.
+    """
+    if is_call(node, aten.t.default) and not rules.row(node.args[0]):
+        return rules.pool.call(aten.t.default, shared_leaf(rules, node.args[0]))  # type: ignore[arg-type]
+    return rules.pool.leaf(Leaf(node))
+
+
+def _tiled(
+    node: fx.Node,
+    tags: tuple[Tag, ...],
+    sizes: tuple[Size, ...],
+    offset: int,
+    wanted: tuple[int, ...],
+    complete: bool,
+) -> Leaf:
+    """The leaf of a tensor whose dims line up with ``tags``; token dims are brought first."""
+    prepare: list[tuple[Any, tuple[Any, ...]]] = []
+    rank = len(tags)
+    if not complete:
+        prepare += [(aten.unsqueeze.default, (0,))] * offset
+        offset = 0
+        target = [sizes[p] if tags[p] == TOKEN else -1 for p in range(rank)]
+        prepare.append((aten.expand.default, (target,)))
+    own_tags = tags[offset:]
+    first = [d for d, tag in enumerate(own_tags) if tag == TOKEN]
+    rest = [d for d, tag in enumerate(own_tags) if tag != TOKEN]
+    if first + rest != list(range(len(own_tags))):
+        prepare.append((aten.permute.default, (first + rest,)))
+    tokens = tuple(sizes[p] for p in range(rank) if tags[p] == TOKEN)
+    return Leaf(node, tuple(prepare), tokens, wanted)
+
+
+# ---------------------------------------------------------------------------- absorption
+def absorb(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> RowValue | None:
+    """``node`` computed row by row from smaller inputs, or None when it is an input itself."""
+    if node.op != "call_function" or not is_tensor(node):
+        return None
+    known = rules.row(node)
+    if known is not None:
+        return known
+    try:
+        expr = _absorbed(rules, node, tags)
+    except Refusal:
+        return None  # it stays an input: legal, only larger
+    return None if expr is None else RowValue(expr, tags, shape_of(node))
+
+
+def _absorbed(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> RowExpr | None:
+    target: Any = node.target
+    if target in (aten.full.default, aten.zeros.default, aten.ones.default):
+        return _constant(rules, node, tags)
+    if target is aten.expand.default:
+        return operand(rules, bound(node)["self"], tags, shape_of(node))
+    if target is aten.unsqueeze.default:
+        return _absorb_unsqueeze(rules, node, tags)
+    if target is aten.scatter.value:
+        return _absorb_one_hot(rules, node, tags)
+    if target is aten.slice.Tensor:
+        return _absorb_slice(rules, node, tags)
+    if target in COPIES:
+        kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype"}
+        inner = operand(rules, bound(node)["self"], tags, shape_of(node))
+        return rules.pool.call(target, inner, **kwargs)
+    if not (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags):
+        return None
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return None
 
     def convert(arg: Any) -> Any:
-        if isinstance(arg, fx.Node):
-            if not is_tensor(arg):
-                raise Refusal(f"%{arg} is a Python number computed from data", "keep it a tensor")
-            return operand(rules, arg, tags, sizes)
-        return tuple(map(convert, arg)) if isinstance(arg, (list, tuple)) else arg
+        return operand(rules, arg, tags, shape_of(node)) if is_tensor(arg) else arg
 
     args = [convert(arg) for arg in node.args]
-    kwargs = {name: convert(arg) for name, arg in node.kwargs.items()}
-    return rules.like(node, rules.pool.call(node.target, *args, **kwargs), tags)
+    return rules.pool.call(target, *args, **{k: convert(v) for k, v in node.kwargs.items()})
 
 
-@rule(aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
-def _copy(rules: RowRules, node: fx.Node) -> RowValue:
-    value = sole_row(rules, node)
-    source, result = tensor_val(node.args[0]), tensor_val(node)
-    assert source is not None
-    assert result is not None
-    if source.device != result.device:
-        raise Refusal(f"the logits move from {source.device} to {result.device}")
-    kwargs = {k: v for k, v in node.kwargs.items() if k in ("dtype",)}
-    if node.target is aten.clone.default:
-        return RowValue(value.expr, value.tags, shape_of(node))
-    return rules.like(node, rules.pool.call(node.target, value.expr, **kwargs), value.tags)
+def _constant(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> RowExpr:
+    local = [static(s) for s, tag in zip(shape_of(node), tags, strict=True) if tag != TOKEN]
+    val = val_of(node)
+    kwargs = {"dtype": val.dtype, "device": val.device}
+    return rules.pool.call(node.target, (1, *local), *node.args[1:], **kwargs)
 
 
-@rule(
-    aten.full_like.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-)
-def _filled_like(rules: RowRules, node: fx.Node) -> RowValue:
-    value = sole_row(rules, node)
-    kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype" and v is not None}
-    expr = rules.pool.call(node.target, value.expr, *node.args[1:], **kwargs)
-    return rules.like(node, expr, value.tags)
+def _absorb_unsqueeze(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> RowExpr:
+    given = bound(node)
+    source, dim = given["self"], given["dim"] % len(tags)
+    inner_tags = tags[:dim] + tags[dim + 1 :]
+    expr = operand(rules, source, inner_tags, shape_of(source))
+    if TOKEN not in inner_tags:
+        return expr
+    local = [static(s) for s, tag in zip(shape_of(node), tags, strict=True) if tag != TOKEN]
+    return rules.pool.call(aten.reshape.default, expr, (-1, *local))
 
 
-@rule(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
-def _new_filled(rules: RowRules, node: fx.Node) -> RowValue:
-    """``logits.new_zeros(logits.shape)``; a constant of another shape is no row."""
-    value, sizes = sole_row(rules, node), shape_of(node)
-    if list(map(str, sizes)) != list(map(str, value.sizes)):
-        name = _name(node.target)
-        raise Refusal(f"{name} reads the logits for their dtype only", "make it with torch.full")
-    target: Any = node.target
-    constants: dict[Any, Any] = {aten.new_zeros.default: 0, aten.new_ones.default: 1}
-    fill = constants[target] if target in constants else node.args[2]
-    dtype = node.meta["val"].dtype
-    expr = rules.pool.call(aten.full_like.default, value.expr, fill, dtype=dtype)
-    return rules.like(node, expr, value.tags)
+def _absorb_one_hot(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> RowExpr | None:
+    """``scatter(constant, v, index, value)`` with one index a row, as a comparison."""
+    given, sizes = bound(node), shape_of(node)
+    dim = given["dim"] % len(tags)
+    if not is_one(shape_of(given["index"])[dim]):
+        return None
+    if tags[dim] != VOCAB or sum(tag != TOKEN for tag in tags) != 1:
+        return None
+    background = operand(rules, given["self"], tags, sizes)
+    picked = operand(rules, given["index"], tags, sizes)
+    pool, device = rules.pool, val_of(node).device
+    positions = pool.call(aten.arange.default, static(sizes[dim]), device=device)
+    hit = pool.call(aten.eq.Tensor, picked, positions)
+    filled = pool.call(aten.full_like.default, background, given["value"])
+    return pool.call(aten.where.self, hit, filled, background)
+
+
+def _absorb_slice(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> RowExpr | None:
+    given = bound(node)
+    dim = given["dim"] % len(tags)
+    inner = absorb(rules, given["self"], tags)
+    if inner is None:
+        return None
+    bounds = slice_bounds(node)
+    if inner.is_token(dim):
+        left = RowValue(inner.expr, tags, shape_of(node)).token_sizes
+        step = RowStep("slice", (inner.token_dim(dim), *bounds), inner.token_sizes, left)
+        return rules.pool.shift(inner.expr, step)
+    return rules.pool.call(aten.slice.Tensor, inner.expr, inner.local_dim(dim), *bounds)

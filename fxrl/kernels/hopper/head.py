@@ -12,35 +12,49 @@ applied to the finished sum [R, H]. A bf16 number has float32's exponent, so any
 the row's largest t keeps e_v's eight bits; the target's own t, known from one dot product, is
 nearly always that near: less than 76 nats below, for the token was sampled. Rows where it is not
 (``misfit``) are found when their statistics are complete, and made again by the general route.
+
+NOTE [Why the sums over vocabulary chunks are float32 and are added by cuBLAS]
+Partial sums rounded to bf16 would bias training (each chunk's error is as large as the whole's).
+``out=`` of ``addmm`` with a float32 result adds in the GEMM's own epilogue.
+
+NOTE [Why no gradient skipping of improbable blocks]
+Blocks of 128 rows x 256 entries of which no row loses more than a mass of 2^-9 (1 - p_y) could be
+left out of the vectors' product: |delta u_i| <= 2^-9 |scale / T| (1 - p_y) max_v |W_vi|, half the
+bound of what rounding p to bf16 does. It was built, and taken back (H200, forward and backward).
+Where nearly all can go it pays: 38.0 ms instead of 60.3 at 16384 x 4096 x 151936, on a Zipf head
+whose ids are ranks (98.5 % go). But of SmolLM2's blocks, reading text, 0.9 % may go, for nearly
+each holds an entry that some token needs, and of the Zipf head's with shuffled ids 32 %. A listed
+block costs 2.3 times cuBLAS's, so that it pays from 60 % on, and asking alone cost 5 to 17 %: 62.7
+ms instead of 59.8 with shuffled ids, 4.96 instead of 4.23 at SmolLM2's 16384 x 576 x 49152.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from fxrl.kernels.hopper import module, plan
-from fxrl.kernels.hopper.call import Call, aligned
-from fxrl.kernels.hopper.gradient import VocabLoop, coefficients, temperature_gradient
-from fxrl.kernels.hopper.products import ChunkedProduct, SkippingProduct
-from fxrl.kernels.hopper.tile import RowTile
-from fxrl.ops.linear_logprob_arguments import (
+from fxrl.kernels.hopper.call import Call, RowTile, aligned
+from fxrl.ops.linear_logprob.arguments import (
+    DIFFERENTIABLE,
     BackwardArguments,
     ForwardArguments,
     ForwardResult,
     Gradients,
+    LossHead,
+    Rows,
+    slices,
 )
-from fxrl.ops.linear_logprob_checks import LinearLogprobError
-from fxrl.ops.linear_logprob_head import LossHead, slices
+from fxrl.ops.linear_logprob.checks import LinearLogprobError
+from fxrl.ops.linear_logprob.op import Forward
 
 _MOMENTS = {"entropy", "sum_p2", "mean_logit"}
 _LEAST_ROWS, _LEAST_VOCAB = 64, 1000
-
-Forward: TypeAlias = Callable[[ForwardArguments], ForwardResult]
+_LOG2E, _LN2 = 1 / math.log(2), math.log(2)
 
 
 def serves(head: LossHead) -> bool:
@@ -104,15 +118,10 @@ def _score_with_vectors(
 ) -> Call:
     """Fills ``vectors`` too; where the call says ``misfit``, a row's are not valid."""
     head = arguments.head
-    skips = arguments.skip_tolerance > 0
-    steps = _planned(plan.for_skipping if skips else plan.for_product, head, num_rows)
+    steps = _planned(plan.for_product, head, num_rows)
     call = Call(head, selected, steps.rows, _statistics(arguments))
     call.check_targets()
-    product: ChunkedProduct | SkippingProduct
-    if skips:
-        product = SkippingProduct(head, steps, num_rows, arguments.skip_tolerance)
-    else:
-        product = ChunkedProduct(head, steps, num_rows)
+    product = ChunkedProduct(head, steps, num_rows)
     for rows in slices(num_rows, steps.rows):
         tile = RowTile(call, rows)
         tile.find_target()
@@ -167,14 +176,187 @@ def _statistics(arguments: ForwardArguments) -> int:
     return 2 if _MOMENTS.isdisjoint(arguments.outputs) else 5
 
 
-def _planned(make: Callable[..., plan.Plan], head: LossHead, num_rows: int) -> plan.Plan:
+def _planned(make: Callable[..., plan.TilePlan], head: LossHead, num_rows: int) -> plan.TilePlan:
     """``chunk_tokens`` is the caller's plan: so many rows, of the whole vocabulary but for dW."""
     vocab, width = head.weight.shape
     if head.chunk_tokens:
         whole = -(-vocab // module.TILE_VOCAB) * module.TILE_VOCAB
         by_vocab = make is plan.for_gradient
         step = plan.gradient_vocab(head.chunk_tokens, vocab) if by_vocab else whole
-        return plan.Plan(head.chunk_tokens, step)
+        return plan.TilePlan(head.chunk_tokens, step)
     units = module.multiprocessors(head.hidden.device.index)
     # Masks give another count at every call: plans are made, and kept, for multiples of a tile.
     return make(plan.whole_tiles(num_rows), width, vocab, units)
+
+
+# -- the products over the vocabulary
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, begin: bool) -> None:
+    """``total`` (+)= ``a @ b``, of bf16 factors in float32; ``begin``: what it held is dropped."""
+    if begin:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+class ChunkedProduct:
+    """``sum_v a_v W_v`` of a tile's rows, ``a [R, V]`` made and multiplied in chunks."""
+
+    def __init__(self, head: LossHead, steps: plan.TilePlan, num_rows: int) -> None:
+        rows, width = min(steps.rows, num_rows), head.weight.shape[1]
+        self._weight, self._step = head.weight, steps.vocab
+        self._factors = head.hidden.new_empty(rows, self._step)
+        self._sums = head.hidden.new_empty(rows, width, dtype=torch.float32)
+
+    def of_exponentials(self, tile: RowTile) -> Tensor:
+        """``[R, H]`` float32 (scratch), and the call's block statistics."""
+        return self._sum(tile, tile.exponentials)
+
+    def of_gradient(
+        self, tile: RowTile, by_row: Tensor, *, weighted: bool, multiply: bool
+    ) -> Tensor:
+        """``[R, H]`` float32 (scratch; undefined without ``multiply``), and weighted sums."""
+
+        def make(vocab: slice, out: Tensor) -> None:
+            tile.gradient(vocab, by_row, out, weighted)
+
+        return self._sum(tile, make, multiply=multiply)
+
+    def _sum(
+        self, tile: RowTile, make: Callable[[slice, Tensor], None], *, multiply: bool = True
+    ) -> Tensor:
+        sums = self._sums[: tile.count]
+        for vocab in slices(self._weight.shape[0], self._step):
+            out = self._factors[: tile.count, : vocab.stop - vocab.start]
+            make(vocab, out)
+            if multiply:
+                add_product(sums, out, self._weight[vocab], begin=vocab.start == 0)
+        return sums
+
+
+# -- the backward that makes the logits' gradient
+
+
+def coefficients(arguments: BackwardArguments) -> Tensor:
+    """``[8, N]`` float32: log2-sum-exp, a, b, c, d, the gradient at the target, log2 p_y, and
+    what a temperature's gradient adds to its weighted sum.
+
+    With w_k the incoming gradient of value k times scale / T, the gradient of a raw logit v != y is
+
+        p (a + b log2 p + c p) + d        a = w_lse - w_entropy entropy - 2 w_p2 sum_p2 - w_logprob
+                                          b = -w_entropy ln 2    c = 2 w_p2    d = w_mean / V
+
+    times the softcap's slope; the target's is made apart, so that 1 - p_y is never subtracted.
+    """
+    logprob, lse, entropy, sum_p2 = arguments.values
+    logprob = logprob.clamp(min=-1e6)  # of a banned target: 0 * log 0 is 0
+    zero = torch.zeros_like(lse)
+    on = dict.fromkeys(DIFFERENTIABLE, zero)
+    on |= {name: w.squeeze(1) for name, w in arguments.weights(slice(None)).items()}
+    entropy = zero if entropy is None else entropy
+    sum_p2 = zero if sum_p2 is None else sum_p2
+    p = torch.exp(logprob)
+    mean = on["mean_logit"] / arguments.head.weight.shape[0]
+    by_p = on["lse"] - on["entropy"] * entropy - 2 * on["sum_p2"] * sum_p2
+    at_target = p * (by_p - on["entropy"] * logprob + 2 * on["sum_p2"] * p)
+    at_target = at_target - on["logprob"] * torch.expm1(logprob) + mean
+    return torch.stack(
+        [
+            lse * _LOG2E,
+            by_p - on["logprob"],
+            -_LN2 * on["entropy"],
+            2 * on["sum_p2"],
+            mean,
+            at_target,
+            logprob * _LOG2E,
+            (on["lse"] + on["mean_logit"]) * lse,
+        ]
+    )
+
+
+def temperature_gradient(head: LossHead, weighted: Tensor, of_rows: Tensor) -> Tensor:
+    """``[R]`` from the kernel's sum_v gradient_v log2 p_v ``[R]``; ``of_rows``: coefficients."""
+    return -(_LN2 * weighted + of_rows[7]) / head.scale
+
+
+class VocabLoop:
+    """dW a chunk of the vocabulary at a time: no float32 copy of the head's size exists.
+
+    NOTE [Why dW goes by vocabulary and dH by rows]
+    Each sums over what the other loops over. With all rows' gradient of a chunk in memory its dW
+    is one product, and dH, [N, H] in float32, is what accumulates; the other way round it would be
+    dW, [V, H] in float32, gigabytes.
+    """
+
+    def __init__(
+        self,
+        head: LossHead,
+        steps: plan.TilePlan,
+        by_row: Tensor,
+        selected: Tensor | None,
+        *,
+        weighted: bool,
+    ) -> None:
+        count = by_row.shape[1]
+        self._index: Rows = slice(None)
+        if selected is not None:
+            self._index = selected
+            temperature = head.temperature
+            if temperature is not None and temperature.dim() and temperature.shape[0] > 1:
+                temperature = temperature[selected]
+            head = head._replace(
+                hidden=head.hidden[selected],
+                target=head.target[selected],
+                temperature=temperature,
+            )
+        self._head, self._by_row, self._weighted = head, by_row, weighted
+        self._rows, self._step = min(count, steps.rows), steps.vocab
+        self._grad = head.hidden.new_empty(self._rows, self._step)
+        self._weighted_sum = by_row.new_zeros(count)
+        self._tile_rows = plan.launch_rows(head.hidden.shape[1])
+        call = Call(head, None, self._tile_rows, 1)
+        self._pieces = [(piece, self._tiles(piece, call)) for piece in slices(count, self._rows)]
+
+    def _tiles(self, piece: slice, call: Call) -> list[tuple[slice, RowTile, Tensor]]:
+        """Rows within the piece, their tile and their coefficients; made once for all chunks."""
+        made = []
+        for inner in slices(piece.stop - piece.start, self._tile_rows):
+            rows = slice(piece.start + inner.start, piece.start + inner.stop)
+            made.append((inner, RowTile(call, rows), self._by_row[:, rows].contiguous()))
+        return made
+
+    def run(self, d_weight: Tensor, d_hidden: Tensor | None, d_temperature: Tensor | None) -> None:
+        """Fills the three; see ``backward``."""
+        hidden, weight = self._head.hidden, self._head.weight
+        whole = len(self._pieces) == 1
+        sums = self._by_row.new_empty(hidden.shape if d_hidden is not None else (0,))
+        piece_sum = self._by_row.new_empty((0,) if whole else (self._step, weight.shape[1]))
+        for vocab in slices(weight.shape[0], self._step):
+            total = piece_sum[: vocab.stop - vocab.start]
+            for piece, tiles in self._pieces:
+                grad = self._gradient(piece, tiles, vocab)
+                if d_hidden is not None:
+                    add_product(sums[piece], grad, weight[vocab], begin=vocab.start == 0)
+                if whole:
+                    torch.mm(grad.t(), hidden, out=d_weight[vocab])
+                else:
+                    add_product(total, grad.t(), hidden[piece], begin=piece.start == 0)
+            if not whole:
+                d_weight[vocab] = total.to(d_weight.dtype)
+        if d_hidden is not None:
+            d_hidden[self._index] = sums.to(d_hidden.dtype)
+        if d_temperature is not None:
+            made = temperature_gradient(self._head, self._weighted_sum, self._by_row)
+            d_temperature[self._index] = made
+
+    def _gradient(
+        self, piece: slice, tiles: list[tuple[slice, RowTile, Tensor]], vocab: slice
+    ) -> Tensor:
+        """``[rows of piece, entries of vocab]`` (scratch)."""
+        out = self._grad[: piece.stop - piece.start, : vocab.stop - vocab.start]
+        for inner, tile, of_tile in tiles:
+            tile.gradient(vocab, of_tile, out[inner], self._weighted)
+            if self._weighted:
+                self._weighted_sum[piece][inner] += tile.weighted(vocab)
+        return out

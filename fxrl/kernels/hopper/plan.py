@@ -33,7 +33,7 @@ _MAX_LAUNCH_ROWS = 2**14
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TilePlan:
     """``rows`` of the batch at a time, and of them ``vocab`` entries at a time."""
 
     rows: int
@@ -41,7 +41,7 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def for_scoring(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
+def for_scoring(num_rows: int, width: int, vocab: int, multiprocessors: int) -> TilePlan:
     """Statistics only: as many rows as the weight is worth reading for, in full waves."""
     blocks = _ceil(vocab, TILE_VOCAB)
     limit = min(
@@ -58,15 +58,15 @@ def for_scoring(num_rows: int, width: int, vocab: int, multiprocessors: int) -> 
 
         return _steps(num_rows, rows, step)
 
-    return Plan(min(_row_choices(num_rows, limit), key=cost), blocks * TILE_VOCAB)
+    return TilePlan(min(_row_choices(num_rows, limit), key=cost), blocks * TILE_VOCAB)
 
 
 @lru_cache(maxsize=1024)
-def for_product(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
+def for_product(num_rows: int, width: int, vocab: int, multiprocessors: int) -> TilePlan:
     """A tile of the head, then its product with the weight, added to sums of float32."""
     blocks = _ceil(vocab, TILE_VOCAB)
 
-    def cost(plan: Plan) -> float:
+    def cost(plan: TilePlan) -> float:
         def step(rows: int) -> float:
             chunks = _ceil(vocab, plan.vocab)
             # Every chunk but the last ends in a wave of its own.
@@ -85,16 +85,7 @@ def for_product(num_rows: int, width: int, vocab: int, multiprocessors: int) -> 
 
 
 @lru_cache(maxsize=1024)
-def for_skipping(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
-    """All of the vocabulary at once, of as many rows as the scratch holds."""
-    blocks = _ceil(vocab, TILE_VOCAB)
-    per_row = 2 * blocks * TILE_VOCAB + 4 * width + blocks * _BLOCK_STATISTICS_BYTES
-    most = max(_ROW_STEP, _SCRATCH_BYTES // per_row)
-    return Plan(max(_row_choices(num_rows, most)), blocks * TILE_VOCAB)
-
-
-@lru_cache(maxsize=1024)
-def for_gradient(num_rows: int, width: int, vocab: int, multiprocessors: int) -> Plan:
+def for_gradient(num_rows: int, width: int, vocab: int, multiprocessors: int) -> TilePlan:
     """The logits' gradient of a trainable head, and dH and dW of it.
 
     Float32 sums are read and written for each chunk of the vocabulary (dH's [R, H]) and for each
@@ -112,7 +103,7 @@ def for_gradient(num_rows: int, width: int, vocab: int, multiprocessors: int) ->
         return pieces * chunks * (head + products) + _SUMS_READ * 8 * sums * width / _BYTES_PER_US
 
     rows = min(_row_choices(num_rows, _MAX_GRADIENT_ROWS), key=cost)
-    return Plan(rows, gradient_vocab(rows, vocab))
+    return TilePlan(rows, gradient_vocab(rows, vocab))
 
 
 def gradient_vocab(rows: int, vocab: int) -> int:
@@ -127,7 +118,7 @@ def launch_rows(width: int) -> int:
     return max(4096, min(_MAX_LAUNCH_ROWS, fitting))
 
 
-def _plans(num_rows: int, width: int, vocab: int) -> Iterator[Plan]:
+def _plans(num_rows: int, width: int, vocab: int) -> Iterator[TilePlan]:
     blocks = _ceil(vocab, TILE_VOCAB)
     found = False
     for rows in _row_choices(num_rows, _MAX_ROWS):
@@ -135,9 +126,9 @@ def _plans(num_rows: int, width: int, vocab: int) -> Iterator[Plan]:
         most = min(blocks, left // (2 * TILE_VOCAB * rows))
         for chunks in range(_ceil(blocks, most), _ceil(blocks, most) + 12) if most > 0 else ():
             found = True
-            yield Plan(rows, _ceil(blocks, chunks) * TILE_VOCAB)
+            yield TilePlan(rows, _ceil(blocks, chunks) * TILE_VOCAB)
     if not found:
-        yield Plan(_ROW_STEP, min(blocks, 32) * TILE_VOCAB)
+        yield TilePlan(_ROW_STEP, min(blocks, 32) * TILE_VOCAB)
 
 
 def _row_choices(num_rows: int, most: int) -> list[int]:

@@ -5,7 +5,7 @@ block's whole-numbered shift is exact. With M the row's largest shift and sums o
 
     S = sum 2^(t_v - M)    E = sum 2^(t_v - M) (t_v - M)    Q = sum 4^(t_v - M)
 
-the values follow as in ``fxrl.kernels.linear_logprob_tile``.
+the values follow as in ``fxrl.kernels.linear_logprob.tile``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from fxrl.kernels.jit import jit, jit_unspecialized
-from fxrl.kernels.linear_logprob_transform import log1p, tanh
+from fxrl.kernels.linear_logprob.tile import log1p, tanh
 
 #: Rows of what ``combine_blocks`` writes, in this order.
 COMBINED = (
@@ -30,8 +30,7 @@ COMBINED = (
 )
 
 _LN2 = tl.constexpr(0.6931471805599453)
-LOWEST_SHIFT = -1e29  # of a block without finite logits; as in loss_head.cu
-_LOWEST_SHIFT = tl.constexpr(LOWEST_SHIFT)
+_LOWEST_SHIFT = tl.constexpr(-1e29)  # of a block without finite logits; as in loss_head.cu
 _EXCLUDED = tl.constexpr(-1e30)
 # The row's largest other logit, less the shift of its exponentials. At 90 their sum over 2^18
 # entries, times a weight of 2^18, is still finite; at -90 what is flushed to zero is less than

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fxrl.engines.vllm.options import VllmOptions
 from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
 from fxrl.rl.config.named import importable_from
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.errors import BadConfigError
-from fxrl.runtime.vllm_options import VllmOptions
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

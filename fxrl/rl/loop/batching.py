@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fxrl.engines import Completion
 from fxrl.rl.types import Batch
-from fxrl.runtime import Completion
 
 OVERHEAD = 16
 """One more micro-batch must save a sixteenth of the budget in padding: its kernels have a floor."""

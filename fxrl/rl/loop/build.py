@@ -1,18 +1,10 @@
-"""Builds everything a run needs from its configuration, the cheap parts first.
-
-NOTE [Model and engine, in the order that each needs]
-The embedded engine samples with the trainer's own model, so the model comes first. vLLM owns the
-weights: it loads them, the trainer's model is made over its storages, the adapter goes on top, and
-then the engine is told which model's policy it serves. Only then may an optimizer be made, since it
-refers to the parameters.
-"""
+"""Builds everything a run needs from its configuration, the cheap parts first."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +14,7 @@ import torch
 from torch import nn
 
 from fxrl import optimize
+from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.models import load_model, lora
 from fxrl.models.load import model_folder
@@ -37,7 +30,6 @@ from fxrl.rl.loop.updater import Updater, build_optimizer, build_schedule
 from fxrl.rl.report.progress import Reporter, Stage
 from fxrl.rl.rollout.rollouter import Rollouter
 from fxrl.rl.types import Batch
-from fxrl.runtime import Engine, TorchEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +121,43 @@ def build_parts(
     prompts = functools.partial(
         PromptBuilder, config.data, questions.source.prompt, questions.split.shots
     )
-    if config.engine == "vllm":
-        model, tokenizer, engine = _with_vllm(
-            config,
-            device,
-            run_dir / "model",
-            lambda tokenizer: _longest_prompt(prompts(tokenizer), questions.split, config),
-            reporter,
-        )
-    else:
-        model, tokenizer, engine = _embedded(config, device, reporter)
+    wanted = config.model
+    what = f"{wanted.id} ({wanted.dtype}, {device})"
+
+    def load() -> tuple[nn.Module, Any]:
+        with reporter.stage(f"loading {what}") as say:
+            model, tokenizer = load_model(
+                wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
+            )
+        if tokenizer is None:
+            raise ConfigError(
+                f"model.id={wanted.id!r} has no tokenizer; give a folder that has one"
+            )
+        return model, tokenizer
+
+    def folder() -> tuple[Path, Any]:
+        with reporter.stage(f"finding {what}") as say:
+            return model_folder(
+                wanted.id, run_dir / "model", dtype=wanted.dtype, seed=config.seed, on_progress=say
+            )
+
+    spec = EngineSpec(
+        load=load,
+        folder=folder,
+        trainable=functools.partial(_trainable, config=config),
+        longest_prompt=lambda tokenizer: _longest_prompt(
+            prompts(tokenizer), questions.split, config
+        ),
+        max_tokens=config.sampling.max_tokens,
+        device=device,
+        dtype=getattr(torch, wanted.dtype),
+        autocast=wanted.autocast_dtype,
+        seed=config.seed,
+        tell=reporter.message,
+        stage=reporter.stage,
+        options=getattr(config, config.engine, None),  # the table of the engine's name
+    )
+    model, tokenizer, engine = build_engine(config.engine, spec)
     try:
         builder = prompts(tokenizer)
         rollouter = Rollouter(engine, builder, questions.rewards, config, tokenizer, reporter.stage)
@@ -200,94 +219,6 @@ def _around(
         probe=None if loss_measures(config.loss.name) else old_policy or scorer(model),
         stage=rollouter.stage,
     )
-
-
-def _embedded(
-    config: TrainConfig, device: torch.device, reporter: Reporter
-) -> tuple[nn.Module, Any, Engine]:
-    """Model, tokenizer, and the engine that samples with the model itself."""
-    wanted = config.model
-    with reporter.stage(f"loading {wanted.id} ({wanted.dtype}, {device})") as say:
-        model, tokenizer = load_model(
-            wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
-        )
-        if tokenizer is None:
-            raise ConfigError(
-                f"model.id={wanted.id!r} has no tokenizer; give a folder that has one"
-            )
-        model = _trainable(model, config)
-    engine = TorchEngine.from_tokenizer(
-        model, tokenizer, seed=config.seed, autocast=wanted.autocast_dtype
-    )
-    return model, tokenizer, engine
-
-
-def _with_vllm(
-    config: TrainConfig,
-    device: torch.device,
-    made: Path,
-    longest_prompt: Callable[[Any], int],
-    reporter: Reporter,
-) -> tuple[nn.Module, Any, Engine]:
-    """Tokenizer and engine, and the model made of the engine's weights.
-
-    Args:
-        made: where a model of random weights is written.
-        longest_prompt: from the tokenizer to the tokens of the longest prompt of the run.
-    """
-    from fxrl.runtime.vllm_engine import VllmEngine
-
-    wanted = config.model
-    with reporter.stage(f"finding {wanted.id} ({wanted.dtype}, {device})") as say:
-        folder, tokenizer = model_folder(
-            wanted.id, made, dtype=wanted.dtype, seed=config.seed, on_progress=say
-        )
-    options = config.vllm
-    if options.max_model_len is None:
-        longest = longest_prompt(tokenizer) + config.sampling.max_tokens
-        options = dataclasses.replace(options, max_model_len=longest)
-    if options.dtype == "auto":
-        compute = wanted.autocast_dtype
-        dtype = wanted.dtype if compute is None else str(compute).removeprefix("torch.")
-        options = dataclasses.replace(options, dtype=dtype)
-    sizes = f"max_model_len={options.max_model_len}, max_num_seqs={options.max_num_seqs}"
-    with reporter.stage(f"starting vLLM: {sizes}, {options.dtype}"):
-        eos = eos_ids(folder, tokenizer)
-        engine = VllmEngine(folder, options, eos_token_ids=eos, seed=config.seed)
-    try:
-        with reporter.stage("making the trainer's model of vLLM's weights"):
-            model, report = engine.shared_model(dtype=getattr(torch, wanted.dtype))
-        reporter.message(str(report))
-        if (place := next(model.parameters()).device).type != device.type:
-            raise ConfigError(
-                f"model.device={wanted.device!r}, but vLLM and the model made of its weights are "
-                f"on {place.type}; use auto"
-            )
-        model = _trainable(model, config)
-        completions = config.prompts_per_step * config.sampling.num_generations
-        engine.attach(
-            model,
-            decode_steps=config.sampling.max_tokens,
-            num_sequences=min(completions, options.max_num_seqs),
-        )
-        reporter.message(
-            f"rollouts take the trained weights by {engine.policy.way!r}: {engine.policy.reason}"
-        )
-    except BaseException:
-        engine.close()
-        raise
-    return model, tokenizer, engine
-
-
-def eos_ids(folder: Path, tokenizer: Any) -> Iterable[int]:
-    """Ids that end a completion: the tokenizer's, and those of the checkpoint's generation."""
-    from transformers import GenerationConfig
-
-    found = {tokenizer.eos_token_id}
-    if (folder / "generation_config.json").is_file():
-        also = GenerationConfig.from_pretrained(str(folder)).eos_token_id
-        found |= set(also) if isinstance(also, list | tuple) else {also}
-    return sorted(found - {None})
 
 
 def _trainable(model: nn.Module, config: TrainConfig) -> nn.Module:

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fxrl.engines import Completion
 from fxrl.rl.data.limits import Background
 from fxrl.rl.data.prompts import Prompt
 from fxrl.rl.data.rewards import Reward, call_all
 from fxrl.rl.types import Row
-from fxrl.runtime import Completion
 
 Values = list[float | None]
 

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxrl.engines import Completion, Engine, GenerateTimeoutError, SamplingParams
+from fxrl.engines.engine import OnFinished
 from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
 from fxrl.rl.config.tables import SamplingConfig, TrainConfig
 from fxrl.rl.data.prompts import Prompt, PromptBuilder
@@ -28,9 +30,6 @@ from fxrl.rl.report.progress import Say, Stage, silent
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.rollout.judge import Judge, TrainerState
 from fxrl.rl.types import Metrics, Rollout, Row
-from fxrl.runtime import Completion, Engine, SamplingParams
-from fxrl.runtime.engine import OnFinished
-from fxrl.runtime.vllm_requests import GenerateTimeoutError
 
 ENGINE_SYNC = ("fold", "restore", "sync")
 """Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""

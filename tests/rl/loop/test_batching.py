@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from fxrl.engines import Completion
 from fxrl.losses import FACTORIES
 from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import LossConfig
 from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_micro_batches
 from fxrl.rl.loop.updater import Updater
-from fxrl.runtime import Completion
 
 lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=20)
 

@@ -1,14 +1,15 @@
 """Model and engine in the order that vLLM needs, with options that follow from the run."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fxrl.engines import EngineError, TorchEngine
 from fxrl.models import load_model
 from fxrl.rl.config.tables import LoraConfig, ModelConfig
 from fxrl.rl.train import main
-from fxrl.runtime import EngineError, TorchEngine, vllm_engine
 
 CALLS = []
 
@@ -27,16 +28,16 @@ class FakeVllm(TorchEngine):
         CALLS.append(("engine", options))
         model, _ = load_model(folder, options.dtype)
         super().__init__(model, eos_token_ids=eos_token_ids, pad_token_id=0, seed=seed)
-        self.policy = type("Policy", (), {"way": "fold", "reason": "cheapest"})()
+        self.weight_sync = SimpleNamespace(way="fold", reason="no slots")
 
     def shared_model(self, dtype):
         CALLS.append(("shared_model", dtype))
         return self.model, Report()
 
-    def attach(self, model, *, decode_steps, num_sequences):
+    def attach(self, model):
         if self.fails_at == "attach":
             raise EngineError("no route")
-        CALLS.append(("attach", model, decode_steps, num_sequences))
+        CALLS.append(("attach", model))
         self.model = model
 
     def update_lora(self, adapter=None, *, policy_version):
@@ -55,7 +56,7 @@ class FakeVllm(TorchEngine):
 @pytest.fixture
 def fake(monkeypatch):
     CALLS.clear()
-    monkeypatch.setattr(vllm_engine, "VllmEngine", FakeVllm)
+    monkeypatch.setattr("fxrl.engines.vllm.engine.VllmEngine", FakeVllm)
     monkeypatch.setattr(FakeVllm, "fails_at", "")
     return FakeVllm
 
@@ -75,11 +76,10 @@ def test_the_order_and_what_follows_from_the_run(config_file, fake, capsys):
     assert options.max_model_len == prompt - 11 - 9 - 11 + 8
     assert (options.max_num_seqs, options.dtype) == (8, "float32")
     assert CALLS[1][1] == torch.float32
-    assert CALLS[2][2:] == (8, 8)
     assert any("lora" in name for name, _ in CALLS[2][1].named_parameters())
     out = capsys.readouterr().out
     assert "14 of 14 tensors shared" in out
-    assert "by 'fold': cheapest" in out
+    assert "by 'fold': no slots" in out
 
 
 def test_given_options_stand(config_file, fake):
@@ -87,7 +87,6 @@ def test_given_options_stand(config_file, fake):
     assert train(config_file, *extra, "model.autocast=bfloat16") == 0
     options = CALLS[0][1]
     assert (options.max_model_len, options.max_num_seqs, options.dtype) == (100, 3, "float32")
-    assert CALLS[2][2:] == (8, 3)
 
 
 def test_the_engine_computes_as_the_trainer_does(config_file, fake):

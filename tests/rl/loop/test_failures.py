@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fxrl.rl.loop import build, checkpoint
+from fxrl.engines import EngineError, GenerateTimeoutError, TorchEngine
+from fxrl.rl.loop import checkpoint
 from fxrl.rl.report.files import JsonLines
 from fxrl.rl.train import main
-from fxrl.runtime import EngineError, TorchEngine
-from fxrl.runtime.vllm_requests import GenerateTimeoutError
 
 
 class FailingEngine(TorchEngine):
@@ -58,7 +57,7 @@ def failing(monkeypatch):
     def arm(where, when=3, error=EngineError):
         FailingEngine.where, FailingEngine.when, FailingEngine.error = where, when, error
         FailingEngine.made = []
-        monkeypatch.setattr(build, "TorchEngine", FailingEngine)
+        monkeypatch.setattr("fxrl.engines.torch.engine.TorchEngine", FailingEngine)
 
     return arm
 

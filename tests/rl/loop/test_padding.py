@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from fxrl.engines import Completion
 from fxrl.losses import by_name
 from fxrl.models import TINY_KINDS, load_model
 from fxrl.rl.loop.batching import make_batches
-from fxrl.runtime import Completion
 
 CPU = torch.device("cpu")
 ROWS = ((3, 9), (7, 2), (1, 5), (12, 11))

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxrl.engines import Completion
 from fxrl.rl.config.load import load_config
 from fxrl.rl.data.rewards import Reward
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.rollout.judge import TrainerState
 from fxrl.rl.rollout.rollouter import Rollouter
 from fxrl.rl.train import main
-from fxrl.runtime import Completion
 
 
 class Engine:

@@ -1,0 +1,61 @@
+"""The one door to private names of torch for capture and inspection: what each is for.
+
+All were seen in torch 2.11, 2.13 and 2.15. To read another version's sources: ``pip download
+--no-deps --platform macosx_11_0_arm64 --only-binary=:all: torch==VERSION``, unzip.
+"""
+
+# mypy: disable-error-code="attr-defined, no-untyped-call"
+# ruff: noqa: E501, I001  # a name and its purpose stand on one line
+# fmt: off
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo
+from torch._decomp import get_decompositions as get_decompositions  # losses opened into their parts
+from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher  # composite ops over symbols
+from torch._dynamo import maybe_mark_dynamic as maybe_mark_dynamic  # a size that varies; a constant stays legal
+from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
+from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the values of Dynamo's graphs
+from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor  # a tensor whose writes are noted
+from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # tracing, over the fake values as they are
+from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify as maybe_enable_thunkify  # see lower._functional
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
+
+SET_GRAD = torch._C._set_grad_enabled  # what a Dynamo graph calls where torch.no_grad begins and ends
+cache_entries = torch._dynamo.eval_frame._debug_get_cache_entry_list  # what was compiled of a function
+compile_counters = torch._dynamo.utils.counters  # ["frames"]["total"]: functions that capture was tried on
+dynamo_config: Any = torch._dynamo.config  # .patch: settings for the time of a call
+functorch_level = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's transforms
+
+# Python's side of functionalisation: pending writes applied; whether there were any; the value.
+sync: Callable[[Any], None] = torch._sync
+has_data_mutation: Callable[[Any], bool] = torch._functionalize_has_data_mutation
+from_functional: Callable[[Any], torch.Tensor] = torch._from_functional_tensor
+
+# Hooks on every module there is, which Dynamo traces and does not guard.
+_GLOBAL_HOOKS = [hooks for name, hooks in vars(torch.nn.modules.module).items() if name.startswith("_global_") and isinstance(hooks, dict)]
+
+
+def global_hooks() -> tuple[int, ...]:
+    """Which of them there are now."""
+    return tuple(id(hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values())
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def never_captured(reason: str) -> Callable[[_F], _F]:
+    """``torch.compiler.disable``, which is public and untyped: another's graph ends at the call."""
+    disabled: Callable[[_F], _F] = torch.compiler.disable(reason=reason)
+    return disabled
+
+
+def without_functionalize_key() -> Any:
+    """A context without C++'s functionalisation, in whose place the Python one stands."""
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+    return torch._C._ExcludeDispatchKeyGuard(key)

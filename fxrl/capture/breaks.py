@@ -1,0 +1,82 @@
+"""Where Dynamo gave up on the user's code: each graph break once, with its line and its reason.
+
+A break that ends a graph is told by the graph. One before the first op, or inside of a loop, ends
+none, and still the rest runs as other graphs, which the logits leave. So breaks are read from
+Dynamo's own list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from traceback import FrameSummary
+from typing import Any
+
+from torch import fx
+
+from fxrl.capture._torch import graph_break_reasons
+from fxrl.ir.capture_record import GraphBreak
+from fxrl.ir.remark import Remark, RemarkKind, Report
+from fxrl.ir.source import source_of_trace
+
+_EXPLANATION = re.compile(r"Explanation: (.+)")
+_TRIES = 4  # a break is met again as Dynamo backs out of one function after another
+_CURE = "move that code out of the loss, or write it with tensor ops"
+
+
+@contextmanager
+def breaks_inside() -> Iterator[list[GraphBreak]]:
+    """The breaks of what is captured inside, one for each line; the list is filled at the end."""
+    before = len(graph_break_reasons)
+    found: list[GraphBreak] = []
+    yield found
+    by_source: dict[str, GraphBreak] = {}
+    for reason in graph_break_reasons[before:]:
+        met = _graph_break(reason)
+        by_source.setdefault(met.source, met)  # the first one says why, later ones that it was
+    found.extend(by_source.values())
+
+
+def break_of(gm: fx.GraphModule) -> list[GraphBreak]:
+    """Why Dynamo ended this graph, if it was a break."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return []
+    ended = _graph_break(reason)
+    met = [_graph_break(found) for found in graph_break_reasons[-_TRIES:]]
+    return [next(found for found in (*met, ended) if found.source == ended.source)]
+
+
+def break_remarks(
+    breaks: Iterable[GraphBreak], site: str, kind: RemarkKind = RemarkKind.MISSED
+) -> Report:
+    """One remark for each break."""
+    return Report.of(
+        Remark(kind, "capture", site, found.source, f"graph break: {found.reason}", _CURE)
+        for found in breaks
+    )
+
+
+def place_of(frames: Iterable[FrameSummary]) -> tuple[str, str]:
+    """The user's ``file:line``; the innermost line of code, with its place if that is another."""
+    stack = list(frames)
+    trace = "".join(f'File "{f.filename}", line {f.lineno}, in {f.name}\n' for f in stack)
+    source = source_of_trace(trace)
+    if not stack:
+        return source, ""
+    place = f"{stack[-1].filename}:{stack[-1].lineno}"
+    code = f"`{stack[-1].line}`"
+    return source, code if place.endswith(source) else f"{code} at {place}"
+
+
+def in_one_line(message: str) -> str:
+    """Dynamo's many lines as its title and explanation."""
+    title, *_ = message.strip().splitlines() or [""]
+    explanation = _EXPLANATION.search(message)
+    return (f"{title}: {explanation[1]}" if explanation else title)[:300].rstrip(".")
+
+
+def _graph_break(reason: Any) -> GraphBreak:
+    source, code = place_of(reason.user_stack)
+    return GraphBreak(f"{in_one_line(str(reason.reason))}, in {code}", source)

@@ -1,0 +1,200 @@
+"""A loss under ``torch.compile``: captured in the first way that works, else run as written.
+
+NOTE [Why one at a time]: Dynamo's settings and the hooks of a model belong to the process, not to a
+thread. What a step changes of them holds for its call and is put back; two calls at once would put
+back each other's values, and trace under them. So one thread runs at a time; backwards run freely.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxrl.capture._torch import (
+    GuardOnDataDependentSymNode,
+    TorchDynamoException,
+    compile_counters,
+    dynamo_config,
+    functorch_level,
+    global_hooks,
+)
+from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place_of
+from fxrl.capture.scoped_hooks import Takeover
+from fxrl.errors import FxrlError
+from fxrl.ir.on_miss import open_misses
+from fxrl.ir.remark import Remark, RemarkKind, Report
+
+_SETTINGS: dict[str, Any] = {
+    "recompile_limit": 64,  # code shared by many models, such as a library's forward
+    "fail_on_recompile_limit_hit": True,  # never run eager in silence
+    "skip_nnmodule_hook_guards": False,  # hooks that come or go later are honoured
+}
+_DATA = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
+#: Numbers read off tensors are symbols of the graph, such as the count of rows that a mask selects.
+#: Where Python decides by them all the same, the second way ends the graph where they are read.
+_WAYS = (_SETTINGS | dict.fromkeys(_DATA, True), _SETTINGS | dict.fromkeys(_DATA, False))
+_AS_WRITTEN = len(_WAYS)
+_ONE_AT_A_TIME = threading.RLock()
+
+
+class Backend(Protocol):
+    """What is asked of a backend: the graphs that it was given, each with its remarks."""
+
+    captures: list[Any]
+    only_explain: bool
+
+    def __call__(self, gm: Any, example_inputs: Any) -> Callable[..., Any]: ...
+
+
+class CapturedLoss:
+    """``loss_fn(model, batch)``, captured for ``backend`` at the first batch of each kind.
+
+    Attributes:
+        compiled: what ``torch.compile`` made, by the global hooks in force and the way to capture.
+        losses: what was lost outside of any captured graph: breaks without a graph, failures.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], backend: Backend) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._backend = backend
+        self.compiled: dict[Any, Callable[[Any], Any]] = {}
+        self._way: dict[Any, int] = {}  # of the kinds of batches that the first way failed at
+        self._takeover = Takeover(model)
+        self.losses = Report()
+
+    @property
+    def report(self) -> Report:
+        """What was taken over and what was lost; captured graphs have reports of their own."""
+        return self._takeover.report + self.losses
+
+    def __call__(self, batch: Any) -> Any:
+        """What the loss returns."""
+        with _ONE_AT_A_TIME, self._takeover.active():
+            return self._first_that_works(batch)
+
+    def _first_that_works(self, batch: Any) -> Any:
+        if functorch_level() is not None:
+            reason = "nothing is captured inside torch.func's transforms"
+            self._note(RemarkKind.MISSED, "", reason, "call torch.func inside the loss function")
+            return self._loss_fn(self._model, batch)
+        way = self._way.get(_kind(batch), 0) if self._way else 0
+        failure: Exception | None = None
+        while way < _AS_WRITTEN:
+            try:
+                result = self._run(way, batch)
+                break
+            except _CaptureFailedError as failed:
+                failure = failed.error
+                way = 1 if way == 0 and _decided_by_data(failure) else _AS_WRITTEN
+        else:
+            if failure is not None and self._backend.only_explain:
+                raise failure
+            result = self._loss_fn(
+                self._model, batch
+            )  # raises what the user's code raises, from its own line
+        if failure is not None:
+            self._way[_kind(batch)] = way
+            self._note_failure(failure, way)
+        return result
+
+    def _run(self, way: int, batch: Any) -> Any:
+        """The captured loss.
+
+        Raises:
+            _CaptureFailedError: a compilation failed, or the first run of what it made.
+        """
+        key = global_hooks(), way
+        if key not in self.compiled:
+            fresh = _fresh(self._model, self._loss_fn)
+            self.compiled[key] = torch.compile(fresh, backend=self._backend)
+        captures, frames = self._backend.captures, _frames()
+        before = len(captures)
+        with dynamo_config.patch(_WAYS[way]), breaks_inside() as breaks:
+            try:
+                result = self.compiled[key](batch)
+            except Exception as error:  # a graph can hold anything that PyTorch can
+                own = getattr(error, "inner_exception", error)
+                if isinstance(own, FxrlError):
+                    raise own from None  # its text is all that a user needs
+                capturing = isinstance(error, (TorchDynamoException, GuardOnDataDependentSymNode))
+                tried = _frames() > frames and not self._backend.only_explain
+                if isinstance(error, torch.OutOfMemoryError) or not (capturing or tried):
+                    raise
+                del captures[before:]
+                raise _CaptureFailedError(error) from None
+        if breaks:
+            self._note_breaks(breaks, captures[before:])
+        return result
+
+    def _note_breaks(self, breaks: list[Any], captures: list[Any]) -> None:
+        """Breaks that no graph tells; facts where every loss head was rewritten all the same."""
+        told = {found.source for capture in captures for found in capture.graph_breaks}
+        report = Report(tuple(r for capture in captures for r in capture.report.remarks))
+        kept = report.of_kind(RemarkKind.APPLIED) and not open_misses(report)
+        untold = [found for found in breaks if found.source not in told]
+        self.losses += break_remarks(
+            untold, "loss", RemarkKind.ANALYSIS if kept else RemarkKind.MISSED
+        )
+
+    def _note_failure(self, failure: Exception, way: int) -> None:
+        source, code = place_of(getattr(failure, "real_stack", None) or ())
+        what = f"{type(failure).__name__}: {in_one_line(str(failure))}"
+        what += f", in {code}" if code else ""
+        if way < _AS_WRITTEN:
+            reason = f"captured in parts, which end where numbers are read off tensors ({what})"
+            self._note(RemarkKind.ANALYSIS, source, reason)
+        else:
+            self._note(RemarkKind.MISSED, source, f"not captured, run as written ({what})")
+
+    def _note(self, kind: RemarkKind, source: str, reason: str, cure: str = "") -> None:
+        remark = Remark(kind, "capture", "loss", source, reason, cure)
+        if remark not in self.losses.remarks:
+            self.losses += Report((remark,))
+
+
+class _CaptureFailedError(Exception):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _frames() -> int:
+    """How many functions Dynamo has tried to capture so far."""
+    return int(compile_counters["frames"]["total"])
+
+
+def _decided_by_data(error: Exception) -> bool:
+    text = str(error).lower()
+    return isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in text
+
+
+def _kind(batch: Any) -> Any:
+    """What Dynamo captures anew for: structure, dtypes, dims, sizes 0 and 1, grad mode."""
+    leaves, spec = pytree.tree_flatten(batch)
+    parts = [
+        (leaf.dtype, *(min(size, 2) for size in leaf.shape))
+        if isinstance(leaf, Tensor)
+        else type(leaf)
+        for leaf in leaves
+    ]
+    return str(spec), str(parts), torch.is_grad_enabled()
+
+
+def _fresh(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[[Any], Any]:
+    """The function to capture, with a code object of its own.
+
+    NOTE [Why a fresh code object]: Dynamo keeps compiled code per code object. Steps that shared
+    one would share a recompile limit and run past it into eager mode.
+    """
+
+    def loss_step(batch: Any) -> Any:
+        return loss_fn(model, batch)
+
+    code = loss_step.__code__.replace(co_name="loss_step")
+    return types.FunctionType(code, loss_step.__globals__, "loss_step", None, loss_step.__closure__)

@@ -1,0 +1,1 @@
+"""A region's body: traced, cut, compiled, for all sizes alike."""

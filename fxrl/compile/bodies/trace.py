@@ -1,0 +1,274 @@
+"""A region's two halves as graphs: the forward, and the backward that its cut asks for.
+
+    cut inputs      forward:  inputs -> outputs
+                    backward: inputs, gradients -> gradients of the inputs; the forward runs inside
+    cut products    forward:  inputs -> outputs, kept values
+                    backward: kept values, ..., gradients -> gradients of the inputs
+
+Both are traced over fake tensors in a shape environment of their own, sizes that vary as symbols,
+so one body serves every batch. Dead code elimination then keeps only what the gradients need.
+
+NOTE [Why tracing "real" over fakes]: ``make_fx(tracing_mode="symbolic")`` over prepared fakes
+re-wraps them and specialises the token dim to its hint on torch 2.11. Tracing over our own fakes
+as they are is what AOTAutograd does, and works on every version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from fxrl.compile.bodies.partition import Halves, partition, writes
+from fxrl.ir.graph import Size, hint
+from fxrl.ir.pipeline import Pipeline
+from fxrl.ir.plan import Plan
+from fxrl.ir.region import InputSpec, Region
+from fxrl.ir.site import name_sites
+from fxrl.ir.sizes import BoundSizes
+from fxrl.passes import HALF_PIPELINE, JOINT_PIPELINE
+
+#: The row count that tracing sees; any value of two or more gives the same graph.
+_TRACE_ROWS = 64
+
+
+class TracedBody:
+    """A region's two halves, and what they were traced with.
+
+    Attributes:
+        mode: the fake mode of both; its shape environment collects what they assume.
+        bound: the sizes that vary.
+        forward, backward: the halves; ``backward`` is None without a gradient.
+        sources: where each argument of ``backward`` is from; see ``ops.region.Body``.
+        sizes: the sizes that ``backward`` takes, in this body's symbols.
+        num_outputs: outputs of the region itself.
+        grad_outputs: which outputs have an incoming gradient.
+        input_examples, grad_examples: what was traced with.
+        rewrites: ``(pass, site)`` of what passes rewrote in the halves.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        decompose: bool = False,
+        plan: Plan | None = None,
+    ) -> None:
+        """Trace a region for ``sizes`` (by name; see ``BoundSizes``) and all alike them.
+
+        Args:
+            decompose: ops as Inductor's own where the cut is to be found, so that it sees what is
+                cheap; otherwise they are eager's kernels and as exact.
+            plan: says which rewrites of the halves are switched off.
+        """
+        self.region = region
+        self.rewrites: list[tuple[str, str]] = []
+        self._decompose, self._plan = decompose, plan or Plan()
+        self.mode = FakeTensorMode(
+            shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False
+        )
+        self.bound = BoundSizes(region.inputs)
+        self._symbols = self._make_symbols(sizes)
+        self.input_examples = self._inputs()
+        self.forward = self._trace(self._forward, self.input_examples)
+        outputs = _outputs_of(self.forward)
+        self.num_outputs = len(outputs)
+        self.grad_outputs = tuple(
+            i for i, o in enumerate(outputs) if o.is_floating_point() or o.is_complex()
+        )
+        self.grad_examples: list[Tensor] = []
+        self.backward: fx.GraphModule | None = None
+        self.sources: tuple[tuple[str, int], ...] = ()
+        self.sizes: tuple[Size, ...] = ()
+        if any(spec.needs_grad for spec in region.inputs) and self.grad_outputs:
+            given = [outputs[i] for i in self.grad_outputs]
+            (self._keep_products if region.cut == "products" else self._keep_inputs)(given)
+        if region.cut == "products":
+            self.forward = self._passed(HALF_PIPELINE, self.forward)
+            self.backward = self.backward and self._passed(HALF_PIPELINE, self.backward)
+
+    # -- the two cuts
+    def _keep_inputs(self, outputs: Sequence[Tensor]) -> None:
+        self.grad_examples = [self._like(output, contiguous=True) for output in outputs]
+        self.input_examples = self._inputs()  # a mode traces one tensor as one value
+        values = [*self.input_examples, *self.grad_examples]
+        self.backward = self._trace(self._vjp, values)
+        inputs = (("input", i) for i in range(len(self.region.inputs)))
+        self.sources = (*inputs, *(("grad", i) for i in range(len(self.grad_examples))))
+
+    def _keep_products(self, outputs: Sequence[Tensor]) -> None:
+        from torch._inductor.decomposition import select_decomp_table
+
+        self.grad_examples = [self._like(output) for output in outputs]
+        self.input_examples = self._inputs()
+        values = [self.input_examples, self.grad_examples]
+        table = select_decomp_table() if self._decompose else None
+        joint = self._trace(self._joint(), values, table)
+        if writes(joint):  # an autograd formula may; the partitioner must see values alone
+            joint = self._trace(_functional(joint), values)
+        joint = self._passed(JOINT_PIPELINE, joint)
+        alive = [i for i, spec in enumerate(self.region.inputs) if spec.alive]
+        with self.mode:
+            halves: Halves = partition(joint, self.num_outputs, alive)
+        self.forward, self.backward = halves.forward, halves.backward
+        self.sources, self.sizes = halves.sources, halves.sizes
+
+    def _passed(self, pipeline: Pipeline, gm: fx.GraphModule) -> fx.GraphModule:
+        name_sites(gm, self.region.id)
+        with self.mode:
+            done = pipeline.run(gm, self._plan)
+        self.rewrites += done.rewrites
+        return done.gm
+
+    # -- sizes
+    def serves(self, sizes: Mapping[str, int]) -> bool:
+        """Whether what was traced (and compiled since) holds for these sizes."""
+        values: dict[sympy.Symbol, sympy.Integer] = {}
+        for name, size in self._symbols.items():
+            if isinstance(size, int):
+                if sizes.get(name, size) != size:
+                    return False
+            elif name in sizes:
+                if sizes[name] < 2:  # what the symbol was assumed to be
+                    return False
+                values[size.node._expr] = sympy.Integer(sizes[name])
+        env = self.mode.shape_env
+        assert env is not None
+        return all(guard.expr.xreplace(values) != sympy.false for guard in env.guards)
+
+    def number(self, size: Size, sizes: Mapping[str, int]) -> int:
+        """What a size of these graphs is where the names are ``sizes``."""
+        if isinstance(size, int):
+            return size
+        values = {
+            symbol.node._expr: sympy.Integer(sizes[name])
+            for name, symbol in self._symbols.items()
+            if not isinstance(symbol, int) and name in sizes
+        }
+        return int(size.node.expr.xreplace(values))
+
+    def _make_symbols(self, sizes: Mapping[str, int] | None) -> dict[str, Size]:
+        """A symbol for each size that varies; a constant where it is 0 or 1, which no symbol is."""
+        seen = self.bound.read([spec.example for spec in self.region.inputs])
+        assumed = {n: max(2, hint(s)) for n, s in zip(self.bound.names, seen, strict=True)}
+        assumed |= {"rows": _TRACE_ROWS} if self.region.tiled else {}
+        values = {name: (sizes or assumed)[name] for name in self.bound.names}
+        return {n: size if size < 2 else self._fresh(n, size) for n, size in values.items()}
+
+    def _fresh(self, name: str, example: int) -> Size:
+        env = self.mode.shape_env
+        assert env is not None
+        source = ConstantSource(f"fxrl_{name}")
+        symbol = env.create_symbol(example, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        size: Size = env.create_symintnode(symbol, hint=example, source=source)
+        return size
+
+    # -- fake inputs; each a tensor of its own, for a mode traces one tensor as one value
+    def _inputs(self) -> list[Tensor]:
+        return [self._fake(spec) for spec in self.region.inputs]
+
+    def _fake(self, spec: InputSpec) -> Tensor:
+        example = spec.example
+        sizes: list[Any] = [self.bound.evaluate(size, self._symbols) for size in example.shape]
+        if spec.tiled:
+            sizes[0] = self._symbols["rows"]
+        told = [self.bound.evaluate(stride, self._symbols) for stride in example.stride()]
+        strides = [stride for stride in told if stride is not None]
+        if not spec.tiled and len(strides) == len(told):
+            return self._empty(example, sizes, strides)
+        # The call copies an input that has other strides than were traced; dims in the same order,
+        # so that a view of it in the body stays one.
+        order = sorted(range(len(sizes)), key=lambda d: -hint(example.stride()[d]))
+        order = list(range(len(sizes))) if spec.tiled else order
+        dense = self._empty(example, [sizes[d] for d in order], None)
+        with self.mode:
+            return dense.permute([order.index(d) for d in range(len(sizes))])
+
+    def _like(self, value: Tensor, *, contiguous: bool = False) -> Tensor:
+        return self._empty(value, value.shape, None if contiguous else value.stride())
+
+    def _empty(self, like: Tensor, shape: Sequence[Size], strides: Sequence[Size] | None) -> Tensor:
+        with self.mode:
+            if strides is None:
+                return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+            return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+
+    # -- the functions that are traced
+    def _forward(self, *inputs: Tensor) -> list[Tensor]:
+        return list(self.region.forward(*inputs))
+
+    def _vjp(self, *values: Tensor) -> list[Tensor]:
+        count = len(self.region.inputs)
+        return self._with_grads(values[:count], values[count:])[1]
+
+    def _joint(self) -> Any:
+        # The partitioner tells inputs and gradients by these names.
+        def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
+            outputs, grads = self._with_grads(primals, tangents)
+            return [*(output.detach() for output in outputs), *grads]
+
+        return joint
+
+    def _with_grads(
+        self, inputs: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs, and the gradients of the inputs that need one."""
+        specs = self.region.inputs
+        with torch.enable_grad():
+            live = [
+                x.detach().requires_grad_(spec.needs_grad)
+                for x, spec in zip(inputs, specs, strict=True)
+            ]
+            outputs = list(self.region.forward(*live))
+            pairs = [
+                (outputs[i], g)
+                for i, g in zip(self.grad_outputs, grads, strict=True)
+                if outputs[i].requires_grad
+            ]
+            wanted = [x for x in live if x.requires_grad]
+            if not pairs:
+                return outputs, [torch.zeros_like(x) for x in wanted]
+            found = torch.autograd.grad(
+                [o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
+            )
+        return outputs, [
+            torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)
+        ]
+
+    def _trace(
+        self, function: Any, inputs: Sequence[Any], decompositions: Any = None
+    ) -> fx.GraphModule:
+        # The body already holds the casts that autocast asked for where it was captured.
+        with (
+            self.mode,
+            enable_python_dispatcher(),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+        ):
+            gm = make_fx(function, decomposition_table=decompositions)(*inputs)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        return gm
+
+
+def _functional(joint: fx.GraphModule) -> Any:
+    function = torch.func.functionalize(joint)
+
+    def run(primals: list[Tensor], tangents: list[Tensor]) -> Any:
+        return function(primals, tangents)
+
+    return run
+
+
+def _outputs_of(gm: fx.GraphModule) -> list[Tensor]:
+    (output,) = gm.graph.find_nodes(op="output")
+    return [node.meta["val"] for node in output.args[0]]

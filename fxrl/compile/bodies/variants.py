@@ -1,0 +1,178 @@
+"""From a Region to kernels: its halves traced and compiled once for all sizes alike.
+
+NOTE [Why variants]: a graph may hold for some sizes only. Inductor indexes with 32 bits where the
+sizes it sees allow it, and an op may take another road for a size of 0 or 1. What was assumed
+stands in the shape environment; sizes that break it get a variant of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxrl.compile.bodies.inductor import InductorOptions, compile_body, generated_source
+from fxrl.compile.bodies.trace import TracedBody
+from fxrl.ir.graph import Size
+from fxrl.ir.plan import Plan
+from fxrl.ir.region import Region
+from fxrl.ops.region import Body, RegionKernels, Strides, TensorFunction, register, registered
+
+#: More variants than this of one region hint at a size that should not have been specialised.
+_MANY_VARIANTS = 8
+
+
+class ManyVariantsWarning(UserWarning):
+    """A region is compiled again and again because its graph holds for single sizes only."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """The two halves as graphs, and what runs for them."""
+
+    traced: TracedBody
+    forward: TensorFunction
+    backward: TensorFunction | None
+
+    def at(self, sizes: dict[str, int]) -> Body:
+        """What runs where the names are ``sizes``."""
+        traced = self.traced
+
+        def strides(examples: Sequence[Tensor]) -> tuple[Strides, ...]:
+            return tuple(tuple(traced.number(s, sizes) for s in x.stride()) for x in examples)
+
+        return Body(
+            self.forward,
+            self.backward,
+            traced.sources,
+            traced.num_outputs,
+            strides(traced.input_examples),
+            strides(traced.grad_examples),
+            tuple(traced.number(size, sizes) for size in traced.sizes),
+        )
+
+
+class CompiledRegion(RegionKernels):
+    """What runs for one region, by the sizes of its inputs.
+
+    Attributes:
+        variants: one for each kind of sizes met so far.
+    """
+
+    def __init__(
+        self, key: str, region: Region, options: InductorOptions | None, plan: Plan
+    ) -> None:
+        self.key, self.region = key, region
+        self._options, self._plan = options, plan
+        self.min_rows = 1 if options is None else 2
+        self.variants = [self._build(None)]
+        first = self.variants[0].traced
+        self.grad_outputs = first.grad_outputs
+        self._bound = first.bound
+        self._bodies: dict[tuple[int, ...], Body] = {}
+
+    @property
+    def traced(self) -> TracedBody:
+        """The halves of the first variant, for people."""
+        return self.variants[0].traced
+
+    def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[Size, ...]:
+        return self._bound.read(inputs)
+
+    def body(self, sizes: Sequence[Size]) -> Body:
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            first, traced = self.variants[0], self.traced
+            return Body(first.forward, first.backward, traced.sources, traced.num_outputs)
+        key = tuple(map(int, sizes))
+        if key not in self._bodies:
+            named = dict(zip(self._bound.names, key, strict=True))
+            self._bodies[key] = self._find(named).at(named)
+        return self._bodies[key]
+
+    def fake_outputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        kept = self.region.cut == "products"
+        forward = self.traced.forward if kept else self.region.forward
+        outputs: Sequence[Tensor] = forward(*inputs)
+        return outputs
+
+    def fake_grads(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
+        named = dict(zip(self._bound.names, sizes, strict=True))
+        wanted = [spec for spec in self.region.inputs if spec.needs_grad]
+        grads = []
+        for spec in wanted:
+            first = [named["rows"]] if spec.tiled else []
+            rest = [self._bound.size(size, named) for size in spec.example.shape[len(first) :]]
+            grads.append(torch.empty([*first, *rest], dtype=spec.example.dtype, device=device))
+        return grads
+
+    def generated(self) -> dict[str, str]:
+        """File name -> source that Inductor generated, over all variants."""
+        files: dict[str, str] = {}
+        if self._options is None:
+            return files
+        for number, variant in enumerate(self.variants):
+            suffix = f"_{number}" if number else ""
+            files[f"forward{suffix}.py"] = generated_source(variant.forward)
+            if variant.backward is not None:
+                files[f"vjp{suffix}.py"] = generated_source(variant.backward)
+        return files
+
+    def _find(self, sizes: dict[str, int]) -> _Variant:
+        for variant in self.variants:
+            if variant.traced.serves(sizes):
+                return variant
+        # NOTE [Why a thread]: an op's kernel runs with autograd's dispatch keys excluded, so no
+        # vjp can be taken there; that state belongs to the thread.
+        with ThreadPoolExecutor(1) as pool:
+            self.variants.append(pool.submit(self._build, sizes).result())
+        if len(self.variants) == _MANY_VARIANTS:
+            warnings.warn(
+                f"region {self.region.id} was built {_MANY_VARIANTS} times, the last for sizes "
+                f"{sizes}; an op in it makes a size constant",
+                ManyVariantsWarning,
+                stacklevel=2,
+            )
+        return self.variants[-1]
+
+    def _build(self, sizes: dict[str, int] | None) -> _Variant:
+        compiled = self._options is not None
+        traced = TracedBody(self.region, sizes, decompose=compiled, plan=self._plan)
+        if self._options is None:
+            return _Variant(traced, traced.forward, traced.backward)
+        forward = compile_body(traced.forward, traced.mode, self._options)
+        backward: TensorFunction | None = None
+        if traced.backward is not None:
+            backward = compile_body(traced.backward, traced.mode, self._options)
+        return _Variant(traced, forward, backward)
+
+
+def build_region(
+    region: Region, options: InductorOptions | None, plan: Plan | None = None
+) -> CompiledRegion:
+    """Trace and compile (``options`` None: run op by op) a region, or find it built.
+
+    The caller owns the kernels: the op finds them for as long as somebody holds them.
+
+    Args:
+        plan: says which rewrites of the body are switched off.
+    """
+    plan = plan or Plan()
+    key = _key(region, options, plan)
+    known = registered(key)
+    if isinstance(known, CompiledRegion):
+        return known
+    built = register(CompiledRegion(key, region, options, plan))
+    assert isinstance(built, CompiledRegion)
+    return built
+
+
+def _key(region: Region, options: InductorOptions | None, plan: Plan) -> str:
+    """Content, options and what is switched off inside."""
+    off = sorted(pair for pair in plan.switched_off if pair[1].startswith(region.id))
+    made = hashlib.sha256(f"{options} {off}".encode()).hexdigest()[:8]
+    return f"{region.id}-{made}"

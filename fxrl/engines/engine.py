@@ -1,0 +1,307 @@
+"""What a rollout engine is: tokens in, sampled tokens and their log-probabilities out.
+
+An engine never sees text. Prompts are token ids without padding; what comes back is one
+``Completion`` per sample, grouped by prompt.
+
+NOTE [Which log-probability]
+``Completion.logprobs`` holds log softmax(logits / temperature) at the sampled token, before
+top-k, top-p and min-p cut the distribution. That is the number the trainer recomputes from the
+model's logits, so with equal weights the importance ratio of the first update is exactly 1, and a
+cut token never gets -inf. Where a filter is on, the token was drawn from the renormalised filtered
+distribution, whose log-probability is higher by the constant -log(kept mass). Greedy decoding
+(temperature 0) has no sampling temperature: it reports log softmax(logits).
+
+vLLM reports one number per token, after everything that changes the distribution. Where nothing
+but the temperature does, both definitions agree; where ``SamplingParams.filtered`` says that
+something else does (a filter, ``min_tokens``, a penalty), ``VllmEngine`` reports the
+log-probability under the distribution that the token was drawn from. That is the right
+denominator of an importance weight, but not what the trainer recomputes: the first ratio is then
+the kept mass and not 1.
+
+NOTE [Stop tokens stay]
+The token that ends a completion (EOS or one of ``stop_token_ids``) is the last entry of
+``token_ids`` and has a log-probability: the policy chose it, so it must get gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from fxrl.errors import ConfigError, FxrlError
+
+
+class SamplingParamsError(ConfigError):
+    """A sampling parameter is out of range."""
+
+
+class EngineError(FxrlError):
+    """An engine was asked for something it cannot do in its present state."""
+
+
+class PromptError(EngineError, ValueError):
+    """A prompt is empty, or does not fit into the engine's budget or the model's context."""
+
+
+class GenerateTimeoutError(EngineError, TimeoutError):
+    """A call of ``generate`` took longer than allowed and was ended; the engine is as before."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw completions. Names and meanings follow vLLM and Hugging Face.
+
+    Filters apply in the order temperature, top-k, top-p, min-p, each to what the one before kept.
+
+    Attributes:
+        n: completions per prompt; they share one prefill.
+        temperature: logits are divided by it; 0 is greedy (filters and seed then do nothing).
+        top_p: keep the smallest set of most likely tokens with mass >= top_p; 1 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        min_p: keep tokens with p >= min_p * max p; 0 keeps all.
+        max_tokens: longest completion, in tokens, the stop token included.
+        seed: ``None`` draws from the engine's own generator, which moves on (see
+            ``Engine.state_dict``); a number makes this call reproducible by itself and leaves the
+            engine's generator where it is.
+        stop_token_ids: end a completion besides the engine's EOS ids.
+        ignore_eos: the engine's EOS ids do not end a completion (``stop_token_ids`` still do).
+        min_tokens: ids that end a completion cannot be drawn before this many tokens.
+        extra: further sampling parameters of vLLM by vLLM's names (``repetition_penalty``,
+            ``logit_bias``, ``structured_outputs``, ...); other engines refuse them.
+
+    Raises:
+        SamplingParamsError: a value is out of range; the message says which, why and the cure.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not isinstance(self.extra, Mapping):
+            raise SamplingParamsError(f"extra={self.extra!r} is no mapping; write {{name: value}}")
+        _at_least("n", self.n, 1, "ask for one or more completions")
+        _at_least("top_k", self.top_k, 0, "use 0 to keep every token")
+        _at_least("max_tokens", self.max_tokens, 1, "a completion has at least one token")
+        _at_least("min_tokens", self.min_tokens, 0, "use 0 for no minimum")
+        for token in self.stop_token_ids:
+            _at_least("stop_token_ids entry", token, 0, "token ids start at 0")
+        if self.seed is not None:
+            _at_least("seed", self.seed, 0, "use None for the engine's own generator")
+        if self.min_tokens > self.max_tokens:
+            raise SamplingParamsError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; "
+                "raise max_tokens or lower min_tokens"
+            )
+        _between(
+            "temperature", self.temperature, 0.0, math.inf, "use 0 for greedy, 1 for the model"
+        )
+        _between("top_p", self.top_p, 0.0, 1.0, "use 1 to keep every token", open_low=True)
+        _between("min_p", self.min_p, 0.0, 1.0, "use 0 to keep every token")
+
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens are drawn from anything but softmax(logits / temperature)."""
+        narrows = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return (narrows and self.temperature > 0) or self.min_tokens > 0 or bool(self.extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled completion; plain Python numbers, so it can outlive every tensor.
+
+    Attributes:
+        prompt_token_ids: the prompt as given, without padding.
+        token_ids: the sampled tokens, the stop token included (NOTE [Stop tokens stay]).
+        logprobs: natural log-probability of each of ``token_ids``, same length
+            (NOTE [Which log-probability]).
+        finish_reason: ``"stop"`` (a stop token was drawn) or ``"length"`` (``max_tokens`` reached).
+        policy_version: the version of the weights that drew it, see ``Engine.policy_version``.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids) == len(self.logprobs), "one log-probability per token"
+
+
+OnFinished = Callable[[int, "list[Completion]"], None]
+"""Told of each prompt's completions while others are still being drawn; see ``Engine.generate``."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """The rollout side of RL fine-tuning.
+
+    The order of one training iteration::
+
+        completions = engine.generate(prompts, params)
+        with engine.standby():                    # the KV cache's memory belongs to the trainer
+            ... loss, backward, optimizer step ...
+        engine.update_weights(policy_version=engine.policy_version + 1)   # or update_lora
+    """
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that ``generate`` samples from; starts at 0."""
+        ...
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Seconds inside the last ``generate`` and the last ``standby``, by part (``"generate"``,
+        ``"fold"``, ``"restore"``, ``"sync"``; ``"release"``, ``"wake"``); empty where an engine
+        measures none."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        on_finished: OnFinished | None = None,
+    ) -> list[list[Completion]]:
+        """Draws ``params.n`` completions for every prompt.
+
+        Args:
+            prompts: token ids without padding.
+            params: how to draw.
+            on_finished: called as ``on_finished(prompt_index, completions)`` as soon as all
+                ``params.n`` completions of a prompt are there, in the order of the samples; once
+                for each prompt, in any order of prompts, from the thread that called ``generate``
+                and before that returns. It must be quick: the engine waits for it. The same
+                completions are in the result. What it raises ends the call.
+
+        Returns:
+            One list per prompt, in the order given, each with ``params.n`` completions.
+
+        Raises:
+            PromptError: a prompt is empty or too long.
+            EngineError: the engine is in standby or closed, or the logits are not finite.
+            GenerateTimeoutError: the engine has a time limit and it is over.
+        """
+        ...
+
+    def standby(self) -> AbstractContextManager[None]:
+        """Gives the memory that only generation needs to the trainer, until the block ends."""
+        ...
+
+    def wake(self) -> None:
+        """Leaves standby before its block ends; does nothing when awake."""
+        ...
+
+    def update_weights(
+        self, weights: Mapping[str, Tensor] | None = None, *, policy_version: int
+    ) -> None:
+        """Makes the trainer's weights those that ``generate`` uses, and drops stale caches.
+
+        Args:
+            weights: full weights by the model's parameter names; ``None`` where the engine shares
+                the trainer's storages and only needs to be told.
+            policy_version: the version of the new weights, at least the present one.
+        """
+        ...
+
+    def update_lora(
+        self, adapter: Mapping[str, Tensor] | None = None, *, policy_version: int
+    ) -> None:
+        """Likewise for LoRA factors only, by the names of ``peft.get_peft_model_state_dict``."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's random state and the policy version, for an exact resume (no weights)."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores ``state_dict``: the same calls then draw the same completions."""
+        ...
+
+    def close(self) -> None:
+        """Frees everything; a closed engine cannot generate. May be called twice."""
+        ...
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    limit: int,
+    of: str,
+) -> None:
+    """Refuses prompts that an engine could not take, before any has been run.
+
+    Args:
+        vocab_size: of the embeddings.
+        limit: most tokens of a prompt and its completion.
+        of: what sets that limit, for the message.
+
+    Raises:
+        PromptError: which one, and why.
+    """
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise PromptError(f"prompt {index} is empty; give at least one token, such as BOS")
+        if not (min(prompt) >= 0 and max(prompt) < vocab_size):
+            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise PromptError(
+                f"prompt {index} holds token id {wrong}, outside the model's {vocab_size} "
+                "embeddings; is this the model's own tokenizer?"
+            )
+        if len(prompt) + params.max_tokens > limit:
+            raise PromptError(
+                f"prompt {index} has {len(prompt)} tokens and max_tokens={params.max_tokens}: more "
+                f"than {of}; shorten the prompt or lower max_tokens"
+            )
+
+
+def newer(policy_version: int, present: int) -> int:
+    """``policy_version``, if it is none that the engine has left behind."""
+    if policy_version < present:
+        raise EngineError(
+            f"policy_version={policy_version} is older than the engine's {present}; versions only "
+            "grow (load_state_dict goes back)"
+        )
+    return policy_version
+
+
+def check_state(state: Mapping[str, Any], needed: set[str]) -> None:
+    """Refuses what is not the engine's own ``state_dict``."""
+    if missing := needed - state.keys():
+        raise EngineError(
+            f"engine state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
+        )
+
+
+def _at_least(name: str, value: int, low: int, cure: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SamplingParamsError(f"{name}={value!r} is not a whole number; {cure}")
+    if value < low:
+        raise SamplingParamsError(f"{name}={value} is below {low}; {cure}")
+
+
+def _between(
+    name: str, value: float, low: float, high: float, cure: str, *, open_low: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise SamplingParamsError(f"{name}={value!r} is not a finite number; {cure}")
+    if not low <= value <= high or (open_low and value == low):
+        allowed = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
+        raise SamplingParamsError(f"{name}={value!r} is outside {allowed}; {cure}")

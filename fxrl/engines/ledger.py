@@ -1,0 +1,324 @@
+"""Who holds the GPU's memory, before and after each transition of the engine.
+
+Every entry splits the whole device into columns that add up to it::
+
+    weights | kv_cache | engine_other | trainer | unused | outside | free
+
+``engine_other`` is vLLM's graphs, workspace and buffers, ``unused`` what PyTorch's allocator holds
+and no tensor uses, ``outside`` the CUDA context, libraries and other processes.
+
+NOTE [How trainer and engine are told apart]
+Weights and KV cache live in pools that vLLM tags, so their bytes are known exactly. Everything
+else of both sides comes from the one caching allocator of the process, which cannot tell them
+apart; what it held right after vLLM was built, less what it held before, is vLLM's and stays (its
+graphs and buffers are fixed then), the rest is the trainer's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from io import StringIO
+from typing import NamedTuple, Protocol
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fxrl.config import MiB
+
+log = logging.getLogger(__name__)
+COLUMNS = ("weights", "kv_cache", "engine_other", "trainer", "unused", "outside", "free")
+TOLERANCE = 64 * MiB
+"""How far the device's own count may be off: other processes, the context's growth."""
+
+
+class TagBytes(NamedTuple):
+    """What a tagged pool of vLLM's allocator holds: ``mapped`` of ``reserved`` bytes are there."""
+
+    mapped: int
+    reserved: int
+
+
+Tags = Mapping[str, TagBytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One look at the memory, in bytes.
+
+    Attributes:
+        total, free: of the device, all processes counted.
+        tags: vLLM's tagged pools.
+        allocated: PyTorch's tensors, those in tagged pools counted whether mapped or not.
+        reserved: what PyTorch's allocator holds, likewise.
+    """
+
+    total: int
+    free: int
+    tags: Tags = field(default_factory=dict)
+    allocated: int = 0
+    reserved: int = 0
+
+
+class Probe(Protocol):
+    """Something that takes readings."""
+
+    @property
+    def name(self) -> str:
+        """The device, in words."""
+        ...
+
+    def read(self) -> Reading:
+        """A look at the memory now."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until what was asked of the device is done."""
+        ...
+
+    def empty_cache(self) -> None:
+        """Gives back what PyTorch's allocator holds and nothing uses."""
+        ...
+
+
+class CudaProbe:
+    """The current CUDA device; 0.1 ms a reading.
+
+    Args:
+        tags: asks vLLM's allocator for its pools.
+    """
+
+    def __init__(self, tags: Callable[[], Tags]) -> None:
+        self._tags = tags
+        self.name = torch.cuda.get_device_name()
+
+    def read(self) -> Reading:
+        """See ``Probe``."""
+        free, total = torch.cuda.mem_get_info()
+        stats = torch.cuda.memory_stats()
+        return Reading(
+            total=total,
+            free=free,
+            tags=dict(self._tags()),
+            allocated=stats.get("allocated_bytes.all.current", 0),
+            reserved=stats.get("reserved_bytes.all.current", 0),
+        )
+
+    def synchronize(self) -> None:
+        """See ``Probe``."""
+        torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        """See ``Probe``."""
+        torch.cuda.empty_cache()
+
+
+class CpuProbe:
+    """The host's memory, for a machine without GPU, where standby frees nothing.
+
+    Args:
+        sizes: of the engine's weights and KV cache, bytes; they are ordinary host memory.
+    """
+
+    name = "CPU (standby frees nothing here)"
+
+    def __init__(self, sizes: Callable[[], Mapping[str, int]]) -> None:
+        self._sizes = sizes
+
+    def read(self) -> Reading:
+        """See ``Probe``."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        return Reading(
+            total=os.sysconf("SC_PHYS_PAGES") * page,
+            free=os.sysconf("SC_AVPHYS_PAGES") * page,
+            tags={name: TagBytes(size, 0) for name, size in self._sizes().items()},
+        )
+
+    def synchronize(self) -> None:
+        """See ``Probe``; nothing is asynchronous."""
+
+    def empty_cache(self) -> None:
+        """See ``Probe``; PyTorch's CPU allocator keeps nothing."""
+
+
+class _Ordinary(NamedTuple):
+    """What PyTorch's allocator has outside of vLLM's tagged pools, in bytes.
+
+    A pool's tensors may be a little less than its segments, of which only the latter are known;
+    ``allocated`` is too low by that constant, which cancels in every difference.
+    """
+
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The device after one transition; sizes in bytes.
+
+    Attributes:
+        event: ``"before load"``, ``"load"``, ``"generate"``, ``"release"``, ``"wake"``, ``"sync"``.
+        cycle: how often the KV cache has been released by then.
+        seconds: since the ledger was opened.
+        weights, kv_cache: vLLM's, as far as they are mapped.
+        engine_other, trainer, unused, outside, free: see the module.
+        total: the device's memory, the sum of all columns.
+    """
+
+    event: str
+    cycle: int
+    seconds: float
+    weights: int
+    kv_cache: int
+    engine_other: int
+    trainer: int
+    unused: int
+    outside: int
+    free: int
+    total: int
+
+
+class MemoryLedger:
+    """Keeps the entries and judges them.
+
+    Args:
+        probe: takes the readings.
+        keep: entries that are kept.
+    """
+
+    def __init__(self, probe: Probe, *, keep: int = 4096) -> None:
+        self.probe = probe
+        self.problems: list[str] = []
+        self.cycle = 0
+        self._entries: deque[Entry] = deque(maxlen=keep)
+        self._start = time.monotonic()
+        self._engine = _Ordinary(0, 0)
+        self._before: Reading | None = None
+
+    def before_load(self) -> Entry:
+        """To be called right before vLLM is built."""
+        self.probe.empty_cache()
+        self._before = self.probe.read()
+        return self._enter("before load", self._before)
+
+    def loaded(self) -> Entry:
+        """To be called right after vLLM was built: what is new now is vLLM's."""
+        assert self._before is not None, "before_load comes first"
+        self.probe.empty_cache()
+        reading = self.probe.read()
+        now, before = _ordinary(reading), _ordinary(self._before)
+        self._engine = _Ordinary(
+            now.allocated - before.allocated, max(0, now.reserved - before.reserved)
+        )
+        return self._enter("load", reading)
+
+    def record(self, event: str) -> Entry:
+        """An entry for ``event``, now."""
+        return self._enter(event, self.probe.read())
+
+    def released(self, before: Entry, kv_bytes: int, *, frees: bool) -> Entry:
+        """The entry after the KV cache's release; a shortfall becomes a problem.
+
+        Args:
+            before: the entry right before.
+            kv_bytes: what should be free now.
+            frees: ``False`` on a CPU, where nothing is freed and nothing checked.
+        """
+        self.cycle += 1
+        after = self.record("release")
+        freed = after.free - before.free
+        if frees and freed < kv_bytes - TOLERANCE:
+            self._problem(
+                f"cycle {self.cycle}: releasing the KV cache freed {gib(freed)} of "
+                f"{gib(kv_bytes)}; another process took the rest, or it is still mapped"
+            )
+        return after
+
+    def entries(self, event: str | None = None) -> list[Entry]:
+        """The kept entries in order, all or those of one event."""
+        return [e for e in self._entries if event is None or e.event == event]
+
+    def holders(self, reading: Reading | None = None) -> str:
+        """Who holds the device's memory now, in words, the largest first."""
+        entry = self._entry("now", reading or self.probe.read())
+        words = {
+            "weights": "vLLM's weights",
+            "kv_cache": "vLLM's KV cache",
+            "engine_other": "vLLM's graphs and buffers",
+            "trainer": "the trainer's tensors",
+            "unused": "PyTorch's allocator, unused",
+            "outside": "CUDA context and other processes",
+            "free": "free",
+        }
+        held = sorted(words, key=lambda name: -getattr(entry, name))
+        return ", ".join(f"{words[n]} {gib(getattr(entry, n))}" for n in held if getattr(entry, n))
+
+    def to_json(self) -> str:
+        """JSON lines, one for each entry, then one with the problems if there are any."""
+        lines = [json.dumps(asdict(entry)) for entry in self._entries]
+        if self.problems:
+            lines.append(json.dumps({"problems": self.problems}))
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """A table of the last 20 entries, in GiB."""
+        table = Table(title=f"GPU memory, GiB: {self.probe.name}", title_justify="left")
+        for name in ("event", "cycle"):
+            table.add_column(name)
+        for name in COLUMNS:
+            table.add_column(name.replace("_", " "), justify="right")
+        for entry in list(self._entries)[-20:]:
+            sizes = (f"{getattr(entry, name) / 2**30:.2f}" for name in COLUMNS)
+            table.add_row(entry.event, str(entry.cycle), *sizes)
+        out = StringIO()
+        Console(file=out, width=110, no_color=True).print(table)
+        return out.getvalue() + "".join(f"problem: {text}\n" for text in self.problems)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def _enter(self, event: str, reading: Reading) -> Entry:
+        entry = self._entry(event, reading)
+        self._entries.append(entry)
+        return entry
+
+    def _entry(self, event: str, reading: Reading) -> Entry:
+        mapped = {name: tag.mapped for name, tag in reading.tags.items()}
+        weights, kv_cache = mapped.pop("weights", 0), mapped.pop("kv_cache", 0)
+        ordinary = _ordinary(reading)
+        trainer = ordinary.allocated - self._engine.allocated
+        engine = max(0, min(self._engine.reserved, ordinary.reserved - trainer))
+        known = weights + kv_cache + sum(mapped.values()) + ordinary.reserved
+        return Entry(
+            event=event,
+            cycle=self.cycle,
+            seconds=round(time.monotonic() - self._start, 6),
+            weights=weights,
+            kv_cache=kv_cache,
+            engine_other=engine + sum(mapped.values()),
+            trainer=trainer,
+            unused=ordinary.reserved - trainer - engine,
+            outside=reading.total - reading.free - known,
+            free=reading.free,
+            total=reading.total,
+        )
+
+    def _problem(self, text: str) -> None:
+        self.problems.append(text)
+        log.warning("GPU memory: %s", text)
+
+
+def gib(size: int) -> str:
+    """``size`` bytes in words."""
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _ordinary(reading: Reading) -> _Ordinary:
+    tagged = sum(tag.reserved for tag in reading.tags.values())
+    return _Ordinary(reading.allocated - tagged, reading.reserved - tagged)

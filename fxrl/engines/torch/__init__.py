@@ -1,0 +1,1 @@
+"""The embedded engine: sampling with the very model that is trained."""

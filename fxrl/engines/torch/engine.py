@@ -1,0 +1,326 @@
+"""``TorchEngine``: sampling with the very model that is being trained, in this process.
+
+No second copy of the weights, no server, no kernels of its own: any Hugging Face causal LM, bare or
+with LoRA, on a CPU or a GPU. It is the reference for the faster engines and what small models use.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from fxrl.engines.engine import (
+    Completion,
+    EngineError,
+    OnFinished,
+    PromptError,
+    SamplingParams,
+    check_prompts,
+    check_state,
+    newer,
+)
+from fxrl.engines.registry import Built, EngineSpec
+from fxrl.engines.torch.decode import CausalLM, Decoded, decode
+from fxrl.engines.weights.sync import copy_lora, copy_weights
+
+
+class TorchEngine:
+    """Embedded ``Engine`` with a batched KV cache.
+
+    Prompts are padded on the left and run through the model once each; their ``n`` completions
+    share that prefill. All random numbers of a request are drawn before it starts, one per token,
+    on the CPU: what a completion is does not depend on how the request is cut into batches, nor on
+    which rows have already ended, beyond the rounding of the model itself (in bf16, a matrix
+    product's rounding depends on the batch size).
+
+    The model is put into eval mode without gradient while it generates, and every module's own
+    train mode is restored.
+
+    Args:
+        model: shared with the trainer; its device is looked up at each call.
+        eos_token_ids: ids that end a completion; may be empty.
+        pad_token_id: fills short prompts; any valid id.
+        seed: of the engine's own generator.
+        max_batch_tokens: KV cache of one batch, in tokens: rows * (longest prompt + max_tokens).
+            A larger request is cut into several batches.
+        autocast: dtype of ``torch.autocast`` while generating, e.g. bf16 over fp32 weights;
+            ``None`` leaves whatever the caller has switched on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        eos_token_ids: int | Iterable[int],
+        pad_token_id: int,
+        seed: int = 0,
+        max_batch_tokens: int = 65536,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        eos = (eos_token_ids,) if isinstance(eos_token_ids, int) else tuple(eos_token_ids)
+        if max_batch_tokens < 2:
+            raise EngineError(f"max_batch_tokens={max_batch_tokens} is below 2; 65536 is usual")
+        self.model = model
+        self.eos_token_ids = frozenset(eos)
+        self.pad_token_id = pad_token_id
+        self.max_batch_tokens = max_batch_tokens
+        self.autocast = autocast
+        self._lm = CausalLM(model)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._policy_version = 0
+        self._state = "awake"
+
+    @classmethod
+    def from_tokenizer(cls, model: nn.Module, tokenizer: Any, **options: Any) -> Self:
+        """Takes the padding id and EOS (the generation config's too) from ``tokenizer``.
+
+        Raises:
+            EngineError: the tokenizer has neither a padding nor an EOS token.
+        """
+        eos: set[int] = set()
+        generation = getattr(model, "generation_config", None)
+        for ids in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None)):
+            eos.update([ids] if isinstance(ids, int) else ids or [])
+        pad = (
+            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=None)
+        )
+        if pad is None:
+            raise EngineError(
+                "the tokenizer has neither pad_token nor eos_token; set one, or give "
+                "eos_token_ids and pad_token_id to TorchEngine"
+            )
+        return cls(model, eos_token_ids=eos, pad_token_id=pad, **options)
+
+    @property
+    def policy_version(self) -> int:
+        """See ``Engine.policy_version``."""
+        return self._policy_version
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """See ``Engine.timings``; nothing here is worth telling apart."""
+        return {}
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        on_finished: OnFinished | None = None,
+    ) -> list[list[Completion]]:
+        """See ``Engine.generate``."""
+        if self._state != "awake":
+            cure = (
+                "leave its block or call wake()" if self._state == "standby" else "make a new one"
+            )
+            raise EngineError(f"generate: the engine is {self._state}; {cure}")
+        if params.extra:
+            raise EngineError(
+                f"generate: extra sampling parameters {', '.join(params.extra)} are vLLM's, and "
+                "this is the embedded engine; leave them out or use the vLLM engine"
+            )
+        given = [tuple(map(int, prompt)) for prompt in prompts]
+        limit = self._lm.max_positions
+        check_prompts(
+            given,
+            params,
+            vocab_size=self._lm.num_embeddings,
+            limit=sys.maxsize if limit is None else limit,
+            of=f"the model's {limit} positions",
+        )
+        batches = plan_microbatches(
+            [len(prompt) for prompt in given],
+            params.n,
+            params.max_tokens,
+            self.max_batch_tokens,
+            pad=self._lm.takes_padding,
+        )
+        uniforms = self._uniforms(len(given) * params.n, params)
+        found: dict[tuple[int, int], Completion] = {}
+        with _eval_mode(self.model), torch.no_grad(), self._autocast():
+            for groups in batches:
+                found.update(self._run(groups, given, params, uniforms))
+                for number in dict.fromkeys(group.prompt for group in groups):
+                    keys = [(number, sample) for sample in range(params.n)]
+                    if on_finished is not None and all(key in found for key in keys):
+                        on_finished(number, [found[key] for key in keys])
+        return [[found[i, sample] for sample in range(params.n)] for i in range(len(given))]
+
+    def _run(
+        self,
+        groups: Sequence[Group],
+        prompts: Sequence[tuple[int, ...]],
+        params: SamplingParams,
+        uniforms: Tensor | None,
+    ) -> Iterator[tuple[tuple[int, int], Completion]]:
+        keys = [(g.prompt, g.first + i) for g in groups for i in range(g.count)]
+        flat = [prompt * params.n + sample for prompt, sample in keys]
+        stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
+        done: Decoded = decode(
+            self._lm,
+            [prompts[g.prompt] for g in groups],
+            [g.count for g in groups],
+            params,
+            uniforms=None if uniforms is None else uniforms[flat],
+            stop_ids=sorted(stop_ids),
+            pad_id=self.pad_token_id,
+            device=next(self.model.parameters()).device,
+        )
+        tokens, logprobs = done.tokens.tolist(), done.logprobs.tolist()
+        for row, (key, length) in enumerate(zip(keys, done.lengths.tolist(), strict=True)):
+            yield (
+                key,
+                Completion(
+                    prompt_token_ids=prompts[key[0]],
+                    token_ids=tuple(tokens[row][:length]),
+                    logprobs=tuple(logprobs[row][:length]),
+                    finish_reason="stop" if done.stopped[row] else "length",
+                    policy_version=self._policy_version,
+                ),
+            )
+
+    def _uniforms(self, num_rows: int, params: SamplingParams) -> Tensor | None:
+        """[rows, max_tokens] float64 in [0, 1), on the CPU; none for greedy decoding."""
+        if params.temperature == 0:
+            return None
+        generator = self._generator
+        if params.seed is not None:
+            generator = torch.Generator().manual_seed(params.seed)
+        return torch.rand(num_rows, params.max_tokens, dtype=torch.float64, generator=generator)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(next(self.model.parameters()).device.type, dtype=self.autocast)
+
+    @contextmanager
+    def standby(self) -> Iterator[None]:
+        """See ``Engine.standby``. The KV cache dies with each call; what is given back here is the
+        GPU memory that PyTorch's allocator still holds for it."""
+        if self._state != "awake":
+            raise EngineError(f"standby: the engine is {self._state}; enter it once, when awake")
+        self._state = "standby"
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            yield
+        finally:
+            self.wake()
+
+    def wake(self) -> None:
+        """See ``Engine.wake``."""
+        if self._state == "standby":
+            self._state = "awake"
+
+    def update_weights(
+        self, weights: Mapping[str, Tensor] | None = None, *, policy_version: int
+    ) -> None:
+        """See ``Engine.update_weights``; ``None`` is usual: the model is the trainer's own."""
+        version = newer(policy_version, self._policy_version)
+        if weights is not None:
+            copy_weights(self.model, weights)
+        self._policy_version = version
+
+    def update_lora(
+        self, adapter: Mapping[str, Tensor] | None = None, *, policy_version: int
+    ) -> None:
+        """See ``Engine.update_lora``; ``None`` is usual: the model is the trainer's own."""
+        version = newer(policy_version, self._policy_version)
+        if adapter is not None:
+            copy_lora(self.model, adapter)
+        self._policy_version = version
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Engine.state_dict``; the generator's state is a uint8 tensor."""
+        return {"generator": self._generator.get_state(), "policy_version": self._policy_version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``Engine.load_state_dict``."""
+        check_state(state, {"generator", "policy_version"})
+        self._generator.set_state(state["generator"])
+        self._policy_version = int(state["policy_version"])
+
+    def close(self) -> None:
+        """See ``Engine.close``; the model is the caller's and stays."""
+        self._state = "closed"
+
+
+def build(spec: EngineSpec) -> Built:
+    """The trainer's model, and the engine that samples with it."""
+    model, tokenizer = spec.load()
+    model = spec.trainable(model)
+    engine = TorchEngine.from_tokenizer(model, tokenizer, seed=spec.seed, autocast=spec.autocast)
+    return Built(model, tokenizer, engine)
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards each module has the mode it had (they need not agree)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """``count`` completions of prompt number ``prompt``, numbered from ``first``."""
+
+    prompt: int
+    first: int
+    count: int
+
+
+def plan_microbatches(
+    lengths: Sequence[int], n: int, max_tokens: int, max_batch_tokens: int, *, pad: bool = True
+) -> list[tuple[Group, ...]]:
+    """Groups prompts of like length; every completion appears exactly once.
+
+    A batch of R rows whose longest prompt has L tokens costs R * (L + max_tokens) tokens of KV
+    cache, padding included. Longest first: if memory is short, it shows at once and not after an
+    hour. The completions of one prompt are split over batches only where they do not fit into one.
+
+    Args:
+        lengths: tokens of each prompt.
+        n: completions per prompt.
+        max_tokens: longest completion.
+        max_batch_tokens: the budget.
+        pad: prompts of different lengths may share a batch.
+
+    Raises:
+        PromptError: not even one row fits.
+    """
+    batches: list[tuple[Group, ...]] = []
+    batch: list[Group] = []
+    free = width = 0  # rows that still fit; the first prompt is the longest and so sets the width
+    for prompt in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        capacity = max_batch_tokens // (lengths[prompt] + max_tokens)
+        if capacity < 1:
+            raise PromptError(
+                f"prompt {prompt} has {lengths[prompt]} tokens and with max_tokens={max_tokens} "
+                f"does not fit into max_batch_tokens={max_batch_tokens}; raise the latter"
+            )
+        done = 0
+        while done < n:
+            left = n - done
+            splits = free < left and left <= capacity
+            if not batch or free == 0 or splits or not (pad or width == lengths[prompt]):
+                if batch:
+                    batches.append(tuple(batch))
+                batch, free, width = [], capacity, lengths[prompt]
+            count = min(left, free)
+            batch.append(Group(prompt, done, count))
+            done += count
+            free -= count
+    if batch:
+        batches.append(tuple(batch))
+    return batches

@@ -1,0 +1,1 @@
+"""vLLM inside the trainer's process; only ``door.py`` imports it."""

@@ -1,0 +1,212 @@
+"""Builds ``vllm.LLM`` out of options: environment, memory, arguments. Imports no vLLM.
+
+NOTE [vLLM's environment variables]
+``set_environment`` is the one place that sets any, and it sets only what has no argument:
+``VLLM_ENABLE_V1_MULTIPROCESSING=0`` keeps vLLM's engine in this process (shared weights need it);
+``VLLM_NO_USAGE_STATS`` (nothing is sent anywhere), ``VLLM_LOGGING_LEVEL`` and, where FlashInfer is
+not installed, ``VLLM_USE_FLASHINFER_SAMPLER=0`` are set unless they are set already.
+
+NOTE [Expandable segments]
+``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` suits the trainer and may stay on: with the
+tagged pools that standby needs, vLLM switches it off around its own pools and back on afterwards.
+vLLM 0.25 looks for it under exactly that name, so where ``PYTORCH_ALLOC_CONF`` (PyTorch's newer
+name) says it, the older name is set to the same: unnoticed, the pools would be built of expandable
+segments, which cannot be unmapped and mapped again.
+
+NOTE [Why gpu_memory_utilization is never tuned by hand]
+vLLM takes a share of the whole GPU and fills all of it that weights, activations and graphs leave
+with KV cache, whether that many tokens can ever be in flight or not. Here the share follows from
+what is free and what the trainer keeps resident while vLLM generates, and the cache is cut to
+what ``max_num_seqs`` sequences of ``max_model_len`` tokens can use: mapping memory back costs
+4.7 ms/GiB at every wake (measured on an H200), and what is not mapped cannot run out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fxrl.config import MiB, parse_bytes
+from fxrl.engines.engine import EngineError
+from fxrl.engines.ledger import MemoryLedger, Reading, gib
+from fxrl.engines.vllm.handle import VllmSymbols, free_unheld, unhook
+from fxrl.engines.vllm.options import VllmOptions, engine_arguments
+
+log = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+class EngineLoadError(EngineError):
+    """vLLM is missing or could not be built."""
+
+
+def set_environment(options: VllmOptions) -> None:
+    """To be called before vLLM is imported; see NOTE [vLLM's environment variables]."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", options.log_level)
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if "expandable_segments:True" in (general := os.environ.get("PYTORCH_ALLOC_CONF", "")):
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", general)
+
+
+def forget_graph_pool(platform: Any) -> None:
+    """vLLM keeps one pool of CUDA graphs for the process; each engine shall have its own.
+
+    PyTorch refuses to capture into a pool whose graphs are gone while some memory of it is in use,
+    and cuBLAS keeps workspaces of a capture: no engine could follow a closed one. An engine that is
+    open keeps the pool that it has.
+
+    Args:
+        platform: the class of vLLM's ``current_platform``.
+    """
+    if getattr(platform, "_global_graph_pool", None) is not None:
+        platform._global_graph_pool = None
+
+
+def build_llm(
+    symbols: VllmSymbols,
+    options: VllmOptions,
+    path: Path,
+    seed: int,
+    ledger: MemoryLedger,
+    worker_cls: str,
+    newest_worker: Callable[[], Any],
+) -> Any:
+    """A ``vllm.LLM`` of the checkpoint in ``path``.
+
+    Args:
+        worker_cls: import path of the worker class.
+        newest_worker: the one that was made last, ``None`` if it is gone or there was none.
+
+    Raises:
+        EngineLoadError: vLLM cannot load it with these options.
+    """
+    arguments = engine_arguments(
+        options,
+        set(symbols.module.EngineArgs.__dataclass_fields__),
+        model=str(path),
+        seed=seed,
+        device=symbols.device,
+        utilization=_share(options, ledger.probe.read()) if symbols.device == "cuda" else 0.0,
+        worker_cls=worker_cls,
+        has_tokenizer=any((path / name).is_file() for name in _TOKENIZER_FILES),
+    )
+    alone, before = not symbols.tags(), id(newest_worker())
+    try:
+        return symbols.module.LLM(**arguments)
+    except Exception as error:  # vLLM raises all kinds; all mean the same here
+        holders = ledger.holders()
+        _release(error, newest_worker if alone else lambda: None, before)
+        if isinstance(error, EngineError):
+            raise
+        raise EngineLoadError(
+            f"vLLM could not load {str(path)!r} ({type(error).__name__}: {error}); "
+            f"memory: {holders}"
+        ) from error
+
+
+def _release(error: BaseException, newest_worker: Callable[[], Any], before: int) -> None:
+    """Frees what a build that failed had loaded; vLLM would refuse to load weights beside it.
+
+    The frames of the traceback hold it, for as long as anybody keeps the error (a notebook keeps
+    the last one). They go first: vLLM's worker empties its memory pools when it shuts down.
+
+    Args:
+        newest_worker: vLLM's; ``None`` where its shutdown would free another engine's pools.
+        before: ``id`` of what it said before the build: an engine's that is open, not this one's.
+    """
+    worker = newest_worker()
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+    if worker is not None and id(worker) != before:
+        try:
+            unhook(getattr(getattr(worker, "model_runner", None), "model", None))
+            worker.shutdown()
+        except Exception as second:  # what failed once may fail again; the first error counts
+            log.warning("vLLM could not free what it had loaded (%s)", second)
+    del worker
+    free_unheld()
+
+
+def _share(options: VllmOptions, reading: Reading) -> float:
+    return utilization(
+        total=reading.total,
+        free=reading.free,
+        held=reading.reserved,
+        gpu_memory=None if options.gpu_memory is None else parse_bytes(options.gpu_memory),
+        trainer_reserve=parse_bytes(options.trainer_reserve),
+    )
+
+
+CONTEXT_BYTES = 512 * MiB
+"""What the CUDA context, cuBLAS and NCCL take between our look at the free memory and vLLM's."""
+
+
+class KvBudgetError(EngineError):
+    """The KV cache does not fit beside everything else."""
+
+
+def utilization(
+    *, total: int, free: int, held: int, gpu_memory: int | None, trainer_reserve: int
+) -> float:
+    """vLLM's ``gpu_memory_utilization``: its share of the whole GPU, weights and cache together.
+
+    Args:
+        total, free: bytes of the GPU.
+        held: bytes that this process's PyTorch has reserved already.
+        gpu_memory: the most that this process may hold; ``None`` is no limit.
+        trainer_reserve: bytes of it kept for the trainer.
+
+    Raises:
+        KvBudgetError: nothing is left.
+    """
+    allowed = free if gpu_memory is None else min(free, gpu_memory - held)
+    left = allowed - trainer_reserve - CONTEXT_BYTES
+    if left <= 0:
+        limit = "" if gpu_memory is None else f", gpu_memory={gib(gpu_memory)}"
+        raise KvBudgetError(
+            f"vLLM has no GPU memory: {gib(free)} of {gib(total)} free, {gib(held)} held by "
+            f"PyTorch already{limit}, trainer_reserve={gib(trainer_reserve)} and "
+            f"{gib(CONTEXT_BYTES)} for the CUDA context; free memory, raise gpu_memory or lower "
+            "trainer_reserve"
+        )
+    return int(left / total * 10_000) / 10_000  # down, so that vLLM's own check agrees
+
+
+def cache_bytes(
+    available: int,
+    *,
+    per_sequence: int,
+    per_block: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> int:
+    """Bytes for the KV cache: what can be used, or what there is.
+
+    Args:
+        available: bytes that vLLM's profiling left for it.
+        per_sequence: bytes of one sequence of ``max_model_len`` tokens, in whole blocks.
+        per_block: bytes of one block over all layers; vLLM keeps one block as the null block.
+
+    Raises:
+        KvBudgetError: not even one sequence of ``max_model_len`` tokens fits.
+    """
+    need = per_sequence + per_block
+    if available < need:
+        tokens = max(0, (available - per_block)) * max_model_len // max(1, per_sequence)
+        raise KvBudgetError(
+            f"the KV cache has {gib(available)} and one sequence of max_model_len="
+            f"{max_model_len} tokens needs {gib(need)} (about {tokens} tokens would fit); lower "
+            "max_model_len or trainer_reserve, raise gpu_memory, or set kv_cache_dtype='fp8'"
+        )
+    return min(available, max_num_seqs * per_sequence + per_block)

@@ -1,0 +1,342 @@
+"""fxrl's decode attention inside vLLM: whether it runs, how vLLM finds it, and what it is made of.
+
+``make_backend`` derives it from vLLM's FlashAttention classes as they are handed in, so this file
+imports no vLLM. Where every sequence of a step has one new token, attention runs ``decode``;
+everything else (prefill, mixed steps, cascades, ALiBi, sinks, encoder layers, quantized caches)
+runs what was derived from.
+
+NOTE [Where the kernel runs unasked]
+Inside vLLM on an H200 (Qwen3-1.7B, 32 sequences of up to 2048 tokens) a decode step takes 2.90 ms
+with it and 3.08 ms with FlashAttention 3. Timed alone (``bench.decode_kernels``, FlashAttention 3
+with as many splits as vLLM gives it) it needs 0.84 to 0.98 of its time for 1 to 128 sequences of
+300 to 1870 tokens and a third for 32 of 16, but 1.1 from 140 sequences of 1000 tokens on, for 64
+mixed ones of up to 6350 and for one of 32768. So ``"auto"`` takes it on Hopper, for steps of up to
+``AUTO_ROWS`` sequences of engines with contexts of up to ``AUTO_CONTEXT``; all else is vLLM's. Near
+both limits at once it was not timed.
+
+It is registered in FlashAttention's own place then, which vLLM's registry allows: vLLM goes on
+choosing by itself, and a model for which it chooses another backend (MLA, sinks, head sizes) never
+meets the kernel. ``"fxrl"`` forces it, as vLLM's ``CUSTOM`` backend, for steps of any size.
+
+NOTE [Why only while an engine is built]
+vLLM's registry and its cache of choices belong to the process, an engine's options to one of its
+engines. Layers look their backend up while they are built and keep its class from then on, so
+``registered`` gives both back to vLLM as soon as the build is over: the next engine, or somebody
+else's ``vllm.LLM``, finds nothing of this one's, and engines that are open at once do not meet. A
+choice that was cached before would hide what is registered; hence an empty cache before, too.
+
+NOTE [Why full CUDA graphs are for decoding only]
+A graph keeps the branch that its capture took. FlashAttention 3 captures mixed steps as well and
+says so to vLLM; here a graph of one-token steps must never replay a mixed one. The builder
+therefore announces ``UNIFORM_SINGLE_TOKEN_DECODE``, and vLLM then runs mixed steps piecewise, as
+its default mode does anyway. What ``decode`` reads inside a graph lies in vLLM's own buffers, at
+addresses that stay: ``seq_lens`` (0 in rows that pad the batch) and ``block_table``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from fxrl.engines.engine import EngineError
+from fxrl.engines.vllm.build import EngineLoadError
+from fxrl.engines.vllm.options import VllmOptions
+
+log = logging.getLogger(__name__)
+
+CACHE = "_cached_get_attn_backend"
+AUTO_ROWS = 128
+AUTO_CONTEXT = 4096
+AUTO_CAPABILITY = (9, 0)
+UNQUANTIZED = ("auto", "float16", "bfloat16")
+
+
+def place(
+    options: VllmOptions, capability: tuple[int, int] | None
+) -> Literal["CUSTOM", "FLASH_ATTN"] | None:
+    """The member of vLLM's ``AttentionBackendEnum`` that fxrl's backend takes, or ``None``.
+
+    Args:
+        options: of the engine.
+        capability: the GPU's, e.g. (9, 0); ``None`` without one.
+    """
+    if capability is None:
+        return None
+    if options.decode_attention == "fxrl":
+        return "CUSTOM"
+    measured = (
+        options.decode_attention == "auto"
+        and capability == AUTO_CAPABILITY
+        and options.max_model_len is not None
+        and options.max_model_len <= AUTO_CONTEXT
+        and options.tensor_parallel_size == 1  # other processes have a registry of their own
+        and options.kv_cache_dtype in UNQUANTIZED
+        and "backend" not in (options.attention_config or {})
+        and "attention_backend" not in options.engine_args
+    )
+    return "FLASH_ATTN" if measured else None
+
+
+def most_rows(place: str, current: Callable[[], Any]) -> int:
+    """Most sequences in a step of fxrl's: see the first NOTE.
+
+    Args:
+        current: vLLM's ``get_current_vllm_config``, of the engine that is being built.
+    """
+    if place == "FLASH_ATTN":
+        return AUTO_ROWS
+    config = current()
+    graphs = config.compilation_config.cudagraph_capture_sizes or ()
+    rows: int = max((config.scheduler_config.max_num_seqs, *graphs))
+    return rows
+
+
+@contextmanager
+def unknown(place: str, what: str) -> Iterator[None]:
+    """Builds an engine of a vLLM whose choice of backends fxrl cannot take part in.
+
+    Raises:
+        EngineLoadError: fxrl's attention was asked for; where it was not, a warning says so.
+    """
+    problem = (
+        f"this vLLM chooses its attention in a way that fxrl does not know ({what}), so fxrl's "
+        "decode attention cannot be kept to one engine; set decode_attention='vllm' or use a "
+        "tested version: 0.25.1, 0.32.0"
+    )
+    if place != "FLASH_ATTN":
+        raise EngineLoadError(problem)
+    log.warning("%s; this engine decodes with vLLM's own", problem)
+    yield
+
+
+@contextmanager
+def registered(
+    member: Any, path: str, register: Callable[[Any, str], Any], selector: Any
+) -> Iterator[None]:
+    """fxrl's backend in ``member``'s place, for as long as an engine is built.
+
+    Where somebody else has taken FlashAttention's place, it stays theirs, and a warning says so.
+
+    Args:
+        member: of vLLM's ``AttentionBackendEnum``.
+        path: import path of fxrl's backend.
+        register: vLLM's ``register_backend``.
+        selector: vLLM's module ``vllm.v1.attention.selector``, which caches what it has chosen.
+
+    Raises:
+        EngineLoadError: as ``unknown`` does, where the selector's cache cannot be emptied.
+    """
+    forget = getattr(getattr(selector, CACHE, None), "cache_clear", None)
+    if forget is None:
+        with unknown(member.name, f"no vllm.v1.attention.selector.{CACHE}.cache_clear"):
+            yield
+        return
+    theirs = member.get_path() if member.is_overridden() else None
+    if theirs and member.name == "FLASH_ATTN":
+        log.warning("%s stands in for vLLM's FlashAttention, so decode attention is its", theirs)
+        yield
+        return
+    try:
+        register(member, path)
+        forget()
+        yield
+    finally:
+        member.clear_override()
+        if theirs:
+            register(member, theirs)
+        forget()
+
+
+@dataclass(frozen=True, slots=True)
+class FlashClasses:
+    """vLLM's own, from ``vllm.v1.attention.backends.flash_attn`` and ``...attention.backend``.
+
+    backend, impl, builder: ``FlashAttentionBackend``, ``FlashAttentionImpl``,
+        ``FlashAttentionMetadataBuilder``.
+    decode_graphs: ``AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE``.
+    """
+
+    backend: Any
+    impl: Any
+    builder: Any
+    decode_graphs: Any
+
+    @classmethod
+    def of(cls, flash_attn: Any, support: Any) -> FlashClasses:
+        """Of the module and of ``AttentionCGSupport``."""
+        return cls(
+            flash_attn.FlashAttentionBackend,
+            flash_attn.FlashAttentionImpl,
+            flash_attn.FlashAttentionMetadataBuilder,
+            support.UNIFORM_SINGLE_TOKEN_DECODE,
+        )
+
+
+def make_backend(
+    classes: FlashClasses,
+    decode: Callable[..., Tensor],
+    make_workspace: Callable[[int, int, int], Any],
+    *,
+    max_rows: int,
+    name: str = "CUSTOM",
+) -> type:
+    """A class for ``register_backend(AttentionBackendEnum[name], <its import path>)``.
+
+    Args:
+        classes: what to derive from.
+        decode: ``fxrl.kernels.decode_attention.decode_attention``.
+        make_workspace: of (query heads, KV heads, head dimension), for up to ``max_rows`` rows, on
+            the device; called once for each such triple while the model is built. The layers alone
+            hold what it returns (by weak references else), so that it goes when they go.
+        max_rows: most sequences in a step; larger steps are vLLM's.
+        name: the member of vLLM's enumeration, which looks its backends up by it.
+    """
+    workspaces: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()
+    pair = _pair_dimension(classes.backend)
+    base_impl: Any = classes.impl
+    base_builder: Any = classes.builder
+    base_backend: Any = classes.backend
+
+    class FastImpl(base_impl):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.fxrl_workspace: Any = None
+            if _layer_fits(self):
+                heads = (self.num_heads, self.num_kv_heads, self.head_size)
+                self.fxrl_workspace = workspaces.get(heads)
+                if self.fxrl_workspace is None:
+                    self.fxrl_workspace = workspaces[heads] = make_workspace(*heads)
+
+        def forward(
+            self,
+            layer: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            attn_metadata: Any,
+            output: Tensor,
+            output_scale: Tensor | None = None,
+            output_block_scale: Tensor | None = None,
+        ) -> Tensor:
+            scaled = output_scale is not None or output_block_scale is not None
+            window = None
+            if self.fxrl_workspace is not None and attn_metadata is not None and not scaled:
+                window = _decode_window(self, query, attn_metadata, max_rows)
+            if window is None:
+                result: Tensor = super().forward(
+                    layer, query, key, value, kv_cache, attn_metadata, output,
+                    output_scale, output_block_scale,
+                )  # fmt: skip
+                return result
+            rows = attn_metadata.seq_lens.shape[0]
+            k_cache, v_cache = _keys_and_values(kv_cache, pair, self.head_size)
+            decode(
+                query[:rows],
+                k_cache,
+                v_cache,
+                attn_metadata.block_table,
+                attn_metadata.seq_lens,
+                self.scale,
+                output.view(output.shape[0], self.num_heads, self.head_size)[:rows],
+                window=window,
+                softcap=float(self.logits_soft_cap or 0.0),
+                workspace=self.fxrl_workspace,
+            )
+            return output
+
+    class FastBuilder(base_builder):  # type: ignore[misc]
+        _cudagraph_support = classes.decode_graphs
+
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        ) -> Any:
+            # FlashAttention's schedule of a decode step has no reader here: three launches saved.
+            ours = (
+                common_attn_metadata.max_query_len == 1
+                and common_prefix_len == 0
+                and common_attn_metadata.num_reqs <= max_rows
+            )
+            return super().build(common_prefix_len, common_attn_metadata, fast_build or ours)
+
+    class FastBackend(base_backend):  # type: ignore[misc]
+        @staticmethod
+        def get_name() -> str:
+            return name
+
+        @staticmethod
+        def get_impl_cls() -> type:
+            return FastImpl
+
+        @staticmethod
+        def get_builder_cls() -> type:
+            return FastBuilder
+
+        @classmethod
+        def supports_batch_invariance(cls) -> bool:
+            return False  # how a sequence is split depends on the others' lengths
+
+    return FastBackend
+
+
+def _layer_fits(impl: Any) -> bool:
+    """What of a layer is fixed: decided once."""
+    attn_type = getattr(impl.attn_type, "value", impl.attn_type)
+    return (
+        attn_type == "decoder"
+        and impl.alibi_slopes is None
+        and getattr(impl, "sinks", None) is None
+        and impl.kv_cache_dtype in UNQUANTIZED
+        and impl.head_size <= 256
+        and not getattr(impl, "batch_invariant_enabled", False)
+        and getattr(impl, "dcp_world_size", 1) <= 1
+    )
+
+
+def _decode_window(impl: Any, query: Tensor, metadata: Any, max_rows: int) -> int | None:
+    """The step's window (0: all keys) if it is one of decoding only, else None."""
+    rows = metadata.seq_lens.shape[0]
+    plain = (
+        metadata.max_query_len == 1
+        and not metadata.use_cascade
+        and metadata.causal is True
+        and getattr(metadata, "mm_prefix_range_tensor", None) is None
+        and getattr(metadata, "rswa_prefix_lens", None) is None
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and rows <= min(max_rows, query.shape[0])
+    )
+    if not plain:
+        return None
+    given = getattr(metadata, "sliding_window", None)
+    left, right = impl.sliding_window if given is None else given
+    if right > 0:
+        return None
+    return int(left) + 1 if left >= 0 else 0
+
+
+def _pair_dimension(backend: Any) -> int | None:
+    """Where a cache has keys beside values in a dimension of 2 (vLLM 0.25), else None."""
+    shape_of = getattr(backend, "get_kv_cache_shape", None)
+    shape: tuple[int, ...] = () if shape_of is None else shape_of(7, 16, 3, 64)
+    return shape.index(2) if 2 in shape else None
+
+
+def _keys_and_values(kv_cache: Tensor, pair: int | None, head_size: int) -> tuple[Tensor, Tensor]:
+    """Two views ``[blocks, tokens, heads, D]`` of vLLM's cache."""
+    if pair is not None:
+        return kv_cache.select(pair, 0), kv_cache.select(pair, 1)
+    if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * head_size:
+        raise EngineError(
+            f"vLLM's KV cache has shape {tuple(kv_cache.shape)}, which fxrl's decode attention "
+            f"does not know for heads of {head_size}: let vLLM choose the attention backend"
+        )
+    # vLLM 0.32: [blocks, heads, tokens, keys and then values]
+    by_token = kv_cache.transpose(1, 2)
+    return by_token[..., :head_size], by_token[..., head_size:]

@@ -1,0 +1,249 @@
+"""The door to vLLM: the only file that imports it, and only when an engine is built.
+
+What can be said without vLLM stands elsewhere; this file finds in vLLM what that needs.
+
+NOTE [Why a worker class of our own]
+``worker_cls`` is vLLM's own hook. The KV cache's size has to be decided between profiling and
+allocation (``Worker.determine_available_memory``), the standby's backend before the worker is
+built. vLLM finds the subclass by its import path, here by the module's ``__getattr__``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from fxrl.engines.vllm import decode_attention
+from fxrl.engines.vllm.build import (
+    EngineLoadError,
+    cache_bytes,
+    forget_graph_pool,
+    set_environment,
+)
+from fxrl.engines.vllm.handle import VllmSymbols
+from fxrl.engines.vllm.options import VllmOptions
+from fxrl.engines.vllm.sampler import FastSampler, SamplerParts
+from fxrl.engines.vllm.standby import KV_TAG, Way, map_tag, unmap_tag
+
+BACKEND = "fxrl_kv_only"
+WORKER = f"{__name__}.Worker"
+"""Where vLLM finds the worker class."""
+
+
+def installed(options: VllmOptions) -> VllmSymbols:
+    """Imports vLLM and finds the names that fxrl needs."""
+    set_environment(options)
+    try:
+        import vllm
+        from vllm.inputs import TokensPrompt
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+        from vllm.lora.request import LoRARequest
+        from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind
+    except ImportError as error:
+        raise EngineLoadError(
+            f"vLLM cannot be imported ({error}); `fxrl doctor` says how to install it"
+        ) from error
+    try:
+        from vllm.inputs import tokens_input
+    except ImportError:  # raw prompts, which later versions warn of
+
+        def tokens_input(prompt_token_ids: list[int]) -> Any:
+            return TokensPrompt(prompt_token_ids=prompt_token_ids)
+
+    forget_graph_pool(type(current_platform))
+    return VllmSymbols(
+        module=vllm,
+        device=str(current_platform.device_type),
+        tokens_prompt=tokens_input,
+        final_only=RequestOutputKind.FINAL_ONLY,
+        lora_request=LoRARequest,
+        lora_model=LoRAModel,
+        peft_helper=PEFTHelper,
+        allocator=_allocator,
+        quiet_config=_quiet_config,
+    )
+
+
+def _allocator() -> Any:
+    try:
+        from vllm.device_allocator.cumem import CuMemAllocator
+    except ImportError:
+        return None
+    return CuMemAllocator.instance
+
+
+@contextmanager
+def _quiet_config() -> Iterator[None]:
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))):
+        yield
+
+
+def standby_way(symbols: VllmSymbols, options: VllmOptions) -> Way:
+    if symbols.device != "cuda" or not options.standby:
+        return "calls only"
+    return "native" if hasattr(symbols.module.LLM, "release_kv_cache_memory") else "backend"
+
+
+def __getattr__(name: str) -> Any:
+    """The classes that vLLM finds by import path; made on demand, for they need vLLM's."""
+    makers: dict[str, Callable[[], type]] = {
+        "Worker": _worker_class,
+        "KvOnlyBackend": _backend_class,
+        "DecodeCUSTOM": lambda: _attention_class("CUSTOM"),
+        "DecodeFLASH_ATTN": lambda: _attention_class("FLASH_ATTN"),
+    }
+    if name not in makers:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return makers[name]()
+
+
+@functools.cache
+def _worker_class() -> Any:
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type == "cpu":
+        from vllm.v1.worker.cpu_worker import CPUWorker as Base
+    else:
+        from vllm.v1.worker.gpu_worker import Worker as Base
+
+    class Worker(Base):  # type: ignore[misc]
+        """vLLM's own, with a KV cache no larger than can be used."""
+
+        newest: Callable[[], Any] = staticmethod(lambda: None)
+
+        def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            if not hasattr(LLM, "release_kv_cache_memory"):
+                _register_backend(vllm_config.model_config)
+            super().__init__(vllm_config, *args, **kwargs)
+            Worker.newest = weakref.ref(self)
+
+        def determine_available_memory(self) -> int:
+            available = int(super().determine_available_memory())
+            specs = list(self.get_kv_cache_spec().values())
+            if not specs:
+                return available
+            # Kinds of layers share blocks in ways of vLLM's own; as if all were the largest kind.
+            most = max(spec.max_memory_usage_bytes(self.vllm_config) for spec in specs)
+            return cache_bytes(
+                available,
+                per_sequence=most * len(specs),
+                per_block=sum(spec.page_size_bytes for spec in specs),
+                max_num_seqs=self.vllm_config.scheduler_config.max_num_seqs,
+                max_model_len=self.vllm_config.model_config.max_model_len,
+            )
+
+    return Worker
+
+
+def newest_worker() -> Any:
+    return _worker_class().newest()
+
+
+def _register_backend(model_config: Any) -> None:
+    """Before 0.32: ``LLM.sleep`` and ``wake_up`` then mean the KV cache alone."""
+    try:
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory as Factory
+    except ImportError as error:
+        if not model_config.enable_sleep_mode:
+            return
+        raise EngineLoadError(
+            "this vLLM has neither LLM.release_kv_cache_memory nor pluggable sleep backends, so "
+            "the KV cache cannot be released alone; set standby=False or install another version"
+        ) from error
+    try:
+        Factory.get_backend_class(BACKEND)
+    except ValueError:
+        Factory.register_backend(BACKEND, __name__, "KvOnlyBackend")
+    model_config.sleep_mode_backend = BACKEND
+
+
+@functools.cache
+def _backend_class() -> type:
+    from vllm.device_allocator import cumem
+    from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+
+    class KvOnlyBackend(CuMemBackend):  # type: ignore[misc]
+        """Unmaps and maps the KV cache, and nothing else, whatever level or tags are given."""
+
+        def suspend(self, level: int = 1) -> None:
+            allocations = cumem.CuMemAllocator.get_instance().pointer_to_data
+            unmap_tag(allocations.values(), KV_TAG, cumem.unmap_and_release)
+            self._state = "SUSPENDED"
+
+        def resume(self, tags: list[str] | None = None) -> None:
+            allocations = cumem.CuMemAllocator.get_instance().pointer_to_data
+            create, unmap = cumem.create_and_map, cumem.unmap_and_release
+            map_tag(allocations.values(), KV_TAG, create, unmap)
+            self._state = "RUNNING"
+
+    return KvOnlyBackend
+
+
+def use_fused_sampler(runner: Any) -> None:
+    """Puts fxrl's sampler around vLLM's, where this version's runner has one that it knows."""
+    from vllm import SamplingParams
+    from vllm.v1.outputs import LogprobsTensors
+
+    try:
+        from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected as count
+        from vllm.v1.worker.gpu.sample.output import SamplerOutput
+        from vllm.v1.worker.gpu.sample.sampler import Sampler
+    except ImportError:  # before the V2 runner
+        return
+    from fxrl.kernels.sample import fused_sample
+
+    if isinstance(getattr(runner, "sampler", None), Sampler):
+        parts = SamplerParts(SamplerOutput, LogprobsTensors, count, SamplingParams())
+        runner.sampler = FastSampler(runner.sampler, fused_sample, parts, runner.device)
+
+
+def attention(options: VllmOptions, device: str) -> AbstractContextManager[None]:
+    """fxrl's decode attention where vLLM looks for one, for as long as an engine is built.
+
+    See NOTE [Why only while an engine is built] in decode_attention.py.
+    """
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    place = decode_attention.place(options, capability)
+    return _registered(place) if place else nullcontext()
+
+
+def _registered(place: str) -> AbstractContextManager[None]:
+    try:
+        from vllm.v1.attention import selector
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError as error:
+        return decode_attention.unknown(place, str(error))
+    _attention_backend.cache_clear()  # each engine has classes, and scratch, of its own
+    member, path = AttentionBackendEnum[place], f"{__name__}.Decode{place}"
+    return decode_attention.registered(member, path, register_backend, selector)
+
+
+def _attention_class(place: str) -> type:
+    from vllm.config import get_current_vllm_config
+
+    return _attention_backend(place, decode_attention.most_rows(place, get_current_vllm_config))
+
+
+@functools.cache
+def _attention_backend(place: str, rows: int) -> type:
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.attention.backends import flash_attn
+
+    from fxrl.kernels.decode_attention import DecodeWorkspace
+    from fxrl.kernels.decode_attention import decode_attention as decode
+
+    workspace = functools.partial(DecodeWorkspace, rows, device=torch.device("cuda"))
+    classes = decode_attention.FlashClasses.of(flash_attn, AttentionCGSupport)
+    made = decode_attention.make_backend(classes, decode, workspace, max_rows=rows, name=place)
+    made.__module__, made.__qualname__ = __name__, f"Decode{place}"  # vLLM imports it by these
+    return made

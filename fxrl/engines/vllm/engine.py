@@ -1,0 +1,381 @@
+"""``VllmEngine``: a real vLLM inside the trainer's process; built, then generate, standby, update.
+
+It imports no vLLM: ``door.py`` alone does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxrl.engines.engine import (
+    Completion,
+    EngineError,
+    OnFinished,
+    SamplingParams,
+    SamplingParamsError,
+    check_prompts,
+    check_state,
+    newer,
+)
+from fxrl.engines.ledger import CpuProbe, CudaProbe, MemoryLedger
+from fxrl.engines.registry import Built, EngineSpec
+from fxrl.engines.vllm import door
+from fxrl.engines.vllm.build import build_llm
+from fxrl.engines.vllm.handle import VllmHandle
+from fxrl.engines.vllm.options import VllmOptions
+from fxrl.engines.vllm.requests import (
+    EngineFailedError,
+    Gather,
+    run_requests,
+    sample_seed,
+    sampling_arguments,
+)
+from fxrl.engines.vllm.standby import Standby, Way
+from fxrl.engines.weights.share import SharingReport, share
+from fxrl.engines.weights.sync import Route, WeightSync
+from fxrl.errors import ConfigError
+
+
+class VllmEngine:
+    """``Engine`` on vLLM.
+
+    One engine per process: vLLM's tagged pools are the process's own. The trainer's model may be
+    made of the engine's weights (``shared_model``) and is then usable as long as the engine lives.
+
+    Args:
+        model_path: the checkpoint's folder.
+        options: see ``VllmOptions``.
+        eos_token_ids: ids that end a completion; may be empty.
+        seed: of the engine's own draws.
+
+    Attributes:
+        ledger: who holds the GPU's memory.
+        timings: seconds of the last ``"generate"``, ``"fold"``, ``"restore"``, ``"release"``,
+            ``"wake"`` and ``"sync"``, each once it has happened.
+        weight_sync: how the trainer's weights get in, see ``attach``.
+
+    Raises:
+        EngineLoadError: vLLM is not installed, or cannot load this model with these options.
+        VllmOptionError: an option that the installed vLLM does not know.
+        KvBudgetError: the GPU has no room.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        options: VllmOptions | None = None,
+        *,
+        eos_token_ids: int | Iterable[int],
+        seed: int = 0,
+    ) -> None:
+        eos = (eos_token_ids,) if isinstance(eos_token_ids, int) else eos_token_ids
+        self.options, self.model_path = options or VllmOptions(), Path(model_path)
+        self.eos_token_ids = frozenset(eos)
+        symbols, ranks = door.installed(self.options), self.options.tensor_parallel_size
+        on_gpu = symbols.device == "cuda"
+        built: list[VllmHandle] = []
+        self.ledger = MemoryLedger(
+            CudaProbe(symbols.tags)
+            if on_gpu
+            else CpuProbe(lambda: built[0].cpu_bytes() if built else {})
+        )
+        self.ledger.before_load()
+        with door.attention(self.options, symbols.device):
+            llm = build_llm(
+                symbols, self.options, self.model_path, seed, self.ledger,
+                door.WORKER, door.newest_worker,
+            )  # fmt: skip
+        self._handle = VllmHandle(llm, symbols, ranks, self.options.max_lora_rank)
+        built.append(self._handle)
+        if self.options.fused_sampler and on_gpu and ranks == 1:
+            door.use_fused_sampler(self._handle.worker.model_runner)
+        self.ledger.loaded()
+        self.timings: dict[str, float] = {}
+        self.weight_sync = WeightSync(self._handle, self.timings)
+        drain = functools.partial(self._handle.drain, all_the_way=True)
+        way = door.standby_way(symbols, self.options)
+        self._standby = Standby(llm, way, self.ledger, drain, self.timings)
+        self._seed, self._calls, self._policy_version = seed, 0, 0
+        self._state = "awake"
+
+    @property
+    def policy_version(self) -> int:
+        """See ``Engine.policy_version``."""
+        return self._policy_version
+
+    @property
+    def vllm_model(self) -> nn.Module:
+        """The model inside vLLM.
+
+        Raises:
+            EngineError: it is in other processes (``tensor_parallel_size`` above 1).
+        """
+        return self._handle.model()
+
+    @property
+    def standby_way(self) -> Way:
+        """How the KV cache is released, see ``fxrl/engines/vllm/standby.py``."""
+        return self._standby.way
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        on_finished: OnFinished | None = None,
+    ) -> list[list[Completion]]:
+        """See ``Engine.generate``; also
+
+        Raises:
+            GenerateTimeoutError: ``generate_timeout_s`` is over; the engine can be used again.
+            EngineFailedError: vLLM failed; the engine cannot be used any more.
+            RestoreError: folded weights did not come back; the run must end.
+        """
+        self._must_be_awake("generate")
+        given = [tuple(map(int, prompt)) for prompt in prompts]
+        if not given:
+            return []
+        config = self._handle.config
+        limit = config.max_model_len
+        check_prompts(
+            given, params, vocab_size=config.get_vocab_size(), limit=limit,
+            of=f"max_model_len={limit}, which can be raised",
+        )  # fmt: skip
+        requests = self._requests(given, params)
+        gather = Gather(given, params.n, self._policy_version, on_finished)
+        with self.weight_sync.rollout():
+            start = time.perf_counter()
+            self._run(requests, gather)
+            self.timings["generate"] = time.perf_counter() - start
+        self.ledger.record("generate")
+        return gather.groups()
+
+    def _run(self, requests: list[tuple[Any, Any]], gather: Gather) -> None:
+        """Leaves nothing in flight, for folded weights are taken out again right afterwards."""
+        by_slots = self.weight_sync.way == "slots"
+        try:
+            try:
+                run_requests(
+                    self._handle.engine,
+                    requests,
+                    finished=gather,
+                    tag=f"{self._calls}-",
+                    lora_request=self._handle.lora_request if by_slots else None,
+                    timeout_s=self.options.generate_timeout_s,
+                )
+            except EngineFailedError:
+                raise
+            except BaseException:
+                self._handle.drain()
+                raise
+            self._handle.drain()
+        except EngineFailedError:
+            self._state = "failed"
+            raise
+
+    def _requests(
+        self, given: list[tuple[int, ...]], params: SamplingParams
+    ) -> list[tuple[Any, Any]]:
+        arguments = sampling_arguments(params, self._handle.sampling_fields, self.eos_token_ids)
+        base, call = (self._seed, self._calls) if params.seed is None else (params.seed, 0)
+        greedy = params.temperature == 0
+        count = len(given) * params.n
+        seeds = [None if greedy else sample_seed(base, call, index) for index in range(count)]
+        try:
+            requests = self._handle.requests(given, seeds, arguments)
+        except Exception as error:  # later versions' validation errors are no ValueError
+            raise SamplingParamsError(f"vLLM refuses a sampling parameter: {error}") from error
+        if params.seed is None:
+            self._calls += 1
+        return requests
+
+    def _must_be_awake(self, what: str) -> None:
+        cures = {
+            "standby": "leave its block or call wake()",
+            "closed": "make a new one",
+            "failed": "vLLM failed earlier; close() it and make a new one",
+        }
+        if self._state != "awake":
+            raise EngineError(f"{what}: the engine is {self._state}; {cures[self._state]}")
+
+    def shared_model(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        config: Any = None,
+        attn_implementation: str | None = None,
+    ) -> tuple[nn.Module, SharingReport]:
+        """The trainer's model, made of this engine's weights, and what is shared and what not.
+
+        What cannot be shared has a storage of its own, filled from the checkpoint, and is copied to
+        the engine at each update: with ``tensor_parallel_size`` above 1 or packed weights all of
+        it. The report says so.
+
+        Returns:
+            (model, ``SharingReport``); see ``fxrl.engines.weights.share.share``.
+
+        Raises:
+            SharingError, EngineError: see there.
+        """
+        self._must_be_awake("shared_model")
+        model, report = share(
+            self._handle.model_to_share(),
+            config,
+            self.model_path,
+            dtype=dtype,
+            device=self._handle.symbols.device,
+            attn_implementation=attn_implementation,
+            building=self._handle.symbols.quiet_config(),
+        )
+        if report.shared_bytes or report.mirrors:
+            self.weight_sync.share(model, copied=report.copied, mirrors=report.mirrors)
+        return model, report
+
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        route: Route | None = None,
+    ) -> None:
+        """Serves ``model`` from now on: its adapter, or its weights.
+
+        Args:
+            model: the trainer's, bare or wrapped by PEFT; shared with the engine or not.
+            route: an adapter's: ``"slots"`` (the engine has some if ``max_lora_rank`` is given),
+                ``"fold"`` or ``"copy"``; ``None`` takes the first of them that is possible.
+                ``weight_sync.way`` and ``weight_sync.reason`` say which it was.
+
+        Raises:
+            RouteError: the route is not possible, or none is.
+        """
+        self._must_be_awake("attach")
+        self.weight_sync.attach(model, route=route)
+        self._handle.reset_prefix_cache()
+
+    @contextmanager
+    def standby(self) -> Iterator[None]:
+        """See ``Engine.standby``; the KV cache's memory is free inside.
+
+        Raises:
+            WakeError: at the end, if the memory is not free again; the engine stays in standby.
+        """
+        self._must_be_awake("standby")
+        try:
+            self._standby.release()
+        except BaseException:  # what is mapped and what not is vLLM's secret then
+            self._state = "failed"
+            raise
+        self._state = "standby"
+        try:
+            yield
+        finally:
+            self.wake()
+
+    def wake(self) -> None:
+        """See ``Engine.wake``.
+
+        Raises:
+            WakeError: see ``standby``; free memory and call again.
+        """
+        if self._state == "standby":
+            self._standby.wake()
+            self._state = "awake"
+
+    def update_weights(
+        self, weights: Mapping[str, Tensor] | None = None, *, policy_version: int
+    ) -> None:
+        """See ``Engine.update_weights``; ``None`` reads the attached (or shared) model."""
+        self._update(weights, policy_version, lora=False)
+
+    def update_lora(
+        self, adapter: Mapping[str, Tensor] | None = None, *, policy_version: int
+    ) -> None:
+        """See ``Engine.update_lora``; ``None`` reads the attached model."""
+        self._update(adapter, policy_version, lora=True)
+
+    def _update(self, given: Mapping[str, Tensor] | None, version: int, *, lora: bool) -> None:
+        self._must_be_awake("update_lora" if lora else "update_weights")
+        newer(version, self._policy_version)
+        try:
+            self.weight_sync.update(given, lora=lora)
+        finally:
+            self._handle.reset_prefix_cache()  # whatever has got in, old entries are stale
+        self._policy_version = version
+        self.ledger.record("sync")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Engine.state_dict``; the number of calls stands for the sampler's random state."""
+        return {"calls": self._calls, "policy_version": self._policy_version, "seed": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``Engine.load_state_dict``."""
+        check_state(state, {"calls", "policy_version", "seed"})
+        self._calls, self._seed = int(state["calls"]), int(state["seed"])
+        self._policy_version = int(state["policy_version"])
+
+    def close(self) -> None:
+        """See ``Engine.close``. A model made of the engine's weights keeps them alive, and vLLM
+        cannot be built again in this process before that model is gone too."""
+        if self._state != "closed":
+            self._state = "closed"
+            self._standby.llm = None
+            self._handle.shutdown()
+
+
+def build(spec: EngineSpec) -> Built:
+    """The engine first: the trainer's model is made of its weights."""
+    folder, tokenizer = spec.folder()
+    options = _options_of(spec, tokenizer)
+    sizes = f"max_model_len={options.max_model_len}, max_num_seqs={options.max_num_seqs}"
+    eos = _eos_ids(folder, tokenizer)
+    with spec.stage(f"starting vLLM: {sizes}, {options.dtype}"):
+        engine = VllmEngine(folder, options, eos_token_ids=eos, seed=spec.seed)
+    try:
+        with spec.stage("making the trainer's model of vLLM's weights"):
+            model, report = engine.shared_model(dtype=spec.dtype)
+        spec.tell(str(report))
+        if (place := next(model.parameters()).device).type != spec.device.type:
+            raise ConfigError(
+                f"model.device is {spec.device.type}, but vLLM and the model made of its weights "
+                f"are on {place.type}; use auto"
+            )
+        model = spec.trainable(model)
+        engine.attach(model)
+        sync = engine.weight_sync
+        spec.tell(f"rollouts take the trained weights by {sync.way!r}: {sync.reason}")
+    except BaseException:
+        engine.close()
+        raise
+    return Built(model, tokenizer, engine)
+
+
+def _options_of(spec: EngineSpec, tokenizer: Any) -> VllmOptions:
+    """The user's, with what they leave open taken from the run."""
+    options: VllmOptions = spec.options or VllmOptions()
+    if options.max_model_len is None:
+        longest = spec.longest_prompt(tokenizer) + spec.max_tokens
+        options = dataclasses.replace(options, max_model_len=longest)
+    if options.dtype == "auto":
+        dtype = str(spec.autocast or spec.dtype).removeprefix("torch.")
+        options = dataclasses.replace(options, dtype=dtype)
+    return options
+
+
+def _eos_ids(folder: Path, tokenizer: Any) -> Iterable[int]:
+    """Ids that end a completion: the tokenizer's, and those of the checkpoint's generation."""
+    from transformers import GenerationConfig
+
+    found = {tokenizer.eos_token_id}
+    if (folder / "generation_config.json").is_file():
+        also = GenerationConfig.from_pretrained(str(folder)).eos_token_id
+        found |= set(also) if isinstance(also, list | tuple) else {also}
+    return sorted(found - {None})

@@ -1,0 +1,267 @@
+"""What fxrl uses inside a built ``vllm.LLM``; objects are handed in, vLLM is not imported.
+
+Each access to something that is not vLLM's public interface is one small method here.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxrl.engines.engine import EngineError
+from fxrl.engines.ledger import Tags
+from fxrl.engines.vllm.requests import EngineFailedError, step
+from fxrl.engines.vllm.standby import tag_bytes
+from fxrl.engines.weights.lora.sites import LoraSite
+from fxrl.engines.weights.lora.slots import ADAPTER_ID, ADAPTER_NAME, Adapter
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 60.0
+"""How long work in flight may take to end; a step takes milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSymbols:
+    """What the installed vLLM brings.
+
+    Attributes:
+        module: ``vllm`` itself (``LLM``, ``EngineArgs``, ``SamplingParams``).
+        device: ``"cuda"`` or ``"cpu"``.
+        tokens_prompt: token ids to what ``add_request`` takes.
+        final_only: vLLM's output kind of that name: nothing is said of unfinished requests.
+        lora_request, lora_model, peft_helper: classes of those names.
+        allocator: of tagged pools, one for the process; ``None`` where none was made so far.
+        quiet_config: enters a vLLM configuration that compiles nothing (vLLM patches Hugging Face's
+            classes once its own "transformers" backend was imported; they then ask for one).
+    """
+
+    module: Any
+    device: str
+    tokens_prompt: Callable[[list[int]], Any]
+    final_only: Any
+    lora_request: Any
+    lora_model: Any
+    peft_helper: Any
+    allocator: Callable[[], Any]
+    quiet_config: Callable[[], Any]
+
+    def tags(self) -> Tags:
+        """The tagged pools of whatever engines there are; for ``ledger.Probe``."""
+        allocator = self.allocator()
+        return {} if allocator is None else tag_bytes(allocator.pointer_to_data)
+
+
+class VllmHandle:
+    """A built engine, seen from inside.
+
+    Args:
+        llm: vLLM's ``LLM``.
+        symbols: see ``VllmSymbols``.
+        tensor_parallel_size: above 1 the model is in other processes.
+        max_lora_rank: of the LoRA slots, ``None`` has none.
+    """
+
+    def __init__(
+        self, llm: Any, symbols: VllmSymbols, tensor_parallel_size: int, max_lora_rank: int | None
+    ) -> None:
+        self.llm, self.symbols = llm, symbols
+        self._ranks, self._max_lora_rank = tensor_parallel_size, max_lora_rank
+        self._adapter: Adapter | None = None
+        self._adapter_sites: tuple[LoraSite, ...] = ()
+        self._sampling_fields = tuple(symbols.module.SamplingParams.__struct_fields__)
+
+    @property
+    def sampling_fields(self) -> tuple[str, ...]:
+        """The installed version's sampling parameters."""
+        return self._sampling_fields
+
+    @property
+    def engine(self) -> Any:
+        """vLLM's ``LLMEngine``."""
+        return self.llm.llm_engine
+
+    @property
+    def config(self) -> Any:
+        """vLLM's ``ModelConfig``."""
+        return self.engine.model_config
+
+    @property
+    def worker(self) -> Any:
+        """The worker in this process.
+
+        Raises:
+            EngineError: there is none, or this version keeps it somewhere else.
+        """
+        if self._ranks > 1:
+            raise EngineError(
+                f"tensor_parallel_size={self._ranks}: vLLM's model is in other processes, so "
+                "its weights cannot be shared and its adapters not set; update_weights copies them"
+            )
+        worker = getattr(self.engine.model_executor, "driver_worker", None)
+        worker = getattr(worker, "worker", worker)
+        if not hasattr(worker, "model_runner"):
+            raise EngineError(
+                "this vLLM keeps no worker at llm_engine.model_executor.driver_worker; use a "
+                "tested version: 0.25.1, 0.32.0"
+            )
+        return worker
+
+    def model(self) -> nn.Module:
+        """The ``nn.Module`` that vLLM runs."""
+        model = self.worker.model_runner.get_model()
+        assert isinstance(model, nn.Module), "vLLM runs a torch module"
+        return model
+
+    def model_to_share(self) -> nn.Module:
+        """As ``model``; where it is in other processes an empty one, in which nothing is found."""
+        if self._ranks == 1:
+            return self.model()
+        log.warning(
+            "tensor_parallel_size=%d: vLLM's weights are in other processes and cannot be shared; "
+            "the trainer has its own, and all of them are copied at each update",
+            self._ranks,
+        )
+        return nn.Module()
+
+    def cpu_bytes(self) -> Mapping[str, int]:
+        """Sizes of weights and KV cache where no tagged allocator knows them."""
+        if self._ranks > 1:
+            return {}
+        caches = getattr(self.worker.model_runner, "kv_caches", [])
+        tensors = [cache for cache in caches if isinstance(cache, Tensor)]
+        return {
+            "weights": sum(p.nbytes for p in self.model().parameters()),
+            "kv_cache": sum(cache.nbytes for cache in tensors),
+        }
+
+    def drain(self, *, all_the_way: bool = False) -> None:
+        """Ends what is in flight: asynchronous scheduling runs a step ahead.
+
+        Args:
+            all_the_way: the scheduler must not even have finished requests left that it has not
+                told the worker of, which it does at its next step; vLLM's own release of the KV
+                cache asks for that.
+
+        Raises:
+            EngineFailedError: it fails, or does not end.
+        """
+        core = getattr(self.engine.engine_core, "engine_core", None)
+        deadline = time.monotonic() + DRAIN_S
+        while getattr(core, "batch_queue", None) or (
+            all_the_way and core is not None and core.scheduler.has_requests()
+        ):
+            step(self.engine)
+            if time.monotonic() > deadline:
+                raise EngineFailedError(f"vLLM has had work in flight for {DRAIN_S:g} s; it hangs")
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the KV entries of earlier prompts, which belong to earlier weights.
+
+        Raises:
+            EngineError: requests are still running.
+        """
+        if self.llm.reset_prefix_cache() is False:
+            raise EngineError("vLLM did not drop its prefix cache: requests are still running")
+
+    def requests(
+        self, prompts: list[tuple[int, ...]], seeds: list[int | None], arguments: Mapping[str, Any]
+    ) -> list[tuple[Any, Any]]:
+        """vLLM's prompt and sampling parameters of each sample; prompts repeat seeds/prompts times.
+
+        Raises:
+            ValueError: vLLM refuses a sampling parameter.
+        """
+        make, each = self.symbols.module.SamplingParams, len(seeds) // len(prompts)
+        arguments = {**arguments, "output_kind": self.symbols.final_only}
+        found = []
+        for index, prompt in enumerate(prompts):
+            for seed in seeds[index * each : (index + 1) * each]:
+                found.append(
+                    (self.symbols.tokens_prompt(list(prompt)), make(seed=seed, **arguments))
+                )
+        return found
+
+    @property
+    def lora_request(self) -> Any:
+        """What requests carry to be answered with the adapter."""
+        return self.symbols.lora_request(ADAPTER_NAME, ADAPTER_ID, "in-memory")
+
+    @property
+    def takes_adapters(self) -> str:
+        """See ``weights.sync.Served``."""
+        if self._max_lora_rank is None:
+            return "the engine was built without LoRA slots (max_lora_rank=None)"
+        return "" if self._ranks == 1 else "vLLM's slots are in other processes"
+
+    def set_adapter(self, sites: tuple[LoraSite, ...]) -> None:
+        """See ``weights.sync.Served``."""
+        if self._adapter is None or self._adapter_sites is not sites:
+            symbols = self.symbols
+            self._adapter = Adapter(
+                self.worker, sites, lora_model=symbols.lora_model, peft_helper=symbols.peft_helper
+            )
+            self._adapter_sites = sites
+        else:
+            self._adapter.refresh()
+
+    def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """See ``weights.sync.Served``; to other processes tensors travel through host memory.
+
+        Raises:
+            EngineError: vLLM does not know a name, or a shape does not fit.
+        """
+        given: Any = weights
+        if self._ranks > 1:
+            given = [(name, value.cpu()) for name, value in weights]
+        elif self.symbols.device == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+            given = ((name, value.to(device)) for name, value in weights)
+        try:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
+        except (KeyError, ValueError, RuntimeError, AttributeError) as error:
+            raise EngineError(
+                f"vLLM could not take the new weights ({type(error).__name__}: {error}); names "
+                "and shapes must be the checkpoint's. The engine may hold some of them: give "
+                "it all weights once more before generating"
+            ) from error
+
+    def shutdown(self) -> None:
+        """Ends vLLM and frees what nobody else holds."""
+        with suppress(EngineError):  # in other processes it ends with them
+            unhook(self.model())
+        engine, self.llm = self.llm.llm_engine, None
+        self._adapter, self._adapter_sites = None, ()
+        engine.engine_core.shutdown()
+        del engine
+        free_unheld()
+
+
+def unhook(model: nn.Module | None) -> None:
+    """Takes a model's modules out of Dynamo's list of bytecode hooks, which holds them.
+
+    vLLM removes the hook that a module has registered last. A compiled module whose base class is
+    compiled as well (Qwen3 on Qwen2) registers two, and the first would hold all weights for good.
+    """
+    for module in () if model is None else model.modules():
+        handle = getattr(module, "_bytecode_hook_handle", None)
+        hooks: dict[int, Any] = {} if handle is None else handle.hooks_dict_ref() or {}
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__self__", None) is module:
+                del hooks[key]
+
+
+def free_unheld() -> None:
+    """Gives memory that nobody holds back to the device, after an engine is gone."""
+    gc.unfreeze()  # vLLM freezes what exists after its start-up, cycles included
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

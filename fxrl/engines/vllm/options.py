@@ -1,0 +1,259 @@
+"""What a user may decide about vLLM, and how it becomes vLLM's own arguments; no vLLM needed.
+
+NOTE [Why so few named options]
+Named are those that fxrl itself reads, or that an RL run is likely to change. Every other argument
+of vLLM goes through ``engine_args`` under vLLM's own name and is checked against the fields of the
+installed version's ``EngineArgs``, so nothing of vLLM is out of reach and no typo is swallowed.
+``gpu_memory_utilization`` is neither: it follows from what is free and what the trainer keeps
+(``fxrl/engines/vllm/build.py``).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+from fxrl.config import parse_bytes
+from fxrl.engines.engine import EngineError
+from fxrl.errors import ConfigError
+
+
+class VllmOptionError(EngineError, ConfigError):
+    """An option of the vLLM engine is unknown, out of range, or fxrl's own business."""
+
+
+OWNED_ENGINE_ARGS: Mapping[str, str] = MappingProxyType(
+    {
+        "model": "it is VllmEngine's first argument",
+        "seed": "it is VllmEngine's own argument, from which each sample's seed follows",
+        "logprobs_mode": "the trainer needs log-probabilities at the sampling temperature",
+        "gpu_memory_utilization": "it follows from the free memory; set gpu_memory or "
+        "trainer_reserve instead",
+        "kv_cache_memory_bytes": "the KV cache's size follows from max_num_seqs, max_model_len and "
+        "the free memory; set gpu_memory instead",
+        "num_gpu_blocks_override": "the KV cache's size follows from max_num_seqs, max_model_len "
+        "and the free memory; set gpu_memory instead",
+        "enable_sleep_mode": "standby needs it; set standby=False to go without",
+        "enable_cumem_allocator": "standby needs it; set standby=False to go without",
+        "sleep_mode_backend": "standby releases the KV cache alone, which needs fxrl's own",
+        "worker_cls": "fxrl's worker sizes the KV cache",
+        "enable_lora": "set max_lora_rank instead",
+        "max_loras": "one policy is trained, so one adapter is served",
+        "generation_config": "stop tokens and sampling parameters come from fxrl alone",
+        "distributed_executor_backend": "it follows from tensor_parallel_size",
+        "skip_tokenizer_init": "it follows from whether the model's folder has a tokenizer",
+        "use_tqdm_on_load": "nothing is printed but by the command line",
+        "disable_log_stats": "nothing reads vLLM's statistics",
+        "data_parallel_size": "one engine serves one trainer",
+    }
+)
+"""Arguments of ``EngineArgs`` that fxrl sets itself, and why."""
+
+_NAMED_BY_VLLM = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "quantization",
+    "attention_config",
+    "compilation_config",
+    "async_scheduling",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """How the vLLM engine is built.
+
+    Attributes:
+        max_model_len: longest prompt + completion, in tokens; ``None`` is the model's own.
+        max_num_seqs: sequences decoded at once; more are queued. With ``max_model_len`` it bounds
+            the KV cache, and waking takes 4.7 ms for each GiB of it, so do not ask for more
+            than a step's completions.
+        max_num_batched_tokens: prompt tokens of one prefill step; ``None`` is vLLM's own.
+        dtype: of weights and activations; ``"auto"`` is the checkpoint's (vLLM makes float32 ones
+            half precision then).
+        kv_cache_dtype: ``"auto"``, ``"fp8"``, ... as vLLM names them. FP8 halves the cache and adds
+            to the difference between sampling and training log-probabilities.
+        quantization: of the weights, e.g. ``"fp8_per_channel"``; ``None`` is the checkpoint's own.
+        tensor_parallel_size: GPUs of one engine. Above 1 vLLM runs in processes of its own, so
+            weights cannot be shared and are copied at each update.
+        enforce_eager: no CUDA graphs and no compilation.
+        enable_prefix_caching: lets the samples of one prompt share its prefill.
+        async_scheduling: schedule a step while the GPU runs the one before; ``None`` is vLLM's own.
+        fused_sampler: tokens and their log-probabilities come from fxrl's one-pass kernel where
+            temperature alone shapes the distribution (vLLM's V2 runner on a GPU, one rank); other
+            requests and settings take vLLM's own sampler.
+        decode_attention: steps of one new token a sequence run through fxrl's kernel instead of
+            vLLM's FlashAttention: with ``"auto"`` where that was measured to be faster (Hopper, up
+            to 128 sequences, ``max_model_len`` up to 4096), with ``"fxrl"`` always, with ``"vllm"``
+            never. See NOTE [Where the kernel runs unasked] in decode_attention.py.
+        attention_config: vLLM's, e.g. ``{"backend": "FLASH_ATTN"}``.
+        compilation_config: vLLM's, a mapping or a mode's number.
+        max_lora_rank: slots for an adapter of this rank and vLLM's LoRA kernels, which cost 25 to
+            35 % of decoding; ``None`` has none, adapters are then folded into the weights.
+        gpu_memory: most that this process may hold of the GPU while it generates, bytes or
+            ``"75GiB"``; ``None`` is what is free.
+        trainer_reserve: kept free of KV cache while generating, for what the trainer keeps resident
+            then: adapter, optimizer state, buffers.
+        cpu_kv_cache: most for the KV cache on a machine without GPU.
+        generate_timeout_s: a call of ``generate`` that takes longer is aborted between two steps
+            and raises (one that hangs within a step is only reported, in the log); ``None`` waits
+            for ever.
+        standby: whether the KV cache's memory can be given to the trainer; ``False`` lets vLLM
+            allocate as usual.
+        log_level: of vLLM's own log (its warnings are many and rarely about the run).
+        engine_args: further arguments of vLLM's ``EngineArgs`` by vLLM's names.
+
+    Raises:
+        VllmOptionError: a value is out of range; the message has reason and cure.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
+    fused_sampler: bool = True
+    decode_attention: Literal["auto", "vllm", "fxrl"] = "auto"
+    attention_config: Mapping[str, Any] | None = None
+    compilation_config: Mapping[str, Any] | int | None = None
+    max_lora_rank: int | None = None
+    gpu_memory: int | str | None = None
+    trainer_reserve: int | str = "2GiB"
+    cpu_kv_cache: int | str = "1GiB"
+    generate_timeout_s: float | None = None
+    standby: bool = True
+    log_level: str = "ERROR"
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "tensor_parallel_size"):
+            _whole(name, getattr(self, name))
+        for name in ("max_model_len", "max_num_batched_tokens", "max_lora_rank"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name))
+        for name in ("gpu_memory", "trainer_reserve", "cpu_kv_cache"):
+            if (value := getattr(self, name)) is not None:
+                parse_bytes(value, name=f"vllm.{name}")
+        self._check_attention()
+        timeout = self.generate_timeout_s
+        if timeout is not None and not timeout > 0:
+            raise VllmOptionError(
+                f"vllm.generate_timeout_s={timeout!r} is not above 0; use None to wait for ever"
+            )
+        levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+        if self.log_level not in levels:
+            raise VllmOptionError(
+                f"vllm.log_level={self.log_level!r} is not one of {', '.join(levels)}"
+            )
+        if not isinstance(self.engine_args, Mapping):
+            raise VllmOptionError(
+                f"vllm.engine_args={self.engine_args!r} is no mapping; write {{name: value}}"
+            )
+        own = {item.name for item in fields(self)}
+        for name in self.engine_args:
+            if name in own:
+                raise VllmOptionError(f"vllm.engine_args: {name!r} is an option of its own, use it")
+            if name in OWNED_ENGINE_ARGS:
+                raise VllmOptionError(
+                    f"vllm.engine_args: {name!r} is fxrl's own: {OWNED_ENGINE_ARGS[name]}"
+                )
+
+    def _check_attention(self) -> None:
+        if self.decode_attention not in ("auto", "vllm", "fxrl"):
+            raise VllmOptionError(
+                f"vllm.decode_attention={self.decode_attention!r} is not one of auto, vllm, fxrl"
+            )
+        if self.decode_attention == "fxrl" and "backend" in (self.attention_config or {}):
+            raise VllmOptionError(
+                "vllm.decode_attention='fxrl' is an attention backend of its own; leave "
+                "vllm.attention_config.backend away"
+            )
+
+
+def check_names(what: str, names: Collection[str], known: Collection[str]) -> None:
+    """Refuses names that vLLM does not know.
+
+    Args:
+        what: where the names stand, for the message.
+        known: the installed version's.
+
+    Raises:
+        VllmOptionError: with the unknown name and the nearest known ones.
+    """
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise VllmOptionError(f"{what}: the installed vLLM knows no {name!r}{hint}")
+
+
+def engine_arguments(
+    options: VllmOptions,
+    known: Collection[str],
+    *,
+    model: str,
+    seed: int,
+    device: str,
+    utilization: float,
+    worker_cls: str,
+    has_tokenizer: bool,
+) -> dict[str, Any]:
+    """vLLM's ``LLM(**arguments)``.
+
+    Args:
+        known: fields of the installed ``EngineArgs``.
+        device: ``"cuda"`` or ``"cpu"``.
+        utilization: share of the GPU that vLLM may take in all, from ``kv_budget``.
+        worker_cls: import path of the worker class.
+
+    Raises:
+        VllmOptionError: an option that the installed version does not have.
+    """
+    check_names("vllm.engine_args", options.engine_args.keys(), known)
+    single = options.tensor_parallel_size == 1
+    arguments: dict[str, Any] = {
+        "model": model,
+        "seed": seed,
+        "dtype": options.dtype,
+        "max_num_seqs": options.max_num_seqs,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "enforce_eager": options.enforce_eager,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # no sampling defaults and no EOS ids from the checkpoint
+        "distributed_executor_backend": "uni" if single else "mp",
+        "skip_tokenizer_init": not has_tokenizer,
+        "disable_log_stats": True,
+        "worker_cls": worker_cls,
+        "use_tqdm_on_load": False,
+    }
+    for name in _NAMED_BY_VLLM:
+        if (value := getattr(options, name)) is not None:
+            arguments[name] = dict(value) if isinstance(value, Mapping) else value
+    if options.decode_attention == "fxrl" and device != "cpu":
+        arguments["attention_config"] = dict(options.attention_config or {}) | {"backend": "CUSTOM"}
+    if options.max_lora_rank is not None:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.max_lora_rank}
+    if device == "cpu":
+        arguments["kv_cache_memory_bytes"] = parse_bytes(options.cpu_kv_cache)
+    else:
+        arguments["gpu_memory_utilization"] = utilization
+        if options.standby:
+            arguments["enable_sleep_mode"] = True
+    arguments |= dict(options.engine_args)
+    check_names("vllm options", arguments.keys(), known)
+    return arguments
+
+
+def _whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise VllmOptionError(f"vllm.{name}={value!r} is no whole number from 1 on")

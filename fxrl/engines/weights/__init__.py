@@ -1,0 +1,1 @@
+"""How the trainer's weights get into an engine: shared storages, LoRA, copies."""

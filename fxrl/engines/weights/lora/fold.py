@@ -1,0 +1,399 @@
+"""The adapter inside the shared weights for the time of a rollout, and out again bit-exactly.
+
+The engine and the trainer read the same storages. vLLM's LoRA kernels cost a quarter to a third of
+a decode step; a weight that already holds W + scaling * B A costs nothing. So, around generation:
+
+    with folded(model):                 # W' = round(float32(W) + scaling * B A), in place
+        completions = engine.generate(...)
+    # here every weight has its old bytes again, which a checksum has confirmed
+
+NOTE [Why a failed restore ends the run]
+A weight that did not come back would be trained on as if it were the base model, and every later
+rollout would fold onto it: an error that grows and shows nowhere. So the restore is checked on
+bits, and after a mismatch the model can be neither folded nor silently used
+(``require_sound(model)``); the only cure is to load the weights again.
+
+NOTE [Why a copy and not the inverse]
+Subtracting what was added does not give the weights back: round(round(W + D) - D) differs from W
+wherever the first rounding lost a bit, and the differences pile up over thousands of steps. A copy
+is exact by construction. On the device it is a read and a write at memory bandwidth (2.8 GB: about
+1.5 ms on an H200) and lives only during the rollout. Where the KV cache leaves no room it lies in
+pinned host memory: frozen weights do not change, so they go to the host once, and a restore only
+reads (about 50 GB/s). Whether they changed after all is checked by checksum before each use.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fxrl.engines.engine import EngineError
+from fxrl.engines.weights.checksum import BitSums
+from fxrl.engines.weights.lora.merge import Merge, merge_all
+from fxrl.engines.weights.lora.sites import (
+    AdapterError,
+    active_sites,
+    adapted_layers,
+    check_storages,
+    lora_sites,
+)
+
+# By layer, so that it is found through every wrapper of the model: folded, or why it is lost.
+_state: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_FOLDED = "folded"
+
+
+class FoldError(EngineError):
+    """The model cannot be folded, or apply and restore were called out of order."""
+
+
+class RestoreError(EngineError):
+    """Weights did not come back bit for bit; the model is unusable until it is loaded again."""
+
+
+def require_sound(model: nn.Module) -> None:
+    """Refuses a model of which any weight is not the base model's now.
+
+    Raises:
+        FoldError: an adapter is folded into it at the moment.
+        RestoreError: a restore failed earlier.
+    """
+    for state in {_state[module] for module in model.modules() if module in _state}:
+        if state != _FOLDED:
+            raise RestoreError(state)
+        raise FoldError("fold: the adapter is folded into the weights now; restore() first")
+
+
+class Fold:
+    """Folds a PEFT model's active adapter into its weights and restores them.
+
+    Args:
+        model: a PEFT model with plain LoRA on linear layers.
+        backup: where the original bytes wait. ``"device"``: on the GPU, during the rollout only;
+            ``"host"``: in pinned host memory, kept; ``"auto"``: on the device where it has the
+            room at the time of ``apply``, else on the host (see ``backup_place``).
+
+    Attributes:
+        names: the folded modules, as in the checkpoint.
+        num_bytes: of the folded weights, which is what a backup takes.
+        timings: seconds of the last ``"fold"`` and ``"restore"``, device time included.
+
+    Raises:
+        AdapterError: see ``lora_sites``; also a weight that a second parameter reads too.
+    """
+
+    def __init__(self, model: nn.Module, *, backup: WantedPlace = "auto") -> None:
+        self._model = model
+        self._sites = lora_sites(model)
+        self._layers, self._configs = adapted_layers(model), _configs(model)
+        self._weights = [site.weight for site in self._sites]
+        check_storages(model, self._sites)
+        self.names = tuple(site.name for site in self._sites)
+        self.num_bytes = sum(weight.nbytes for weight in self._weights)
+        self.timings: dict[str, float] = {}
+        self._sums = BitSums(self._weights)
+        self._backup = WeightBackup(self._weights, backup)
+        self._expected: Tensor | None = None  # sums of the bits while the backup is in use
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the weights hold the adapter now."""
+        return self._expected is not None
+
+    @property
+    def backup_place(self) -> Place | None:
+        """Where the backup lies now; ``None`` before the first ``apply`` or once it is freed."""
+        return self._backup.place
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Backs up and folds the adapters that are active now.
+
+        Raises:
+            FoldError: already applied, by this or another ``Fold`` of the model.
+            BackupError: no memory for the backup; nothing has changed.
+            RestoreError: an earlier restore failed.
+            AdapterError: the active adapters have changed into something that cannot be folded.
+        """
+        require_sound(self._model)
+        start = time.perf_counter()
+        merges = self._merges()
+        self._check_addresses()
+        try:
+            sums = self._sums.measure()
+            self._backup.save(sums)
+            self._expected = sums
+            self._mark(_FOLDED)
+            merge_all(merges)
+            self._wait()
+        except BaseException:
+            if self.is_applied:
+                self.restore()
+            self._backup.release()
+            raise
+        self.timings["fold"] = time.perf_counter() - start
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Writes the original bytes back and checks them.
+
+        Raises:
+            FoldError: nothing is applied.
+            RestoreError: a checksum differs; names the modules.
+        """
+        if self._expected is None:
+            raise FoldError("fold: nothing to restore; apply() comes first")
+        start = time.perf_counter()
+        expected, self._expected = self._expected, None
+        interrupt = None
+        try:
+            wrong = self._load(expected)
+        except KeyboardInterrupt as stop:  # it takes milliseconds: finish first
+            interrupt, wrong = stop, self._load(expected)
+        if wrong:
+            raise self._poison(wrong, "the checksums differ")
+        self._backup.release()
+        self._mark(None)
+        self.timings["restore"] = time.perf_counter() - start
+        if interrupt is not None:
+            raise interrupt
+
+    def _load(self, expected: Tensor) -> list[str]:
+        """Copies the backup back; the modules whose bits are not as expected."""
+        try:
+            self._check_addresses()
+            self._backup.load()
+            sums = torch.stack([self._sums.measure(), expected])
+            now, before = sums.tolist()  # the one synchronisation
+        except Exception as error:
+            raise self._poison(self.names, str(error)) from error
+        return [name for name, a, b in zip(self.names, now, before, strict=True) if a != b]
+
+    def _merges(self) -> list[Merge]:
+        """Read anew at every fold: the optimizer may have replaced factors, the user adapters."""
+        # Walking the model takes 5 ms; its layers can only have changed if the adapters have.
+        unchanged = _configs(self._model) == self._configs
+        current = active_sites(self._layers) if unchanged else lora_sites(self._model)
+        if tuple(site.name for site in current) != self.names:
+            raise AdapterError(
+                f"lora: the active adapters now change {len(current)} modules, not the "
+                f"{len(self.names)} that this Fold was made for; make a new Fold"
+            )
+        return [
+            Merge(weight, tuple(site.factors()), site.is_transposed)
+            for site, weight in zip(current, self._weights, strict=True)
+        ]
+
+    def _check_addresses(self) -> None:
+        for site, weight in zip(self._sites, self._weights, strict=True):
+            now = site.weight
+            if now.data_ptr() != weight.data_ptr() or now.shape != weight.shape:
+                raise FoldError(
+                    f"fold: {site.name} has another storage than when the Fold was made "
+                    "(model.to(), or .data was replaced); make a new Fold"
+                )
+
+    def _mark(self, state: str | None) -> None:
+        for site in self._sites:
+            if state is None:
+                _state.pop(site.layer, None)
+            else:
+                _state[site.layer] = state
+
+    def _wait(self) -> None:
+        if self._weights[0].is_cuda:
+            torch.cuda.synchronize(self._weights[0].device)
+
+    def _poison(self, names: Sequence[str], why: str) -> RestoreError:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        message = (
+            f"fold: {shown} did not come back after the rollout ({why}); the base weights are "
+            "lost. Stop, load the model again and resume from the last checkpoint"
+        )
+        self._mark(message)
+        self._backup.release()
+        return RestoreError(message)
+
+
+@contextmanager
+def folded(model: nn.Module | Fold) -> Iterator[Fold]:
+    """Folds for the time of a block, and restores also when the block raises.
+
+    Args:
+        model: a PEFT model, or a ``Fold`` of it that is used again (a host backup is then made
+            only once).
+    """
+    fold = model if isinstance(model, Fold) else Fold(model)
+    fold.apply()
+    try:
+        yield fold
+    finally:
+        fold.restore()
+
+
+def _configs(model: nn.Module) -> list[tuple[str, Any]]:
+    return list(getattr(model, "peft_config", {}).items())
+
+
+Place = Literal["device", "host"]
+WantedPlace = Literal["auto", "device", "host"]
+
+# What an automatic choice leaves free on the device: the merge's own scratch and a margin.
+_MARGIN_BYTES = 2**29
+
+# Pinned blocks are rounded up to a power of two, so the copy is cut into blocks of that size.
+_BLOCK_BYTES = 2**28
+
+
+class BackupError(EngineError):
+    """There is no memory for a copy of the weights; they have not been touched."""
+
+
+class WeightBackup:
+    """Keeps the bytes of a fixed list of weights where there is room.
+
+    Args:
+        tensors: contiguous, on one device.
+        wanted: ``"device"``, ``"host"``, or ``"auto"``: the device where it has the room at the
+            time of ``save``, else the host.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], wanted: WantedPlace) -> None:
+        if wanted not in get_args(WantedPlace):
+            raise BackupError(f"backup={wanted!r} is unknown; use one of {get_args(WantedPlace)}")
+        self._tensors, self._wanted = list(tensors), wanted
+        self._num_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._on_device: DeviceBackup | None = None
+        self._on_host: HostBackup | None = None
+        self._host_sums: Tensor | None = None  # of the bytes that the host has
+
+    @property
+    def place(self) -> Place | None:
+        """Where a copy lies now; the host's stays, the device's goes with ``release``."""
+        if self._on_device is not None:
+            return "device"
+        return "host" if self._on_host is not None else None
+
+    def save(self, sums: Tensor) -> None:
+        """Copies the tensors; from the device to the host only where the host has other bytes.
+
+        Args:
+            sums: checksums of the tensors' present bytes.
+
+        Raises:
+            BackupError: no memory.
+        """
+        if self._choose() == "device":
+            self._on_device = self._new_device_backup()
+        if self._on_device is not None:
+            self._on_device.save()
+        elif self._host_sums is None or not torch.equal(sums, self._host_sums):
+            # First use, or the frozen weights were changed on purpose since: copy them anew.
+            self._on_host = self._on_host or self._new_host_backup()
+            self._on_host.save()
+            self._host_sums = sums
+
+    def load(self) -> None:
+        """Writes the saved bytes back."""
+        backup = self._on_device or self._on_host
+        assert backup is not None, "save() comes first"
+        backup.load()
+
+    def release(self) -> None:
+        """Frees the device's copy."""
+        self._on_device = None
+
+    def _choose(self) -> Place:
+        if self._wanted != "auto":
+            return self._wanted
+        free = free_device_bytes(self._tensors[0].device)
+        return "device" if free is None or free >= self._num_bytes + _MARGIN_BYTES else "host"
+
+    def _new_device_backup(self) -> DeviceBackup | None:
+        """None where the memory is too fragmented for it and the host may do."""
+        try:
+            return DeviceBackup(self._tensors)
+        except torch.OutOfMemoryError as error:
+            if self._wanted == "auto":
+                return None
+            raise BackupError(
+                f"no room for a backup of {self._num_bytes} bytes of weights on the device; give "
+                "the KV cache less, or use backup='host'"
+            ) from error
+
+    def _new_host_backup(self) -> HostBackup:
+        try:
+            return HostBackup(self._tensors)
+        except RuntimeError as error:  # what torch raises where the host's memory does not do
+            raise BackupError(
+                f"no room for a backup of {self._num_bytes} bytes of weights in pinned host memory "
+                f"({str(error).splitlines()[0]}); use backup='device', or the engine's LoRA"
+            ) from error
+
+
+class DeviceBackup:
+    """Clones on the tensors' own device, freed with this object."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._copies = [torch.empty_like(tensor) for tensor in tensors]
+
+    def save(self) -> None:
+        """Copies the tensors' present bytes; waits for nothing."""
+        torch.ops.aten._foreach_copy_.default(self._copies, self._tensors)
+
+    def load(self) -> None:
+        """Writes the saved bytes back; waits for nothing."""
+        torch.ops.aten._foreach_copy_.default(self._tensors, self._copies)
+
+
+class HostBackup:
+    """The bytes in host memory, pinned where the tensors are on a GPU."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        pinned = tensors[0].is_cuda
+        sizes = [tensor.nbytes for tensor in tensors]
+        blocks = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in _blocks(sum(sizes))
+        ]
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        block = at = 0
+        for tensor in tensors:
+            flat = tensor.detach().view(-1).view(torch.uint8)
+            done = 0
+            while done < flat.numel():
+                if at == blocks[block].numel():
+                    block, at = block + 1, 0
+                count = min(flat.numel() - done, blocks[block].numel() - at)
+                self._pairs.append((flat[done : done + count], blocks[block][at : at + count]))
+                done, at = done + count, at + count
+
+    def save(self) -> None:
+        """Copies the tensors' present bytes to the host; waits for nothing."""
+        for tensor, copy in self._pairs:
+            copy.copy_(tensor, non_blocking=True)
+
+    def load(self) -> None:
+        """Writes the saved bytes back; waits for nothing."""
+        for tensor, copy in self._pairs:
+            tensor.copy_(copy, non_blocking=True)
+
+
+def _blocks(total: int) -> list[int]:
+    full, rest = divmod(total, _BLOCK_BYTES)
+    return [_BLOCK_BYTES] * full + ([rest] if rest else [])
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """What a new allocation on the device can get now; ``None`` for the CPU (no such limit)."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached

@@ -1,0 +1,315 @@
+"""One copy of the weights: a Hugging Face model whose parameters are views of vLLM's.
+
+NOTE [Who owns the memory]
+vLLM's parameters are the owners; the model's are views. So the engine must outlive the model, and
+vLLM's own sleep (levels 1 and 2) would unmap weights under the trainer: only KV-only standby fits.
+Whoever updates a shared parameter writes in place (``optimizer.step()`` does, ``p.data = ...`` does
+not); vLLM's next forward, CUDA graphs included, reads the new values, with nothing to synchronise.
+What vLLM derived from weights at load (``warnings`` of the report) does not follow.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxrl.engines.engine import EngineError
+from fxrl.engines.weights.checksum import checksums
+from fxrl.engines.weights.share.checkpoint import (
+    CheckpointTensors,
+    build_skeleton,
+    owner_of,
+    parameter_groups,
+)
+from fxrl.engines.weights.share.fp8 import (
+    FP8_DTYPES,
+    Fp8Linear,
+    find_scale,
+    logical,
+    why_not_quantized,
+)
+from fxrl.engines.weights.share.layout import (
+    Placement,
+    Proposal,
+    equal_bits,
+    find_by_content,
+    plan_layout,
+)
+from fxrl.engines.weights.share.report import Binding, SharingReport, SharingRow
+
+log = logging.getLogger(__name__)
+
+
+def share(
+    vllm_model: nn.Module,
+    config: Any,
+    checkpoint_dir: Path | str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    requires_grad: bool = True,
+    attn_implementation: str | None = None,
+    building: AbstractContextManager[Any] | None = None,
+) -> tuple[nn.Module, SharingReport]:
+    """Builds the Hugging Face model of a checkpoint that vLLM has loaded, over vLLM's storages.
+
+    Every shared parameter is compared with the checkpoint, byte for byte; what differs or finds no
+    place gets a storage of its own, filled from the checkpoint, and the report says why. Linear
+    layers that vLLM has quantized to FP8 become ``Fp8Linear`` over vLLM's values and scales, if
+    those are the checkpoint's rounded.
+
+    Args:
+        vllm_model: the ``nn.Module`` inside vLLM, unsharded, weights loaded and resident.
+        config: a ``PretrainedConfig``; ``None`` reads the checkpoint's.
+        checkpoint_dir: the folder that vLLM has loaded.
+        dtype: of the model; parameters that vLLM keeps in another one cannot be shared.
+        device: of the model; vLLM's, where anything is to be shared.
+        requires_grad: of the parameters (a frozen base gets it switched off by PEFT).
+        attn_implementation: as for ``from_pretrained``.
+        building: entered while the Hugging Face classes are instantiated. vLLM's own "transformers"
+            backend patches those classes for the whole process: they then ask for a current vLLM
+            config (one that compiles nothing keeps their ``forward`` as it was).
+
+    Returns:
+        The model in eval mode and what was shared.
+
+    Raises:
+        EngineError: no such folder, no causal LM, a parameter that the checkpoint lacks.
+        SharingError: an alias failed its check after binding.
+    """
+    started = time.perf_counter()
+    folder = Path(checkpoint_dir).expanduser()
+    if not folder.is_dir():
+        raise EngineError(
+            f"checkpoint {str(checkpoint_dir)!r}: no such folder; shared weights need the folder "
+            "that vLLM has loaded (load_format='dummy' leaves nothing to compare with)"
+        )
+    with building or nullcontext():
+        model = build_skeleton(config, folder, dtype, attn_implementation)
+        checkpoint = CheckpointTensors(folder, model)
+        binder = WeightBinder(vllm_model, model, checkpoint, torch.device(device))
+        binder.bind_all(requires_grad)
+    model.to(device)  # buffers; every parameter is there already, so none moves
+    warnings = derived_tensors(vllm_model)
+    if requires_grad and any(isinstance(module, Fp8Linear) for module in model.modules()):
+        warnings.append("FP8 weights are frozen: only what stayed wider can be trained, or a LoRA")
+    bindings = tuple(binder.bindings)
+    baseline = checksums({binding.name: binding.tensor() for binding in bindings})
+    report = SharingReport(
+        rows=tuple(binder.rows),
+        warnings=tuple(warnings),
+        seconds=time.perf_counter() - started,
+        mirrors=binder.mirrors,
+        vllm_model=vllm_model,
+        bindings=bindings,
+        baseline=baseline,
+    )
+    report.verify_again(contents=False)
+    if not report.complete:
+        log.warning("%s", report)
+    return model, report
+
+
+def derived_tensors(vllm_model: nn.Module, min_elements: int = 2**10) -> list[str]:
+    """Warns of plain tensors that vLLM's modules keep beside their parameters and buffers.
+
+    Some layers (multi-head latent attention) rearrange a weight once, after loading, and use only
+    the result; a shared parameter that is updated later does not change it. The KV cache and LoRA's
+    slots are no weights.
+    """
+    own = {value.untyped_storage().data_ptr() for value in vllm_model.parameters()}
+    own |= {value.untyped_storage().data_ptr() for value in vllm_model.buffers()}
+    found: dict[str, str] = {}
+    for path, module in vllm_model.named_modules():
+        for name, value in vars(module).items():
+            if not isinstance(value, Tensor) or value.numel() < min_elements:
+                continue
+            known = value.untyped_storage().data_ptr() in own
+            if not (known or "cache" in name or "lora" in name or not value.is_floating_point()):
+                found.setdefault(f"{type(module).__name__}.{name}", path)
+    return [
+        f"vLLM keeps {name} ({path}) beside its weights: updates of the weight that it was "
+        "computed from do not reach it"
+        for name, path in found.items()
+    ]
+
+
+PACKED = (
+    "vLLM has packed its weights for its CPU kernels (their shape is (0,)); there is nothing to "
+    "share on a CPU: after training call engine.update_weights(...)"
+)
+
+
+class WeightBinder:
+    """Binds every parameter once; ``rows``, ``bindings`` and ``mirrors`` say what came of it."""
+
+    def __init__(
+        self,
+        vllm_model: nn.Module,
+        model: nn.Module,
+        checkpoint: CheckpointTensors,
+        device: torch.device,
+    ) -> None:
+        self.vllm_model, self.model = vllm_model, model
+        self.checkpoint, self.device = checkpoint, device
+        named = dict(vllm_model.named_parameters(remove_duplicate=False))
+        self.packed = any(value.numel() == 0 for value in named.values())
+        self.tensors = {name: logical(value) for name, value in named.items()}
+        wanted = dict(model.named_parameters(remove_duplicate=False))
+        shapes = {name: value.shape for name, value in wanted.items()}
+        self.plan: Mapping[str, Proposal] = plan_layout(vllm_model, self.tensors, shapes)
+        self.taken: dict[tuple[int, int], str] = {}  # address range -> HF name
+        self.rows: list[SharingRow] = []
+        self.bindings: list[Binding] = []
+        self.mirrors: dict[str, Tensor] = {}
+
+    def bind_all(self, requires_grad: bool) -> None:
+        """Every parameter, then the buffers that the checkpoint has."""
+        linears = [n for n, m in self.model.named_modules() if type(m) is nn.Linear]
+        why_no_fp8 = {f"{name}.weight": self._bind_fp8(name) for name in linears}
+        for names in parameter_groups(self.model):
+            module, attribute = owner_of(self.model, names[0])
+            if getattr(module, attribute).is_meta:
+                self._bind(names, requires_grad, why_no_fp8.get(names[0], ""))
+        self._fill_buffers()
+
+    def _bind(self, names: tuple[str, ...], requires_grad: bool, why_no_fp8: str) -> None:
+        module, attribute = owner_of(self.model, names[0])
+        wanted = getattr(module, attribute)
+        reference = self.checkpoint.get(names, wanted.shape)
+        if self.packed or why_no_fp8:
+            place: Placement | str = why_no_fp8 or PACKED
+        else:
+            place = self._mirror(names, wanted, reference) or self._place(names, wanted, reference)
+        if isinstance(place, Placement):
+            value = place.view(self.tensors[place.name])
+            self._record(names, module, attribute, place, value)
+        else:
+            value = reference.to(self.device, wanted.dtype, copy=True)
+            nbytes = value.numel() * value.element_size()
+            self.rows.append(SharingRow(names[0], "", None, nbytes, False, place, names[1:]))
+        parameter = nn.Parameter(value, requires_grad)
+        for name in names:
+            owner, leaf = owner_of(self.model, name)
+            setattr(owner, leaf, parameter)
+
+    def _mirror(self, names: tuple[str, ...], wanted: Tensor, reference: Tensor) -> str:
+        """Notes where vLLM has the same values in another dtype: fp32 master weights beside it.
+
+        Returns:
+            Why the parameter is copied; empty if there is no such place.
+        """
+        for name in names:
+            for place in self.plan[name].placements:
+                view = place.view(self.tensors[place.name])
+                if view.dtype in (wanted.dtype, *FP8_DTYPES):
+                    continue
+                if not self._why_not_there(place, view, wanted) and equal_bits(view, reference):
+                    self.mirrors |= dict.fromkeys(names, view)
+                    return f"vLLM keeps it in {view.dtype}; rounded into it at each update"
+        return ""
+
+    def _place(self, names: tuple[str, ...], wanted: Tensor, reference: Tensor) -> Placement | str:
+        """The first proposed place that holds the checkpoint's bytes, or why there is none."""
+        reasons = []
+        for name in names:
+            proposal = self.plan[name]
+            for place in proposal.placements:
+                if not (why := self._why_not(place, wanted, reference)):
+                    return place
+                reasons.append(why)
+            if not proposal.placements:
+                reasons.append(proposal.reason)
+        found = find_by_content(names[0], reference, wanted.dtype, self.tensors)
+        if isinstance(found, str):
+            return f"{reasons[0]}; {found}"
+        return self._why_not(found, wanted, reference) or found
+
+    def _why_not(self, place: Placement, wanted: Tensor, reference: Tensor) -> str:
+        view = place.view(self.tensors[place.name])
+        if view.dtype != wanted.dtype:
+            return f"vLLM keeps {place.name} in {view.dtype}, the model in {wanted.dtype}"
+        if why := self._why_not_there(place, view, wanted):
+            return why
+        if not equal_bits(view, reference):
+            return f"vLLM's {place.name} holds other bytes than the checkpoint's tensor"
+        return ""
+
+    def _why_not_there(self, place: Placement, view: Tensor, wanted: Tensor) -> str:
+        if view.device.type != self.device.type:
+            return f"vLLM's {place.name} is on {view.device}, the model on {self.device}"
+        if view.shape != wanted.shape:
+            return f"vLLM's {place.name} gives {list(view.shape)}, not {list(wanted.shape)}"
+        start, end = view.data_ptr(), view.data_ptr() + view.numel() * view.element_size()
+        for (low, high), other in self.taken.items():
+            if start < high and low < end:
+                return f"{place.name} is shared with {other} already, which is not tied to it"
+        return ""
+
+    def _bind_fp8(self, path: str) -> str:
+        """Makes a linear layer an ``Fp8Linear`` if vLLM has its weight in FP8; why not, if so."""
+        name = f"{path}.weight"
+        place = next(iter(self.plan[name].placements), None)
+        if self.packed or place is None or self.tensors[place.name].dtype not in FP8_DTYPES:
+            return ""
+        linear = self.model.get_submodule(path)
+        assert isinstance(linear, nn.Linear)
+        whole = self.tensors[place.name]
+        view, found = place.view(whole), find_scale(self.vllm_model, whole, place)
+        if isinstance(found, str):
+            return found
+        scale_name, scale = found
+        reference = self.checkpoint.get([name], linear.weight.shape)
+        if why := self._why_not_there(place, view, linear.weight):
+            return why
+        if why := why_not_quantized(view, scale, reference):
+            return f"vLLM's {place.name}: {why}"
+        module = Fp8Linear(view, scale, linear.bias, linear.weight.dtype).eval()
+        parent, _, child = path.rpartition(".")
+        setattr(self.model.get_submodule(parent), child, module)
+        self._record((name,), module, "weight", place, module.weight)
+        self._record_scale(f"{path}.weight_scale", scale_name, module, place)
+        return ""
+
+    def _record(
+        self,
+        names: tuple[str, ...],
+        module: nn.Module,
+        attribute: str,
+        place: Placement,
+        value: Tensor,
+    ) -> None:
+        nbytes, start = value.numel() * value.element_size(), value.data_ptr()
+        self.taken[start, start + nbytes] = names[0]
+        self.bindings.append(
+            Binding(names[0], module, attribute, place.name, lambda own: place.view(logical(own)))
+        )
+        rows = (place.start, place.length)
+        self.rows.append(SharingRow(names[0], place.name, rows, nbytes, True, place.how, names[1:]))
+
+    def _record_scale(self, name: str, vllm_name: str, module: Fp8Linear, place: Placement) -> None:
+        def view(_: Tensor) -> Tensor:
+            weight = logical(self.vllm_model.get_parameter(place.name))
+            found = find_scale(self.vllm_model, weight, place)
+            return module.weight_scale.new_empty(0) if isinstance(found, str) else found[1].values
+
+        values = module.weight_scale
+        self.bindings.append(Binding(name, module, "weight_scale", vllm_name, view))
+        nbytes, rows = values.numel() * values.element_size(), (0, values.shape[0])
+        self.rows.append(SharingRow(name, vllm_name, rows, nbytes, True, "FP8 scales"))
+
+    def _fill_buffers(self) -> None:
+        """Persistent buffers (routing biases) are small, and the checkpoint's values count."""
+        kept = self.model.state_dict().keys()
+        for name, value in self.model.named_buffers():
+            if name in kept and not name.endswith(".weight_scale"):
+                stored = self.checkpoint.find_buffer(name)
+                if stored is not None and stored.shape == value.shape:
+                    value.copy_(stored)

@@ -1,0 +1,228 @@
+"""A checkpoint in two halves: its model without weights, and its tensors one at a time."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxrl.engines.engine import EngineError
+from fxrl.engines.weights.share.fp8 import FP8_DTYPES, dequantize, read_scale
+
+
+def optional(package: str) -> Any:
+    """Imports a package of the ``demo`` extra.
+
+    Raises:
+        EngineError: it is not installed, or too old to be imported.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as missing:
+        raise EngineError(
+            f"shared weights need {package} ({missing}); pip install 'fxrl[demo]'"
+        ) from missing
+
+
+def build_skeleton(
+    config: Any,
+    checkpoint_dir: Path,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+) -> nn.Module:
+    """The model that ``AutoModelForCausalLM.from_pretrained`` would make, before its weights.
+
+    NOTE [Why buffers are made for real]
+    Non-persistent buffers (rotary frequencies, position ids) are in no checkpoint: only the
+    module's own ``__init__`` knows them. So only parameters go to the meta device, and buffers are
+    computed on the CPU, where ``from_pretrained`` computes them: the bits are the same.
+
+    Args:
+        config: a ``PretrainedConfig``; ``None`` reads the checkpoint's. It is copied.
+        checkpoint_dir: a folder with ``config.json`` and, maybe, ``generation_config.json``.
+        dtype: of the parameters.
+        attn_implementation: as ``from_pretrained``; ``None`` lets transformers choose.
+
+    Raises:
+        EngineError: the folder has no readable configuration, or it makes no causal LM.
+    """
+    hf, accelerate = optional("transformers"), optional("accelerate")
+    where = str(checkpoint_dir)
+    try:
+        if config is None:
+            config = hf.AutoConfig.from_pretrained(where, local_files_only=True)
+        config = copy.deepcopy(config)
+        config._name_or_path = where  # what PEFT writes into an adapter as its base
+        extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            accelerate.init_empty_weights(include_buffers=False),
+        ):
+            model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype, **extra)
+    except (OSError, ValueError, AssertionError) as error:
+        raise EngineError(
+            f"{where!r}: transformers {hf.__version__} makes no causal LM of its configuration "
+            f"({str(error).splitlines()[0][:200]}); use a decoder-only language model"
+        ) from error
+    model.tie_weights()  # registering the parameters on the meta device untied them
+    _init_buffers(model)
+    if (checkpoint_dir / "generation_config.json").is_file():
+        model.generation_config = hf.GenerationConfig.from_pretrained(where, local_files_only=True)
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+@torch.no_grad()
+def _init_buffers(model: Any) -> None:
+    """What ``from_pretrained`` does: ``__init__`` ran in the model's dtype, in which some modules
+    (GPT-J's positions) round what their ``_init_weights`` computes in float32."""
+    with torch.random.fork_rng(devices=[]):
+        for module in model.modules():
+            if any(True for _ in module.buffers(recurse=False)):
+                model._init_weights(module)
+
+
+def parameter_groups(model: nn.Module) -> list[tuple[str, ...]]:
+    """Names of every parameter; tied ones together, in the order of the modules."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in groups.values()]
+
+
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and the attribute's name."""
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+_INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+
+
+class CheckpointTensors:
+    """Reads a folder's safetensors without ever holding more than one tensor.
+
+    NOTE [Two ways to a tensor]
+    A parameter whose very name is in the files is read from there. Checkpoints that transformers
+    renames, splits or merges while loading (older naming schemes, mixtures of experts), or that are
+    not in safetensors, are loaded once by transformers itself on the CPU, whole: it alone knows its
+    conversions, and a guessed name would be a wrong weight.
+    """
+
+    def __init__(self, folder: Path, skeleton: nn.Module) -> None:
+        self.folder = folder
+        self._skeleton = skeleton
+        self._files = _safetensors_of(folder)
+        self._block = _fp8_block(getattr(skeleton, "config", None))
+        self._open: dict[str, Any] = {}
+        self._converted: dict[str, Tensor] | None = None
+
+    def get(self, names: Sequence[str], shape: torch.Size) -> Tensor:
+        """The tensor of one parameter, on the CPU, in the checkpoint's dtype; not to be written.
+
+        FP8 weights come dequantized, in float32.
+
+        Args:
+            names: of the parameter; tied ones have several and are stored under one of them.
+            shape: that it must have.
+
+        Raises:
+            EngineError: the checkpoint lacks it, or has it in another shape.
+        """
+        stored = next((name for name in names if name in self._files), None)
+        if stored is not None:
+            tensor = self._dequantized(stored, self._read(stored))
+            if tensor.shape == shape:
+                return tensor
+        if self._converted is None:
+            self._converted = self._convert()
+        found = next((self._converted[name] for name in names if name in self._converted), None)
+        if found is None or found.shape != shape:
+            has = "lacks it" if found is None else f"has it as {tuple(found.shape)}"
+            raise EngineError(
+                f"checkpoint {str(self.folder)!r}: the model needs {names[0]!r} as {tuple(shape)}, "
+                f"the checkpoint {has}; use the folder that vLLM has loaded"
+            )
+        return found
+
+    def find(self, name: str) -> Tensor | None:
+        """The tensor stored under this very name, as it is stored."""
+        return self._read(name) if name in self._files else None
+
+    def find_buffer(self, name: str) -> Tensor | None:
+        """A persistent buffer; ``None`` if transformers finds none in the checkpoint either."""
+        stored = self.find(name)
+        if stored is None:
+            self._converted = self._converted or self._convert()
+            stored = self._converted.get(name)
+        return stored
+
+    def _dequantized(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.dtype not in FP8_DTYPES:
+            return tensor
+        values = self.find(f"{name}_scale_inv")
+        values = self.find(f"{name}_scale") if values is None else values
+        scale = (
+            "it has no scales"
+            if values is None
+            else read_scale(values.float(), tensor.shape, self._block)
+        )
+        if isinstance(scale, str):
+            raise EngineError(
+                f"checkpoint {str(self.folder)!r}: {name!r} is FP8 and {scale}; use the checkpoint "
+                "in bf16, which vLLM can quantize itself (quantization='fp8_per_channel')"
+            )
+        return dequantize(tensor, scale, torch.float32)
+
+    def _read(self, name: str) -> Tensor:
+        file = self._files[name]
+        if file not in self._open:
+            safetensors = optional("safetensors")
+            self._open[file] = safetensors.safe_open(self.folder / file, framework="pt")
+        tensor = self._open[file].get_tensor(name)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def _convert(self) -> dict[str, Tensor]:
+        loader = type(self._skeleton)
+        assert hasattr(loader, "from_pretrained")
+        try:
+            model, info = loader.from_pretrained(
+                str(self.folder), dtype="auto", local_files_only=True, output_loading_info=True
+            )
+        except (OSError, ValueError) as error:
+            raise EngineError(
+                f"checkpoint {str(self.folder)!r}: transformers cannot load it "
+                f"({str(error).splitlines()[0][:200]}); shared weights need the folder that vLLM "
+                "has loaded, with its weights"
+            ) from error
+        unset = set(info["missing_keys"])  # transformers has drawn these at random
+        values = dict(model.named_parameters(remove_duplicate=False))
+        values |= dict(model.named_buffers())
+        return {name: value.detach() for name, value in values.items() if name not in unset}
+
+
+def _fp8_block(config: Any) -> tuple[int, int]:
+    quantization = getattr(config, "quantization_config", None) or {}
+    if not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    rows, columns = quantization.get("weight_block_size") or (128, 128)
+    return int(rows), int(columns)
+
+
+def _safetensors_of(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name; empty where the folder has no safetensors."""
+    if (folder / _INDEX).is_file():
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        return dict(index["weight_map"])
+    if not (folder / _ONE_FILE).is_file():
+        return {}
+    with optional("safetensors").safe_open(folder / _ONE_FILE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), _ONE_FILE)

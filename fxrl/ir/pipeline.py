@@ -1,0 +1,134 @@
+"""Runs passes over a graph: clone, run, check; between finding and acting the plan is made.
+
+The runner knows no pass by name. What ran is kept as data; the graphs before and after each pass
+are not: passes are pure, so whoever wants to see them (``dump``) runs the pipeline again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxrl.ir.graph import body_of
+from fxrl.ir.graph_pass import Miss, Pass, Ran, Site, Stage
+from fxrl.ir.plan import Choice, Plan
+from fxrl.ir.remark import Remark, RemarkKind, Report
+from fxrl.ir.verifier import check_graph
+
+#: Called before the first pass and after each: name of the pass ("" before), graph, its remarks.
+Watch = Callable[[str, fx.GraphModule, Report], None]
+Found = list[tuple[Pass[Any], list[Site | Miss]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """What a pipeline made of a graph.
+
+    Attributes:
+        gm: the rewritten graph; the one that was given is as it was.
+        plan: a choice for each site.
+        report: the passes' remarks, in order.
+        rewrites: ``(pass, site)`` of all that was rewritten, normalising passes included.
+    """
+
+    gm: fx.GraphModule
+    plan: Plan
+    report: Report
+    rewrites: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Passes in the order in which they run.
+
+    Attributes:
+        passes: sorted by stage.
+        check_values: after each pass, compute every fake value anew and compare; for tests, since
+            it takes as long as tracing.
+    """
+
+    passes: tuple[Pass[Any], ...]
+    check_values: ClassVar[bool] = False
+
+    def run(self, gm: fx.GraphModule, plan: Plan, watch: Watch | None = None) -> Rewritten:
+        """Run all passes on a copy of ``gm``.
+
+        Args:
+            plan: choices to obey; other sites are decided by the passes' options.
+            watch: told of the graph before the first pass and after each.
+        """
+        run = _Run(clone(gm), plan, watch)
+        run.told("", Report())
+        stages = [[p for p in self.passes if p.stage == stage] for stage in Stage]
+        normalise, find, act, clean = stages
+        for one in (*normalise, *find):
+            run.act(one, list(one.match(run.gm)), self.check_values)
+        found: Found = [(one, list(one.match(run.gm))) for one in act]
+        for one, places in found:
+            run.act(one, places, self.check_values)
+        for one in clean:
+            run.act(one, list(one.match(run.gm)), self.check_values)
+        return run.result()
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run: the graph, and what was said and chosen so far."""
+
+    gm: fx.GraphModule
+    plan: Plan
+    watch: Watch | None
+    remarks: list[Remark] = field(default_factory=list)
+    choices: dict[str, Choice] = field(default_factory=dict)
+    rewrites: list[tuple[str, str]] = field(default_factory=list)
+
+    def act(self, one: Pass[Any], places: Sequence[Any], check_values: bool) -> None:
+        known = replace(self.plan, choices={**self.plan.choices, **self.choices})
+        ran = one.act(self.gm, places, known)
+        if ran.rewrites:
+            check_graph(self.gm, after=one.name, values=check_values)
+        report = Report(tuple(_folded(one, ran)))
+        self.remarks += report.remarks
+        if one.stage in (Stage.FIND, Stage.ACT):
+            self.choices |= ran.choices
+        self.rewrites += [(one.name, site) for site in ran.rewrites]
+        self.told(one.name, report)
+
+    def told(self, name: str, report: Report) -> None:
+        if self.watch is not None:
+            self.watch(name, self.gm, report)
+
+    def result(self) -> Rewritten:
+        plan = replace(self.plan, choices=self.choices)
+        return Rewritten(self.gm, plan, Report(tuple(self.remarks)), tuple(self.rewrites))
+
+
+def _folded(one: Pass[Any], ran: Ran) -> list[Remark]:
+    """The remarks; equal facts of a pass are told once, with the number of places."""
+    folded: dict[tuple[str, str], list[Remark]] = {}
+    for remark in ran.remarks:
+        key = (remark.reason, remark.site if remark.kind != RemarkKind.ANALYSIS else "")
+        folded.setdefault(key, []).append(remark)
+    return [
+        first if len(rest) == 0 else replace(first, reason=f"{first.reason} (and {len(rest)} more)")
+        for first, *rest in folded.values()
+    ]
+
+
+def clone(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose graph, and those of checkpointed bodies, may be changed; tensors are shared."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    done: dict[fx.GraphModule, fx.GraphModule] = {}
+    for call in graph.nodes:
+        body = body_of(copy, call)
+        if body is not None:
+            if body not in done:
+                done[body] = clone(body)
+            setattr(copy, str(call.args[0].target), done[body])
+    return copy

@@ -1,0 +1,72 @@
+"""Names of places in a graph that are the same in every run: capture, module path, op, occurrence.
+
+    0:model.layers.3.mlp.up_proj/mm        the first product of that module in capture 0
+    0:lm_head/mm#2                         the second one of the head
+    0:loss/gather                          made by the loss itself, in no module
+
+Reports, dumps, plans and ``verify`` speak of these names; names of graph values change with every
+rewrite. They are given once, to the lowered graph; what a pass makes in a value's place keeps the
+value's name with its metadata.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from torch import fx
+
+from fxrl.ir.graph import graphs_of
+
+_KEY = "site"
+_MODULES = re.compile(r"\.__dict__\['_modules'\]")
+_ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+
+
+def plain_path(where: str) -> str:
+    """Dynamo's way to a module, without brackets: ``L['model'].layers[0]`` is ``layers.0``."""
+    path = _ITEM.sub(r".\1", _MODULES.sub("", where)).replace("..", ".")
+    return path.removeprefix("L.").removeprefix("model.")
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module that made ``node``; ``loss`` for code in no module."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return plain_path([*stack.values()][-1][0]) if stack else "loss"
+
+
+def name_sites(gm: fx.GraphModule, where: str) -> None:
+    """Give every call of a lowered graph its name, checkpointed bodies included.
+
+    Args:
+        where: the capture's number, or the id of the region whose body this is.
+    """
+    seen: Counter[str] = Counter()
+    for graph in graphs_of(gm):
+        for node in graph.nodes:
+            if node.op == "call_function":
+                name = f"{where}:{module_path(node)}/{op_name(node)}"
+                seen[name] += 1
+                node.meta[_KEY] = name if seen[name] == 1 else f"{name}#{seen[name]}"
+
+
+def site_name(node: fx.Node) -> str:
+    """The name of a value; of one that a pass made from nothing, by the nearest that has one."""
+    seen = {node}
+    queue = [node]
+    for near in queue:
+        if _KEY in near.meta:
+            found: str = near.meta[_KEY]
+            return found if near is node else f"{found}.{op_name(node)}"
+        around = [n for n in (*near.all_input_nodes, *near.users) if n not in seen]
+        seen.update(around)
+        queue += around
+    return node.name
+
+
+def op_name(node: fx.Node) -> str:
+    """``mm`` of ``aten.mm.default``."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return str(schema.name).rpartition("::")[2]
+    return str(getattr(node.target, "__name__", node.target))

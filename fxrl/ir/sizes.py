@@ -1,0 +1,286 @@
+"""Symbolic sizes: as values of a graph, and as numbers once a body's inputs are seen.
+
+    known   x : f32[b, s + 1]                 what the dims of some tensors tell
+    asked   b * s                             what follows: size(x, 0) * (size(x, 1) - 1)
+
+A batch of ids ``[B, T]`` and masks ``[B, T - 1]`` holds sizes that are no plain symbol, and any of
+them may be the only place where a symbol shows. So a size is found in three ways: it is known, it
+is made of sizes that are (sums, products, quotients, ...), or a known one is solved for it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
+import torch
+from torch import Tensor, fx
+
+from fxrl.ir.graph import Size, is_call, shape_of
+from fxrl.ir.region import InputSpec
+
+V = TypeVar("V")
+aten = torch.ops.aten
+
+#: How each kind of sympy expression that PyTorch makes of sizes is computed, by its class's name.
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "Pow": operator.pow,
+    "PowByNatural": operator.pow,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Apply(Generic[V]):
+    """An operator on two formulas; a formula is a number, a known size, or such an application."""
+
+    operator: Callable[[Any, Any], Any]
+    left: V | int | _Apply[V]
+    right: V | int | _Apply[V]
+
+
+def _value(formula: Any, apply: Callable[[Any, Any, Any], Any], known: Callable[[Any], Any]) -> Any:
+    """What a formula comes to: ``apply(operator, left, right)`` computes, ``known`` reads."""
+    if isinstance(formula, _Apply):
+        left, right = (_value(part, apply, known) for part in (formula.left, formula.right))
+        return apply(formula.operator, left, right)
+    return formula if isinstance(formula, int) else known(formula)
+
+
+def _compute(function: Callable[[Any, Any], Any], left: Size, right: Size) -> Size:
+    size: Size = function(left, right)
+    return size
+
+
+@dataclass(slots=True)
+class _Known(Generic[V]):
+    """Known sizes by their expressions, and the formulas of what follows from them."""
+
+    sizes: dict[Any, Any] = field(default_factory=dict)
+
+    def learn(self, size: Size, value: V) -> None:
+        """``size`` is ``value``, unless it was learnt before."""
+        if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
+            self.sizes.setdefault(size.node.expr, value)
+
+    def formula(self, size: Size) -> V | int | _Apply[V] | None:
+        """How ``size`` is computed; None where what is known does not tell."""
+        return size if isinstance(size, int) else self.find(size.node.expr)
+
+    def find(self, expr: Any, solving: frozenset[Any] = frozenset()) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        if expr in self.sizes:
+            return self.sizes[expr]
+        found = self._solve(expr, solving) if expr.is_Symbol else self._compose(expr, solving)
+        if found is None:
+            found = self._eliminate(expr)
+        if found is not None and not solving:
+            self.sizes[expr] = found
+        return found
+
+    def _compose(self, expr: Any, solving: frozenset[Any]) -> Any:
+        function = _OPERATORS.get(type(expr).__name__)
+        if function is None:
+            return None
+        parts = [self.find(part, solving) for part in expr.args]
+        total = parts[0]
+        for part in parts[1:]:
+            if total is None or part is None:
+                return None
+            total = _Apply(function, total, part)
+        return total
+
+    def _solve(self, symbol: Any, solving: frozenset[Any]) -> Any:
+        """``symbol`` from a known ``factor * symbol + rest``: whole, so the division is exact."""
+        if symbol in solving:
+            return None
+        solving |= {symbol}
+        for expr, value in list(self.sizes.items()):
+            if symbol not in expr.free_symbols or not _is_polynomial(expr):
+                continue
+            factor = expr.diff(symbol)
+            if symbol in factor.free_symbols or factor.is_zero is not False:
+                continue
+            rest = self.find(expr.subs(symbol, 0), solving)
+            divisor = self.find(factor, solving)
+            if rest is None or divisor is None:
+                continue
+            part = value if rest == 0 else _Apply(operator.sub, value, rest)
+            return part if divisor == 1 else _Apply(operator.floordiv, part, divisor)
+        return None
+
+    def _eliminate(self, expr: Any) -> Any:
+        """``expr`` with a known sum (``a + b``) put in for its symbols, which are known nowhere."""
+        for known, value in self.sizes.items():
+            for symbol in (known.free_symbols & expr.free_symbols) - self.sizes.keys():
+                if not _is_polynomial(known) or known.diff(symbol) != 1:
+                    continue
+                whole = sympy.Symbol(f"<{known}>", integer=True)
+                rest = expr.subs(symbol, whole - (known - symbol)).expand()
+                if rest.free_symbols - self.sizes.keys() == {whole}:
+                    return _Known({**self.sizes, whole: value}).find(rest)
+        return None
+
+
+def _is_polynomial(expr: Any) -> bool:
+    """Whether a size is made of symbols and numbers by sums and products alone."""
+    whole = expr.is_Symbol or expr.is_Integer
+    return whole or ((expr.is_Add or expr.is_Mul) and all(map(_is_polynomial, expr.args)))
+
+
+# ---------------------------------------------------------------------------- in a graph
+Place = fx.Node | tuple[fx.Node, int]  # a number of the graph, or a dim of a tensor
+
+
+class SizeTable:
+    """Finds or builds the graph value of a symbolic size.
+
+    Passes need sizes such as ``B`` or ``T - 1`` as graph arguments. Dims of inputs, and numbers
+    made of these, come first: they hold whatever is rewritten. Where these do not tell (a count
+    that depends on data), any other value of the graph does.
+    """
+
+    def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node] | None = None) -> None:
+        """Learn from ``nodes``, by default from all of the graph."""
+        self._graph = graph
+        self._made: dict[Place | _Apply[Place], fx.Node] = {}
+        self._inputs: _Known[Place] = _Known()
+        self._rest: list[fx.Node] = []
+        stable: set[fx.Node] = set()
+        for node in graph.nodes if nodes is None else nodes:
+            number = isinstance(node.meta.get("val"), torch.SymInt)
+            if node.op in ("placeholder", "get_attr") or (
+                number and all(arg in stable for arg in node.all_input_nodes)
+            ):
+                stable.add(node)
+                _learn(self._inputs, node)
+            else:
+                self._rest.append(node)
+        self._all: _Known[Place] | None = None
+
+    def know(self, size: Size, value: fx.Node | int) -> None:
+        """``size`` is ``value`` in this graph, whatever else was learnt."""
+        if not isinstance(size, int):
+            self._inputs.sizes[size.node.expr] = value
+            self._all = None
+
+    def arg(self, size: Size) -> int | fx.Node | None:
+        """``size`` as an argument of a graph call; None when it cannot be expressed.
+
+        New nodes go to the graph's current insertion point; sort the graph afterwards.
+        """
+        formula = self._inputs.formula(size)
+        if formula is None:
+            if self._all is None:
+                self._all = _Known(dict(self._inputs.sizes))
+                for node in self._rest:
+                    _learn(self._all, node)
+            formula = self._all.formula(size)
+        found: int | fx.Node | None = None
+        if formula is not None:
+            found = _value(formula, self._call, self._read)
+        return found
+
+    def _read(self, place: Place) -> fx.Node:
+        if isinstance(place, fx.Node):
+            return place
+        if place not in self._made:
+            node, dim = place
+            size = self._graph.call_function(aten.sym_size.int, (node, dim))
+            if "val" in node.meta:
+                size.meta["val"] = shape_of(node)[dim]
+            self._made[place] = size
+        return self._made[place]
+
+    def _call(
+        self, function: Callable[[Any, Any], Any], left: fx.Node | int, right: fx.Node | int
+    ) -> fx.Node | int:
+        if isinstance(left, int) and isinstance(right, int):
+            return int(function(left, right))
+        key: _Apply[Any] = _Apply(function, left, right)
+        if key not in self._made:
+            made = self._graph.call_function(function, (left, right))
+            vals = [arg if isinstance(arg, int) else arg.meta.get("val") for arg in (left, right)]
+            if None not in vals:
+                made.meta["val"] = function(*vals)
+            self._made[key] = made
+        return self._made[key]
+
+
+def _learn(known: _Known[Place], node: fx.Node) -> None:
+    val = node.meta.get("val")
+    if isinstance(val, torch.SymInt):
+        known.learn(val, node)
+    elif isinstance(val, Tensor) and not is_call(node, aten.sym_size.int):
+        for dim, size in enumerate(val.shape):
+            known.learn(size, (node, dim))
+
+
+# ---------------------------------------------------------------------------- of a body's inputs
+class BoundSizes:
+    """The sizes of a body that vary, by name, and how they are read off its inputs.
+
+    Names are the symbols in the inputs' dims; ``rows`` is how many rows a tiled input has. Where a
+    symbol cannot be told from the dims (``a + b`` alone), the dim as a whole is a name.
+
+    Attributes:
+        names: in a fixed order.
+    """
+
+    def __init__(self, specs: Sequence[InputSpec]) -> None:
+        known: _Known[tuple[int, int]] = _Known()
+        tiled: list[tuple[int, int]] = []
+        for index, spec in enumerate(specs):
+            for dim, size in enumerate(spec.example.shape):
+                if spec.tiled and dim == 0:
+                    tiled.append((index, 0))
+                else:
+                    known.learn(size, (index, dim))
+        exprs = list(known.sizes)
+        symbols = dict.fromkeys(s for expr in exprs for s in sorted(expr.free_symbols, key=str))
+        found = {
+            symbol: formula for symbol in symbols if (formula := known.find(symbol)) is not None
+        }
+        self._given: _Known[str] = _Known({symbol: str(symbol) for symbol in found})
+        places: dict[str, Any] = {str(symbol): formula for symbol, formula in found.items()}
+        for expr in exprs:
+            if self._given.find(expr) is None:
+                self._given.sizes[expr] = str(expr)
+                places[str(expr)] = known.sizes[expr]
+        if tiled:
+            places["rows"] = tiled[0]
+        self.names = tuple(places)
+        self._places = tuple(places.values())
+
+    def read(self, inputs: Sequence[Tensor]) -> tuple[Size, ...]:
+        """What the names are in these inputs; symbols again where the inputs are fake."""
+
+        def dim(place: tuple[int, int]) -> Size:
+            return inputs[place[0]].shape[place[1]]
+
+        return tuple(_value(place, _compute, dim) for place in self._places)
+
+    def evaluate(self, size: Size, sizes: Mapping[str, Size]) -> Size | None:
+        """A size of the outer graph where the names are ``sizes`` (numbers, or symbols again).
+
+        None where the names do not tell.
+        """
+        formula = self._given.formula(size)
+        return None if formula is None else _value(formula, _compute, sizes.__getitem__)
+
+    def size(self, size: Size, sizes: Mapping[str, Size]) -> Size:
+        """``evaluate`` of a size of an input's dims, which the names always tell."""
+        found = self.evaluate(size, sizes)
+        assert found is not None, f"no input tells the size {size}"
+        return found

@@ -1,0 +1,104 @@
+"""Checks that a graph is sound between passes: well formed, and its fake values what its ops give.
+
+Every pass relies on ``meta["val"]`` of every other one; a value set by hand and wrong shows up
+here, under the name of the pass that set it, and not three passes later.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+
+from fxrl.ir.graph import HigherOrderOperator, graphs_of, hint
+from fxrl.ir.region import region_at
+
+
+class GraphError(AssertionError):
+    """A pass left a graph that is not sound: a defect of the pass, never of the user's code."""
+
+
+def check_graph(gm: fx.GraphModule, *, after: str, values: bool) -> None:
+    """Check the graph and those of checkpointed bodies.
+
+    Args:
+        after: the pass that is to blame.
+        values: compute every fake value anew, and compare.
+
+    Raises:
+        GraphError: which value is wrong, what it says and what its op gives.
+    """
+    for graph in graphs_of(gm):
+        try:
+            graph.lint()
+        except RuntimeError as error:
+            raise GraphError(f"after {after}: {error}") from error
+        if values:
+            _check_values(graph, after)
+
+
+def _check_values(graph: fx.Graph, after: str) -> None:
+    vals = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    mode = next((val.fake_mode for val in vals if hasattr(val, "fake_mode")), None)
+    if mode is None or mode.shape_env is None:
+        return
+    env = mode.shape_env
+    with mode, torch.no_grad(), env.suppress_guards(), env.ignore_fresh_unbacked_symbols():
+        for node in graph.nodes:
+            if node.op == "call_function" and not isinstance(node.target, HigherOrderOperator):
+                _check(node, after)
+
+
+def _check(node: fx.Node, after: str) -> None:
+    vals = {arg: _operand(arg) for arg in node.all_input_nodes}
+    if any(val is None for val in vals.values()):
+        return
+    args: Any = fx.map_arg(node.args, vals.__getitem__)
+    kwargs: Any = fx.map_arg(node.kwargs, vals.__getitem__)
+    region, target = region_at(node), node.target
+    given = region.forward(*args[0]) if region is not None else target(*args, **kwargs)  # type: ignore[operator]
+    held, made = _flat(node.meta.get("val")), _flat(given)
+    for one, other in itertools.zip_longest(held, made):
+        if not _same(one, other):
+            raise GraphError(
+                f"after {after}: %{node} is said to hold {_show(one)}, and {target} gives "
+                f"{_show(other)}"
+            )
+
+
+def _operand(node: fx.Node) -> Any:
+    if node.op != "get_attr":
+        return node.meta.get("val")
+    held = getattr(node.graph.owning_module, str(node.target), None)
+    if not isinstance(held, Tensor):
+        return None
+    return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
+
+
+def _flat(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        kind = (one.dtype, one.device) == (other.dtype, other.device)
+        return kind and one.dim() == other.dim() and all(map(_equal, one.shape, other.shape))
+    if isinstance(one, (int, torch.SymInt)) and isinstance(other, (int, torch.SymInt)):
+        return _equal(one, other)
+    return type(one) is type(other)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Equal for all sizes, or for those that the tracing run saw: a pass may rely on its guards."""
+    if any(isinstance(v, torch.SymInt) and free_unbacked_symbols(v) for v in (one, other)):
+        return True
+    return bool(statically_known_true(one == other)) or hint(one) == hint(other)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)} on {value.device}"
+    return str(value)

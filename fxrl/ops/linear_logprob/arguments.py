@@ -1,0 +1,316 @@
+"""What the ops of the loss head take and give, in one place for every implementation.
+
+``LossHead`` and ``RowValues`` say the ops' arguments, names, types and defaults, once:
+``schema_of`` writes them into the schemas, ``unpack`` makes the positional arguments of an opaque
+op one value, which the reference and every device kernel receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, get_type_hints
+
+import torch
+from torch import Tensor
+
+from fxrl.ops.linear_logprob.matmul import accumulation_dtype
+
+OUTPUTS = ("logprob", "lse", "entropy", "argmax_hit", "sum_p2", "mean_logit", "max_logit")
+DIFFERENTIABLE = ("logprob", "lse", "entropy", "sum_p2", "mean_logit")
+MADE_IN_FORWARD = ("logprob", "lse")  # see NOTE [Why the forward makes the gradient]
+
+Rows: TypeAlias = slice | Tensor
+
+_CPU_TILE_BYTES = 32 * 2**20
+_GPU_TILE_BYTES = 320 * 2**20
+_GPU_TILE_STEP = 128  # a GEMM's tile: rows beyond a multiple of it cost as much as a full one
+
+
+def slices(length: int, step: int) -> Iterator[slice]:
+    """``range(length)``, ``step`` at a time."""
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+class LossHead(NamedTuple):
+    """The arguments that every op of the loss head begins with.
+
+    Attributes:
+        hidden: ``[N, H]``, floating.
+        weight: ``[V, H]`` in hidden's dtype.
+        target: ``[N]`` int64, in [0, V) where ``row_mask`` is True.
+        bias: ``[V]``.
+        temperature: ``[]``, ``[1]`` or ``[N]``, floating.
+        row_mask: ``[N]`` bool; a False row is not projected: value 0, gradient 0.
+        scale: of the raw logits.
+        softcap: 0 is none.
+        chunk_tokens: rows per tile; 0 is as many as keep a logits tile small.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None = None
+    temperature: Tensor | None = None
+    row_mask: Tensor | None = None
+    scale: float = 1.0
+    softcap: float = 0.0
+    chunk_tokens: int = 0
+
+    @property
+    def trained(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What can have a gradient, in the order in which a backward returns them."""
+        return self.hidden, self.weight, self.bias, self.temperature
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of logits, statistics and accumulated gradients."""
+        return accumulation_dtype(self.hidden.dtype)
+
+    def tile_rows(self) -> int:
+        """Rows per tile: what the caller asked for, else what keeps one logits tile small.
+
+        It must not depend on which outputs or gradients are wanted: a GEMM may round differently
+        for another number of rows, and scoring has to be bitwise equal to training.
+        """
+        if self.chunk_tokens > 0:
+            return self.chunk_tokens
+        on_cpu = self.hidden.device.type == "cpu"
+        budget = _CPU_TILE_BYTES if on_cpu else _GPU_TILE_BYTES
+        rows = budget // (self.weight.shape[0] * self.dtype.itemsize)
+        step = 16 if on_cpu or rows < _GPU_TILE_STEP else _GPU_TILE_STEP
+        return max(1, rows // step * step if rows >= step else rows)
+
+    def tiles(self, row_mask: Tensor | None) -> Iterator[Rows]:
+        """Row selections that cover ``row_mask`` (all rows if None), at most a tile each."""
+        selected = self.selected(row_mask)
+        count = self.hidden.shape[0] if selected is None else selected.shape[0]
+        for rows in slices(count, self.tile_rows()):
+            yield rows if selected is None else selected[rows]
+
+    def selected(self, row_mask: Tensor | None) -> Tensor | None:
+        """Indices of the rows where ``row_mask`` is True; None is all rows, in and out."""
+        return None if row_mask is None else row_mask.nonzero().squeeze(1)
+
+    def row_temperature(self, rows: Rows) -> Tensor | None:
+        """``[R, 1]`` or ``[1, 1]`` in the accumulation dtype."""
+        if self.temperature is None:
+            return None
+        temperature = self.temperature.to(self.dtype).reshape(-1, 1)
+        return temperature if temperature.shape[0] == 1 else temperature[rows]
+
+    def row_slope(self, rows: Rows) -> Tensor:
+        """``scale / T``, the row-wise part of dz/dx: ``[R, 1]`` or ``[1, 1]``."""
+        temperature = self.row_temperature(rows)
+        if temperature is None:
+            return torch.full((1, 1), self.scale, dtype=self.dtype, device=self.hidden.device)
+        return self.scale / temperature
+
+    def cap_slope(self, rows: Rows, logits: Tensor) -> Tensor:
+        """``1 - tanh^2`` where the transformed logits ``[R, 1]`` are ``logits``; with a softcap."""
+        temperature = self.row_temperature(rows)
+        capped = (logits if temperature is None else logits * temperature) / self.softcap
+        return 1 - capped.clamp(-1, 1).square()
+
+
+class RowValues(NamedTuple):
+    """What the forward found per row ``[N]``; entropy and sum_p2 only where a gradient reads them.
+
+    With the transformed logits z of a row: ``p_v = exp(z_v - lse)`` for v != y, ``p_y =
+    exp(logprob)`` and ``1 - p_y = -expm1(logprob)``, so that no gradient needs the row's
+    statistics a second time. ``lse`` is rounded to one part in 2^24, as every z_v is.
+    """
+
+    logprob: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    sum_p2: Tensor | None
+
+    def of(self, rows: Rows) -> RowValues:
+        """The values of ``rows``, each ``[R, 1]``."""
+
+        def cut(value: Tensor) -> Tensor:
+            return value[rows].unsqueeze(1)
+
+        logprob, lse, entropy, sum_p2 = self
+        return RowValues(
+            cut(logprob),
+            cut(lse),
+            None if entropy is None else cut(entropy),
+            None if sum_p2 is None else cut(sum_p2),
+        )
+
+
+_HEAD, _VALUES = len(LossHead._fields), len(RowValues._fields)
+_SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", int: "SymInt"}
+
+
+def schema_of(fields: type[LossHead] | type[RowValues], *, with_defaults: bool = False) -> str:
+    """The fields as arguments of an op, on request those with a default by keyword only."""
+    made = []
+    for name, hint in get_type_hints(fields).items():
+        default = ""
+        if with_defaults and name in fields._field_defaults:
+            default = f"={fields._field_defaults[name]}"
+            if "*" not in made:
+                made.append("*")
+        made.append(f"{_SCHEMA_TYPES[hint]} {name}{default}")
+    return ", ".join(made)
+
+
+def parse_outputs(text: str) -> tuple[str, ...]:
+    """``"logprob,entropy"`` as names; the empty text names none."""
+    return tuple(name for name in text.split(",") if name)
+
+
+def vector_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which d value / d hidden is kept for the backward.
+
+    NOTE [Why float16 vectors are kept in float32]
+    A GradScaler multiplies the loss by 2^16 so that small gradients survive float16. The vectors
+    are made before that factor is known: a confident token's would be flushed to zero.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardArguments:
+    """Arguments of ``linear_logprob_forward``.
+
+    Attributes:
+        outputs: the values to compute, of ``OUTPUTS``.
+        grad_outputs: those that are differentiated.
+        save_vectors: make ``d value / d hidden`` of each of ``grad_outputs``, which then are
+            ``logprob``, ``lse`` or both; ``outputs`` holds both.
+    """
+
+    head: LossHead
+    outputs: tuple[str, ...]
+    grad_outputs: tuple[str, ...]
+    save_vectors: bool
+
+    @classmethod
+    def unpack(cls, arguments: Sequence[Any]) -> ForwardArguments:
+        """From the op's positional arguments."""
+        outputs, grad_outputs, save_vectors = arguments[_HEAD:]
+        head = LossHead(*arguments[:_HEAD])
+        return cls(head, parse_outputs(outputs), parse_outputs(grad_outputs), save_vectors)
+
+    def new_result(self, factory: Callable[..., Tensor] | None = None) -> ForwardResult:
+        """Result tensors to fill: zeros where a mask leaves rows out."""
+        if factory is None:
+            factory = torch.empty if self.head.row_mask is None else torch.zeros
+        num_rows, width = self.head.hidden.shape
+        dtype, device = self.head.hidden.dtype, self.head.hidden.device
+        values = {
+            name: factory(
+                num_rows if name in self.outputs else 0,
+                dtype=torch.bool if name == "argmax_hit" else self.head.dtype,
+                device=device,
+            )
+            for name in OUTPUTS
+        }
+        shape = (len(self.grad_outputs), num_rows, width) if self.save_vectors else (0,)
+        return ForwardResult(values, factory(shape, dtype=vector_dtype(dtype), device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """Results of ``linear_logprob_forward``.
+
+    Attributes:
+        values: every one of ``OUTPUTS``, ``[N]``; ``[0]`` if not asked for; 0 in a masked row.
+        vectors: ``d grad_outputs[k] / d hidden`` as ``[K, N, H]``, or ``[0]``.
+    """
+
+    values: dict[str, Tensor]
+    vectors: Tensor
+
+    def pack(self) -> tuple[Tensor, ...]:
+        """As the op returns them."""
+        return (*(self.values[name] for name in OUTPUTS), self.vectors)
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardArguments:
+    """Arguments of ``linear_logprob_backward``: ``grads [K, N]`` for ``grad_outputs``."""
+
+    grads: Tensor
+    head: LossHead
+    values: RowValues
+    grad_outputs: tuple[str, ...]
+    want_hidden: bool
+    want_weight: bool
+    want_bias: bool
+    want_temperature: bool
+
+    @classmethod
+    def unpack(cls, arguments: Sequence[Any]) -> BackwardArguments:
+        """From the op's positional arguments."""
+        grads, *rest = arguments
+        head, values = LossHead(*rest[:_HEAD]), RowValues(*rest[_HEAD : _HEAD + _VALUES])
+        grad_outputs, *wants = rest[_HEAD + _VALUES :]
+        return cls(grads, head, values, parse_outputs(grad_outputs), *wants)
+
+    @property
+    def wants(self) -> tuple[bool, bool, bool, bool]:
+        """Of what ``LossHead.trained`` names, which gradients are wanted."""
+        return self.want_hidden, self.want_weight, self.want_bias, self.want_temperature
+
+    def live_rows(self) -> Tensor:
+        """``[N]`` bool. A row whose incoming scalars are all zero is not projected again."""
+        live = (self.grads != 0).any(0)
+        return live if self.head.row_mask is None else live & self.head.row_mask
+
+    def weights(self, rows: Rows) -> dict[str, Tensor]:
+        """``[R, 1]`` by name: the incoming scalar times the row's part of dz/dx, ``scale / T``."""
+        slope = self.head.row_slope(rows)
+        return {
+            name: self.grads[k, rows].unsqueeze(1) * slope
+            for k, name in enumerate(self.grad_outputs)
+        }
+
+    def new_gradients(self) -> Gradients:
+        """Zeros to accumulate into."""
+        hidden, weight = self.head.hidden, self.head.weight
+        empty = hidden.new_zeros(0, dtype=self.head.dtype)
+        return Gradients(
+            hidden.new_zeros(hidden.shape if self.want_hidden else (0,)),
+            empty.new_zeros(weight.shape if self.want_weight else (0,)),
+            empty.new_zeros(weight.shape[0] if self.want_bias else 0),
+            empty.new_zeros(hidden.shape[0] if self.want_temperature else 0),
+        )
+
+
+@dataclass(slots=True)
+class Gradients:
+    """What a backward fills; unwanted ones are ``[0]``.
+
+    Attributes:
+        hidden: ``[N, H]`` in hidden's dtype.
+        weight: ``[V, H]`` in the accumulation dtype, or rounded to the weight's already.
+        bias: ``[V]`` in the accumulation dtype.
+        temperature: ``[N]``, by row, in the accumulation dtype.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+    temperature: Tensor
+
+    def pack(self, arguments: BackwardArguments) -> tuple[Tensor, ...]:
+        """As the op returns them: each in its argument's shape and dtype."""
+        _, weight, _, bias, temperature, *_ = arguments.head
+        d_bias, d_temperature = self.bias, self.temperature
+        if arguments.want_bias and bias is not None:
+            d_bias = d_bias.to(bias.dtype)
+        if arguments.want_temperature and temperature is not None:
+            d_temperature = reduce_to_temperature(d_temperature, temperature)
+        return self.hidden, self.weight.to(weight.dtype), d_bias, d_temperature
+
+
+def reduce_to_temperature(per_row: Tensor, temperature: Tensor) -> Tensor:
+    """Sum a per-row temperature gradient ``[N]`` to the temperature's own shape and dtype."""
+    total = per_row.sum_to_size(temperature.shape) if temperature.dim() else per_row.sum()
+    return total.to(temperature.dtype)

@@ -1,0 +1,59 @@
+"""Take inputs that a checkpointed body no longer reads (such as a mask) off its call.
+
+A checkpoint keeps all its inputs alive until the backward, read or not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from fxrl.ir.graph import CHECKPOINT, body_of, nbytes
+from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site, Stage
+from fxrl.ir.plan import Choice
+from fxrl.ir.remark import Refusal
+
+
+@dataclass(frozen=True)
+class DropUnusedInputs(Normalisation[Site]):
+    """Checkpointed calls keep what their bodies read."""
+
+    name: ClassVar[str] = "drop-unused-inputs"
+    stage: ClassVar[Stage] = Stage.CLEAN
+    doc: ClassVar[PassDoc] = PassDoc(
+        "a checkpointed call with an input that its body does not read any more",
+        "that input's memory until the backward",
+        "nothing",
+        "two calls share one body",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[Site | Miss]:
+        calls = gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
+        shared = Counter(body_of(gm, call) for call in calls)
+        for call in calls:
+            body = body_of(gm, call)
+            if body is None or all(n.users for n in _inputs(body)):
+                continue
+            if shared[body] == 1:
+                yield Site(call, 0)
+            else:
+                yield Miss(call, Refusal("the body is shared with another call"))
+
+    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+        call, body = site.anchor, body_of(gm, site.anchor)
+        assert body is not None
+        pairs = list(zip(_inputs(body), call.args[1:], strict=True))
+        dropped = [(node, arg) for node, arg in pairs if not node.users]
+        call.args = (call.args[0], *(arg for node, arg in pairs if node.users))
+        for node, _ in dropped:
+            body.graph.erase_node(node)
+        saved = sum(nbytes(arg) for _, arg in dropped if isinstance(arg, fx.Node))
+        return Applied("a checkpointed call does not keep what it does not read", saved)
+
+
+def _inputs(body: fx.GraphModule) -> list[fx.Node]:
+    return list(body.graph.find_nodes(op="placeholder"))

@@ -1,0 +1,239 @@
+"""Make the repeated layers of the model regions, one compiled body for all that are alike.
+
+    %a = ...(%x, %w_q, ...)                  norm, projections, rope
+    %o = scaled_dot_product_attention(%q, %k, %v)
+    %y = ...(%o, %x, %w_o, ...)              projection, residual, norm, MLP, residual
+becomes
+    %q, %k, %v = fxrl.region([%x, %w_q, ...])
+    %o = scaled_dot_product_attention(%q, %k, %v)
+    %y = fxrl.region([%o, %x, %w_o, ...])
+
+A layer runs op by op otherwise, and autograd keeps whatever each op asks for. A region's body is
+fused; what its backward gets is the plan's choice (``recompute``). Where the user switched
+activation checkpointing on, the regions stand inside the checkpointed body.
+
+NOTE [Why attention stays outside]: which kernel runs it is decided by the call's own sizes, the
+device and the user's ``sdpa_kernel``; a body could only freeze one choice. Outside, attention keeps
+its own output and log-sum-exp and is never computed twice, dropout draws what it draws in eager
+mode, and what is left of a layer is token-wise, so that one body serves every batch and length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+from torch import fx
+
+from fxrl.analysis.attention import SDPA
+from fxrl.analysis.layers import Layer, layer_nodes, part_views, signature, split_layer
+from fxrl.analysis.outline import find_outline, illegal, outline
+from fxrl.config import Config
+from fxrl.ir.graph import body_of, is_call, is_tensor, numel_hint, tensor_val
+from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site, tidy
+from fxrl.ir.plan import Choice, Keep, Rewrite
+from fxrl.ir.region import Region, region_calls, set_region
+from fxrl.ir.remark import Refusal
+
+_RARE = 3  # one call in so many may compute gradients that nobody reads
+_MANY_PARTS = 8  # more calls than that in a layer cost what fusing them gives
+
+#: Hidden values (tokens x width) of a layer, by device, from where compiling the layer pays. A tiny
+#: model would wait longer for the compiler than for all its steps; on a CPU a layer's time is its
+#: matrix products', which no compiler makes faster. ``meta`` stands for a CPU.
+_LEAST_HIDDEN = {"cpu": 2**24, "meta": 2**24, "cuda": 2**20}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSite(Site):
+    """Layers that are alike.
+
+    Attributes:
+        layers: each with the graph that holds it: the outer one, or a checkpointed body.
+    """
+
+    layers: tuple[tuple[fx.GraphModule, Layer], ...]
+
+    @property
+    def name(self) -> str:
+        """From the first layer's name to the last one's number: ``0:model.layers.0-35``."""
+        last = self.layers[-1][1].site
+        return f"{self.layers[0][1].site}-{last.rpartition('.')[2]}"
+
+
+@dataclass(frozen=True)
+class OutlineLayers(Pass[LayerSite]):
+    """Repeated layers as regions.
+
+    Attributes:
+        least_hidden: device type -> hidden values of a layer below which it runs op by op.
+        compile_regions: whether region bodies will be compiled.
+    """
+
+    least_hidden: Mapping[str, int] = field(default_factory=dict)
+    compile_regions: bool = True
+
+    name: ClassVar[str] = "outline-layers"
+    doc: ClassVar[PassDoc] = PassDoc(
+        "the model's repeated layers (members of a module list), or the bodies of activation "
+        "checkpointing that is switched on",
+        "an op at a time: a layer becomes compiled bodies around its attention call, compiled once "
+        "for all layers that are alike",
+        "seconds of compilation",
+        "random numbers, writes and data-dependent sizes cut a layer into more than eight parts "
+        "(they run op by op in between), or a checkpointed body cannot be lowered",
+    )
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Layers too small to pay are left alone, unless the configuration asks for them."""
+        if {"outline-layers", "recompute"} & {*(config.passes or ())}:
+            return cls()
+        return cls(dict(_LEAST_HIDDEN), config.compile_regions)
+
+    def match(self, gm: fx.GraphModule) -> Iterator[LayerSite | Miss]:
+        alike: dict[object, list[tuple[fx.GraphModule, Layer]]] = {}
+        for owner, layer in _layers(gm):
+            key = (owner is gm, signature(layer.nodes), layer.kinds_of_barriers)
+            alike.setdefault(key, []).append((owner, layer))
+        for group in alike.values():
+            yield from _judged(tuple(group))
+
+    def decide(self, site: LayerSite) -> Choice:
+        """A layer that is too small stays; that is no miss."""
+        if not self.compile_regions:
+            reason = f"{names_of(site)} run op by op: compile_regions=False"
+            return Keep(reason, missed=False)
+        val = tensor_val(site.anchor)
+        least = 0 if val is None else self.least_hidden.get(val.device.type, 0)
+        have = _hidden_values(site)
+        if have < least:
+            reason = (
+                f"{names_of(site)} run op by op: {have} hidden values (tokens x width) are "
+                f"below {least}, from where compiling them pays on this device"
+            )
+            return Keep(reason, missed=False)
+        return Rewrite(self.name)
+
+    def rewrite(self, gm: fx.GraphModule, site: LayerSite, choice: Choice) -> Applied:
+        regions: list[Region] = []
+        failed: list[Refusal] = []
+        for owner, layer in site.layers:
+            for part in part_views(owner.graph, layer.parts):
+                try:
+                    regions.append(outline(owner, part, cut="products", layer=layer.site))
+                except Refusal as refusal:
+                    failed.append(refusal)
+        if not regions:
+            raise failed[0]
+        tidy(gm)
+        bodies = _share(gm, regions)
+        left = f"; {len(failed)} parts run op by op: {failed[0]}" if failed else ""
+        return Applied(
+            f"{names_of(site)} in {len(regions)} calls of {bodies} compiled bodies{left}"
+        )
+
+
+# ---------------------------------------------------------------------------- what there is
+def _layers(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Layer]]:
+    """The layers of the graph, and the bodies of checkpointed calls, each of which is one."""
+    for node in gm.graph.nodes:
+        if (body := body_of(gm, node)) is not None:
+            inner = [n for n in body.graph.nodes if n.op == "call_function"]
+            path = str(body.meta.get("layer_path", node.name))
+            yield body, split_layer(path, inner, stays_outside)
+    for path, nodes in layer_nodes(gm.graph).items():
+        yield gm, split_layer(path, nodes, stays_outside)
+
+
+def stays_outside(node: fx.Node) -> str | None:
+    """Why a call of a layer is no part of a body; None where it can be."""
+    return "is attention, whose kernel the call chooses" if is_call(node, SDPA) else illegal(node)
+
+
+def _judged(layers: tuple[tuple[fx.GraphModule, Layer], ...]) -> Iterator[LayerSite | Miss]:
+    """A site, a miss with its reason, or nothing where a layer holds nothing to fuse."""
+    owner, layer = layers[0]
+    if (why := owner.meta.get("not_lowered")) is not None:
+        anchor = next(iter(owner.graph.nodes))
+        yield Miss(anchor, Refusal(f"the checkpointed body could not be lowered: {why}"))
+        return
+    if not layer.parts:
+        return
+    anchor = next(node for node in layer.parts[0] if is_tensor(node))
+    site = LayerSite(anchor, 0, layers)
+    try:
+        if len(layer.parts) > _MANY_PARTS:
+            barrier = layer.barriers[0]
+            why = f"{len(layer.parts)} parts: %{barrier.node} {barrier.reason}"
+            raise Refusal(f"fall into {why}", at=barrier.node)
+        for part in layer.parts:
+            find_outline(owner.graph, part)
+    except Refusal as refusal:
+        reason = f"{names_of(site)}: {refusal.reason}"
+        yield Miss(anchor, Refusal(reason, refusal.cure, refusal.at))
+    else:
+        yield site
+
+
+def _hidden_values(site: LayerSite) -> int:
+    """Tokens x width: the largest value that enters the layer's first part."""
+    part = set(site.layers[0][1].parts[0])
+    inputs = {arg for node in part for arg in node.all_input_nodes if arg not in part}
+    sizes = [numel_hint(arg) for arg in inputs if _varies(arg)]
+    return max(sizes, default=0)
+
+
+def _varies(node: fx.Node) -> bool:
+    val = tensor_val(node)
+    return val is not None and val.dim() > 2 and val.is_floating_point()
+
+
+def names_of(site: LayerSite) -> str:
+    """``layers.0, layers.2 to layers.5``"""
+    runs: list[list[str]] = []
+    for _, layer in site.layers:
+        stem, _, number = layer.path.rpartition(".")
+        if runs and number.isdecimal() and runs[-1][-1] == f"{stem}.{int(number) - 1}":
+            runs[-1].append(layer.path)
+        else:
+            runs.append([layer.path])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
+# ---------------------------------------------------------------------------- what is done
+def _share(gm: fx.GraphModule, regions: list[Region]) -> int:
+    """Let layers that differ in which inputs need a gradient share one body; count the bodies.
+
+    The first layer's input needs none where the embeddings are frozen. A body of its own would cost
+    its compile time; a gradient that nobody reads costs a few products of one layer.
+    """
+    mine = {region.id for region in regions}
+    calls = [call for call in region_calls(gm) if call.meta["region"].id in mine]
+    alike: dict[str, dict[str, list[fx.Node]]] = {}
+    for call in calls:
+        region = call.meta["region"]
+        alike.setdefault(region.id_without_grads, {}).setdefault(region.id, []).append(call)
+    count = 0
+    for variants in alike.values():
+        total = sum(map(len, variants.values()))
+        widest = max((v[0].meta["region"] for v in variants.values()), key=_num_grads)
+        for group in variants.values():
+            first = group[0].meta["region"]
+            rare = _RARE * len(group) <= total
+            if first.id != widest.id and rare and _covers(widest, first):
+                for call in group:
+                    set_region(call, replace(widest, layer=call.meta["region"].layer))
+            else:
+                count += 1
+    return count
+
+
+def _num_grads(region: Region) -> int:
+    return sum(spec.needs_grad for spec in region.inputs)
+
+
+def _covers(wide: Region, narrow: Region) -> bool:
+    pairs = zip(wide.inputs, narrow.inputs, strict=True)
+    return all(w.needs_grad or not n.needs_grad for w, n in pairs)

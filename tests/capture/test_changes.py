@@ -1,0 +1,132 @@
+"""What changes between two calls of a step is honoured by the next one: hooks, modes, modules."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxrl.compile.step import TrainStep, optimize
+from fxrl.errors import FxrlError
+from tests.capture.mixer import (
+    CONFIG,
+    QUIET,
+    Mixer,
+    assert_matches_eager,
+    assert_same,
+    captures,
+    fused,
+    make_batch,
+    make_model,
+    policy_loss,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+HOOKS: dict[str, Callable[[Mixer], Any]] = {
+    "forward": lambda m: m.mix.register_forward_hook(lambda _, args, out: out * 2),
+    "forward of the model": lambda m: m.register_forward_hook(lambda _, args, out: out * 2),
+    "forward pre": lambda m: m.mix.register_forward_pre_hook(lambda _, args: (args[0] + 1,)),
+    "backward": lambda m: m.mix.register_full_backward_hook(lambda _, gi, go: (gi[0] * 3,)),
+    "backward pre": lambda m: m.mix.register_full_backward_pre_hook(lambda _, go: (go[0] * 3,)),
+    "tensor": lambda m: m.mix.weight.register_hook(lambda grad: grad * 2),
+    "of all modules": lambda m: nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out * 1.5 if module is m.mix else None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_that_comes_and_goes(name: str) -> None:
+    model, batch = make_model(), make_batch()
+    step = optimize(model, policy_loss, QUIET)  # backward hooks end the graph, and it is told
+    assert_matches_eager(step, policy_loss, model, batch)
+    before = step(batch).item()
+    hook = HOOKS[name](model)
+    try:
+        assert_matches_eager(step, policy_loss, model, batch)
+    finally:
+        hook.remove()
+    assert_matches_eager(step, policy_loss, model, batch)
+    assert step(batch).item() == before
+    assert fused(step)
+
+
+def swap(model: Mixer) -> None:
+    model.mix = nn.Sequential(nn.Linear(12, 12, dtype=torch.float64), nn.Tanh())
+
+
+CHANGES: dict[str, Callable[[Mixer], Any]] = {
+    "eval": lambda m: m.eval(),
+    "frozen": lambda m: m.mix.weight.requires_grad_(False),
+    "another parameter": lambda m: setattr(m.mix, "weight", nn.Parameter(m.mix.weight * 2)),
+    "another module": swap,
+    "untied": lambda m: setattr(m.head, "weight", nn.Parameter(m.head.weight.detach().clone())),
+}
+
+
+def test_the_model_may_change() -> None:
+    model, batch = make_model(dropout=0.0), make_batch()
+    step = optimize(model, policy_loss, CONFIG)
+    for change in (lambda m: None, *CHANGES.values()):
+        change(model)
+        assert_matches_eager(step, policy_loss, model, batch)
+    assert fused(step)
+
+
+# ------------------------------------------------------------------------------------- copies
+class Scaled(nn.Module):
+    """A loss with state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return policy_loss(model, batch) * self.scale
+
+
+def pickled(step: TrainStep) -> TrainStep:
+    other: TrainStep = pickle.loads(pickle.dumps(step))
+    return other
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled])
+def test_a_copy_evaluates_the_copied_model_and_loss(make_copy) -> None:
+    batch, loss_fn = make_batch(), Scaled()
+    step = optimize(make_model(), loss_fn, CONFIG)
+    value = step(batch).detach()
+    other = make_copy(step)
+    with torch.no_grad():
+        other.model.mix.weight.mul_(3)
+        other.loss_fn.scale.mul_(5)
+    assert_matches_eager(other, other.loss_fn, other.model, batch)
+    assert fused(other)
+    assert other.config == step.config
+    assert_same(step(batch).detach(), value)
+    assert captures(step) == 1
+
+
+def test_a_shallow_copy_shares_the_model() -> None:
+    step = optimize(make_model(), policy_loss, CONFIG)
+    assert copy.copy(step).model is step.model
+    with pytest.raises(AttributeError):
+        step.model = make_model()  # the captured code would go on with the first one
+
+
+def test_a_loss_that_cannot_be_pickled_is_named_with_a_cure() -> None:
+    step = optimize(make_model(), lambda model, batch: policy_loss(model, batch), CONFIG)
+    with pytest.raises(FxrlError, match=r"loss function cannot: .*<lambda>.*top level of a module"):
+        pickle.dumps(step)
+    assert copy.deepcopy(step).model is not step.model

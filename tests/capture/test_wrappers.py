@@ -1,0 +1,180 @@
+"""Models in wrappers: DDP keeps the rewrite and its gradient sync; others are misses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from fxrl import Config
+from fxrl.capture.wrappers import Wrapper
+from fxrl.compile.step import optimize
+from fxrl.errors import MissedRewriteError
+from fxrl.ir.on_miss import MissedRewriteWarning
+from tests.capture.mixer import (
+    CONFIG,
+    QUIET,
+    Mixer,
+    assert_matches_eager,
+    assert_same,
+    captures,
+    fused,
+    grads,
+    make_batch,
+    make_model,
+    policy_loss,
+)
+
+
+class WithSpare(Mixer):
+    """A module that the forward leaves out: DDP must find its parameters unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
+KINDS: list[tuple[type[Mixer], dict[str, Any]]] = [
+    (Mixer, {}),
+    (Mixer, {"static_graph": True}),
+    (WithSpare, {"find_unused_parameters": True}),
+]
+
+
+def as_ddp_does(rank: int, kind: type[Mixer], options: dict[str, Any]) -> None:
+    """Three synchronised steps, one accumulated without sync: gradients as with eager's DDP."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(kind(), **options)
+    eager = DistributedDataParallel(kind(), **options)
+    eager.load_state_dict(model.state_dict())
+    step = optimize(model, policy_loss, CONFIG)
+
+    def both(seed: int) -> None:
+        batch = make_batch(seed=10 * seed + rank)
+        for loss in (policy_loss(eager, batch), step(batch)):
+            loss.backward()
+
+    for seed in range(3):
+        both(seed)
+        assert_same(grads(model), grads(eager))
+    with model.no_sync(), eager.no_sync():
+        both(3)
+    alone = model.module.mix.weight.grad.clone()
+    both(4)
+    assert_same(grads(model), grads(eager))
+    others = [torch.empty_like(alone) for _ in range(2)]
+    dist.all_gather(others, alone)
+    assert not torch.equal(*others), "no_sync must leave each process its own gradient"
+    assert fused(step)
+    assert captures(step) == 1
+
+
+def process(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    for kind, options in KINDS:
+        as_ddp_does(rank, kind, options)
+    if rank == 0:  # another process takes no part, so any communication would never end
+        model = DistributedDataParallel(make_model(), broadcast_buffers=True, init_sync=False)
+        assert optimize(model, policy_loss, CONFIG).explain(make_batch()).of_kind("applied")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ddp_in_two_processes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(process, (f"file://{tmp_path}/store",), nprocs=2)
+
+
+@pytest.fixture
+def _alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+def test_attributes_and_hooks_of_the_wrapper_are_seen() -> None:
+    """The loss gets the wrapper itself: its type, its module, its own hooks."""
+    model = DistributedDataParallel(make_model())
+    model.register_forward_hook(lambda module, args, logits: logits * 2)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        assert isinstance(model, DistributedDataParallel)
+        return policy_loss(model, batch) + model.module.mix.weight.square().mean()
+
+    step = optimize(model, loss_fn, CONFIG)
+    assert_matches_eager(step, loss_fn, model, make_batch())
+    assert fused(step)
+    assert step.verify(make_batch()).ok
+
+
+@pytest.mark.usefixtures("_alone")
+def test_inputs_move_to_the_wrappers_device() -> None:
+    model = DistributedDataParallel(make_model())
+    model.device_ids, model.device_type = [0], "meta"
+    model.module.to("meta")
+    assert Wrapper(model).inner(make_batch()["ids"]).is_meta
+
+
+def two_devices() -> nn.Module:
+    model = DataParallel(make_model())
+    model.device_ids = [0, 1]
+    return model
+
+
+def sharded() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(make_model(), mesh=init_device_mesh("cpu", (1,)))
+
+
+def nested() -> nn.Module:
+    return nn.Sequential(DistributedDataParallel(make_model()))
+
+
+@pytest.mark.parametrize(
+    ("make", "words", "cure"),
+    [
+        (two_devices, "DataParallel copies", "one process for each device"),
+        (sharded, "FSDP gathers", "DistributedDataParallel"),
+        (nested, "DistributedDataParallel: its forward", "wrap all of the model"),
+    ],
+    ids=["data parallel", "fsdp2", "ddp inside"],
+)
+@pytest.mark.usefixtures("_alone")
+def test_a_closed_wrapper_is_a_miss_with_its_name_and_cure(make, words, cure) -> None:
+    model = make()
+    with pytest.raises(MissedRewriteError, match=words):
+        optimize(model, policy_loss, CONFIG)
+    with pytest.warns(MissedRewriteWarning, match=words):
+        optimize(model, policy_loss, Config())
+    (remark,) = optimize(model, policy_loss, QUIET).report.of_kind("missed")
+    assert words in remark.reason
+    assert cure in remark.cure
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("make", [sharded, nested], ids=["fsdp2", "ddp inside"])
+def test_the_numbers_of_a_closed_wrapper_are_eagers(make) -> None:
+    torch._dynamo.reset()
+    model = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_matches_eager(optimize(model, policy_loss, QUIET), policy_loss, model, make_batch())
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, DataParallel], ids=["compiled", "one device"])
+def test_an_open_wrapper_keeps_the_rewrite(wrap: Any) -> None:
+    torch._dynamo.reset()
+    model = wrap(make_model())
+    step = optimize(model, policy_loss, CONFIG)
+    assert_matches_eager(step, policy_loss, model, make_batch())
+    assert fused(step)

@@ -1,0 +1,164 @@
+"""Kept regions: the cut of the joint graph, in float64, as eager's ops and as Inductor's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxrl.compile.bodies.inductor import InductorOptions
+from fxrl.compile.bodies.trace import TracedBody
+from fxrl.compile.bodies.variants import build_region
+from fxrl.ir.region import InputSpec, Region
+
+
+def draw(*sizes):
+    generator = torch.Generator().manual_seed(sum(sizes))
+    return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+
+def layer(x, norm, w, a, b, out):
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * norm
+    hidden = F.linear(normed, w) + F.linear(F.linear(normed, a), b) * 0.5
+    return [x + F.linear(F.silu(hidden), out), hidden.softmax(-1).sum(-1)]
+
+
+NEEDS = (True, False, False, True, True, False)
+
+
+def inputs(rows=3, length=40):
+    return [draw(rows, length, 8), draw(8), draw(64, 8), draw(2, 8), draw(64, 2), draw(8, 64)]
+
+
+def region_of(function, examples, needs):
+    body = make_fx(function)(*examples)
+    pairs = zip(examples, needs, strict=True)
+    specs = [InputSpec(x, False, need, i > 0) for i, (x, need) in enumerate(pairs)]
+    return Region(body, tuple(specs), "products")
+
+
+def gradients(function, given, needs):
+    live = [x.clone().requires_grad_(need) for x, need in zip(given, needs, strict=True)]
+    outputs = function(live)
+    total = sum((o * torch.arange(o.numel()).view_as(o).to(o.dtype)).sum() for o in outputs[:2])
+    wanted = [x for x in live if x.requires_grad]
+    return [o.detach() for o in outputs[:2]], torch.autograd.grad(total, wanted)
+
+
+def assert_equal(found, wanted, tolerance=1e-12):
+    for f, w in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
+        torch.testing.assert_close(f, w, rtol=tolerance, atol=tolerance * float(w.abs().max()))
+
+
+@pytest.mark.parametrize("decompose", [False, True])
+def test_the_two_halves_are_the_function_and_its_gradient(decompose):
+    region = region_of(layer, inputs(), NEEDS)
+    traced = TracedBody(region, decompose=decompose)
+
+    def run(live):
+        with torch.no_grad():
+            results = traced.forward(*live)
+        grads = [torch.arange(o.numel()).view_as(o).to(o.dtype) for o in results[:2]]
+        places = {"input": live, "output": results, "grad": grads}
+        with torch.no_grad():
+            return results, traced.backward(*(places[kind][i] for kind, i in traced.sources))
+
+    results, grads = run(inputs())
+    wanted = gradients(lambda live: layer(*live), inputs(), NEEDS)
+    assert_equal((results[:2], grads), wanted)
+
+
+def test_weights_are_kept_as_they_are():
+    """The backward reads a weight's transpose; the weight itself lives anyway."""
+    traced = TracedBody(region_of(layer, inputs(), NEEDS), decompose=True)
+    assert {i for kind, i in traced.sources if kind == "input"} >= {2, 5}
+    (output,) = traced.forward.graph.find_nodes(op="output")
+    shapes = [tuple(node.meta["val"].shape) for node in output.args[0]]
+    assert (8, 64) not in shapes
+    assert (64, 8) not in shapes
+
+
+@pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])
+def test_the_op_pair(options):
+    region = region_of(layer, inputs(), NEEDS)
+    kernels = build_region(region, options)
+
+    def run(live):
+        return torch.ops.fxrl.region(live, kernels.key, 0)
+
+    wanted = gradients(lambda live: layer(*live), inputs(), NEEDS)
+    assert_equal(gradients(run, inputs(), NEEDS), wanted, 1e-12 if options is None else 1e-6)
+
+
+def test_operands_of_other_strides_are_taken():
+    region = region_of(layer, inputs(), NEEDS)
+    kernels = build_region(region, None)
+    x, *rest = inputs()
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def run(live):
+        first = live[0].transpose(0, 1).contiguous().transpose(0, 1)
+        return torch.ops.fxrl.region([first, *live[1:]], kernels.key, 0)
+
+    assert not turned.is_contiguous()
+    wanted = gradients(lambda live: layer(*live), [x, *rest], NEEDS)
+    assert_equal(gradients(run, [x, *rest], NEEDS), wanted)
+
+
+def test_only_outputs_carry_a_gradient():
+    region = region_of(layer, inputs(), NEEDS)
+    kernels = build_region(region, None)
+    live = [x.requires_grad_(need) for x, need in zip(inputs(), NEEDS, strict=True)]
+    first, second, *kept = torch.ops.fxrl.region(live, kernels.key, 0)
+    assert first.requires_grad
+    assert second.requires_grad
+    assert kept
+    assert not any(value.requires_grad for value in kept)
+    (grad,) = torch.autograd.grad(first.sum(), live[0])  # the second output's gradient is None
+    assert grad.shape == live[0].shape
+
+
+def test_an_autograd_formula_that_writes_is_made_functional():
+    def indexed(x, w):
+        return [F.linear(x, w)[:, torch.tensor([0, 0, 1])].square()]
+
+    examples = [draw(5, 8), draw(6, 8)]
+    region = region_of(indexed, examples, (True, True))
+    kernels = build_region(region, None)
+    live = [x.clone().requires_grad_() for x in examples]
+    (out,) = torch.ops.fxrl.region(live, kernels.key, 0)[:1]
+    wanted = torch.autograd.grad(indexed(*live)[0].sum(), live)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), live), wanted)
+
+
+def test_a_region_that_needs_no_gradient_has_a_forward_alone():
+    region = region_of(layer, inputs(), (False,) * 6)
+    kernels = build_region(region, None)
+    first, second = torch.ops.fxrl.region(inputs(), kernels.key, 0)
+    wanted = layer(*inputs())
+    torch.testing.assert_close([first, second], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_cast_to_a_wider_dtype_and_back_is_nothing():
+    def adapted(x, w, a, b):
+        wide = x.float()
+        delta = F.linear(F.linear(wide.bfloat16(), a.bfloat16()), b.bfloat16())
+        return [F.linear(x, w) + delta.float().bfloat16()]
+
+    examples = [
+        draw(40, 8).bfloat16(),
+        draw(64, 8).bfloat16(),
+        draw(2, 8).float(),
+        draw(64, 2).float(),
+    ]
+    region = region_of(adapted, examples, (True, False, True, True))
+    traced = TracedBody(region, decompose=True)
+    wide = [n for half in (traced.forward, traced.backward) for n in half.graph.nodes]
+    sizes = [
+        n.meta["val"].numel()
+        for n in wide
+        if "val" in n.meta
+        and n.op == "call_function"
+        and isinstance(n.meta["val"], torch.Tensor)
+        and n.meta["val"].dtype == torch.float32
+    ]
+    assert max(sizes) == 128, "only the adapters' gradients are fp32"

@@ -1,0 +1,101 @@
+"""Engines by name: each makes the model and itself in the order that it needs."""
+
+import typing
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fxrl.engines import ENGINES, EngineError, EngineSpec, TorchEngine, VllmOptions, build_engine
+from fxrl.errors import ConfigError
+from fxrl.models import load_model
+from fxrl.rl.config.tables import TrainConfig
+
+
+def spec(calls, **changes):
+    model, tokenizer = load_model("tiny:qwen3", "fp32")
+
+    def trainable(model):
+        calls.append("trainable")
+        return model.train()
+
+    given = {
+        "load": lambda: calls.append("load") or (model, tokenizer),
+        "folder": lambda: calls.append("folder") or (Path("tiny"), tokenizer),
+        "trainable": trainable,
+        "longest_prompt": lambda tokenizer: 12,
+        "max_tokens": 30,
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "autocast": None,
+        "seed": 3,
+        "tell": calls.append,
+        "stage": lambda text: nullcontext(calls.append(text)),
+    }
+    return EngineSpec(**given | changes)
+
+
+class FakeVllm:
+    def __init__(self, folder, options, *, eos_token_ids, seed):
+        self.calls, self.weight_sync = [], SimpleNamespace(way="fold", reason="no slots")
+        self.options, self.eos_token_ids, self.seed = options, eos_token_ids, seed
+        FakeVllm.last = self
+
+    def shared_model(self, dtype):
+        return load_model("tiny:qwen3", "fp32")[0].to(dtype), "all shared"
+
+    def attach(self, model):
+        self.calls.append("attach")
+
+    def close(self):
+        self.calls.append("close")
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    monkeypatch.setattr("fxrl.engines.vllm.engine.VllmEngine", FakeVllm)
+
+
+def test_the_engines_are_those_that_a_configuration_may_name():
+    hints = typing.get_type_hints(TrainConfig)
+    assert set(typing.get_args(hints["engine"])) == ENGINES.keys()
+
+
+def test_the_embedded_engine_samples_with_the_trainers_model():
+    calls = []
+    model, _, engine = build_engine("torch", spec(calls))
+    assert calls == ["load", "trainable"]
+    assert isinstance(engine, TorchEngine)
+    assert engine.model is model
+    assert model.training
+
+
+def test_vllm_comes_before_the_model_and_is_told_of_it(vllm):
+    calls = []
+    _, tokenizer, engine = build_engine("vllm", spec(calls, autocast=torch.bfloat16))
+    assert [call for call in calls if " " not in call] == ["folder", "trainable"]
+    assert calls[-1] == "rollouts take the trained weights by 'fold': no slots"
+    assert engine.calls == ["attach"]
+    assert (engine.options.max_model_len, engine.options.dtype) == (42, "bfloat16")
+    assert (engine.eos_token_ids, engine.seed) == ([tokenizer.eos_token_id], 3)
+
+
+def test_options_that_are_given_stand(vllm):
+    options = VllmOptions(max_model_len=99, dtype="float16", max_num_seqs=5)
+    _, _, engine = build_engine("vllm", spec([], options=options))
+    assert engine.options == options
+
+
+def test_an_engine_that_cannot_serve_the_device_is_closed(vllm):
+    with pytest.raises(
+        ConfigError, match=r"model.device is cuda, but vLLM .* are on cpu; use auto"
+    ):
+        build_engine("vllm", spec([], device=torch.device("cuda")))
+    assert FakeVllm.last.calls == ["close"]
+
+
+def test_an_unknown_engine_names_the_known_ones():
+    with pytest.raises(EngineError, match="'sglang' is unknown; use one of torch, vllm"):
+        build_engine("sglang", spec([]))

@@ -1,0 +1,336 @@
+"""The fold is the adapter's own function, and afterwards every bit is back, whatever happened."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from fxrl.engines.weights.lora import fold as folding
+from fxrl.engines.weights.lora.fold import (
+    BackupError,
+    Fold,
+    FoldError,
+    RestoreError,
+    folded,
+    require_sound,
+)
+from fxrl.engines.weights.lora.sites import AdapterError
+from tests.engines.weights.lora.lora_models import (
+    assert_same_bits,
+    fill,
+    gpt2,
+    llama,
+    snapshot,
+    with_lora,
+)
+
+IDS = torch.arange(24).view(2, 12)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(IDS).logits
+
+
+@torch.no_grad()
+def base_logits(model):
+    """What an engine sees that knows the weights and not the adapter."""
+    with model.disable_adapter():
+        return model(IDS).logits
+
+
+CASES = {
+    "plain": lambda: with_lora(llama()),
+    "rslora": lambda: with_lora(llama(), use_rslora=True),
+    "patterns": lambda: with_lora(
+        llama(), rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 11}
+    ),
+    "untied head": lambda: with_lora(
+        llama(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"]
+    ),
+    "biases": lambda: with_lora(llama(attention_bias=True)),
+    "transposed": lambda: with_lora(gpt2(), fan_in_fan_out=True),
+    "float64": lambda: with_lora(llama(torch.float64)).double(),
+}
+
+
+@pytest.mark.parametrize("backup", ["device", "host", "auto"])
+@pytest.mark.parametrize("case", CASES)
+def test_folded_weights_are_the_policy_and_come_back(case, backup):
+    model = CASES[case]()
+    want, base, before = logits(model), base_logits(model), snapshot(model)
+    assert not torch.allclose(want, base, atol=1e-3)
+    with folded(Fold(model, backup=backup)) as fold:
+        assert fold.is_applied
+        assert fold.backup_place == ("host" if backup == "host" else "device")
+        torch.testing.assert_close(base_logits(model), want, rtol=1e-5, atol=2e-6)
+    assert not fold.is_applied
+    assert fold.backup_place == ("host" if backup == "host" else None)
+    assert_same_bits(model, before)
+    assert torch.equal(base_logits(model), base)
+    assert set(fold.timings) == {"fold", "restore"}
+
+
+def test_it_is_what_peft_merges():
+    model = with_lora(llama())
+    merged = copy.deepcopy(model).merge_and_unload()
+    with folded(model):
+        ours = {s: p for s, p in model.named_parameters() if "base_layer.weight" in s}
+        for name, parameter in ours.items():
+            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            torch.testing.assert_close(parameter, merged.get_parameter(plain))
+
+
+@pytest.mark.parametrize("fp32_adapter", [True, False])
+def test_bf16_weights_round_once(fp32_adapter):
+    model = with_lora(llama(torch.bfloat16), fp32_adapter=fp32_adapter)
+    before = snapshot(model)
+    fold = Fold(model)
+    with folded(fold):
+        for site in fold._sites:
+            (f,) = site.factors()
+            name = f"base_model.model.{site.name}.base_layer.weight"
+            want = before[name].double() + f.scaling * f.b.double() @ f.a.double()
+            assert (site.weight != want.bfloat16()).float().mean() < 2e-3
+    assert_same_bits(model, before)
+
+
+def test_several_active_adapters_add_up():
+    model = with_lora(llama())
+    model.add_adapter("more", peft.LoraConfig(r=2, lora_alpha=5, target_modules=["q_proj"]))
+    fill(model)
+    model.base_model.set_adapter(["default", "more"])
+    want, before = logits(model), snapshot(model)
+    with folded(model):
+        torch.testing.assert_close(base_logits(model), want, rtol=1e-5, atol=2e-6)
+    assert_same_bits(model, before)
+
+
+def test_dropout_plays_no_part():
+    model = with_lora(llama(), lora_dropout=0.5)
+    want = logits(model.eval())
+    with folded(model.train()):
+        torch.testing.assert_close(base_logits(model.eval()), want, rtol=1e-5, atol=2e-6)
+
+
+def test_the_factors_are_read_at_each_fold_and_a_host_copy_is_made_once(monkeypatch):
+    model = with_lora(llama(torch.bfloat16))
+    before = snapshot(model)
+    saves = []
+    save = folding.HostBackup.save
+    monkeypatch.setattr(folding.HostBackup, "save", lambda self: (saves.append(1), save(self)))
+    fold = Fold(model, backup="host")
+    seen = []
+    for seed in range(3):
+        fill(model, seed)
+        with folded(fold):
+            seen.append(base_logits(model))
+        assert base_weights_equal(model, before)
+    assert len(saves) == 1
+    assert not torch.equal(seen[0], seen[1])
+    # Frozen weights that were changed on purpose are copied anew, not rolled back.
+    with torch.no_grad():
+        fold._sites[0].weight.add_(1)
+    changed = snapshot(model)
+    with folded(fold):
+        pass
+    assert len(saves) == 2
+    assert_same_bits(model, changed)
+
+
+def base_weights_equal(model, before):
+    return all(torch.equal(p, before[n]) for n, p in model.named_parameters() if "lora_" not in n)
+
+
+def test_shared_storages_are_written_in_place():
+    """An engine that holds views of the same bytes sees the fold and the restore."""
+    model = with_lora(llama(), target_modules=["q_proj", "k_proj", "v_proj"])
+    attention = model.base_model.model.model.layers[1].self_attn
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    fused = torch.cat([layer.base_layer.weight for layer in layers]).detach()
+    at = 0
+    for layer in layers:
+        rows = layer.base_layer.out_features
+        layer.base_layer.weight = nn.Parameter(fused[at : at + rows], requires_grad=False)
+        at += rows
+    deltas = torch.cat([layer.get_delta_weight("default") for layer in layers]).detach()
+    original = fused.clone()
+    with folded(model):
+        torch.testing.assert_close(fused, original + deltas)
+    assert torch.equal(fused, original)
+
+
+def test_out_of_order_calls_are_refused():
+    model = with_lora(llama())
+    fold = Fold(model)
+    with pytest.raises(FoldError, match=r"apply\(\) comes first"):
+        fold.restore()
+    fold.apply()
+    for again in (fold, Fold(model), Fold(model.base_model)):
+        with pytest.raises(FoldError, match="restore"):
+            again.apply()
+    with pytest.raises(FoldError, match="folded into the weights now"):
+        require_sound(model)
+    fold.restore()
+    require_sound(model)
+    with pytest.raises(FoldError, match=r"apply\(\) comes first"):
+        fold.restore()
+
+
+def test_restored_also_when_the_rollout_raises():
+    model = with_lora(llama(torch.bfloat16))
+    before = snapshot(model)
+    seen = []
+
+    def rollout():
+        seen.append(base_weights_equal(model, before))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), folded(model):
+        rollout()
+    assert seen == [False]
+    assert_same_bits(model, before)
+
+
+@pytest.mark.parametrize("interrupt", [RuntimeError("device lost"), KeyboardInterrupt()])
+def test_restored_when_the_fold_itself_raises_half_way(interrupt, monkeypatch):
+    model = with_lora(llama())
+    before, real = snapshot(model), folding.merge_all
+
+    def half(merges):
+        real(merges[: len(merges) // 2])
+        raise interrupt
+
+    monkeypatch.setattr(folding, "merge_all", half)
+    fold = Fold(model)
+    with pytest.raises(type(interrupt)):
+        fold.apply()
+    assert not fold.is_applied
+    assert_same_bits(model, before)
+    require_sound(model)
+
+
+@pytest.mark.parametrize("backup", ["device", "host"])
+def test_a_restore_that_missed_a_bit_poisons_the_model(backup, monkeypatch):
+    model = with_lora(llama(torch.bfloat16))
+    kind = folding.DeviceBackup if backup == "device" else folding.HostBackup
+    load = kind.load
+    fold = Fold(model, backup=backup)
+    victim = fold._sites[5]
+
+    def spoiled(self):
+        load(self)
+        victim.weight.view(torch.int16)[3, 7] ^= 1
+
+    monkeypatch.setattr(kind, "load", spoiled)
+    with pytest.raises(RestoreError, match=victim.name.replace(".", r"\.")), folded(fold):
+        pass
+    for attempt in (lambda: require_sound(model), fold.apply, Fold(model).apply):
+        with pytest.raises(RestoreError, match="load the model again"):
+            attempt()
+
+
+def test_an_interrupt_during_the_restore_waits_for_its_end(monkeypatch):
+    model = with_lora(llama(torch.bfloat16))
+    before, load = snapshot(model), folding.DeviceBackup.load
+    calls = []
+
+    def interrupted(self):
+        load(self)
+        calls.append(1)
+        if len(calls) == 1:
+            self._tensors[3].zero_()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(folding.DeviceBackup, "load", interrupted)
+    with pytest.raises(KeyboardInterrupt), folded(model):
+        pass
+    assert_same_bits(model, before)
+    require_sound(model)
+
+
+def test_the_rollouts_own_error_stays_visible_beside_a_failed_restore(monkeypatch):
+    model = with_lora(llama())
+    monkeypatch.setattr(folding.DeviceBackup, "load", lambda self: None)
+    with pytest.raises(RestoreError) as caught, folded(model):
+        raise ValueError("generation failed")
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_a_weight_that_moved_while_folded_is_an_error_and_poisons():
+    model = with_lora(llama())
+    fold = Fold(model)
+    fold.apply()
+    layer = fold._sites[0].layer.get_base_layer()
+    layer.weight.data = layer.weight.data.clone()
+    with pytest.raises(RestoreError, match="another storage"):
+        fold.restore()
+
+
+def test_a_weight_that_moved_before_asks_for_a_new_fold():
+    model = with_lora(llama())
+    fold = Fold(model)
+    model.double()
+    with pytest.raises(FoldError, match="make a new Fold"):
+        fold.apply()
+    with folded(Fold(model)):
+        pass
+
+
+def test_adapters_that_changed_ask_for_a_new_fold():
+    model = with_lora(llama())
+    fold = Fold(model)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.set_adapter("other")
+    with pytest.raises(AdapterError, match="make a new Fold"):
+        fold.apply()
+    model.set_adapter("default")
+    with folded(fold):
+        assert fold.is_applied
+    with model.disable_adapter(), pytest.raises(AdapterError, match="disabled"):
+        fold.apply()
+
+
+def test_full_fine_tuning_has_nothing_to_fold():
+    with pytest.raises(AdapterError, match="no active LoRA adapter"):
+        Fold(llama())
+
+
+def test_a_tied_weight_is_not_folded():
+    with pytest.raises(AdapterError, match="share memory"):
+        Fold(with_lora(llama(tie_word_embeddings=True), target_modules=["lm_head"]))
+
+
+def test_an_unknown_place_is_named():
+    with pytest.raises(BackupError, match="'disk'"):
+        Fold(with_lora(llama()), backup="disk")
+
+
+def test_the_host_serves_where_the_device_is_full(monkeypatch):
+    model = with_lora(llama())
+    before = snapshot(model)
+    monkeypatch.setattr(folding, "free_device_bytes", lambda device: 2**20)
+    with folded(Fold(model)) as fold:
+        assert fold.backup_place == "host"
+    assert_same_bits(model, before)
+
+
+def test_no_memory_at_all_says_so_and_changes_nothing(monkeypatch):
+    model = with_lora(llama())
+    before = snapshot(model)
+
+    def full(tensors):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(folding, "DeviceBackup", full)
+    with pytest.raises(BackupError, match="give the KV cache less"):
+        Fold(model, backup="device").apply()
+    with folded(Fold(model, backup="auto")) as fold:  # fragmented: the host does
+        assert fold.backup_place == "host"
+    monkeypatch.setattr(folding, "HostBackup", full)
+    with pytest.raises(BackupError, match="pinned host memory"):
+        Fold(model, backup="host").apply()
+    assert_same_bits(model, before)
+    require_sound(model)

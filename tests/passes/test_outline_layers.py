@@ -1,0 +1,331 @@
+"""``outline-layers``: layers become regions, once for all that are alike."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+
+import fxrl
+from fxrl.ir.on_miss import MissedRewriteWarning
+from fxrl.ir.plan import Keep, Plan
+from fxrl.ir.printer import print_graph
+from fxrl.ir.region import regions_of
+from fxrl.passes.outline_layers import OutlineLayers
+from tests.passes.layered import Block, Stack, ids_batch, make_stack, square_loss
+from tests.passes.lowered import lowered
+
+ONLY = fxrl.Config(passes=("recompute",), compile_regions=False, on_miss="error")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def graph_of(model, batch=None):
+    return lowered(lambda b: square_loss(model, b), batch or ids_batch())
+
+
+def printed(gm):
+    return re.sub(r"'[0-9a-f]{16}'", "'ID'", print_graph(gm))
+
+
+def plain(report):
+    return "\n".join(re.sub(r" \[[^\]]*\.py:\d+\]", "", str(remark)) for remark in report.remarks)
+
+
+# ---------------------------------------------------------------------------- what it makes
+def test_applied():
+    gm = graph_of(make_stack(2))
+    report = OutlineLayers().run(gm)
+    assert_expected_inline(
+        "\n".join(line for line in printed(gm).splitlines() if "= input" not in line),
+        """\
+%embedding = aten.embedding.default(%model.embed.weight, %b_ids) : f64[2, 5, 8]
+%region_default = fxrl.region.default([%embedding, %model.blocks.0.norm, %model.blocks.0.qkv.q.weight, %model.blocks.0.qkv.k.weight, %model.blocks.0.qkv.v.weight], 'ID', 0) : (f64[10, 8], f64[10, 8], f64[10, 8])
+%getitem = operator.getitem(%region_default, 0) : f64[10, 8]
+%getitem_1 = operator.getitem(%region_default, 1) : f64[10, 8]
+%getitem_2 = operator.getitem(%region_default, 2) : f64[10, 8]
+%_unsafe_view_10 = aten._unsafe_view.default(%getitem, [2, 5, 8]) : f64[2, 5, 8]
+%view_28 = aten.view.default(%_unsafe_view_10, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
+%transpose_10 = aten.transpose.int(%view_28, 1, 2) : f64[2, 2, 5, 4]
+%_unsafe_view_9 = aten._unsafe_view.default(%getitem_1, [2, 5, 8]) : f64[2, 5, 8]
+%view_27 = aten.view.default(%_unsafe_view_9, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
+%transpose_9 = aten.transpose.int(%view_27, 1, 2) : f64[2, 2, 5, 4]
+%_unsafe_view_8 = aten._unsafe_view.default(%getitem_2, [2, 5, 8]) : f64[2, 5, 8]
+%view_26 = aten.view.default(%_unsafe_view_8, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
+%transpose_8 = aten.transpose.int(%view_26, 1, 2) : f64[2, 2, 5, 4]
+%scaled_dot_product_attention_default = aten.scaled_dot_product_attention.default(%transpose_10, %transpose_9, %transpose_8, is_causal=True) : f64[2, 2, 5, 4]
+%region_default_1 = fxrl.region.default([%scaled_dot_product_attention_default, %model.blocks.0.out.weight, %embedding, %model.blocks.0.up.weight, %model.blocks.0.up.bias, %model.blocks.0.down.weight, %model.blocks.0.down.bias], 'ID', 0) : (f64[2, 5, 8])
+%getitem_3 = operator.getitem(%region_default_1, 0) : f64[2, 5, 8]
+%region_default_2 = fxrl.region.default([%getitem_3, %model.blocks.1.norm, %model.blocks.1.qkv.q.weight, %model.blocks.1.qkv.k.weight, %model.blocks.1.qkv.v.weight], 'ID', 0) : (f64[10, 8], f64[10, 8], f64[10, 8])
+%getitem_4 = operator.getitem(%region_default_2, 0) : f64[10, 8]
+%getitem_5 = operator.getitem(%region_default_2, 1) : f64[10, 8]
+%getitem_6 = operator.getitem(%region_default_2, 2) : f64[10, 8]
+%_unsafe_view_13 = aten._unsafe_view.default(%getitem_4, [2, 5, 8]) : f64[2, 5, 8]
+%view_31 = aten.view.default(%_unsafe_view_13, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
+%transpose_13 = aten.transpose.int(%view_31, 1, 2) : f64[2, 2, 5, 4]
+%_unsafe_view_12 = aten._unsafe_view.default(%getitem_5, [2, 5, 8]) : f64[2, 5, 8]
+%view_30 = aten.view.default(%_unsafe_view_12, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
+%transpose_12 = aten.transpose.int(%view_30, 1, 2) : f64[2, 2, 5, 4]
+%_unsafe_view_11 = aten._unsafe_view.default(%getitem_6, [2, 5, 8]) : f64[2, 5, 8]
+%view_29 = aten.view.default(%_unsafe_view_11, [2, 5, 2, 4]) : f64[2, 5, 2, 4]
+%transpose_11 = aten.transpose.int(%view_29, 1, 2) : f64[2, 2, 5, 4]
+%scaled_dot_product_attention_default_1 = aten.scaled_dot_product_attention.default(%transpose_13, %transpose_12, %transpose_11, is_causal=True) : f64[2, 2, 5, 4]
+%region_default_3 = fxrl.region.default([%scaled_dot_product_attention_default_1, %model.blocks.1.out.weight, %getitem_3, %model.blocks.1.up.weight, %model.blocks.1.up.bias, %model.blocks.1.down.weight, %model.blocks.1.down.bias], 'ID', 0) : (f64[2, 5, 8])
+%getitem_7 = operator.getitem(%region_default_3, 0) : f64[2, 5, 8]
+%view_24 = aten.view.default(%getitem_7, [10, 8]) : f64[10, 8]
+%t_12 = aten.t.default(%model.head.weight) : f64[8, 3]
+%addmm_4 = aten.addmm.default(%model.head.bias, %view_24, %t_12) : f64[10, 3]
+%view_25 = aten.view.default(%addmm_4, [2, 5, 3]) : f64[2, 5, 3]
+%pow_3 = aten.pow.Tensor_Scalar(%view_25, 2) : f64[2, 5, 3]
+%mean_2 = aten.mean.default(%pow_3) : f64[]
+return %mean_2""",
+    )
+    assert_expected_inline(
+        plain(report),
+        """applied: outline-layers @ 0:blocks.0-1: blocks.0 to blocks.1 in 4 calls of 2 compiled bodies""",
+    )
+
+
+def test_the_body_of_a_part():
+    gm = graph_of(make_stack(2))
+    OutlineLayers().run(gm)
+    first, _ = regions_of(gm).values()
+    assert_expected_inline(
+        print_graph(first.forward),
+        """\
+%arg0 = input : f64[2, 5, 8]
+%arg1 = input : f64[8]
+%arg2 = input : f64[8, 8]
+%arg3 = input : f64[8, 8]
+%arg4 = input : f64[8, 8]
+%pow_tensor_scalar = aten.pow.Tensor_Scalar(%arg0, 2) : f64[2, 5, 8]
+%mean_dim = aten.mean.dim(%pow_tensor_scalar, [-1], True) : f64[2, 5, 1]
+%add_tensor = aten.add.Tensor(%mean_dim, 1e-06) : f64[2, 5, 1]
+%rsqrt_default = aten.rsqrt.default(%add_tensor) : f64[2, 5, 1]
+%mul_tensor = aten.mul.Tensor(%arg0, %rsqrt_default) : f64[2, 5, 8]
+%mul_tensor_1 = aten.mul.Tensor(%mul_tensor, %arg1) : f64[2, 5, 8]
+%t_default = aten.t.default(%arg2) : f64[8, 8]
+%view_default = aten.view.default(%mul_tensor_1, [10, 8]) : f64[10, 8]
+%mm_default = aten.mm.default(%view_default, %t_default) : f64[10, 8]
+%t_default_1 = aten.t.default(%arg3) : f64[8, 8]
+%view_default_1 = aten.view.default(%mul_tensor_1, [10, 8]) : f64[10, 8]
+%mm_default_1 = aten.mm.default(%view_default_1, %t_default_1) : f64[10, 8]
+%t_default_2 = aten.t.default(%arg4) : f64[8, 8]
+%view_default_2 = aten.view.default(%mul_tensor_1, [10, 8]) : f64[10, 8]
+%mm_default_2 = aten.mm.default(%view_default_2, %t_default_2) : f64[10, 8]
+return %mm_default, %mm_default_1, %mm_default_2""",
+    )
+
+
+def test_a_checkpointed_body_is_outlined_inside():
+    gm = graph_of(make_stack(3, checkpointed=True))
+    report = OutlineLayers().run(gm)
+    assert_expected_inline(
+        plain(report),
+        """applied: outline-layers @ 0:blocks.0-2: blocks.0 to blocks.2 in 6 calls of 2 compiled bodies""",
+    )
+    assert "fxrl.region" not in printed(gm).split("@")[0]
+    assert len(regions_of(gm)) == 2
+
+
+def test_layers_that_differ_are_sites_of_their_own():
+    torch.manual_seed(0)
+    blocks = [Block(scale=1.0 if i % 2 else 0.5) for i in range(4)]
+    gm = graph_of(Stack(blocks).double())
+    report = OutlineLayers().run(gm)
+    assert_expected_inline(
+        plain(report),
+        """\
+applied: outline-layers @ 0:blocks.0-2: blocks.0, blocks.2 in 4 calls of 2 compiled bodies
+applied: outline-layers @ 0:blocks.1-3: blocks.1, blocks.3 in 4 calls of 2 compiled bodies""",
+    )
+
+
+# ---------------------------------------------------------------------------- what it leaves
+class ManyPieces(nn.Module):
+    """A layer that attends again and again: parts too small to pay."""
+
+    def forward(self, x):
+        for _ in range(9):
+            x = torch.tanh(x * 2 + 1)
+            x = F.scaled_dot_product_attention(x, x, x)
+        return x
+
+
+def missed(gm):
+    """The report of a miss, which leaves the graph alone and names the model's line."""
+    before = print_graph(gm)
+    report = OutlineLayers().run(gm)
+    assert print_graph(gm) == before
+    assert re.search(r"test_outline_layers\.py:\d+$", report.remarks[0].source)
+    return report
+
+
+def test_missed_too_many_parts():
+    gm = graph_of(Stack([ManyPieces(), ManyPieces()]).double())
+    assert_expected_inline(
+        plain(missed(gm)),
+        """missed: outline-layers @ 0:blocks.0/mul: blocks.0 to blocks.1: fall into 9 parts: %scaled_dot_product_attention_default is attention, whose kernel the call chooses (at %scaled_dot_product_attention_default)""",
+    )
+
+
+@pytest.fixture
+def look():
+    """A library's op that returns a view of its input, which PyTorch cannot make functional."""
+    library = torch.library.Library("fxrl_recompute_test", "FRAGMENT")
+    library.define("look(Tensor(a) x) -> Tensor(a)")
+    library.impl("look", lambda x: x.view(x.shape), "CompositeExplicitAutograd")
+    torch.library.register_fake("fxrl_recompute_test::look", lambda x: x.view(x.shape), lib=library)
+    yield torch.ops.fxrl_recompute_test.look
+    library._destroy()
+
+
+class Looking(nn.Module):
+    """A layer that gates by what an op of a library sees."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def forward(self, x):
+        return torch.tanh(x * 2 + 1) * torch.sigmoid(self.look(x.detach()))
+
+
+def test_missed_body_that_cannot_be_lowered(look):
+    gm = graph_of(Stack([Looking(look), Looking(look)], checkpointed=True).double())
+    assert_expected_inline(
+        plain(missed(gm)).partition(". We only support")[0],  # the rest is PyTorch's advice
+        """missed: outline-layers @ 0:blocks.0/mul.x: the checkpointed body could not be lowered: RuntimeError: Found a custom (non-ATen) operator whose output has alias annotations: fxrl_recompute_test::look(Tensor(a) x) -> Tensor(a)""",
+    )
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, so that its caller can do something in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, *, back):
+        return torch.tanh(self.down(x)) + x if back else F.silu(self.up(x))
+
+
+class DropoutBetween(Stack):
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(F.dropout(block(x, back=False), 0.5), back=True)
+        return self.head(x)
+
+
+def test_missed_random_numbers_between_the_calls_of_a_layer():
+    gm = graph_of(DropoutBetween([Twice(), Twice()]).double())
+    assert_expected_inline(
+        plain(missed(gm)),
+        """missed: outline-layers @ 0:blocks.0.up/view: blocks.0 to blocks.1: %native_dropout (aten.native_dropout.default) draws random numbers, which a recompute would draw again (at %native_dropout)""",
+    )
+
+
+class Halves(nn.Module):
+    """A layer that treats halves of the tokens apart; no input says how many these are."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y, half = self.linear(x), int(x.shape[1] * 0.5)
+        return torch.tanh(torch.cat([y[:, :half] * 2, torch.sigmoid(y[:, half:])], 1)) * torch.exp(
+            x
+        )
+
+
+class AttentionThenHalves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.halves = nn.Linear(8, 8), Halves()
+
+    def forward(self, x):
+        x = F.silu(self.gate(x)) * x
+        return self.halves(F.scaled_dot_product_attention(x, x, x))
+
+
+def varying_length(rows=4, length=6):
+    batch = ids_batch(rows, length)
+    torch._dynamo.mark_dynamic(batch["ids"], 1)
+    return batch
+
+
+def test_missed_size_that_no_input_has():
+    gm = graph_of(Stack([Halves(), Halves()]).double(), varying_length())
+    before = print_graph(gm)
+    report = OutlineLayers().run(gm)
+    assert_expected_inline(
+        re.sub(r"\bs\d+", "s", plain(report)),
+        """missed: outline-layers @ 0:blocks.0-1: %trunc = TruncToInt(0.5*ToFloat(s)) cannot be read off the input tensors (at %trunc)""",
+    )
+    assert print_graph(gm) == before
+    assert not regions_of(gm)
+    assert re.search(r"test_outline_layers\.py:\d+$", report.remarks[0].source)
+
+
+def test_a_part_that_cannot_be_outlined_is_left_and_named():
+    gm = graph_of(Stack([AttentionThenHalves(), AttentionThenHalves()]).double(), varying_length())
+    report = OutlineLayers().run(gm)
+    assert_expected_inline(
+        re.sub(r"\bs\d+", "s", plain(report)),
+        """applied: outline-layers @ 0:blocks.0-1: blocks.0 to blocks.1 in 2 calls of 1 compiled bodies; 2 parts run op by op: %trunc = TruncToInt(0.5*ToFloat(s)) cannot be read off the input tensors""",
+    )
+    assert printed(gm).count("fxrl.region.default") == 2
+    assert printed(gm).count("aten.tanh.default") == 2
+
+
+def test_missed_by_the_plan():
+    gm = graph_of(make_stack(2))
+    before = print_graph(gm)
+    (remark,) = OutlineLayers().run(gm).remarks
+    gm = graph_of(make_stack(2))
+    plan = Plan({remark.site: Keep("the plan keeps it")})
+    assert_expected_inline(
+        plain(OutlineLayers().run(gm, plan)),
+        """missed: outline-layers @ 0:blocks.0-1: the plan keeps it""",
+    )
+    assert print_graph(gm) == before
+
+
+@pytest.mark.parametrize(
+    "outline", [OutlineLayers({"cpu": 81}), OutlineLayers(compile_regions=False)]
+)
+def test_declined(outline):
+    gm = graph_of(make_stack(2))
+    before = print_graph(gm)
+    (remark,) = outline.run(gm).remarks
+    assert remark.kind == "analysis"
+    assert ("80 hidden values" in remark.reason) == bool(outline.least_hidden)
+    assert print_graph(gm) == before
+
+
+def test_nothing_repeats_no_remark():
+    gm = lowered(lambda x: torch.tanh(x * 2 + 1).square().mean(), torch.randn(3, 4))
+    assert OutlineLayers().run(gm).remarks == ()
+
+
+def test_small_models_on_a_cpu_are_left_by_default():
+    model = make_stack(2)
+    step = fxrl.optimize(model, square_loss, fxrl.Config(on_miss="error"))
+    step(ids_batch())
+    (remark,) = (r for r in step.report.remarks if r.pass_name == "outline-layers")
+    assert remark.kind == "analysis"
+    assert "blocks.0 to blocks.1 run op by op: 80 hidden values" in remark.reason
+
+
+def test_the_warning_names_what_stays():
+    config = fxrl.Config(passes=("recompute",), compile_regions=False)
+    model = Stack([ManyPieces(), ManyPieces()]).double()
+    with pytest.warns(MissedRewriteWarning, match="fall into"):
+        fxrl.optimize(model, square_loss, config)(ids_batch())

@@ -1,0 +1,286 @@
+"""The passes that respell a graph: what they make, what they leave and why, and equal numbers."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch.utils.checkpoint import checkpoint
+
+from fxrl.ir.printer import print_graph
+from fxrl.passes.drop_unused_inputs import DropUnusedInputs
+from fxrl.passes.eliminate_noops import EliminateNoops
+from fxrl.passes.fold_broadcast_products import FoldBroadcastProducts
+from fxrl.passes.group_queries import GroupQueries
+from fxrl.passes.open_loss_checkpoints import OpenLossCheckpoints
+from fxrl.passes.rebatch_loops import RebatchLoops
+from fxrl.passes.restore_causal_attention import RestoreCausalAttention
+from fxrl.passes.tensorize_floats import TensorizeFloats
+from tests.passes.lowered import lowered, runnable
+
+
+def draw(*sizes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*sizes, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+def rewritten(one, function, *args):
+    """The graph after one pass, its remarks; numbers and gradients equal eager's."""
+    gm = lowered(function, *args, respelled=False)
+    report = one.run(gm)
+    assert {remark.kind for remark in report.remarks} <= {"analysis"}, "a fact, no win and no loss"
+    assert_equals_eager(gm, function, args)
+    return gm, report
+
+
+def assert_equals_eager(gm, function, args):
+    inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    names = [n.name for n in gm.graph.find_nodes(op="placeholder") if "val" in n.meta]
+    assert len(names) >= len(inputs)
+    given = dict(zip(function.__code__.co_varnames, args, strict=False))
+    values = [next(v for k, v in given.items() if f"_{k}_" in f"_{n.lower()}_") for n in names]
+    found, wanted = runnable(gm)(*values), function(*args)
+    found = found[0] if isinstance(found, (tuple, list)) else found
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    leaves = [x for x in inputs if x.requires_grad]
+    if leaves:
+        pairs = [torch.autograd.grad(y.square().sum(), leaves) for y in (found, wanted)]
+        torch.testing.assert_close(pairs[0], pairs[1], rtol=1e-11, atol=1e-11)
+
+
+def body(gm):
+    """The graph without its inputs."""
+    return "\n".join(line for line in print_graph(gm).splitlines() if "= input" not in line)
+
+
+def reasons(report):
+    return "\n".join(re.sub(r"_\d+\b", "", remark.reason) for remark in report.remarks)
+
+
+# ---------------------------------------------------------------------------- tensorize-floats
+def test_a_float_of_the_batch_stays_a_tensor():
+    def scaled(x, t):
+        return x / t.item()
+
+    gm, report = rewritten(TensorizeFloats(), scaled, draw(2, 3), torch.tensor(0.7).double())
+    assert "_local_scalar_dense" not in print_graph(gm)
+    assert_expected_inline(reasons(report), """1 numbers stay tensors""")
+
+
+def test_arithmetic_of_floats_follows():
+    def scaled(x, t, s):
+        return x * (2 - t.item() * s.item())
+
+    args = draw(2, 3), torch.tensor(0.7).double(), torch.tensor(0.2).double()
+    gm, report = rewritten(TensorizeFloats(), scaled, *args)
+    assert "_local_scalar_dense" not in print_graph(gm)
+    assert_expected_inline(reasons(report), """2 numbers stay tensors""")
+
+
+def test_a_number_for_an_op_that_takes_numbers_stays():
+    def clamped(x, t):
+        return x.clamp(max=t.item())
+
+    gm, _ = rewritten(TensorizeFloats(), clamped, draw(2, 3), torch.tensor(0.7).double())
+    assert "_local_scalar_dense" in print_graph(gm)
+
+
+def test_no_floats_no_remark():
+    assert not rewritten(TensorizeFloats(), lambda x: x * 2, draw(2, 3))[1].remarks
+
+
+# ---------------------------------------------------------------------------- rebatch-loops
+def test_a_loop_over_sequences_runs_on_all():
+    def loop(x):
+        return torch.stack([torch.logsumexp(row.exp(), -1) for row in x])
+
+    gm, report = rewritten(RebatchLoops(), loop, draw(3, 4, 5))
+    assert_expected_inline(
+        body(gm),
+        """\
+%exp_default = aten.exp.default(%x) : f64[3, 4, 5]
+%logsumexp_default = aten.logsumexp.default(%exp_default, [-1]) : f64[3, 4]
+return %logsumexp_default""",
+    )
+    assert_expected_inline(reasons(report), """a loop over 3 sequences runs on all at once""")
+
+
+@pytest.mark.parametrize(
+    ("loop", "reason"),
+    [
+        (lambda x: torch.stack([x[0].exp(), x[1].sin()]), "not computed by the same ops"),
+        (lambda x: torch.stack([x[0].sum(-1), x[1].sum(0)[:4]]), "not computed by the same ops"),
+        (lambda x: torch.stack([x[0] * 2, x[1] * 3]), "different arguments"),
+        (lambda x: torch.stack([x[0].cumsum(0), x[1].cumsum(0)]), "not known to act within"),
+        (lambda x: torch.stack([x[0].sum(0) * x[0], x[1].sum(0) * x[1]]), "broadcast against"),
+    ],
+)
+def test_other_stacks_stay_and_say_why(loop, reason):
+    def stacked(x):
+        return loop(x)
+
+    gm = lowered(stacked, draw(2, 4, 5), respelled=False)
+    before = body(gm)
+    report = RebatchLoops().run(gm)
+    gm.graph.eliminate_dead_code()
+    assert reason in reasons(report)
+    assert body(gm) == before
+
+
+def test_a_stack_of_other_things_is_no_loop():
+    assert not rewritten(RebatchLoops(), lambda x: torch.stack([x.sum(), x.mean()]), draw(3))[
+        1
+    ].remarks
+
+
+# ---------------------------------------------------------------------------- fold-broadcast
+def test_one_weight_for_the_batch_is_one_product():
+    def sliced(x, w):
+        return x[:, :-1] @ w
+
+    gm, report = rewritten(FoldBroadcastProducts(), sliced, draw(2, 4, 3), draw(3, 5))
+    assert "aten.bmm" not in print_graph(gm)
+    assert "aten.mm" in print_graph(gm)
+    assert_expected_inline(reasons(report), """""")
+
+
+def test_einsum_of_one_matrix_is_one_product():
+    def einsum(x, w):
+        return torch.einsum("th,vh->tv", x, w)
+
+    gm, _ = rewritten(FoldBroadcastProducts(), einsum, draw(4, 3), draw(5, 3))
+    assert "aten.bmm" not in print_graph(gm)
+
+
+def test_a_matrix_for_each_sequence_stays():
+    gm, report = rewritten(
+        FoldBroadcastProducts(), lambda x, w: torch.bmm(x, w), draw(2, 4, 3), draw(2, 3, 5)
+    )
+    assert "aten.bmm" in print_graph(gm)
+    assert not report.remarks
+
+
+# ---------------------------------------------------------------------------- open-loss-checkpoints
+def picked(x, w, ids):
+    return torch.log_softmax(x @ w, -1).gather(-1, ids[:, None])
+
+
+def test_a_checkpointed_head_is_opened():
+    def loss(x, w, ids):
+        return checkpoint(picked, x, w, ids, use_reentrant=False)
+
+    ids = torch.tensor([1, 0, 4, 2])
+    gm, report = rewritten(OpenLossCheckpoints(), loss, draw(4, 3), draw(3, 5), ids)
+    assert "tag_activation_checkpoint" not in print_graph(gm)
+    assert_expected_inline(
+        reasons(report), """a checkpointed loss is opened: the head's own rewrite takes its place"""
+    )
+
+
+def test_another_checkpoint_stays():
+    def layer(x, w):
+        return checkpoint(lambda x, w: torch.tanh(x @ w), x, w, use_reentrant=False)
+
+    gm = lowered(layer, draw(4, 3), draw(3, 3), respelled=False)
+    assert not OpenLossCheckpoints().run(gm).remarks
+    assert "tag_activation_checkpoint" in print_graph(gm)
+
+
+# ---------------------------------------------------------------------------- group-queries
+def repeated(features):
+    def attend(x):
+        rows, groups, length, _ = x.shape
+        keys = x[:, :, None].expand(rows, groups, 2, length, features)
+        keys = keys.reshape(rows, 2 * groups, length, features)
+        return F.scaled_dot_product_attention(keys.sin(), keys, keys)
+
+    return attend
+
+
+def test_repeated_keys_are_taken_back():
+    gm, report = rewritten(GroupQueries(), repeated(4), draw(2, 3, 5, 4))
+    assert "enable_gqa=True" in print_graph(gm)
+    assert_expected_inline(
+        reasons(report), """attention takes grouped queries: keys and values are not repeated"""
+    )
+
+
+def test_heads_that_no_kernel_takes_grouped_stay():
+    gm, report = rewritten(GroupQueries(), repeated(257), draw(1, 1, 2, 257))
+    assert "enable_gqa=True" not in print_graph(gm)
+    assert_expected_inline(
+        reasons(report), """heads of 257 features: no fused kernel takes them grouped"""
+    )
+
+
+# ---------------------------------------------------------------------------- eliminate-noops
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (lambda x: x.view(2, 6).view(3, 4).sin(), ["view"] * 0 + ["sin"]),
+        (lambda x: x.reshape(-1, 1).select(1, 0).sin(), ["reshape", "sin"]),
+        (lambda x: x.view(12).view(2, 6).sin(), ["reshape", "sin"]),
+        (lambda x: x.float().double().sin(), ["_to_copy", "_to_copy", "sin"]),
+        (lambda x: x.detach().sin() * x, ["detach", "sin", "mul"]),
+    ],
+)
+def test_what_gives_back_its_operand_is_left_out(function, left):
+    def call(x):
+        return function(x)
+
+    gm = lowered(call, draw(3, 4), respelled=False)
+    EliminateNoops().run(gm)
+    assert_equals_eager(gm, call, [draw(3, 4)])
+    names = [n.target._schema.name[6:] for n in gm.graph.nodes if n.op == "call_function"]
+    assert names == left
+
+
+def test_a_cast_to_a_wider_dtype_and_back_is_nothing():
+    def cast(x):
+        return x.float().to(torch.bfloat16).sin()
+
+    x = draw(3, 4).to(torch.bfloat16).detach()
+    gm = lowered(cast, x, respelled=False)
+    report = EliminateNoops().run(gm)
+    assert_expected_inline(
+        body(gm),
+        """\
+%sin = aten.sin.default(%x) : bf16[3, 4]
+return %sin""",
+    )
+    assert_expected_inline(reasons(report), """a call that does nothing is left out""")
+    assert torch.equal(gm(x)[0] if isinstance(gm(x), tuple) else gm(x), cast(x))
+
+
+def test_what_the_graph_returns_stays():
+    gm = lowered(lambda x: x.view(2, 6).view(3, 4), draw(3, 4), respelled=False)
+    assert not EliminateNoops().run(gm).remarks
+
+
+def test_a_detach_is_nothing_where_gradients_are_values():
+    gm = lowered(lambda x: x.detach().sin(), draw(3, 4), respelled=False)
+    EliminateNoops(differentiated=True).run(gm)
+    assert "detach" not in print_graph(gm)
+
+
+# ---------------------------------------------------------------------------- drop-unused-inputs
+def attend(x, mask):
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def test_a_mask_that_nobody_reads_is_not_kept():
+    def checkpointed(x):
+        at = torch.arange(x.shape[2])
+        return checkpoint(attend, x, at[None, :] <= at[:, None], use_reentrant=False)
+
+    gm = lowered(checkpointed, draw(2, 3, 5, 4), respelled=False)
+    assert not DropUnusedInputs().run(gm).remarks
+    RestoreCausalAttention().run(gm)
+    report = DropUnusedInputs().run(gm)
+    assert_expected_inline(
+        reasons(report), """a checkpointed call does not keep what it does not read"""
+    )
+    (call,) = (n for n in gm.graph.nodes if "checkpoint" in str(n.target))
+    assert len(call.args) == 2
+    assert_equals_eager(gm, checkpointed, [draw(2, 3, 5, 4)])
