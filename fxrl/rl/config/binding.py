@@ -16,6 +16,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from fxrl.errors import ConfigError
@@ -140,34 +141,31 @@ def bind(
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {rest: {}} if rest else {}
     for key, value in table.items():
-        name = f"{path}{key}"
-        if key in fields:
-            known = len(problems)
-            found = _convert(hints[key], value, name, problems, suggest)
-            if len(problems) == known:
-                values[key] = found
-        elif rest:
-            values[rest][key] = value.value if isinstance(value, Text) else value
+        name, plain = f"{path}{key}", value.value if isinstance(value, Text) else value
+        if key not in fields:
+            if rest:
+                values[rest][key] = plain
+            else:
+                problems.append(f"{name}: no such key{suggest(name)}")
+        elif (inner := _dataclass_in(hints[key])) and isinstance(plain, Mapping):
+            made = bind(inner, plain, problems, path=f"{name}.", suggest=suggest)
+            if made is not None:
+                values[key] = made
         else:
-            problems.append(f"{name}: no such key{suggest(name)}")
-    complete = True
-    for key, field in fields.items():
-        if key not in values and _required(field):
-            complete = False
-            if key not in table:
-                problems.append(f"{path}{key}: missing; it has no default")
-    made = _construct(cls, values, problems, path) if complete else None
-    return made if len(problems) == before else None
-
-
-def _construct(cls: type[T], values: dict[str, Any], problems: list[str], path: str) -> T | None:
-    """Runs the dataclass's own checks, also where some key was wrong: those may find more."""
-    try:
-        return cls(**values)
+            try:
+                values[key] = _fit(hints[key], value)
+            except TypeError:
+                problems.append(f"{name}={plain!r} is not {_spell(hints[key])}")
+    missing = [key for key in fields if key not in values and _required(fields[key])]
+    problems += [f"{path}{key}: missing; it has no default" for key in missing if key not in table]
+    if missing:
+        return None
+    try:  # also where some key was wrong: the class's own checks may find more
+        found = cls(**values)
     except ConfigError as error:
         lines = str(error).splitlines()
         problems += [line if path and line.startswith(path) else f"{path}{line}" for line in lines]
-        return None
+    return found if len(problems) == before else None
 
 
 def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
@@ -214,59 +212,44 @@ def _dataclass_in(hint: Any) -> type[Any] | None:
     return None
 
 
-def _convert(
-    hint: Any, value: Any, name: str, problems: list[str], suggest: Callable[[str], str]
-) -> Any:
-    """``value`` as type ``hint``; a problem (and the value itself) where it does not fit."""
-    inner = _dataclass_in(hint)
-    plain = value.value if isinstance(value, Text) else value
-    if inner is not None and isinstance(plain, Mapping):
-        return bind(inner, plain, problems, path=f"{name}.", suggest=suggest)
-    found, fits = _fit(hint, value)
-    if not fits:
-        problems.append(f"{name}={plain!r} is not {_spell(hint)}")
-    return found
+def _fit(hint: Any, value: Any) -> Any:
+    """``value`` as type ``hint``.
 
-
-def _fit(hint: Any, value: Any) -> tuple[Any, bool]:
-    """``(value as hint, True)`` or ``(value, False)``."""
+    Raises:
+        TypeError: it does not fit.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     plain = value.value if isinstance(value, Text) else value
     if origin in (typing.Union, types.UnionType):
         for kind in args:
-            found, fits = _fit(kind, value)
-            if fits:
-                return found, True
-        return plain, False
-    if origin is Literal:
+            with suppress(TypeError):
+                return _fit(kind, value)
+    elif origin is Literal:
         if isinstance(value, Text) and value.raw in args:
-            return value.raw, True  # "none" may be one of the words
-        return plain, plain in args and type(plain) in {type(arg) for arg in args}
-    if origin is tuple:
-        return _fit_tuple(args, plain)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return plain, isinstance(plain, Mapping)
-    return _fit_scalar(hint, value, plain)
+            return value.raw  # "none" may be one of the words
+        if any(plain == arg and type(plain) is type(arg) for arg in args):
+            return plain
+    elif origin is tuple and isinstance(plain, list | tuple):
+        kinds = args[:1] * len(plain) if args[-1] is Ellipsis else args
+        if len(kinds) == len(plain):
+            return tuple(_fit(kind, item) for kind, item in zip(kinds, plain, strict=True))
+    elif origin is None:
+        return _fit_scalar(hint, value, plain)
+    elif isinstance(plain, Mapping) and issubclass(origin, Mapping):
+        return plain
+    raise TypeError
 
 
-def _fit_tuple(args: tuple[Any, ...], plain: Any) -> tuple[Any, bool]:
-    if not isinstance(plain, list | tuple):
-        return plain, False
-    kinds = args[:1] * len(plain) if args[-1] is Ellipsis else args
-    found = [_fit(kind, item) for kind, item in zip(kinds, plain, strict=False)]
-    return tuple(item for item, _ in found), len(kinds) == len(plain) and all(f for _, f in found)
-
-
-def _fit_scalar(hint: Any, value: Any, plain: Any) -> tuple[Any, bool]:
+def _fit_scalar(hint: Any, value: Any, plain: Any) -> Any:
     if hint is Any:
-        return plain, True
-    if hint is type(None):
-        return None, plain is None
-    if hint is str and isinstance(value, Text) and value.value is not None:
-        return (plain if isinstance(plain, str) else value.raw), True
-    if hint is float and isinstance(plain, int) and not isinstance(plain, bool):
-        return float(plain), True
-    return plain, isinstance(plain, hint) and isinstance(plain, bool) == (hint is bool)
+        return plain
+    if hint is str and isinstance(value, Text) and plain is not None:
+        return plain if isinstance(plain, str) else value.raw
+    if hint is float and type(plain) is int:
+        return float(plain)
+    if isinstance(plain, hint) and isinstance(plain, bool) == (hint is bool):
+        return plain
+    raise TypeError
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}

@@ -15,12 +15,13 @@ cancelled first, so one that only waits goes away cleanly.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fxrl.errors import ConfigError
 from fxrl.rl.config.binding import nearest
@@ -28,6 +29,9 @@ from fxrl.rl.config.named import keywords_of, load_function, wrong_keywords
 from fxrl.rl.data.limits import Background, TimeLimitError, call_with_limit
 from fxrl.rl.errors import RewardError
 from fxrl.rl.types import Row
+
+if TYPE_CHECKING:
+    from fxrl.rl.config.tables import RewardConfig
 
 RewardFunction = Callable[..., Any]
 GRACE_S = 1.0
@@ -289,39 +293,29 @@ def reward_problems(functions: Sequence[str], params: Mapping[str, Any]) -> list
     return lines
 
 
-def build_rewards(
-    functions: Sequence[str],
-    weights: Sequence[float] | None,
-    params: Mapping[str, Any],
-    *,
-    extract: str | None,
-    answer: str,
-    score: ScoreAnswer | None,
-    rules: CallRules | None = None,
-    per_group: bool = False,
-) -> list[Reward]:
-    """The run's rewards; keywords of a ``module:function`` reach it as further columns."""
-    rules = rules or CallRules()
-    ours = {"extract": extract, "answer": answer, "score": score}
-    rewards = []
-    for name, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
-        keywords = dict(params.get(name, {}))
+def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) -> list[Reward]:
+    """The run's rewards; keywords of a ``module:function`` reach it as further columns.
+
+    Args:
+        config: ``[reward]``.
+        answer: column with the right answer.
+        score: reasoning-gym's judge, if the questions are its.
+    """
+    rules = CallRules(config.timeout_s, config.retries, config.on_error)
+    ours = {"extract": config.extract, "answer": answer, "score": score}
+    rewards: list[Reward] = []
+    weights = config.weights or [1.0] * len(config.functions)
+    for name, weight in zip(config.functions, weights, strict=True):
+        keywords = dict(config.params.get(name, {}))
         if name in BUILT_IN:
             factory = BUILT_IN[name]
             takes = keywords_of(factory) or ()
             function = factory(**{k: v for k, v in ours.items() if k in takes}, **keywords)
             rewards.append(Reward(name, function, weight, rules, per_group=True))
         else:
-            function = _with_keywords(load_function(name), keywords)
+            function = functools.partial(load_function(name), **keywords)
             short = name.partition(":")[2]
             taken = short in {reward.name for reward in rewards}
-            rewards.append(Reward(name if taken else short, function, weight, rules, per_group))
+            label = name if taken else short
+            rewards.append(Reward(label, function, weight, rules, config.per_group))
     return rewards
-
-
-def _with_keywords(function: RewardFunction, keywords: Mapping[str, Any]) -> RewardFunction:
-    if not keywords:
-        return function
-    import functools
-
-    return functools.partial(function, **keywords)

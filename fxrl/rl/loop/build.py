@@ -1,11 +1,4 @@
-"""Builds everything a run needs from its configuration, the cheap parts first.
-
-NOTE [Model and engine, in the order that each needs]
-The embedded engine samples with the trainer's own model, so the model comes first. vLLM owns the
-weights: it loads them, the trainer's model is made over its storages, the adapter goes on top, and
-then the engine is told which model's policy it serves. Only then may an optimizer be made, since it
-refers to the parameters.
-"""
+"""Builds everything a run needs from its configuration, the cheap parts first."""
 
 from __future__ import annotations
 
@@ -19,18 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from fxrl import optimize
-from fxrl.engines import Built, Engine, EngineSpec, build_engine
+from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.models import load_model, lora
-from fxrl.models.folder import model_folder
+from fxrl.models.load import model_folder
 from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.data.prompts import PromptBuilder, question_text
 from fxrl.rl.data.questions import PromptStream, Source, Split, read_source, split_rows
-from fxrl.rl.data.rewards import CallRules, Reward, build_rewards
+from fxrl.rl.data.rewards import Reward, build_rewards
 from fxrl.rl.drift import loss_measures
 from fxrl.rl.errors import BadConfigError
 from fxrl.rl.loop.scoring import Scorer, reference
@@ -108,16 +100,7 @@ def read_questions(config: TrainConfig) -> Questions:
         num_shots=data.few_shot,
         seed=data.seed,
     )
-    rewards = build_rewards(
-        config.reward.functions,
-        config.reward.weights,
-        config.reward.params,
-        extract=config.reward.extract,
-        answer=data.answer,
-        score=source.score,
-        rules=CallRules(config.reward.timeout_s, config.reward.retries, config.reward.on_error),
-        per_group=config.reward.per_group,
-    )
+    rewards = build_rewards(config.reward, data.answer, source.score)
     names = [reward.name for reward in rewards]
     if config.eval.reward is not None and config.eval.reward not in names:
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
@@ -132,77 +115,100 @@ def build_parts(
     Raises:
         ModelError, FetchError: no such model.
         ConfigError: something does not go together with this model.
+        EngineError: vLLM is not installed, or cannot be built; the message has the cure.
     """
     device = pick_device(config.model.device)
     prompts = functools.partial(
         PromptBuilder, config.data, questions.source.prompt, questions.split.shots
     )
+    wanted = config.model
+    what = f"{wanted.id} ({wanted.dtype}, {device})"
 
-    def longest_prompt(tokenizer: Any) -> int:
-        return _longest_prompt(prompts(tokenizer), questions.split, config)
+    def load() -> tuple[nn.Module, Any]:
+        with reporter.stage(f"loading {what}") as say:
+            model, tokenizer = load_model(
+                wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
+            )
+        if tokenizer is None:
+            raise ConfigError(
+                f"model.id={wanted.id!r} has no tokenizer; give a folder that has one"
+            )
+        return model, tokenizer
 
-    policy = build_policy(config, device, run_dir, longest_prompt, reporter)
+    def folder() -> tuple[Path, Any]:
+        with reporter.stage(f"finding {what}") as say:
+            return model_folder(
+                wanted.id, run_dir / "model", dtype=wanted.dtype, seed=config.seed, on_progress=say
+            )
+
+    spec = EngineSpec(
+        load=load,
+        folder=folder,
+        trainable=functools.partial(_trainable, config=config),
+        longest_prompt=lambda tokenizer: _longest_prompt(
+            prompts(tokenizer), questions.split, config
+        ),
+        max_tokens=config.sampling.max_tokens,
+        device=device,
+        dtype=getattr(torch, wanted.dtype),
+        autocast=wanted.autocast_dtype,
+        seed=config.seed,
+        tell=reporter.message,
+        stage=reporter.stage,
+        options=getattr(config, config.engine, None),  # the table of the engine's name
+    )
+    model, tokenizer, engine = build_engine(config.engine, spec)
     try:
-        builder = prompts(policy.tokenizer)
-        return _around(policy, builder, config, questions, run_dir, device, reporter.stage)
+        builder = prompts(tokenizer)
+        rollouter = Rollouter(engine, builder, questions.rewards, config, tokenizer, reporter.stage)
+        return _around(model, rollouter, questions, run_dir, device)
     except BaseException:
-        policy.engine.close()
+        engine.close()
         raise
 
 
 def _around(
-    policy: Built,
-    builder: PromptBuilder,
-    config: TrainConfig,
+    model: nn.Module,
+    rollouter: Rollouter,
     questions: Questions,
     run_dir: Path,
     device: torch.device,
-    stage: Stage,
 ) -> RunParts:
     """What goes around model and engine."""
-    model, tokenizer, engine = policy
-    autocast = config.model.autocast_dtype
+    config = rollouter.config
     make_step: Callable[..., Any] = functools.partial(optimize, config=config.fxrl)
     if not config.optimize:
         make_step = _plain
-    wrap = functools.partial(with_autocast, device_type=device.type, dtype=autocast)
+    wrap = functools.partial(
+        with_autocast, device_type=device.type, dtype=config.model.autocast_dtype
+    )
+    sampling = config.sampling
     loss_fn = build_loss(
         config.loss.name,
         config.loss.options,
-        temperature=config.sampling.temperature,
-        max_tokens=config.sampling.max_tokens,
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
     )
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(config.optim, parameters)
-    schedule: LRScheduler = build_schedule(
-        config.optim, optimizer, config.steps * config.num_iterations
-    )
     scorer = functools.partial(
-        Scorer, optimize=make_step, temperature=config.sampling.temperature, wrap=wrap
+        Scorer, optimize=make_step, temperature=sampling.temperature, wrap=wrap
     )
     old_policy = scorer(model) if config.num_iterations > 1 else None
     needs_reference = bool(config.loss.options.get("beta", 0.0))
     ref_model, context = reference(model) if needs_reference else (model, None)
     return RunParts(
         model=model,
-        tokenizer=tokenizer,
-        engine=engine,
+        tokenizer=rollouter.tokenizer,
+        engine=rollouter.engine,
         questions=questions,
-        rollouter=Rollouter(
-            engine,
-            builder,
-            questions.rewards,
-            config.sampling,
-            tokenizer,
-            config.engine_retries,
-            stage,
-        ),
+        rollouter=rollouter,
         stream=PromptStream(len(questions.split.train), config.seed, shuffle=config.data.shuffle),
         updater=Updater(
             step=make_step(model, wrap(loss_fn)),
             parameters=parameters,
             optimizer=optimizer,
-            schedule=schedule,
+            schedule=build_schedule(config.optim, optimizer, config.steps * config.num_iterations),
             loss=config.loss,
             max_grad_norm=config.optim.max_grad_norm,
             max_nonfinite=config.max_nonfinite,
@@ -211,8 +217,27 @@ def _around(
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
         probe=None if loss_measures(config.loss.name) else old_policy or scorer(model),
-        stage=stage,
+        stage=rollouter.stage,
     )
+
+
+def _trainable(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """With its adapter and checkpointing, in train mode."""
+    wanted = config.model
+    if wanted.lora is not None:
+        model = lora(
+            model,
+            wanted.lora.r,
+            wanted.lora.alpha,
+            wanted.lora.targets,
+            dropout=wanted.lora.dropout,
+            seed=config.seed,
+        )
+    if wanted.gradient_checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        if wanted.lora is not None:
+            model.enable_input_require_grads()  # type: ignore[operator]
+    return model.train()
 
 
 MANY_ROWS = 20_000
@@ -257,77 +282,3 @@ def with_autocast(
 
 def _plain(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[[Batch], Any]:
     return functools.partial(loss_fn, model)
-
-
-LongestPrompt = Callable[[Any], int]
-"""From the tokenizer to the tokens of the longest prompt of the run."""
-
-
-def build_policy(
-    config: TrainConfig,
-    device: torch.device,
-    run_dir: Path,
-    longest_prompt: LongestPrompt,
-    reporter: Reporter,
-) -> Built:
-    """Model, tokenizer and engine of a run.
-
-    Raises:
-        ModelError, FetchError: no such model.
-        ConfigError: the model has no tokenizer.
-        EngineError: vLLM is not installed, or cannot be built; the message has the cure.
-    """
-    wanted = config.model
-    what = f"{wanted.id} ({wanted.dtype}, {device})"
-
-    def load() -> tuple[nn.Module, Any]:
-        with reporter.stage(f"loading {what}") as say:
-            model, tokenizer = load_model(
-                wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
-            )
-        if tokenizer is None:
-            raise ConfigError(
-                f"model.id={wanted.id!r} has no tokenizer; give a folder that has one"
-            )
-        return model, tokenizer
-
-    def folder() -> tuple[Path, Any]:
-        with reporter.stage(f"finding {what}") as say:
-            return model_folder(
-                wanted.id, run_dir / "model", dtype=wanted.dtype, seed=config.seed, on_progress=say
-            )
-
-    spec = EngineSpec(
-        load=load,
-        folder=folder,
-        trainable=functools.partial(_trainable, config=config),
-        longest_prompt=longest_prompt,
-        max_tokens=config.sampling.max_tokens,
-        device=device,
-        dtype=getattr(torch, wanted.dtype),
-        autocast=wanted.autocast_dtype,
-        seed=config.seed,
-        tell=reporter.message,
-        stage=reporter.stage,
-        options=getattr(config, config.engine, None),  # the table of the engine's name
-    )
-    return build_engine(config.engine, spec)
-
-
-def _trainable(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """With its adapter and checkpointing, in train mode."""
-    wanted = config.model
-    if wanted.lora is not None:
-        model = lora(
-            model,
-            wanted.lora.r,
-            wanted.lora.alpha,
-            wanted.lora.targets,
-            dropout=wanted.lora.dropout,
-            seed=config.seed,
-        )
-    if wanted.gradient_checkpointing:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
-        if wanted.lora is not None:
-            model.enable_input_require_grads()  # type: ignore[operator]
-    return model.train()

@@ -58,7 +58,7 @@ class TrainingIteration:
             FxrlError: something failed; the attributes say how far it got.
         """
         clock, parts, config = self.clock, self.parts, self.config
-        rollout = self.rollout = parts.rollouter.rollout(self._take, config, self._state, clock)
+        rollout = self.rollout = parts.rollouter.rollout(self._take, self._state, clock)
         self.engine_state = parts.engine.state_dict()
         with ExitStack() as standby:
             with clock.phase("release"):

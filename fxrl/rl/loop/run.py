@@ -17,7 +17,7 @@ from fxrl.rl.loop import checkpoint
 from fxrl.rl.loop.build import Questions, build_parts, pick_device, read_questions, seed_everything
 from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
 from fxrl.rl.loop.trainer import Trainer
-from fxrl.rl.report.files import METRICS, keep_trying, read_lines, try_to_write, why
+from fxrl.rl.report.files import METRICS, read_lines, try_to_write, why
 from fxrl.rl.report.plots import plot_curves, plot_times
 from fxrl.rl.report.progress import Reporter
 
@@ -105,13 +105,7 @@ def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
         (run_dir / "summary.json").write_text(jsonlib.dumps(values, indent=1) + "\n")
 
     with reporter.stage("saving: the trained model"):
-        keep_trying(
-            write,
-            "the trained model",
-            reporter.message,
-            retries=config.disk_retries,
-            wait_s=config.disk_wait_s,
-        )
+        trainer.for_sure(write, "the trained model", reporter)
     reporter.summary(values)
     return 0
 

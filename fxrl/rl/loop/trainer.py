@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
@@ -21,6 +20,8 @@ from fxrl.rl.report.progress import Reporter
 from fxrl.rl.rollout.judge import TrainerState
 from fxrl.rl.rollout.rollouter import evaluate
 from fxrl.rl.types import Metrics, Rollout
+
+T = TypeVar("T")
 
 
 class Trainer:
@@ -93,8 +94,8 @@ class Trainer:
                     tell(f"step {self.done}: {warning}")
                 reporter.step(record, samples)
                 self._save_if_due(reporter, last=self.done == config.steps or bool(stop))
-            self._for_sure(metrics.flush, str(metrics.path), reporter)
-            self._for_sure(completions.flush, str(completions.path), reporter)
+            self.for_sure(metrics.flush, str(metrics.path), reporter)
+            self.for_sure(completions.flush, str(completions.path), reporter)
         finally:
             metrics.close()
             completions.close()
@@ -105,7 +106,7 @@ class Trainer:
         """At the end for sure; else a full disk only puts it off to after the next step."""
         every = self.config.save_every
         if last:
-            self._for_sure(self.save, "the checkpoint", reporter)
+            self.for_sure(self.save, "the checkpoint", reporter)
         elif self._save_due or (every and self.done % every == 0):
             try:
                 self.save()
@@ -114,15 +115,10 @@ class Trainer:
                 self._save_due = True
                 reporter.message(f"{error}; the run goes on, and tries again after the next step")
 
-    def _for_sure(self, action: Any, what: str, reporter: Reporter) -> Any:
-        config = self.config
-        return keep_trying(
-            action,
-            what,
-            reporter.message,
-            retries=config.disk_retries,
-            wait_s=config.disk_wait_s,
-        )
+    def for_sure(self, action: Callable[[], T], what: str, reporter: Reporter) -> T:
+        """``keep_trying`` as the configuration says."""
+        retries, wait_s = self.config.disk_retries, self.config.disk_wait_s
+        return keep_trying(action, what, reporter.message, retries=retries, wait_s=wait_s)
 
     def save(self) -> Path:
         """Writes a checkpoint of the present state."""
@@ -195,9 +191,8 @@ class Trainer:
             which = " after its updates; the state with them"
         else:
             which = "; the state before it"
-        saving = functools.partial(self._save, state)
         try:
-            saved = self._for_sure(saving, "the checkpoint", reporter)
+            saved = self.for_sure(lambda: self._save(state), "the checkpoint", reporter)
             metrics.flush()
         except (StorageError, OSError) as failure:
             error.add_note(
@@ -220,9 +215,6 @@ class Trainer:
         record |= self._evaluation(number)
         return record, rollout
 
-    def _trainer_state(self, step: int) -> TrainerState:
-        return TrainerState(step, self.config.steps, self.parts.stream.epoch)
-
     def _evaluation(self, number: int) -> Metrics:
         found = self._evaluate() if self._evaluation_due(number) else {}
         return self.initial | found if number == 1 else found
@@ -242,13 +234,8 @@ class Trainer:
     def _evaluate(self) -> Metrics:
         rows = self.parts.questions.split.held_out
         with self.parts.stage(f"evaluating: {len(rows)} held-out questions"):
-            return evaluate(
-                self.parts.rollouter,
-                rows,
-                self.config.eval,
-                self.config.data.answer,
-                self._trainer_state(self.done),
-            )
+            state = TrainerState(self.done, self.config.steps, self.parts.stream.epoch)
+            return evaluate(self.parts.rollouter, rows, state)
 
     def _evaluate_untrained(self, board: TensorBoard | None) -> None:
         """Before the first step; written into its line as ``eval/initial_*``."""

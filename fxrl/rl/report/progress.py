@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -31,8 +31,6 @@ Stage = Callable[[str], AbstractContextManager[Say]]
 """``with stage("compiling: 3 bodies") as say: ...; say("compiling: 2 of 3 bodies")``. What is being
 done until the block ends; stages nest, and ``say`` gives the innermost other words. A log gets a
 line where the words before the colon are new, so numbers that change belong behind it."""
-
-
 QUIET_S = 10.0
 """A log in which nothing was written for so long gets a line that says what is being done."""
 
@@ -64,62 +62,8 @@ def jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Reporter(Protocol):
-    """How a run tells what happens; used as a context manager around all of it."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...
-    def stage(self, text: str) -> AbstractContextManager[Say]:
-        """See ``Stage``."""
-
-    def begin(self, total: int, done: int) -> None:
-        """The loop begins: ``total`` steps, ``done`` of them by a run that is resumed."""
-
-    def message(self, text: str) -> None:
-        """A sentence for the user."""
-
-    def report(self, report: Report) -> None:
-        """What ``fxrl.optimize`` did, after the first step."""
-
-    def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """One step's metrics and sample completions."""
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """The end of the run."""
-
-
-class _Stages:
-    """The stages that are open, innermost last, as [words, since when].
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock, self.start = clock, clock()
-        self.open: list[tuple[str, float]] = []
-
-    @contextmanager
-    def stage(self, text: str) -> Iterator[Say]:
-        """See ``Stage``."""
-        depth, since = len(self.open), self.clock()
-
-        def say(words: str) -> None:
-            self.open[depth:] = [(words, since)]
-            self.changed()
-
-        say(text)
-        try:
-            yield say
-        finally:
-            del self.open[depth:]
-
-    def changed(self) -> None:
-        """There are new words."""
-
-
-class _Log(_Stages):
-    """Stages as lines: new ones at once, the present one again after ``QUIET_S``.
+class Reporter:
+    """How a run tells people what happens; used as a context manager around all of it.
 
     Args:
         console: where to.
@@ -127,8 +71,76 @@ class _Log(_Stages):
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(clock)
-        self.console = console
+        self.console, self.clock, self.start = console, clock, clock()
+        self.open: list[tuple[str, float]] = []  # stages, innermost last: words, since when
+        self.total = self.done = 0
+        self._samples: Sequence[Mapping[str, Any]] = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.show_last()
+
+    @contextmanager
+    def stage(self, text: str) -> Iterator[Say]:
+        """See ``Stage``."""
+        depth, kind, since = len(self.open), "", self.clock()
+
+        def say(words: str) -> None:
+            nonlocal kind, since
+            if (new := words.partition(":")[0]) != kind:
+                kind, since = new, self.clock()
+            self.open[depth:] = [(words, since)]
+            self.changed(kind, words)
+
+        say(text)
+        try:
+            yield say
+        finally:
+            del self.open[depth:]
+
+    def changed(self, kind: str, words: str) -> None:
+        """What is being done has new words; those before the colon are its ``kind``."""
+
+    def begin(self, total: int, done: int) -> None:
+        """The loop begins: ``total`` steps, ``done`` of them by a run that is resumed."""
+        self.total, self.done = total, done
+
+    def message(self, text: str) -> None:
+        """A sentence for the user."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def report(self, report: Report) -> None:
+        """What ``fxrl.optimize`` did, after the first step."""
+        self.console.print(report)
+
+    def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """One step's metrics and sample completions."""
+        self.done, self._samples = record["step"], samples or self._samples
+
+    def show_last(self) -> None:
+        """What was seen last, once, to stay."""
+        if self._samples:
+            self.console.print(completions_table(self._samples))
+        self._samples = ()
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """The end of the run."""
+        self.show_last()
+        table = Table(title="summary", show_header=False)
+        for name, value in values.items():
+            shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+            table.add_row(name, Text(shown))
+        self.console.print(table)
+
+
+class LogReporter(Reporter):
+    """Lines: in a log file, a pipe, a notebook. What is being done gets one where it is new, and
+    again after ``QUIET_S`` without any."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock)
         self._known: set[str] = set()
         self._written = self.start
         self._over = threading.Event()
@@ -141,6 +153,7 @@ class _Log(_Stages):
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._ticker.join()
+        self.show_last()
 
     def _tick_on(self) -> None:
         while not self._over.wait(1.0):
@@ -148,125 +161,65 @@ class _Log(_Stages):
 
     def tick(self) -> None:
         """Called every second, by a thread."""
-        now, present = self.clock(), self.open[-1:]
-        if present and now - self._written >= QUIET_S:
-            [(words, since)] = present
+        now = self.clock()
+        for words, since in self.open[-1:] if now - self._written >= QUIET_S else ():
             self.stage_line(f"{words} ({now - since:.0f} s)", now - self.start)
 
-    def changed(self) -> None:
-        words, _ = self.open[-1]
-        if (known := words.partition(":")[0]) not in self._known:
-            self._known.add(known)
+    def changed(self, kind: str, words: str) -> None:
+        if kind not in self._known:
+            self._known.add(kind)
             self.stage_line(words, self.clock() - self.start)
 
     def stage_line(self, text: str, seconds: float) -> None:
         """Writes that ``text`` is being done, ``seconds`` after the start."""
-        raise NotImplementedError
+        self.message(f"{seconds:6.1f} s  {text}")
 
-    def write(self, text: str) -> None:
-        """A line, exactly."""
+    def message(self, text: str) -> None:
         self._written = self.clock()
         self.console.out(text, highlight=False)
 
+    def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        words = [f"{name} {_cell(record, key, form)}" for name, key, form in COLUMNS[1:]]
+        shown = "  ".join(word for word in words if not word.endswith(" -"))
+        self.message(f"step {record['step']}/{self.total}  {shown}  ({time_line(record)})")
+        if samples and not self._samples:
+            self.console.print(completions_table(samples))
+        super().step(record, samples)
 
-class JsonReporter(_Log):
+
+class JsonReporter(LogReporter):
     """One JSON object per event; a step's line is its line of ``metrics.jsonl``."""
 
     def _line(self, event: str, values: Mapping[str, Any]) -> None:
         plain = {key: jsonable(value) for key, value in values.items()}
-        self.write(json.dumps({"event": event, **plain}))
+        super().message(json.dumps({"event": event, **plain}))
 
     def stage_line(self, text: str, seconds: float) -> None:
-        """See ``_Log``."""
         self._line("stage", {"text": text, "elapsed_s": round(seconds, 1)})
 
-    def begin(self, total: int, done: int) -> None:
-        """See ``Reporter``; each step's line has its number."""
-
     def message(self, text: str) -> None:
-        """See ``Reporter``."""
         self._line("message", {"text": text})
 
     def report(self, report: Report) -> None:
-        """See ``Reporter``."""
         for line in report.to_json().splitlines():
             self._line("remark", json.loads(line))
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """See ``Reporter``."""
         self._line("step", record)
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """See ``Reporter``."""
         self._line("summary", values)
 
 
-class LogReporter(_Log):
-    """Lines for people: a log file, a pipe, a notebook."""
+class LiveReporter(Reporter):
+    """A view on a terminal that is drawn anew several times a second, whatever the run does."""
 
-    total = 0
-    _samples: Sequence[Mapping[str, Any]] = ()
-
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
-        self._last_samples()
-
-    def stage_line(self, text: str, seconds: float) -> None:
-        """See ``_Log``."""
-        self.write(f"{seconds:6.1f} s  {text}")
-
-    def begin(self, total: int, done: int) -> None:
-        """See ``Reporter``."""
-        self.total = total
-
-    def message(self, text: str) -> None:
-        """See ``Reporter``."""
-        self.write(text)
-
-    def report(self, report: Report) -> None:
-        """See ``Reporter``."""
-        self.console.print(report)
-
-    def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """See ``Reporter``."""
-        words = [f"{name} {_cell(record, key, form)}" for name, key, form in COLUMNS[1:]]
-        shown = "  ".join(word for word in words if not word.endswith(" -"))
-        self.write(f"step {record['step']}/{self.total}  {shown}  ({time_line(record)})")
-        if samples and not self._samples:
-            self.console.print(completions_table(samples))
-        self._samples = samples or self._samples
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """See ``Reporter``."""
-        self._last_samples()
-        self.console.print(summary_table(values))
-
-    def _last_samples(self) -> None:
-        if self._samples:
-            self.console.print(completions_table(self._samples))
-        self._samples = ()
-
-
-class LiveReporter(_Stages):
-    """A view on a terminal that is drawn anew several times a second, whatever the run does.
-
-    Args:
-        console: a terminal.
-    """
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self.console = console
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock)
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=RECENT_STEPS)
-        self._samples: Sequence[Mapping[str, Any]] = ()
         self._spinner = Spinner("dots")
-        self._bar = Progress(
-            TextColumn("[bold]training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        )
+        columns = (TextColumn("[bold]training"), BarColumn(), MofNCompleteColumn())
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=console)
         self._live = Live(
             console=console, transient=True, get_renderable=self.view, refresh_per_second=4
         )
@@ -277,15 +230,15 @@ class LiveReporter(_Stages):
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
-        self._last_steps()
+        self.show_last()
 
     def view(self) -> Group:
         """What is being done, on top where no small window hides it; then the last steps."""
         views: list[Any] = []
         for words, since in self.open[-1:]:
             now = self.clock()
-            seconds = f"{words}  {now - since:.0f} s  ({now - self.start:.0f} s in all)"
-            self._spinner.update(text=Text(seconds, no_wrap=True, overflow="ellipsis"))
+            text = f"{words}  {now - since:.0f} s  ({now - self.start:.0f} s in all)"
+            self._spinner.update(text=Text(text, no_wrap=True, overflow="ellipsis"))
             views.append(self._spinner)
         if self._bar.tasks:
             views.append(self._bar)
@@ -296,36 +249,19 @@ class LiveReporter(_Stages):
         return Group(*views)
 
     def begin(self, total: int, done: int) -> None:
-        """See ``Reporter``."""
+        super().begin(total, done)
         self._bar.add_task("train", total=total, completed=done)
 
-    def message(self, text: str) -> None:
-        """See ``Reporter``."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def report(self, report: Report) -> None:
-        """See ``Reporter``."""
-        self.console.print(report)
-
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """See ``Reporter``."""
+        super().step(record, samples)
         self._recent.append(record)
-        self._samples = samples or self._samples
-        self._bar.update(self._bar.task_ids[0], completed=record["step"])
+        self._bar.update(self._bar.task_ids[0], completed=self.done)
 
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """See ``Reporter``."""
-        self._last_steps()
-        self.console.print(summary_table(values))
-
-    def _last_steps(self) -> None:
-        """What the view showed last, to stay on the screen."""
+    def show_last(self) -> None:
         if self._recent:
             self.console.print(steps_table(self._recent))
-        if self._samples:
-            self.console.print(completions_table(self._samples))
         self._recent.clear()
-        self._samples = ()
+        super().show_last()
 
 
 def reporter_on(console: Console, *, json: bool) -> Reporter:
@@ -338,10 +274,10 @@ def reporter_on(console: Console, *, json: bool) -> Reporter:
 
 def steps_table(records: Sequence[Mapping[str, Any]] | deque[Mapping[str, Any]]) -> Table:
     """The last steps, a row each; columns without any value are left out."""
-    table = Table()
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # all columns in 80 characters
     used = [c for c in COLUMNS if any(record.get(c[1]) is not None for record in records)]
     for name, _, _ in used:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for record in records:
         table.add_row(*(_cell(record, key, form) for _, key, form in used))
     return table
@@ -367,15 +303,6 @@ def completions_table(samples: Sequence[Mapping[str, Any]]) -> Table:
         reward = "-" if sample["reward"] is None else f"{sample['reward']:.2f}"
         completion = Text(repr(sample["completion"])[1:-1])
         table.add_row(prompt, completion, reward, f"{sample['advantage']:+.2f}")
-    return table
-
-
-def summary_table(values: Mapping[str, Any]) -> Table:
-    """What the run came to."""
-    table = Table(title="summary", show_header=False)
-    for name, value in values.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        table.add_row(name, Text(shown))
     return table
 
 

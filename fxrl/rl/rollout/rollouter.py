@@ -14,15 +14,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 
 from fxrl.engines import Completion, Engine, GenerateTimeoutError, SamplingParams
 from fxrl.engines.engine import OnFinished
 from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
-from fxrl.rl.config.tables import EvalConfig, SamplingConfig, TrainConfig
+from fxrl.rl.config.tables import SamplingConfig, TrainConfig
 from fxrl.rl.data.prompts import Prompt, PromptBuilder
 from fxrl.rl.data.questions import majority_baseline
 from fxrl.rl.data.rewards import Reward, combine
@@ -35,35 +35,22 @@ ENGINE_SYNC = ("fold", "restore", "sync")
 """Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """Completions with their texts and rewards; all lists have one entry per completion."""
+class Drawn(NamedTuple):
+    """One completion, judged.
 
-    completions: list[Completion]
-    texts: list[str]
-    prompts: list[Prompt]
-    by_function: dict[str, list[float | None]]
-    totals: list[float]
+    Attributes:
+        completion: as the engine gave it.
+        text: of it, without special tokens.
+        prompt: as the rewards saw it.
+        values: of each reward function; ``None`` where it does not apply.
+        total: their weighted sum, NaN where none applied.
+    """
 
-    def and_also(self, other: Judged) -> Judged:
-        """Both, one behind the other."""
-        return Judged(
-            self.completions + other.completions,
-            self.texts + other.texts,
-            self.prompts + other.prompts,
-            {name: values + other.by_function[name] for name, values in self.by_function.items()},
-            self.totals + other.totals,
-        )
-
-    def only(self, rows: Sequence[int]) -> Judged:
-        """Those numbered ``rows``."""
-        return Judged(
-            [self.completions[row] for row in rows],
-            [self.texts[row] for row in rows],
-            [self.prompts[row] for row in rows],
-            {name: [values[row] for row in rows] for name, values in self.by_function.items()},
-            [self.totals[row] for row in rows],
-        )
+    completion: Completion
+    text: str
+    prompt: Prompt
+    values: dict[str, float | None]
+    total: float
 
 
 class Rollouter:
@@ -73,9 +60,8 @@ class Rollouter:
         engine: rollout engine.
         builder: rows to prompts and tokens.
         rewards: reward functions.
-        sampling: how to draw.
+        config: of the run.
         tokenizer: decodes completions.
-        retries: further tries of a generation that took too long.
         stage: says what is being done.
     """
 
@@ -84,35 +70,25 @@ class Rollouter:
         engine: Engine,
         builder: PromptBuilder,
         rewards: Sequence[Reward],
-        sampling: SamplingConfig,
+        config: TrainConfig,
         tokenizer: Any,
-        retries: int = 0,
         stage: Stage = silent,
     ) -> None:
-        self.stage = stage
         self.engine, self.builder, self.rewards = engine, builder, rewards
-        self.sampling, self.tokenizer, self.retries = sampling, tokenizer, retries
+        self.config, self.tokenizer, self.stage = config, tokenizer, stage
         self._retried: list[str] = []
 
     def params(self, *, n: int, greedy: bool = False, seed: int | None = None) -> SamplingParams:
         """``[sampling]`` with ``n`` completions; ``greedy`` overrides the temperature."""
-        return SamplingParams(
-            n=n,
-            temperature=0.0 if greedy else self.sampling.temperature,
-            top_p=self.sampling.top_p,
-            top_k=self.sampling.top_k,
-            min_p=self.sampling.min_p,
-            max_tokens=self.sampling.max_tokens,
-            seed=seed,
-            ignore_eos=self.sampling.ignore_eos,
-            min_tokens=self.sampling.min_tokens,
-            stop_token_ids=self.sampling.stop_token_ids,
-            extra=self.sampling.extra,
-        )
+        given = {f.name: getattr(self.config.sampling, f.name) for f in fields(SamplingConfig)}
+        del given["num_generations"]
+        if greedy:
+            given["temperature"] = 0.0
+        return SamplingParams(n=n, seed=seed, **given)
 
-    def judge(
+    def draw(
         self, rows: Sequence[Row], params: SamplingParams, state: TrainerState, clock: Clock
-    ) -> Judged:
+    ) -> list[Drawn]:
         """``params.n`` completions of each row and what every reward function says of them.
 
         Raises:
@@ -132,14 +108,19 @@ class Rollouter:
         clock.move("generate", "sync", sum(new.get(name, 0.0) for name in ENGINE_SYNC))
         with clock.phase("reward"), self.stage(f"judging: {total} completions"):
             verdict = judge.verdict(groups)
-        weights = [reward.weight for reward in self.rewards]
-        return Judged(
-            completions=[completion for group in groups for completion in group],
-            texts=verdict.texts,
-            prompts=[prompt for prompt in prompts for _ in range(params.n)],
-            by_function=verdict.by_function,
-            totals=combine(list(verdict.by_function.values()), weights),
+        columns = list(verdict.by_function.values())
+        each = zip(
+            (completion for group in groups for completion in group),
+            verdict.texts,
+            (prompt for prompt in prompts for _ in range(params.n)),
+            (
+                dict(zip(verdict.by_function, row, strict=True))
+                for row in zip(*columns, strict=True)
+            ),
+            combine(columns, [reward.weight for reward in self.rewards]),
+            strict=True,
         )
+        return [Drawn(*parts) for parts in each]
 
     def _generate(
         self,
@@ -149,7 +130,7 @@ class Rollouter:
         say: Say,
     ) -> tuple[Judge, list[list[Completion]]]:
         """Draws, again where that took too long; each try draws the same."""
-        for left in reversed(range(self.retries + 1)):
+        for left in reversed(range(self.config.engine_retries + 1)):
             judge, sampler = new_judge(), self.engine.state_dict()
             finished = _counted(judge.finished, len(ids) * params.n, say)
             try:
@@ -168,7 +149,6 @@ class Rollouter:
     def rollout(
         self,
         take: Callable[[int], Sequence[Row]],
-        config: TrainConfig,
         state: Callable[[], TrainerState],
         clock: Clock,
     ) -> Rollout:
@@ -176,14 +156,14 @@ class Rollouter:
 
         Args:
             take: the next so many training rows.
-            config: the run's.
             state: the run's, once the rows have been taken.
             clock: of the step.
         """
+        config = self.config
         num, wanted = config.sampling.num_generations, config.prompts_per_step
         params = self.params(n=num)
-        judged = self.judge(take(wanted), params, state(), clock)
-        kept = self._kept(judged, config)
+        drawn = self.draw(take(wanted), params, state(), clock)
+        kept = self._kept(drawn)
         refills = 0
         while (
             config.dynamic_sampling == "refill"
@@ -191,27 +171,26 @@ class Rollouter:
             and refills < config.max_refills
         ):
             rows = take(wanted - len(kept) // num)
-            judged = judged.and_also(self.judge(rows, params, state(), clock))
-            kept = self._kept(judged, config)
+            drawn += self.draw(rows, params, state(), clock)
+            kept = self._kept(drawn)
             refills += 1
-        metrics = _metrics(judged, num)
+        metrics = _metrics(drawn, num)
         if config.dynamic_sampling != "off":
             metrics |= {
-                "dynamic_sampling/num_dropped": (len(judged.totals) - len(kept)) / num,
+                "dynamic_sampling/num_dropped": (len(drawn) - len(kept)) / num,
                 "dynamic_sampling/num_refills": float(refills),
             }
-        trained = judged if len(kept) == len(judged.totals) else judged.only(kept)
-        lengths = [len(c.token_ids) for c in judged.completions]
+        totals, sampled = [d.total for d in kept], sum(len(d.completion.token_ids) for d in drawn)
         return Rollout(
-            completions=trained.completions,
-            advantages=_advantages(trained.totals, config),
-            rewards=trained.totals,
-            texts=trained.texts,
-            prompts=trained.prompts,
-            by_function=trained.by_function,
+            completions=[d.completion for d in kept],
+            advantages=_advantages(totals, config),
+            rewards=totals,
+            texts=[d.text for d in kept],
+            prompts=[d.prompt for d in kept],
+            by_function={r.name: [d.values[r.name] for d in kept] for r in self.rewards},
             metrics=metrics,
-            num_tokens=sum(len(c.prompt_token_ids) for c in judged.completions) + sum(lengths),
-            num_completion_tokens=sum(lengths),
+            num_tokens=sum(len(d.completion.prompt_token_ids) for d in drawn) + sampled,
+            num_completion_tokens=sampled,
         )
 
     def failures(self) -> list[str]:
@@ -221,14 +200,13 @@ class Rollouter:
             failures.clear()
         return told
 
-    def _kept(self, judged: Judged, config: TrainConfig) -> list[int]:
+    def _kept(self, drawn: Sequence[Drawn]) -> list[Drawn]:
         """Completions to train on: of the groups that teach something."""
-        num, total = config.sampling.num_generations, len(judged.totals)
-        if config.dynamic_sampling == "off":
-            return list(range(total))
-        groups = [range(first, first + num) for first in range(0, total, num)]
-        telling = [group for group in groups if _differ([judged.totals[i] for i in group])]
-        return [i for group in telling for i in group]
+        num = self.config.sampling.num_generations
+        if self.config.dynamic_sampling == "off":
+            return list(drawn)
+        groups = [drawn[first : first + num] for first in range(0, len(drawn), num)]
+        return [d for group in groups if _differ([d.total for d in group]) for d in group]
 
 
 def _counted(told: OnFinished, total: int, say: Say) -> OnFinished:
@@ -263,15 +241,15 @@ def _advantages(totals: Sequence[float], config: TrainConfig) -> list[float]:
     return advantages
 
 
-def _metrics(judged: Judged, num: int) -> Metrics:
+def _metrics(drawn: Sequence[Drawn], num: int) -> Metrics:
     """Reward and length statistics, under TRL's names."""
-    totals = torch.tensor(judged.totals, dtype=torch.float64)
+    totals = torch.tensor([d.total for d in drawn], dtype=torch.float64)
     metrics: Metrics = {k: _finite(float(v)) for k, v in reward_metrics(totals, num).items()}
-    for name, values in judged.by_function.items():
-        said = [value for value in values if value is not None]
+    for name in drawn[0].values:
+        said = [value for d in drawn if (value := d.values[name]) is not None]
         metrics[f"rewards/{name}/mean"] = statistics.fmean(said) if said else None
         metrics[f"rewards/{name}/std"] = statistics.stdev(said) if len(said) > 1 else None
-    return metrics | length_metrics(judged.completions)
+    return metrics | length_metrics([d.completion for d in drawn])
 
 
 def length_metrics(completions: Sequence[Completion]) -> Metrics:
@@ -296,27 +274,22 @@ RIGHT = 0.99
 """A reward of at least this counts as a right answer."""
 
 
-def evaluate(
-    rollouter: Rollouter, rows: Sequence[Row], config: EvalConfig, answer: str, state: TrainerState
-) -> Metrics:
+def evaluate(rollouter: Rollouter, rows: Sequence[Row], state: TrainerState) -> Metrics:
     """``eval/accuracy``, ``eval/reward``, ``eval/majority_baseline``, ``eval/mean_length``.
 
     The training run's random state is left alone: a seed of its own says so to any engine, greedy
     or not.
     """
+    config = rollouter.config.eval
     name = config.reward or rollouter.rewards[0].name
     params = rollouter.params(n=1, greedy=config.greedy, seed=0)
-    scores: list[float] = []
-    totals: list[float] = []
-    lengths: list[int] = []
+    drawn: list[Drawn] = []
     for start in range(0, len(rows), config.batch):
-        judged = rollouter.judge(rows[start : start + config.batch], params, state, Clock(CPU))
-        scores += [value or 0.0 for value in judged.by_function[name]]
-        totals += [total for total in judged.totals if total == total]
-        lengths += [len(c.token_ids) for c in judged.completions]
+        drawn += rollouter.draw(rows[start : start + config.batch], params, state, Clock(CPU))
+    totals = [d.total for d in drawn if not math.isnan(d.total)]
     return {
-        "eval/accuracy": statistics.fmean(score >= RIGHT for score in scores),
+        "eval/accuracy": statistics.fmean((d.values[name] or 0.0) >= RIGHT for d in drawn),
         "eval/reward": statistics.fmean(totals) if totals else None,
-        "eval/majority_baseline": majority_baseline(rows, answer),
-        "eval/mean_length": statistics.fmean(lengths),
+        "eval/majority_baseline": majority_baseline(rows, rollouter.config.data.answer),
+        "eval/mean_length": statistics.fmean(len(d.completion.token_ids) for d in drawn),
     }

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from fxrl.errors import ConfigError
+from fxrl.rl.config.tables import RewardConfig
 from fxrl.rl.data.rewards import Reward, build_rewards, combine
 from fxrl.rl.errors import RewardError
 
@@ -21,7 +22,8 @@ ARGUMENTS = {
 
 def built(name, *, extract=r"-?\d+", score=None, **params):
     params = {name: params} if params else {}
-    [reward] = build_rewards([name], None, params, extract=extract, answer="answer", score=score)
+    config = RewardConfig((name,), params=params, extract=extract)
+    [reward] = build_rewards(config, "answer", score)
     return reward(3, ARGUMENTS)
 
 
@@ -32,7 +34,7 @@ def test_exact_takes_the_last_match_or_the_whole_text():
 
 
 def test_exact_without_its_column_says_so():
-    [reward] = build_rewards(["exact"], None, {}, extract=None, answer="label", score=None)
+    [reward] = build_rewards(RewardConfig(("exact",)), "label", None)
     with pytest.raises(RewardError, match="no column 'label'"):
         reward(3, ARGUMENTS)
 
@@ -65,15 +67,9 @@ def test_a_users_function_gets_all_columns_as_in_trl(tmp_path, monkeypatch):
         "    return [2.0] * len(completions)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    names = ["my_rewards:judge", "my_rewards:strict", "my_rewards:later"]
-    rewards = build_rewards(
-        names,
-        [1.0, 2.0, 3.0],
-        {"my_rewards:strict": {"scale": 3.0}},
-        extract=None,
-        answer="answer",
-        score=None,
-    )
+    names = ("my_rewards:judge", "my_rewards:strict", "my_rewards:later")
+    params = {"my_rewards:strict": {"scale": 3.0}}
+    rewards = build_rewards(RewardConfig(names, (1.0, 2.0, 3.0), params), "answer", None)
     assert [reward.name for reward in rewards] == ["judge", "strict", "later"]
     values = [reward(3, ARGUMENTS) for reward in rewards]
     assert values == [[1.0, None, 0.5], [3.0] * 3, [2.0] * 3]

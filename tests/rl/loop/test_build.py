@@ -125,3 +125,14 @@ def test_float64_is_refused_before_anything_is_built(config_file, fake, capsys):
 )
 def test_auto_is_autocast_where_adapters_are_wider_than_the_weights(options, dtype):
     assert ModelConfig(id="tiny:llama", **options).autocast_dtype is dtype
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_a_drift_is_told_of_an_engine_with_kernels_of_its_own(
+    config_file, fake, engine, monkeypatch, capsys
+):
+    """The embedded engine's difference is rounding, and vLLM's advice would mislead."""
+    monkeypatch.setattr("fxrl.rl.drift.DriftWatch.warning", lambda self, record: "drift: 0.05")
+    extra = ["run_dir=out", "steps=1", f"engine={engine}"]
+    assert main(str(config_file), extra, json=True) == 0
+    assert ("step 1: drift: 0.05" in capsys.readouterr().out) is (engine == "vllm")

@@ -66,6 +66,17 @@ def test_a_log_file_gets_one_line_per_step():
     assert lines[0].endswith("(generate 0.30 s, train 0.20 s)"), "the largest first, no crumbs"
 
 
+def test_eleven_columns_fit_into_eighty():
+    """``held-out`` aside, every number of a step can be read on a small terminal."""
+    typical = (120, 0.3125, 0.31, -0.0123, 0.0123, 2.112, 123.4, 1.122, 1234, 0.0123, 143.1)
+    record = {key: number for (_, key, _), number in zip(progress.COLUMNS, typical, strict=False)}
+    console = Console(file=io.StringIO(), width=80)
+    console.print(progress.steps_table([record]))
+    header, values = console.file.getvalue().splitlines()
+    assert header.split() == [name for name, _, _ in progress.COLUMNS[:-1]]
+    assert values.split() == [form.format(record[key]) for _, key, form in progress.COLUMNS[:-1]]
+
+
 def test_json_lines_are_json():
     stream = io.StringIO()
     with JsonReporter(Console(file=stream, width=20)) as reporter:
@@ -106,7 +117,7 @@ def test_a_log_says_what_is_being_done_once_and_again_when_it_is_quiet():
     assert [line.split(" s  ") for line in stream.getvalue().splitlines()] == [
         ["   0.0", "loading: a [model]"],
         ["   4.0", "converting: 1 of 9 [parts]"],
-        ["  14.0", "converting: 1 of 9 [parts] (14 s)"],
+        ["  14.0", "converting: 1 of 9 [parts] (10 s)"],
         ["  20.0", "training: 5 tokens"],
         ["  20.0", "compiling: 2 bodies"],
         ["  34.0", "compiling: 2 bodies (5 s)"],  # nothing was written for 14 s

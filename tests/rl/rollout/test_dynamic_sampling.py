@@ -61,9 +61,7 @@ def mixed(completions, completion_ids):
 def rolled(config_file, numbers, *overrides):
     config = load_config(config_file, ["sampling.num_generations=3", *overrides])
     engine, numbers = Engine(), iter(numbers)
-    rollouter = Rollouter(
-        engine, Builder(), [Reward("mixed", mixed, 1.0)], config.sampling, Tokenizer()
-    )
+    rollouter = Rollouter(engine, Builder(), [Reward("mixed", mixed, 1.0)], config, Tokenizer())
     taken = []
 
     def take(count):
@@ -71,7 +69,7 @@ def rolled(config_file, numbers, *overrides):
         return [{"prompt": str(next(numbers))} for _ in range(count)]
 
     clock = Clock(torch.device("cpu"))
-    rollout = rollouter.rollout(take, config, lambda: TrainerState(1, 2, 0.0), clock)
+    rollout = rollouter.rollout(take, lambda: TrainerState(1, 2, 0.0), clock)
     return rollout, taken
 
 
