@@ -21,7 +21,8 @@ def mark_batch(batch: Any) -> None:
     A tensor's dim 0 is the batch when it has that size; dim 1 is a length when the tensor holds
     integers or bools, or its size is a length seen there (or one less: shifted).
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    leaves = pytree.tree_leaves(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested]
     tokens = [t for t in tensors if _is_index(t) and t.dim() >= 2]
     batches = {t.shape[0] for t in tokens}
     lengths = {t.shape[1] for t in tokens} | {t.shape[1] - 1 for t in tokens}

@@ -37,13 +37,22 @@ from fxrl.capture._torch import (
 )
 from fxrl.capture.checkpointing import lower_checkpointed
 from fxrl.capture.opaque import OpaqueCalls, is_opaque
-from fxrl.ir.graph import eliminate_dead_code, is_call, propagate_requires_grad, shape_of
+from fxrl.ir.graph import (
+    eliminate_dead_code,
+    is_call,
+    needs_grad,
+    propagate_requires_grad,
+    shape_of,
+)
+from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
-#: ``operator.iadd`` and its kind.
+#: ``x[i] = y``, and ``operator.iadd`` and its kind.
 _IN_PLACE = frozenset(
-    name for name in vars(operator) if name[0] == "i" and name[1:] in vars(operator)
+    function
+    for name, function in vars(operator).items()
+    if name == "setitem" or (name[0] == "i" and {name[1:], f"{name[1:]}_"} & vars(operator).keys())
 )
 
 #: ``x.detach()`` and ``x.data``: writes into them are writes into x that autograd does not see.
@@ -67,7 +76,11 @@ def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
     """The functional ATen graph of a Dynamo graph, with fake values in ``meta["val"]``.
 
     The placeholders are Dynamo's, in order. Shapes stay symbolic in Dynamo's own symbols.
+
+    Raises:
+        Refusal: a value is a nested tensor, whose parts functional ATen cannot tell autograd.
     """
+    _refuse_nested(gm)
     examples = [example_of(node) for node in gm.graph.find_nodes(op="placeholder")]
     opaque = OpaqueCalls(gm)
     interpreter = _Lowering(gm, opaque, grad_enabled)
@@ -80,10 +93,20 @@ def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
     if not grad_enabled:
         for node in lowered.graph.nodes:
             node.meta["requires_grad"] = False
+    else:
+        _check_gradients(gm, lowered)
     lower_checkpointed(lowered, partial(lower, grad_enabled=grad_enabled))
     _equate_gathers(lowered.graph)
     lowered.recompile()
     return lowered
+
+
+def _refuse_nested(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        value = example_of(node)
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            reason = "a nested tensor is not followed into its parts"
+            raise Refusal(reason, "compute the loss from packed or padded logits", node)
 
 
 def example_of(node: fx.Node) -> Any:
@@ -176,9 +199,10 @@ class _Lowering(fx.Interpreter):
     def _write(self, n: fx.Node) -> Any:
         """An in-place call; its result is what it wrote into, and no constant under no_grad."""
         base, recorded = self._written(n)
-        before = None if base is None or recorded else _unwrap(base)
+        watched = base is not None and base.is_floating_point() and not recorded
+        before = _unwrap(base) if base is not None and watched else None
         result = super().run_node(n)
-        if base is not None and before is not None and before.is_floating_point():
+        if base is not None and before is not None and _unwrap(base) is not before:
             new, old = map(FunctionalTensor.to_functional, (_unwrap(base), before))
             kept: Any = new.detach() + (old - old.detach())
             base.replace_(_unwrap(kept))
@@ -213,12 +237,13 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _writes(node: fx.Node) -> bool:
     """Whether a call of Dynamo's graph writes into its first argument, told by Python's names."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if getattr(node.target, "__module__", "") == operator.add.__module__:
-        return name == "setitem" or name in _IN_PLACE  # operator.and_ ends so for another reason
-    return name.endswith("_") and name[-2:] != "__"
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    name = getattr(node.target, "__name__", "")
+    foreign = getattr(node.target, "__module__", "") != "_operator"  # and_, or_, not_
+    return node.op == "call_function" and (
+        node.target in _IN_PLACE or (foreign and name.endswith("_"))
+    )
 
 
 def _detached(result: Any) -> Any:
@@ -239,6 +264,15 @@ def _name_placeholders(gm: fx.GraphModule, lowered: fx.GraphModule, examples: li
         for key in ("stack_trace", "tensor_dict", "grapharg"):
             if key in source.meta:
                 node.meta[key] = source.meta[key]
+
+
+def _check_gradients(gm: fx.GraphModule, lowered: fx.GraphModule) -> None:
+    """What needs a gradient in Dynamo's graph must need one here: training would not notice."""
+    theirs, ours = (g.graph.output_node().args[0] for g in (gm, lowered))
+    for source, node in zip(pytree.tree_leaves(theirs), pytree.tree_leaves(ours), strict=True):
+        value = example_of(source) if isinstance(source, fx.Node) else None
+        if isinstance(value, torch.Tensor) and value.requires_grad and not needs_grad(node):
+            raise Refusal("a result would lose its gradient", at=source)
 
 
 def _equate_gathers(graph: fx.Graph) -> None:

@@ -26,7 +26,7 @@ from fxrl.ir.graph import CHECKPOINT, HigherOrderOperator
 from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import region_calls
-from fxrl.ir.remark import Remark, RemarkKind, Report
+from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import name_sites
 from fxrl.ir.source import user_source
 from fxrl.passes import pipeline
@@ -76,10 +76,11 @@ class Backend:
         except FxrlError:
             raise
         except Exception as error:
-            self._fall_back(capture, f"the rewritten graph could not be compiled: {_line(error)}")
+            why = f"the rewritten graph could not be compiled: {_line(error)}"
+            self._fall_back(capture, Refusal(why))
             return _as_written(gm)
         capture.running = True
-        return _Guarded(run, gm, lambda error: self._fall_back(capture, error)).first
+        return _Guarded(run, gm, lambda why: self._fall_back(capture, Refusal(why))).first
 
     def _rewrite(self, capture: Capture) -> fx.GraphModule | None:
         """The graph after lowering and all passes; None when it must run as it is.
@@ -90,7 +91,9 @@ class Backend:
         try:
             lowered = lower(capture.dynamo, grad_enabled=torch.is_grad_enabled())
         except Exception as error:
-            self._fall_back(capture, f"the graph could not be lowered: {_line(error)}")
+            refusal = error if isinstance(error, Refusal) else Refusal(_line(error))
+            refusal.reason = f"the graph could not be lowered: {refusal.reason}"
+            self._fall_back(capture, refusal)
             return None
         name_sites(lowered, str(capture.index))
         capture.lowered, capture.pipeline, capture.given = lowered, self._pipeline, self.plan
@@ -112,10 +115,12 @@ class Backend:
         capture.body_rewrites = [pair for one in owned.values() for pair in one.traced.rewrites]
         return run_outer(gm, examples)
 
-    def _fall_back(self, capture: Capture, why: str) -> None:
+    def _fall_back(self, capture: Capture, refusal: Refusal) -> None:
         """Say that the user's own graph runs, as ``on_miss`` wants it said."""
         capture.running = False
-        missed = Report((Remark(RemarkKind.MISSED, "capture", f"{capture.index}:graph", "", why),))
+        site, why = f"{capture.index}:graph", refusal.reason
+        source = "" if refusal.at is None else user_source(refusal.at)
+        missed = Report((Remark(RemarkKind.MISSED, "capture", site, source, why, refusal.cure),))
         capture.remarks += missed
         if capture.rewritten is not None:  # what was applied does not run
             rewritten = tuple(_taken_back(r, why) for r in capture.rewritten.report.remarks)

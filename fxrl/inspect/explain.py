@@ -79,12 +79,14 @@ def explained(
 
 @contextmanager
 def _without_kv_cache(model: nn.Module) -> Iterator[None]:
-    """Transformers' ``config.use_cache`` off, for the time of the capture.
+    """Transformers' ``config.use_cache`` off, for the time of the capture of a model on ``meta``.
 
     NOTE [Why]: a training forward fills a KV cache that nobody reads; on ``meta`` its first empty
-    tensor is made while tracing and is no fake, so Dynamo refuses to concatenate with it.
+    tensor is made while tracing and is no fake, so Dynamo refuses to concatenate with it. Anywhere
+    else the cache stays: without one a model makes its masks otherwise than the step will see.
     """
-    configs = [getattr(module, "config", None) for module in model.modules()]
+    on_meta = any(tensor.is_meta for tensor in _tensors(model))
+    configs = [getattr(module, "config", None) for module in model.modules() if on_meta]
     on = {id(c): c for c in configs if getattr(c, "use_cache", None) is True}
     for config in on.values():
         config.use_cache = False  # type: ignore[union-attr]

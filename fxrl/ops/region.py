@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fxrl.ir.graph import Size
 from fxrl.ir.region import Region
+from fxrl.ops import once_differentiable
 
 TensorFunction = Callable[..., Sequence[Tensor]]
 Strides = tuple[int, ...]
@@ -247,6 +248,7 @@ def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None, None
 
 
 region.register_autograd(_from_context, setup_context=_setup_context)
+once_differentiable(region_vjp)
 
 
 # ---------------------------------------------------------------------------- tiles

@@ -113,3 +113,15 @@ def test_a_value_that_is_written_under_no_grad_passes_its_gradient_on() -> None:
 
     model = make_model()
     assert_matches_eager(optimize(model, loss_fn, QUIET), loss_fn, model, make_batch())
+
+
+def test_operators_whose_names_end_like_writes_are_none() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        chosen = (batch["adv"] > 0) & batch["mask"] | ~batch["mask"]
+        logps = token_logps(model(batch["ids"]), batch["ids"])
+        return -(logps * chosen).sum()
+
+    model = make_model()
+    step = optimize(model, loss_fn, CONFIG)
+    assert_matches_eager(step, loss_fn, model, make_batch())
+    assert fused(step)

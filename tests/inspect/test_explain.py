@@ -53,6 +53,28 @@ def test_it_says_what_a_real_step_says():
     assert [r.source for r in found.remarks] == [r.source for r in step.report.remarks]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize("mask", [False, True], ids=["no mask", "mask"])
+def test_it_says_what_a_real_step_of_a_transformer_says(mask):
+    """With its KV cache on: with and without one, a model makes its masks in different ways."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=60, hidden_size=16, intermediate_size=24, num_attention_heads=2,
+        num_hidden_layers=1, num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    batch = {"ids": torch.randint(0, 60, (2, 6))}
+    inputs = {"attention_mask": torch.ones(2, 6, dtype=torch.long)} if mask else {}
+    step = fxrl.optimize(
+        Qwen3ForCausalLM(config),
+        lambda m, b: loss_fn(lambda ids: m(ids, **inputs).logits, b),
+        fxrl.Config(min_saved_bytes=0, compile_regions=False),
+    )
+    step(batch)
+    torch._dynamo.reset()
+    assert step.explain(batch) == step.report
+
+
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_it_needs_no_weights(kind):
     with torch.device("meta") if kind == "meta" else FakeTensorMode():

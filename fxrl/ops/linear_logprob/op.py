@@ -52,6 +52,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxrl.ops import once_differentiable
 from fxrl.ops.linear_logprob.arguments import (
     DIFFERENTIABLE,
     MADE_IN_FORWARD,
@@ -364,3 +365,5 @@ def _scaled(ctx: Any, grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 linear_logprob_forward.register_autograd(_backward, setup_context=_setup_context)
+once_differentiable(linear_logprob_backward)
+once_differentiable(linear_logprob_scale)

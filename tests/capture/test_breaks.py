@@ -1,0 +1,174 @@
+"""What could not be captured is always told: where, why, and the numbers stay eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxrl.compile.step import optimize
+from fxrl.errors import MissedRewriteError
+from tests.capture.mixer import (
+    CONFIG,
+    QUIET,
+    VOCAB,
+    Mixer,
+    assert_matches_eager,
+    assert_same,
+    fused,
+    grads,
+    make_batch,
+    make_model,
+    policy_loss,
+    token_logps,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def retained(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])
+    logits.retain_grad()  # here
+    return -token_logps(logits, batch["ids"]).mean()
+
+
+def in_a_loop(model: nn.Module, batch: Any) -> Tensor:
+    total = 0.0
+    for _ in range(2):
+        logits = model(batch["ids"])
+        torch._dynamo.graph_break()  # here
+        total = total - token_logps(logits, batch["ids"]).mean()
+    return total
+
+
+def decided_by_data(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])
+    if logits.sum().item() > 1e9:  # here
+        raise ValueError
+    return -token_logps(logits, batch["ids"]).mean()
+
+
+class Chunked(torch.autograd.Function):
+    """Log-probs in chunks of rows, with a backward of their own: slime's way."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, chunk_size: int) -> Tensor:
+        ctx.save_for_backward(logits, target)
+        pieces = zip(logits.split(chunk_size), target.split(chunk_size), strict=True)
+        return torch.cat([x.log_softmax(-1).gather(-1, t[:, None])[:, 0] for x, t in pieces])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, target = ctx.saved_tensors
+        onehot = nn.functional.one_hot(target, VOCAB).to(logits.dtype)
+        return (onehot - logits.softmax(-1)) * grad[:, None], None, None
+
+
+def own_function(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])[:, :-1].flatten(0, 1)
+    return -Chunked.apply(logits, batch["ids"][:, 1:].flatten(), 7).mean()  # here
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (retained, "retain_grad"),
+        (in_a_loop, "graph_break"),
+        (decided_by_data, "ata-dependent"),
+        (own_function, "autograd.Function"),
+    ],
+)
+def test_a_head_that_is_lost_has_its_line_and_reason(loss_fn: Any, words: str) -> None:
+    model = make_model()
+    step = optimize(model, loss_fn, QUIET)
+    assert_matches_eager(step, loss_fn, model, make_batch())
+    code = loss_fn.__code__
+    lines = Path(code.co_filename).read_text().splitlines()
+    start = code.co_firstlineno
+    here = next(n for n in range(start, start + 20) if lines[n - 1].endswith("# here"))
+    reasons = [r for r in step.report.of_kind("missed") if r.source.endswith(f".py:{here}")]
+    assert any(words in remark.reason for remark in reasons), step.report
+    with pytest.raises(MissedRewriteError, match="missed"):
+        optimize(model, loss_fn, CONFIG)(make_batch())
+
+
+def test_a_break_that_costs_nothing_is_a_fact(capsys: pytest.CaptureFixture[str]) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        print("a step")
+        return policy_loss(model, batch)
+
+    model = make_model()
+    step = optimize(model, loss_fn, CONFIG)
+    assert_matches_eager(step, loss_fn, model, make_batch())
+    assert "a step" in capsys.readouterr().out
+    assert fused(step)
+    (fact,) = [r for r in step.report.of_kind("analysis") if r.pass_name == "capture"]
+    assert "print" in fact.reason
+
+
+# ---------------------------------------------------------------- what Dynamo fails at altogether
+class SizesFromData(Mixer):
+    """Sizes are read off a tensor and decide shapes, as an image's grid does in Qwen-VL."""
+
+    def forward(self, ids: Tensor, grid: Tensor) -> Tensor:
+        places = [torch.arange(h)[:, None] * torch.arange(w) for h, w in grid.tolist()]
+        flat = torch.cat([p.reshape(h // 2, 2, -1).sum(1).flatten() for p, (h, _) in zip(
+            places, grid.tolist(), strict=True)])  # fmt: skip
+        return super().forward((ids + flat.sum()) % VOCAB)
+
+
+def grid_loss(model: nn.Module, batch: Any) -> Tensor:
+    return -token_logps(model(batch["ids"], batch["grid"]), batch["ids"]).mean()
+
+
+def test_sizes_read_off_tensors_never_crash() -> None:
+    torch.manual_seed(0)
+    model = SizesFromData()
+    step = optimize(model, grid_loss, QUIET)
+    for grid in ([[4, 6]], [[2, 3], [8, 5]], [[4, 6]]):
+        assert_matches_eager(step, grid_loss, model, make_batch(grid=torch.tensor(grid)))
+    assert step.report.remarks
+    assert len(step.report.remarks) < 20
+
+
+def nested_values(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"]).flatten(0, 1)
+    nested = torch.nested.nested_tensor_from_jagged(logits, batch["offsets"])
+    return -nested.values().log_softmax(-1)[:, 0].mean()
+
+
+def nested_batch(model: nn.Module, batch: Any) -> Tensor:
+    ids = batch["nested"].values()
+    logps = model(ids[None])[0].log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    return -torch.nested.nested_tensor_from_jagged(logps, batch["nested"].offsets()).values().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [nested_values, nested_batch])
+def test_nested_tensors_run_as_written_with_a_remark(loss_fn: Any) -> None:
+    rows = [torch.arange(1, 6), torch.arange(2, 9)]
+    batch = make_batch(
+        offsets=torch.tensor([0, 5, 12, 21]),
+        nested=torch.nested.nested_tensor(rows, layout=torch.jagged),
+    )
+    model = make_model()
+    step = optimize(model, loss_fn, QUIET)
+    value = loss_fn(model, batch)
+    value.backward()
+    wanted = grads(model)
+    found = step(batch)
+    found.backward()
+    assert_same(found.detach(), value.detach())
+    assert_same(grads(model), wanted)
+    (remark,) = step.report.of_kind("missed")
+    assert "nested" in remark.reason
+    assert remark.cure
+    assert "test_breaks.py" in remark.source

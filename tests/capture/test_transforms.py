@@ -1,0 +1,91 @@
+"""A step inside of what differentiates, maps or compiles it: right, or a clear word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fxrl import Config
+from fxrl.compile.step import TrainStep, optimize
+from fxrl.errors import FxrlError, MissedRewriteError
+from tests.capture.mixer import (
+    CONFIG,
+    QUIET,
+    assert_same,
+    captures,
+    fused,
+    grads,
+    make_batch,
+    make_model,
+    policy_loss,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_torch_compile_around_a_step_ends_its_graph_there() -> None:
+    model, batch = make_model(), make_batch()
+    step = optimize(model, policy_loss, CONFIG)
+
+    def update(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return step(batch) * 2
+
+    torch.compile(update, backend="eager")(batch).backward()
+    found = grads(model)
+    (policy_loss(model, batch) * 2).backward()
+    assert_same(found, grads(model))
+    assert fused(step)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call it outside"):
+        torch.compile(update, backend="eager", fullgraph=True)(batch)
+
+
+TRANSFORMS = {
+    "grad": lambda f, adv: torch.func.grad(f)(adv),
+    "vmap": lambda f, adv: torch.func.vmap(f)(torch.stack([adv, adv * 2])),
+    "jvp": lambda f, adv: torch.func.jvp(f, (adv,), (adv,)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_torch_func_around_a_step_runs_as_written_and_is_told(name: str) -> None:
+    model, batch = make_model(), make_batch()
+
+    def through(step: TrainStep, adv: torch.Tensor) -> object:
+        return TRANSFORMS[name](lambda adv: step(batch | {"adv": adv}), batch["adv"])
+
+    step = optimize(model, policy_loss, QUIET)
+    assert_same(through(step, batch["adv"]), through(lambda b: policy_loss(model, b), batch["adv"]))
+    (remark,) = step.report.of_kind("missed")
+    assert "torch.func" in remark.reason
+    assert "inside the loss" in remark.cure
+    with pytest.raises(MissedRewriteError, match=r"torch\.func"):
+        through(optimize(model, policy_loss, CONFIG), batch["adv"])
+    assert_same(step(batch), policy_loss(model, batch))
+    assert captures(step) == 1, "outside of the transform it is captured as ever"
+
+
+@pytest.mark.parametrize("passes", [None, ("chunk-vocab-region",)], ids=["fused", "region"])
+def test_a_second_derivative_is_refused_with_a_cure(passes: tuple[str, ...] | None) -> None:
+    model, batch = make_model(), make_batch()
+    config = Config(min_saved_bytes=0, compile_regions=False, on_miss="ignore", passes=passes)
+    step = optimize(model, policy_loss, config)
+    (first,) = torch.autograd.grad(step(batch), [model.mix.weight], create_graph=True)
+    assert step.report.of_kind("applied")
+    with pytest.raises(FxrlError, match=r"no second derivative.*passes=\[\]"):
+        first.square().sum().backward()
+
+    plain = optimize(model, policy_loss, Config(passes=()))
+    second = []
+    for loss in (plain(batch), policy_loss(model, batch)):
+        model.zero_grad()
+        (first,) = torch.autograd.grad(loss, [model.mix.weight], create_graph=True)
+        first.square().sum().backward()
+        second.append(grads(model))
+    assert_same(second[0], second[1])
