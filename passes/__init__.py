@@ -12,6 +12,7 @@ from fxrl.errors import ConfigError
 from fxrl.ir.graph_pass import Pass, Stage
 from fxrl.ir.pipeline import Pipeline
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
+from fxrl.passes.differentiate_copies import DifferentiateCopies
 from fxrl.passes.drop_unused_inputs import DropUnusedInputs
 from fxrl.passes.eliminate_noops import EliminateNoops
 from fxrl.passes.fold_broadcast_products import FoldBroadcastProducts
@@ -31,6 +32,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
     for one in (
         # one spelling for what PyTorch spells in several ways
         OpenLossCheckpoints,
+        DifferentiateCopies,
         TensorizeFloats,
         RebatchLoops,
         FoldBroadcastProducts,

@@ -108,4 +108,4 @@ def _replace(
     feeds = [node for _, _, node in inputs]
     values = call_region(gm.graph, Region(body, tuple(specs)), feeds, tile, results)
     for output, value in zip(program.outputs, values, strict=True):
-        output.replace(emitter.restore(value, output.value))
+        output.replace(emitter.builder, emitter.restore(value, output.value))

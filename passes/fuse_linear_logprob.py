@@ -157,7 +157,7 @@ class _Emission:
             rows, dtype = self.emit(root), val_of(output.node).dtype
             if val_of(rows).dtype != dtype:
                 rows = self.call(aten._to_copy.default, rows, dtype=dtype)
-            output.replace(self.emitter.restore(rows, output.value))
+            output.replace(self.emitter.builder, self.emitter.restore(rows, output.value))
 
     # -- the op itself
     def _op(self) -> None:

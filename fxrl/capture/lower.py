@@ -216,7 +216,9 @@ def _writes(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name == "setitem" or name in _IN_PLACE or (name.endswith("_") and name[-2:] != "__")
+    if getattr(node.target, "__module__", "") == operator.add.__module__:
+        return name == "setitem" or name in _IN_PLACE  # operator.and_ ends so for another reason
+    return name.endswith("_") and name[-2:] != "__"
 
 
 def _detached(result: Any) -> Any:

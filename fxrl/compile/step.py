@@ -157,7 +157,13 @@ class TrainStep:
         return TrainStep(self.model, self.loss_fn, quiet, plan, backend=backend)
 
 
-def optimize(model: nn.Module, loss_fn: LossFunction, config: Config | None = None) -> TrainStep:
+def optimize(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    config: Config | None = None,
+    *,
+    plan: Plan | None = None,
+) -> TrainStep:
     """Make a train step with the same numbers as ``loss_fn(model, batch)`` and less memory.
 
     Args:
@@ -165,6 +171,8 @@ def optimize(model: nn.Module, loss_fn: LossFunction, config: Config | None = No
         loss_fn: ``loss_fn(model, batch)`` returns the loss, or ``(loss, {"name": tensor})``;
             plain PyTorch against the model's own logits.
         config: how to work; ``None`` takes the defaults.
+        plan: choices to obey, by site, such as those of an earlier ``step.plan``; sites that it
+            does not name are decided as ever.
 
     Returns:
         The step: call it with a batch (any pytree of tensors and Python scalars).
@@ -184,4 +192,9 @@ def optimize(model: nn.Module, loss_fn: LossFunction, config: Config | None = No
             f"config is a {type(config).__name__}; optimize needs a fxrl.Config, "
             "such as fxrl.Config(on_miss='error')"
         )
-    return TrainStep(model, loss_fn, config or Config())
+    if not isinstance(plan, Plan | None):
+        raise ConfigError(
+            f"plan is a {type(plan).__name__}; optimize needs a fxrl.Plan, such as "
+            "fxrl.Plan.from_json(text)"
+        )
+    return TrainStep(model, loss_fn, config or Config(), plan)

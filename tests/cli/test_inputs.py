@@ -49,7 +49,7 @@ def test_config_error_names_everything_wrong():
         inputs.optimize_config(["chunk_token=8", "min_saved_bytes=lots", "nonsense"])
     text = str(caught.value)
     assert "did you mean chunk_tokens?" in text
-    assert "min_saved_bytes='lots' is not a whole number" in text
+    assert "min_saved_bytes='lots' is not a size" in text
     assert "'nonsense' is not an override" in text
 
 

@@ -1273,7 +1273,7 @@ for _name, _statistics in {
 @shape(APPLY)
 def statistics_that_are_trained(hidden, weight, ids):
     z = head(hidden, weight)
-    return -_logp(z, ids[:, 1:]).mean() + 1e-2 * z.square().mean() + z.norm() + z.max()
+    return -_logp(z, ids[:, 1:]).mean() + 1e-2 * z.square().mean() + z.norm() + z.std()
 
 
 # ---------------------------------------------------------------- copies outside of the logits

@@ -132,7 +132,7 @@ def test_a_wrong_lowering_is_blamed_on_the_capture(setup, monkeypatch):
 def test_a_wrong_fused_head_is_caught_and_blamed(setup, monkeypatch):
     """A head that forgets its entropy's sign: the site of the fused pass is named."""
     model, batch = setup
-    import fxrl.analysis.logprob.reductions as rules
+    import fxrl.analysis.logprob.algebra as rules
 
     right = rules._product_total
     monkeypatch.setattr(

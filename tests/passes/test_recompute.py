@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import fxrl
-from fxrl.compile.step import TrainStep
+import fxrl.errors
 from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer, Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
@@ -98,11 +98,18 @@ def test_every_plan_gives_the_same_numbers(cuts):
     model = make_stack(2)
     plan = Plan({f"0:blocks.{i}": CutLayer(cut) for i, cut in enumerate(cuts)})
     plan = Plan.from_json(plan.to_json())
-    step = TrainStep(model, square_loss, fxrl.Config(**OPTIONS), plan)
+    step = fxrl.optimize(model, square_loss, fxrl.Config(**OPTIONS), plan=plan)
     for shape in ((2, 5), (3, 8), (1, 4)):
         assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
     assert [step.plan.choices[f"0:blocks.{i}"].kept for i in range(2)] == list(cuts)
     assert step.verify(ids_batch()).ok
+
+
+def test_what_is_no_plan_is_refused():
+    with pytest.raises(
+        fxrl.errors.ConfigError, match=r"plan is a dict; optimize needs a fxrl\.Plan"
+    ):
+        fxrl.optimize(make_stack(1), square_loss, plan={})
 
 
 def test_inputs_keep_less_than_products():
@@ -110,7 +117,7 @@ def test_inputs_keep_less_than_products():
     for cut in ("products", "inputs"):
         model = make_stack(3)
         plan = Plan({f"0:blocks.{i}": CutLayer(cut) for i in range(3)})
-        step = TrainStep(model, square_loss, fxrl.Config(**OPTIONS), plan)
+        step = fxrl.optimize(model, square_loss, fxrl.Config(**OPTIONS), plan=plan)
         batch = ids_batch(8, 64)
         step(batch)
         kept[cut] = saved_bytes(lambda step=step, batch=batch: step(batch))

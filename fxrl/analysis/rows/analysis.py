@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from fxrl.analysis.rows import compute, layout
-from fxrl.analysis.rows.expr import LOCAL, PATCHED, RowExpr, RowValue, leaves, walk
+from fxrl.analysis.rows.expr import PATCHED, RowExpr, RowValue, leaves, walk
 from fxrl.analysis.rows.heads import factors, find_heads
-from fxrl.analysis.rows.rules import RowRules, Rule, dims_of
-from fxrl.ir.graph import COPIES, RESHAPES, TRANSPOSES, ancestors, bound, hint, is_call, shape_of
+from fxrl.analysis.rows.rules import RowRules, Rule
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import COPIES, RESHAPES, TRANSPOSES, ancestors, hint, is_call, shape_of
 from fxrl.ir.graph_pass import Miss
 from fxrl.ir.remark import Refusal
 
@@ -76,21 +77,7 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
         aten.index_copy.default)),
     (layout.index_put, (aten.index_put.default,)),
     (layout.write_part, (aten.slice_scatter.default, aten.select_scatter.default)),
-    (layout.copy, (aten.copy.default,)),
 ]
-
-#: Reductions that may be taken over the vocabulary first and over the tokens then, and the op that
-#: takes the first step.
-_IN_STEPS: dict[Any, Any] = {
-    aten.sum.default: aten.sum.dim_IntList, aten.sum.dim_IntList: aten.sum.dim_IntList,
-    aten.mean.default: aten.mean.dim, aten.mean.dim: aten.mean.dim,
-    aten.max.default: aten.amax.default, aten.amax.default: aten.amax.default,
-    aten.min.default: aten.amin.default, aten.amin.default: aten.amin.default,
-    aten.any.default: aten.any.dims, aten.any.dims: aten.any.dims,
-    aten.all.default: aten.all.dims, aten.all.dims: aten.all.dims,
-    aten.logsumexp.default: aten.logsumexp.default,
-    aten.linalg_vector_norm.default: aten.linalg_vector_norm.default,
-}
 # fmt: on
 RULES: dict[Any, Rule] = {target: rule for rule, targets in _RULES for target in targets}
 
@@ -100,26 +87,25 @@ class RowOutput:
     """A narrow value that the region hands out: the node it replaces and its rows.
 
     Attributes:
-        post: ``node`` reduces over vocabulary *and* tokens: the region does the vocabulary's
-            part, and the node itself stays, reading it.
-        attached: whether a gradient may come back to it.
+        second: ``node`` reduces over vocabulary *and* tokens; the region takes the first step, and
+            what remains to be done with it is here.
     """
 
     node: fx.Node
     value: RowValue
-    post: bool = False
+    second: compute.SecondStep | None = None
 
-    def replace(self, value: fx.Node) -> None:
+    def replace(self, builder: Builder, value: fx.Node) -> None:
         """Let the graph read ``value`` instead."""
-        if self.post:
-            source: Any = self.node.args[0]
-            self.node.replace_input_with(source, value)
-        else:
+        if self.second is not None:
+            value = self.second(builder, value)
+        if value is not self.node:
             self.node.replace_all_uses_with(value)
 
     @property
     def attached(self) -> bool:
-        return not all(is_call(user, aten.detach.default) for user in self.node.users)
+        """Whether a gradient may come back to it."""
+        return compute.is_trained(self.node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +150,7 @@ class _Walk:
         self.rules = RowRules(vocab, RULES, compute.pointwise)
         self.heads = heads
         self.refused: dict[fx.Node, Refusal] = {}
-        self.posts: dict[fx.Node, RowValue] = {}
+        self.first_steps: dict[fx.Node, tuple[RowValue, compute.SecondStep]] = {}
         self._heads_of: dict[int, frozenset[fx.Node]] = {}
         self._head_exprs: dict[tuple[fx.Node, int], fx.Node] = {}
         for node in graph.nodes:
@@ -185,11 +171,10 @@ class _Walk:
         try:
             self.rules.values[node] = self.rules.apply(node)
         except Refusal as refusal:
-            post = self._first_step(node)
-            if post is None:
+            if (steps := compute.in_two_steps(self.rules, node)) is None:
                 self.refused[node] = refusal
             else:
-                self.posts[node] = post
+                self.first_steps[node] = steps
 
     def _seed(self, head: fx.Node) -> None:
         try:
@@ -202,24 +187,6 @@ class _Walk:
             key = _head_key(expr)
             if key is not None:
                 self._head_exprs[key] = head
-
-    def _first_step(self, node: fx.Node) -> RowValue | None:
-        """The vocabulary's part of a reduction over tokens and local dims, dims kept."""
-        value = self.rules.row(node.args[0]) if node.args else None
-        if node.target not in _IN_STEPS or value is None or not value.wide:
-            return None
-        given = bound(node)
-        dims = dims_of(given.get("dim"), len(value.tags))
-        local = [d for d in dims if not value.is_token(d)]
-        if not local or given.get("ord") == 0:  # which counts, and counts are then to be summed
-            return None
-        order = [given["ord"]] if "ord" in given else []
-        dtype = {"dtype": given["dtype"]} if given.get("dtype") is not None else {}
-        at = [value.local_dim(d) for d in local]
-        expr = self.rules.pool.call(_IN_STEPS[node.target], value.expr, *order, at, True, **dtype)
-        tags = tuple(LOCAL if d in local else tag for d, tag in enumerate(value.tags))
-        sizes = tuple(1 if d in local else s for d, s in enumerate(value.sizes))
-        return RowValue(expr, tags, sizes)
 
     # -- questions
     def heads_of(self, expr: RowExpr) -> frozenset[fx.Node]:
@@ -287,7 +254,7 @@ class _Walk:
 
     def _check_readers(self, node: fx.Node) -> None:
         for user in node.users:
-            if user in self.rules.values or user in self.posts or is_call(user, aten.sym_size.int):
+            if user in self.rules.values or user in self.first_steps or not _is_read(user):
                 continue
             if user.op == "output":
                 raise Refusal(
@@ -321,8 +288,8 @@ class _Walk:
         return list(found.values())
 
     def _collect(self, user: fx.Node, found: dict[fx.Node, RowOutput]) -> None:
-        if user in self.posts:
-            found[user] = RowOutput(user, self.posts[user], post=True)
+        if user in self.first_steps:
+            found[user] = RowOutput(user, *self.first_steps[user])
             return
         value = self.rules.values.get(user)
         if isinstance(value, tuple):

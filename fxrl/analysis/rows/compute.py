@@ -5,7 +5,10 @@ All run over local dims; over a token dim they would mix tokens, and are refused
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +28,18 @@ from fxrl.analysis.rows.rules import (
     sole_row,
     static,
 )
-from fxrl.ir.graph import Size, bound, hint, is_tensor, shape_of, val_of, with_arguments
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import (
+    Size,
+    bound,
+    hint,
+    is_call,
+    is_tensor,
+    needs_grad,
+    shape_of,
+    val_of,
+    with_arguments,
+)
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -160,6 +174,87 @@ def layer_norm(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
             zip(node.meta["val"], (value.tags, kept, kept), strict=True)
         )
     )
+
+
+# ---------------------------------------------------------------------------- over tokens too
+#: What is left to do, outside of the region, with what it gives for each token.
+SecondStep = Callable[[Builder, fx.Node], fx.Node]
+
+#: Reductions over tokens and vocabulary, by the op that takes the first step, over the vocabulary.
+#: The second one is the reduction itself.
+_STEPS: dict[Any, Any] = {
+    aten.sum.default: aten.sum.dim_IntList,
+    aten.mean.default: aten.mean.dim,
+    aten.any.default: aten.any.dims,
+    aten.all.default: aten.all.dims,
+    aten.max.default: aten.amax.default,
+    aten.min.default: aten.amin.default,
+    aten.var.correction: aten.var.correction,
+    aten.std.correction: aten.var.correction,
+} | {op: op for op in (
+    aten.sum.dim_IntList, aten.mean.dim, aten.any.dims, aten.all.dims, aten.amax.default,
+    aten.amin.default, aten.logsumexp.default, aten.linalg_vector_norm.default,
+)}  # fmt: skip
+_EXTREMES = (aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)
+_SPREADS = (aten.var.correction, aten.std.correction)
+
+
+def is_trained(node: fx.Node) -> bool:
+    """Whether a gradient may come back to a value; under ``no_grad`` all that reads it detaches."""
+    return needs_grad(node) and not all(is_call(u, aten.detach.default) for u in node.users)
+
+
+def in_two_steps(rules: RowRules, node: fx.Node) -> tuple[RowValue, SecondStep] | None:
+    """A reduction over vocabulary and tokens: per token, with all dims kept, and what remains.
+
+    None where it is none. All that attain a maximum share its gradient, which no token knows of
+    the others, so one that is trained is none either.
+    """
+    value = rules.row(node.args[0]) if node.args else None
+    if node.target not in _STEPS or value is None or not value.wide:
+        return None
+    if node.target in _EXTREMES and is_trained(node):
+        return None
+    given = bound(node)
+    local = [d for d in dims_of(given.get("dim"), len(value.tags)) if not value.is_token(d)]
+    if not local or given.get("ord") == 0:  # which counts, and counts are to be summed then
+        return None
+    tags = tuple(LOCAL if d in local else tag for d, tag in enumerate(value.tags))
+    sizes = tuple(1 if d in local else s for d, s in enumerate(value.sizes))
+    at = [value.local_dim(d) for d in local]
+    if node.target in _SPREADS:
+        if shape_of(node) != ():
+            return None
+        count = math.prod(static(value.sizes[d]) for d in local)
+        mean = rules.pool.call(aten.mean.dim, value.expr, at, True)
+        spread = rules.pool.call(aten.var.correction, value.expr, at, correction=0, keepdim=True)
+        both = rules.pool.call(aten.cat.default, (mean, spread), at[-1])
+        last = local[-1]
+        sizes = (*sizes[:last], 2, *sizes[last + 1 :])
+        return RowValue(both, tags, sizes), partial(_pooled, node, last, count)
+    order = [given["ord"]] if "ord" in given else []
+    dtype = {"dtype": given["dtype"]} if given.get("dtype") is not None else {}
+    expr = rules.pool.call(_STEPS[node.target], value.expr, *order, at, True, **dtype)
+    return RowValue(expr, tags, sizes), partial(_again, node)
+
+
+def _again(node: fx.Node, builder: Builder, first: fx.Node) -> fx.Node:
+    """The reduction itself, of what is left of its operand."""
+    node.update_arg(0, first)
+    return node
+
+
+def _pooled(node: fx.Node, dim: int, count: int, builder: Builder, first: fx.Node) -> fx.Node:
+    """The variance of all from means and variances of groups of ``count``, which lie in ``dim``."""
+    mean, spread = (builder.call(aten.select.int, first, dim, i) for i in (0, 1))
+    away = builder.call(aten.sub.Tensor, mean, builder.call(aten.mean.default, mean))
+    squares = builder.call(aten.add.Tensor, spread, builder.call(aten.mul.Tensor, away, away))
+    total = builder.call(aten.sum.default, builder.call(aten.mul.Tensor, squares, count))
+    numbers = builder.call(aten.sum.default, builder.call(aten.full_like.default, mean, count))
+    correction = bound(node)["correction"]
+    left = builder.call(aten.sub.Tensor, numbers, 1 if correction is None else correction)
+    result = builder.call(aten.div.Tensor, total, builder.call(aten.clamp.default, left, 0))
+    return result if node.target is aten.var.correction else builder.call(aten.sqrt.default, result)
 
 
 # ---------------------------------------------------------------------------- products

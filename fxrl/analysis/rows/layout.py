@@ -524,10 +524,3 @@ def _covers(node: fx.Node, value: RowValue) -> bool:
     whole = list(map(str, shape_of(bound(node)["src"]))) == list(map(str, value.sizes))
     bounds = slice_bounds(node)
     return whole and bounds[0] == 0 and len(bounds) < 3
-
-
-def copy(rules: RowRules, node: fx.Node) -> RowValue:
-    """``copy(old, new)``: new values in the dtype and shape of the old ones."""
-    value = sole_row(rules, node)
-    source = operand(rules, bound(node)["src"], value.tags, value.sizes)
-    return rules.call(node, value.tags, self=value.expr, src=source)
