@@ -3,8 +3,8 @@
 NOTE [Why a CPU is asked]
 A wrong guess costs minutes. Two cores with AVX2 take 46 ms for a product of 2048 x 576 x 1536 in
 float32 and 344 ms in bfloat16, which they emulate; AVX-512 without bf16 is 2.7 times slower in it;
-with AMX it is 3 times faster. A train step of SmolLM2-135M then takes a quarter less, not two
-thirds: norms, softmax and casts gain nothing, so bfloat16 has to be ahead clearly.
+with AMX it is 3 times faster (the last two on a busy machine). The products are not all of a step:
+norms, softmax and casts gain nothing, so bfloat16 has to be ahead clearly.
 """
 
 from __future__ import annotations

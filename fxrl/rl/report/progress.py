@@ -32,7 +32,8 @@ Stage = Callable[[str], AbstractContextManager[Say]]
 done until the block ends; stages nest, and ``say`` gives the innermost other words. A log gets a
 line where the words before the colon are new, so numbers that change belong behind it."""
 QUIET_S = 10.0
-"""A log in which nothing was written for so long gets a line that says what is being done."""
+"""A log in which nothing was written for so long gets a line that says what is being done; where
+that has taken long already, for a quarter of its time."""
 
 COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -162,8 +163,9 @@ class LogReporter(Reporter):
     def tick(self) -> None:
         """Called every second, by a thread."""
         now = self.clock()
-        for words, since in self.open[-1:] if now - self._written >= QUIET_S else ():
-            self.stage_line(f"{words} ({now - since:.0f} s)", now - self.start)
+        for words, since in self.open[-1:]:
+            if now - self._written >= max(QUIET_S, (now - since) / 4):
+                self.stage_line(f"{words} ({now - since:.0f} s)", now - self.start)
 
     def changed(self, kind: str, words: str) -> None:
         if kind not in self._known:

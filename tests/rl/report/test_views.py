@@ -114,6 +114,10 @@ def test_a_log_says_what_is_being_done_once_and_again_when_it_is_quiet():
         log.tick()
     clock.now += 60
     log.tick()  # nothing is being done
+    with log.stage("training: 6 tokens"):
+        for _ in range(100):
+            clock.now += 1
+            log.tick()
     assert [line.split(" s  ") for line in stream.getvalue().splitlines()] == [
         ["   0.0", "loading: a [model]"],
         ["   4.0", "converting: 1 of 9 [parts]"],
@@ -121,6 +125,10 @@ def test_a_log_says_what_is_being_done_once_and_again_when_it_is_quiet():
         ["  20.0", "training: 5 tokens"],
         ["  20.0", "compiling: 2 bodies"],
         ["  34.0", "compiling: 2 bodies (5 s)"],  # nothing was written for 14 s
+        *(
+            [f"{94 + s:6.1f}", f"training: 6 tokens ({s} s)"]
+            for s in (1, 11, 21, 31, 42, 56, 75, 100)
+        ),
     ]
 
 
