@@ -834,7 +834,7 @@ def logits_item_control_flow(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(REFUSE)
+@shape(APPLY)
 def logits_to_numpy(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     scale = float(z.detach().numpy().std())

@@ -44,7 +44,7 @@ def metrics(run_dir):
 def test_a_run_and_its_continuation(config_file, capsys):
     assert train(config_file, "whole", "steps=2") == 0
     events = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
-    told = "\n".join(e["text"] for e in events if e["event"] == "message")
+    told = "\n".join(e["text"] for e in events if e["event"] in ("message", "stage"))
     assert "max_num_seqs=8" in told
     assert "rollouts take the trained weights by 'slots'" in told
     first, second = metrics("whole")
