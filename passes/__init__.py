@@ -9,7 +9,7 @@ from typing import Any
 
 from fxrl.config import Config
 from fxrl.errors import ConfigError
-from fxrl.ir.graph_pass import Pass, Stage
+from fxrl.ir.graph_pass import Normalisation, Pass
 from fxrl.ir.pipeline import Pipeline
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
 from fxrl.passes.differentiate_copies import DifferentiateCopies
@@ -18,6 +18,7 @@ from fxrl.passes.eliminate_noops import EliminateNoops
 from fxrl.passes.fold_broadcast_products import FoldBroadcastProducts
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
 from fxrl.passes.group_queries import GroupQueries
+from fxrl.passes.inline_layers import InlineLayers
 from fxrl.passes.merge_adapter_products import MergeAdapterProducts
 from fxrl.passes.open_loss_checkpoints import OpenLossCheckpoints
 from fxrl.passes.outline_layers import OutlineLayers
@@ -42,6 +43,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         FuseLinearLogprob,
         ChunkVocabRegion,
         OutlineLayers,
+        InlineLayers,
         # here the plan is made; what follows obeys it
         Recompute,
         # nothing is left behind
@@ -70,6 +72,5 @@ def pipeline(config: Config) -> Pipeline:
             raise ConfigError(f"passes: {name!r} is unknown; the passes are {known}")
     named = set(REGISTRY if config.passes is None else config.passes)
     named |= {needed for name in named for needed in REGISTRY[name].requires}
-    always = (Stage.NORMALISE, Stage.CLEAN)
-    chosen = [one for name, one in REGISTRY.items() if name in named or one.stage in always]
+    chosen = [c for name, c in REGISTRY.items() if name in named or issubclass(c, Normalisation)]
     return Pipeline(tuple(one.of(config) for one in sorted(chosen, key=lambda one: one.stage)))

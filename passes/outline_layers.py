@@ -20,17 +20,32 @@ mode, and what is left of a layer is token-wise, so that one body serves every b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import fx
 
 from fxrl.analysis.attention import SDPA
-from fxrl.analysis.layers import Layer, layer_nodes, part_views, signature, split_layer
+from fxrl.analysis.layers import (
+    Layer,
+    layer_nodes,
+    layer_path,
+    part_views,
+    signature,
+    split_layer,
+)
 from fxrl.analysis.outline import find_outline, illegal, outline
 from fxrl.config import Config
-from fxrl.ir.graph import body_of, is_call, is_tensor, numel_hint, tensor_val
+from fxrl.ir.graph import (
+    CALL_LAYER,
+    body_of,
+    is_call,
+    is_tensor,
+    numel_hint,
+    tensor_val,
+)
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice, Keep, Rewrite
 from fxrl.ir.region import Region, region_calls, set_region
@@ -94,8 +109,11 @@ class OutlineLayers(Pass[LayerSite]):
 
     def match(self, gm: fx.GraphModule) -> Iterator[LayerSite | Miss]:
         alike: dict[object, list[tuple[fx.GraphModule, Layer]]] = {}
+        known: dict[tuple[fx.Node, ...], object] = {}
         for owner, layer in _layers(gm):
-            key = (owner is gm, signature(layer.nodes), layer.kinds_of_barriers)
+            if layer.nodes not in known:
+                known[layer.nodes] = signature(layer.nodes)
+            key = (owner is gm, known[layer.nodes], layer.kinds_of_barriers)
             alike.setdefault(key, []).append((owner, layer))
         for group in alike.values():
             yield from _judged(tuple(group))
@@ -119,32 +137,45 @@ class OutlineLayers(Pass[LayerSite]):
     def rewrite(self, gm: fx.GraphModule, site: LayerSite, choice: Choice) -> Applied:
         regions: list[Region] = []
         failed: list[Refusal] = []
-        for owner, layer in site.layers:
+        calls, times = 0, Counter(owner for owner, _ in site.layers)
+        done = {(owner, layer.parts): (owner, layer) for owner, layer in reversed(site.layers)}
+        for owner, layer in reversed(done.values()):
             for part in part_views(owner.graph, layer.parts):
                 try:
                     regions.append(outline(owner, part, cut="products", layer=layer.site))
+                    calls += 1 if owner is gm else times[owner]
                 except Refusal as refusal:
                     failed.append(refusal)
         if not regions:
             raise failed[0]
         tidy(gm)
-        bodies = _share(gm, regions)
+        times[gm] = 1
+        bodies = _share(gm, regions, times)
         left = f"; {len(failed)} parts run op by op: {failed[0]}" if failed else ""
-        return Applied(
-            f"{names_of(site)} in {len(regions)} calls of {bodies} compiled bodies{left}"
-        )
+        return Applied(f"{names_of(site)} in {calls} calls of {bodies} compiled bodies{left}")
 
 
 # ---------------------------------------------------------------------------- what there is
 def _layers(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Layer]]:
-    """The layers of the graph, and the bodies of checkpointed calls, each of which is one."""
-    for node in gm.graph.nodes:
-        if (body := body_of(gm, node)) is not None:
+    """The layers of the graph; each call of a body is one, of a layer or a checkpointed one."""
+    known: dict[fx.GraphModule, Layer] = {}
+    for body, path in _called(gm, None):
+        if body not in known:
             inner = [n for n in body.graph.nodes if n.op == "call_function"]
-            path = str(body.meta.get("layer_path", node.name))
-            yield body, split_layer(path, inner, stays_outside)
+            known[body] = split_layer(path, inner, stays_outside)
+        yield body, known[body].at(path)
     for path, nodes in layer_nodes(gm.graph).items():
         yield gm, split_layer(path, nodes, stays_outside)
+
+
+def _called(owner: fx.GraphModule, path: str | None) -> Iterator[tuple[fx.GraphModule, str]]:
+    """The bodies that a graph calls, as often as it does, with the path of the layer they are."""
+    for call in owner.graph.nodes:
+        if (body := body_of(owner, call)) is not None:
+            own = path or (layer_path(call) if is_call(call, CALL_LAYER) else None)
+            own = own or str(body.meta.get("layer_path", call.name))
+            yield body, own
+            yield from _called(body, own)
 
 
 def stays_outside(node: fx.Node) -> str | None:
@@ -203,11 +234,14 @@ def names_of(site: LayerSite) -> str:
 
 
 # ---------------------------------------------------------------------------- what is done
-def _share(gm: fx.GraphModule, regions: list[Region]) -> int:
+def _share(gm: fx.GraphModule, regions: list[Region], times: Mapping[fx.GraphModule, int]) -> int:
     """Let layers that differ in which inputs need a gradient share one body; count the bodies.
 
     The first layer's input needs none where the embeddings are frozen. A body of its own would cost
     its compile time; a gradient that nobody reads costs a few products of one layer.
+
+    Args:
+        times: how often the model runs each graph.
     """
     mine = {region.id for region in regions}
     calls = [call for call in region_calls(gm) if call.meta["region"].id in mine]
@@ -215,13 +249,18 @@ def _share(gm: fx.GraphModule, regions: list[Region]) -> int:
     for call in calls:
         region = call.meta["region"]
         alike.setdefault(region.id_without_grads, {}).setdefault(region.id, []).append(call)
+
+    def made(group: list[fx.Node]) -> int:
+        owners: list[Any] = [call.graph.owning_module for call in group]
+        return sum(times[owner] for owner in owners)
+
     count = 0
     for variants in alike.values():
-        total = sum(map(len, variants.values()))
+        total = sum(map(made, variants.values()))
         widest = max((v[0].meta["region"] for v in variants.values()), key=_num_grads)
         for group in variants.values():
             first = group[0].meta["region"]
-            rare = _RARE * len(group) <= total
+            rare = _RARE * made(group) <= total
             if first.id != widest.id and rare and _covers(widest, first):
                 for call in group:
                     set_region(call, replace(widest, layer=call.meta["region"].layer))

@@ -32,16 +32,29 @@ def set_options(call: fx.Node, **options: Any) -> None:
 
 
 def calls_with_masks(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Attention calls under a mask, and the mask; as the outer graph knows it for calls in
-    checkpointed bodies."""
+    """Attention calls under a mask, and the mask, as often as the model makes the call.
+
+    The mask of a call in a body is the value that the outer graph gives it; where several calls of
+    one body give several, it is the body's own input.
+    """
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for call, mask in _calls(gm):
+        found.setdefault(call, []).append(mask)
+    for call, masks in found.items():
+        one = masks[0] if len(set(masks)) == 1 else options_of(call)["attn_mask"]
+        yield from [(call, one)] * len(masks)
+
+
+def _calls(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
     for node in gm.graph.nodes:
         if is_call(node, SDPA):
             mask = options_of(node).get("attn_mask")
             if mask is not None:
                 yield node, mask
         elif (body := body_of(gm, node)) is not None:
-            given = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[1:], strict=True))
-            for call, mask in calls_with_masks(body):
+            inputs = body.graph.find_nodes(op="placeholder")
+            given = dict(zip(inputs, node.args[1:], strict=True))
+            for call, mask in _calls(body):
                 yield call, given.get(mask, mask)
 
 

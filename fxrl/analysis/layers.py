@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,12 @@ class Layer:
     site: str
     parts: tuple[tuple[fx.Node, ...], ...]
     barriers: tuple[Barrier, ...]
+
+    def at(self, path: str) -> Layer:
+        """An equal layer that the module at ``path`` is."""
+        match = _NUMBERED.match(path)
+        site = f"{self.site.partition(':')[0]}:{path}"
+        return replace(self, path=path if match is None else match[1], site=site)
 
     @property
     def kinds_of_barriers(self) -> tuple[str, ...]:
@@ -96,10 +102,8 @@ def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
         part = tuple(n for n in nodes if stages.get(n) == stage and n not in blocked)
         if has_work(part):
             parts.append(part)
-    match = _NUMBERED.match(path)
-    end = path if match is None else match[1]
     capture = site_name(nodes[0]).partition(":")[0] if nodes else ""
-    return Layer(end, f"{capture}:{path}", tuple(parts), tuple(barriers))
+    return Layer("", f"{capture}:", tuple(parts), tuple(barriers)).at(path)
 
 
 def has_work(nodes: Iterable[fx.Node]) -> bool:

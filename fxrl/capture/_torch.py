@@ -9,6 +9,7 @@ All were seen in torch 2.11, 2.13 and 2.15. To read another version's sources: `
 # fmt: off
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from torch._dispatch.python import enable_python_dispatcher as enable_python_dis
 from torch._dynamo import maybe_mark_dynamic as maybe_mark_dynamic  # a size that varies; a constant stays legal
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the values of Dynamo's graphs
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor  # a tensor whose writes are noted
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
@@ -55,7 +57,25 @@ def never_captured(reason: str) -> Callable[[_F], _F]:
     return disabled
 
 
+def in_graph(function: _F) -> _F:
+    """``torch.compiler.allow_in_graph``, which is public and untyped: one call, not looked into."""
+    allowed: _F = torch.compiler.allow_in_graph(function)
+    return allowed
+
+
 def without_functionalize_key() -> Any:
     """A context without C++'s functionalisation, in whose place the Python one stands."""
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
     return torch._C._ExcludeDispatchKeyGuard(key)
+
+
+def guarded_names() -> set[str]:
+    """Last names of all that the trace at hand has read and compiled in: ``layer_idx``."""
+    names = (str(guard.name() if callable(guard.name) else guard.name) for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards)
+    return {re.split(r"[.\[]", name)[-1].strip("'\"]") for name in names}
+
+
+def written_by_trace() -> set[int]:
+    """Ids of the Python objects, older than the trace at hand, that traced code has written into."""
+    effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
+    return {key for key, held in effects.id_to_variable.items() if isinstance(held.mutation_type, (ValueMutationExisting, AttributeMutationExisting)) and effects.is_modified(held)}

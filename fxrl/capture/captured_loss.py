@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from fxrl.capture._torch import (
     global_hooks,
 )
 from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place_of
+from fxrl.capture.repeated import RepeatedLayers
 from fxrl.capture.scoped_hooks import Takeover
 from fxrl.errors import FxrlError
 from fxrl.ir.on_miss import open_misses
@@ -36,10 +38,11 @@ _SETTINGS: dict[str, Any] = {
     "skip_nnmodule_hook_guards": False,  # hooks that come or go later are honoured
 }
 _DATA = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
-#: Numbers read off tensors are symbols of the graph, such as the count of rows that a mask selects.
-#: Where Python decides by them all the same, the second way ends the graph where they are read.
-_WAYS = (_SETTINGS | dict.fromkeys(_DATA, True), _SETTINGS | dict.fromkeys(_DATA, False))
-_AS_WRITTEN = len(_WAYS)
+#: The ways to capture, in the order in which they are tried: equal layers once; every layer; and
+#: the graph ended where numbers are read off tensors. In the others such a number is a symbol of
+#: the graph, such as the count of rows that a mask selects; Python may decide by it all the same.
+_WAYS = tuple(_SETTINGS | dict.fromkeys(_DATA, read) for read in (True, True, False))
+_LAYERS_ONCE, _WHOLE, _IN_PARTS, _AS_WRITTEN = range(4)
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -66,6 +69,7 @@ class CapturedLoss:
         self.compiled: dict[Any, Callable[[Any], Any]] = {}
         self._way: dict[Any, int] = {}  # of the kinds of batches that the first way failed at
         self._takeover = Takeover(model)
+        self._repeated = RepeatedLayers(model)
         self.losses = Report()
 
     @property
@@ -83,7 +87,9 @@ class CapturedLoss:
             reason = "nothing is captured inside torch.func's transforms"
             self._note(RemarkKind.MISSED, "", reason, "call torch.func inside the loss function")
             return self._loss_fn(self._model, batch)
-        way = self._way.get(_kind(batch), 0) if self._way else 0
+        self._repeated.refresh()
+        way = _LAYERS_ONCE if self._repeated else _WHOLE
+        way = self._way.get(_kind(batch), way) if self._way else way
         failure: Exception | None = None
         while way < _AS_WRITTEN:
             try:
@@ -91,7 +97,7 @@ class CapturedLoss:
                 break
             except _CaptureFailedError as failed:
                 failure = failed.error
-                way = 1 if way == 0 and _decided_by_data(failure) else _AS_WRITTEN
+                way = _next(way, failure)
         else:
             if failure is not None and self._backend.only_explain:
                 raise failure
@@ -109,13 +115,15 @@ class CapturedLoss:
         Raises:
             _CaptureFailedError: a compilation failed, or the first run of what it made.
         """
-        key = global_hooks(), way
+        once = way == _LAYERS_ONCE
+        key = global_hooks(), way, self._repeated.generation if once else 0
         if key not in self.compiled:
             fresh = _fresh(self._model, self._loss_fn)
-            self.compiled[key] = torch.compile(fresh, backend=self._backend)
+            self.compiled[key] = torch.compile(fresh, backend=self._backend, fullgraph=once)
         captures, frames = self._backend.captures, _frames()
         before = len(captures)
-        with dynamo_config.patch(_WAYS[way]), breaks_inside() as breaks:
+        layers = self._repeated.traced() if once else nullcontext()
+        with dynamo_config.patch(_WAYS[way]), breaks_inside() as breaks, layers:
             try:
                 result = self.compiled[key](batch)
             except Exception as error:  # a graph can hold anything that PyTorch can
@@ -146,7 +154,11 @@ class CapturedLoss:
         source, code = place_of(getattr(failure, "real_stack", None) or ())
         what = f"{type(failure).__name__}: {in_one_line(str(failure))}"
         what += f", in {code}" if code else ""
-        if way < _AS_WRITTEN:
+        if way == _WHOLE:
+            inner = in_one_line(str(getattr(failure, "inner_exception", failure)))
+            reason = f"equal layers are captured one by one, which takes longer ({inner})"
+            self._note(RemarkKind.ANALYSIS, source, reason)
+        elif way < _AS_WRITTEN:
             reason = f"captured in parts, which end where numbers are read off tensors ({what})"
             self._note(RemarkKind.ANALYSIS, source, reason)
         else:
@@ -167,6 +179,13 @@ class _CaptureFailedError(Exception):
 def _frames() -> int:
     """How many functions Dynamo has tried to capture so far."""
     return int(compile_counters["frames"]["total"])
+
+
+def _next(way: int, failure: Exception) -> int:
+    """The way to try where one has failed."""
+    if way == _LAYERS_ONCE:
+        return _WHOLE
+    return _IN_PARTS if way == _WHOLE and _decided_by_data(failure) else _AS_WRITTEN
 
 
 def _decided_by_data(error: Exception) -> bool:

@@ -35,7 +35,7 @@ from fxrl.capture._torch import (
     sync,
     without_functionalize_key,
 )
-from fxrl.capture.checkpointing import lower_checkpointed
+from fxrl.capture.bodies import lower_bodies
 from fxrl.capture.opaque import OpaqueCalls, is_opaque
 from fxrl.ir.graph import (
     eliminate_dead_code,
@@ -72,10 +72,15 @@ _OPENED: Any = get_decompositions(
 )
 
 
-def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
+def lower(
+    gm: fx.GraphModule, *, grad_enabled: bool = True, known: dict[Any, fx.GraphModule] | None = None
+) -> fx.GraphModule:
     """The functional ATen graph of a Dynamo graph, with fake values in ``meta["val"]``.
 
     The placeholders are Dynamo's, in order. Shapes stay symbolic in Dynamo's own symbols.
+
+    Args:
+        known: bodies that were lowered already.
 
     Raises:
         Refusal: a value is a nested tensor, whose parts functional ATen cannot tell autograd.
@@ -95,7 +100,8 @@ def lower(gm: fx.GraphModule, *, grad_enabled: bool = True) -> fx.GraphModule:
             node.meta["requires_grad"] = False
     else:
         _check_gradients(gm, lowered)
-    lower_checkpointed(lowered, partial(lower, grad_enabled=grad_enabled))
+    known = {} if known is None else known
+    lower_bodies(lowered, partial(lower, grad_enabled=grad_enabled, known=known), known)
     _equate_gathers(lowered.graph)
     lowered.recompile()
     return lowered

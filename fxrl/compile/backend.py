@@ -6,7 +6,7 @@ report, dump and verify.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch import fx
 from fxrl import kernels
 from fxrl.capture.breaks import break_of, break_remarks
 from fxrl.capture.lower import lower
+from fxrl.capture.repeated import share_bodies
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.outer import restore_checkpoints, run_outer
 from fxrl.config import Config
 from fxrl.errors import FxrlError
 from fxrl.ir.capture_record import Capture
-from fxrl.ir.graph import CHECKPOINT, HigherOrderOperator
+from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, body_of
 from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import region_calls
@@ -60,6 +61,11 @@ class Backend:
         self._pipeline = pipeline(config)  # an unknown pass is an error now, not at the first batch
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
+        gm, lifted = share_bodies(gm)
+        run = self._capture(gm, [*example_inputs, *lifted])
+        return run if not lifted else lambda *args: run(*args, *lifted)
+
+    def _capture(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         capture = Capture(len(self.captures), gm)
         self.captures.append(capture)
         capture.graph_breaks += break_of(gm)
@@ -205,12 +211,22 @@ def _is_rewritten(capture: Capture) -> bool:
     if capture.report.of_kind(RemarkKind.APPLIED):
         return True
     calls = capture.dynamo.graph.nodes
-    return any(isinstance(node.target, HigherOrderOperator) for node in calls)
+    own = (node.target for node in calls if node.target is not CALL_LAYER)
+    return any(isinstance(target, HigherOrderOperator) for target in own)
+
+
+def _checkpoints(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """The checkpointed calls, as often as the model makes them."""
+    for node in gm.graph.nodes:
+        if node.target is CHECKPOINT:
+            yield node
+        elif (body := body_of(gm, node)) is not None:
+            yield from _checkpoints(body)
 
 
 def _note_checkpoints(capture: Capture) -> None:
     """Activation checkpointing that the user switched on is honoured, and said so."""
-    calls = [n for n in capture.dynamo.graph.nodes if n.target is CHECKPOINT]
+    calls = list(_checkpoints(capture.dynamo))
     if calls:
         reason = f"{len(calls)} checkpointed calls taken over: run again in the captured backward"
         site, source = f"{capture.index}:checkpoints", user_source(calls[0])

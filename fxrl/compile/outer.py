@@ -18,15 +18,14 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
-from fxrl.ir.graph import HigherOrderOperator
-
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, modules_of
 
 
 def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
     """A callable for a rewritten graph: eager autograd, or AOT where an op asks for it."""
     restore_checkpoints(gm)
-    if any(isinstance(node.target, HigherOrderOperator) for node in gm.graph.nodes):
+    own = (node.target for node in gm.graph.nodes if node.target is not CALL_LAYER)
+    if any(isinstance(target, HigherOrderOperator) for target in own):
         return compile_by_aot(gm, examples, {})
     return _without_autocast(gm)
 
@@ -43,10 +42,10 @@ def _without_autocast(gm: fx.GraphModule) -> Callable[..., Any]:
 
 def restore_checkpoints(gm: fx.GraphModule) -> None:
     """Dynamo's checkpoint calls as ``torch.utils.checkpoint`` again, without reentrance."""
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target is _CHECKPOINT:
+    for module in modules_of(gm):
+        for node in module.graph.find_nodes(op="call_function", target=CHECKPOINT):
             node.target = run_checkpointed
-    gm.recompile()
+        module.recompile()
 
 
 def run_checkpointed(body: fx.GraphModule, *args: Any, **options: Any) -> Any:

@@ -162,23 +162,85 @@ def _has_float(val: object) -> bool:
     return False
 
 
+class _CallLayer(HigherOrderOperator):  # type: ignore[misc, valid-type]  # a type found at run time
+    """``call_layer(body, *inputs)``: a call of a graph that all equal layers of a model share."""
+
+    def __call__(self, body: fx.GraphModule, *inputs: Any) -> Any:
+        return body(*inputs)
+
+
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+CALL_LAYER = _CallLayer("fxrl_layer")
+#: Calls that run a graph as it stands, handed over as their first argument; inputs follow.
+WRAPPERS = (CHECKPOINT, CALL_LAYER)
 
 
 def body_of(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule | None:
-    """The graph that a checkpointed call runs; None for other nodes."""
-    if not is_call(call, CHECKPOINT) or not isinstance(call.args[0], fx.Node):
+    """The graph that a call runs, of a checkpointed function or a layer; None for other nodes."""
+    if not is_call(call, *WRAPPERS) or not isinstance(call.args[0], fx.Node):
         return None
     body = getattr(gm, str(call.args[0].target), None)
     return body if isinstance(body, fx.GraphModule) else None
 
 
+def set_body(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
+    """Let a call of a layer run ``body``, which takes and returns the same."""
+    with call.graph.inserting_before(call):
+        call.args = (call.graph.get_attr(_hold(gm, body)), *call.args[1:])
+
+
+def inline(call: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
+    """Put the nodes of ``body`` in the place of a call that returns its results; returns them.
+
+    Constants and graphs that it holds are held by the calling graph then, under names of its own.
+    """
+    graph, owner = call.graph, call.graph.owning_module
+    assert owner is not None
+    places: dict[fx.Node, Any] = {}
+    places.update(zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True))
+    made = []
+    with graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            copy = places[node] = graph.node_copy(node, places.__getitem__)
+            made.append(copy)
+            if node.op == "get_attr":
+                copy.target = _hold(owner, getattr(body, str(node.target)))
+    results: Any = body.graph.output_node().args[0]
+    for item in list(call.users):
+        item.replace_all_uses_with(places[results[item.args[1]]])
+        graph.erase_node(item)
+    graph.erase_node(call)
+    return made
+
+
+def _hold(owner: torch.nn.Module, value: Any) -> str:
+    """The name of a constant or a graph that a graph module holds, from now on."""
+    held = (*owner._modules.items(), *owner._buffers.items(), *owner._parameters.items())
+    for name, known in held:
+        if known is value:
+            return name
+    name = next(n for i in itertools.count() if not hasattr(owner, n := f"held_{i}"))
+    setattr(owner, name, value)
+    return name
+
+
+def modules_of(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graph module and the bodies of its calls, each once, whoever calls it first."""
+    found = {gm: None}
+    queue = [gm]
+    for one in queue:
+        for node in one.graph.nodes:
+            if (body := body_of(one, node)) is not None and body not in found:
+                found[body] = None
+                queue.append(body)
+    return list(found)
+
+
 def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
-    """The graph and those of its checkpointed bodies, each once."""
-    yield gm.graph
-    bodies = [body for node in gm.graph.nodes if (body := body_of(gm, node)) is not None]
-    for body in dict.fromkeys(bodies):
-        yield from graphs_of(body)
+    """The graph and those of the bodies of its calls, each once."""
+    return (module.graph for module in modules_of(gm))
 
 
 def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -25,6 +26,9 @@ from fxrl.ir.graph import graphs_of, is_call
 from fxrl.ir.printer import Symbols, print_graph
 
 Cut = Literal["inputs", "products"]
+
+#: Bodies as text, each printed once: the layers of a model share one, and have many lines.
+_TEXTS: WeakKeyDictionary[fx.GraphModule, str] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +81,12 @@ class Region:
         """What the id would be if no gradient were wanted: equal where only those differ."""
         return self._hash([replace(spec, needs_grad=False) for spec in self.inputs])
 
-    @cached_property
-    def _text(self) -> str:
-        return print_graph(self.forward)  # once: the layers of a model have many lines
-
     def _hash(self, specs: Sequence[InputSpec]) -> str:
         symbols = Symbols()
         inputs = [_signature(spec, symbols) for spec in specs]
-        text = "\n".join([self._text, *inputs, self.cut])
+        if self.forward not in _TEXTS:
+            _TEXTS[self.forward] = print_graph(self.forward)
+        text = "\n".join([_TEXTS[self.forward], *inputs, self.cut])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

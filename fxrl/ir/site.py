@@ -19,6 +19,7 @@ from torch import fx
 from fxrl.ir.graph import graphs_of
 
 _KEY = "site"
+_OWN_FORWARD = re.compile(r"\.forward\.__closure__.*\.__self__")  # of a layer captured once
 _MODULES = re.compile(r"\.__dict__\['_modules'\]")
 _ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
@@ -26,6 +27,7 @@ _ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 def plain_path(where: str) -> str:
     """Dynamo's way to a module, without brackets: ``L['model'].layers[0]`` is ``layers.0``."""
     path = _ITEM.sub(r".\1", _MODULES.sub("", where)).replace("..", ".")
+    path = _OWN_FORWARD.sub("", path)
     return path.removeprefix("L.").removeprefix("model.")
 
 
@@ -48,6 +50,19 @@ def name_sites(gm: fx.GraphModule, where: str) -> None:
                 name = f"{where}:{module_path(node)}/{op_name(node)}"
                 seen[name] += 1
                 node.meta[_KEY] = name if seen[name] == 1 else f"{name}#{seen[name]}"
+
+
+def rename_site(node: fx.Node, path: str, own: str) -> None:
+    """Name a copy of what the module at ``path`` made for the one at ``own``."""
+    where, _, name = node.meta.get(_KEY, "").partition(":")
+    if name.startswith((f"{path}.", f"{path}/")):
+        node.meta[_KEY] = f"{where}:{own}{name.removeprefix(path)}"
+    stack = {}
+    for key, (module, kind) in (node.meta.get("nn_module_stack") or {}).items():
+        plain = plain_path(module)
+        inside = plain == path or plain.startswith(f"{path}.")
+        stack[key] = (f"L['model'].{own}{plain.removeprefix(path)}" if inside else module, kind)
+    node.meta["nn_module_stack"] = stack
 
 
 def site_name(node: fx.Node) -> str:

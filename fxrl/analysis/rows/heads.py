@@ -14,6 +14,7 @@ from torch import fx
 from fxrl.ir.graph import (
     COPIES,
     PRODUCTS,
+    WRAPPERS,
     HigherOrderOperator,
     OpOverload,
     ancestors,
@@ -89,10 +90,8 @@ def _is_layer(node: fx.Node) -> bool:
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    """A call with a body of its own (autograd.Function); a checkpoint only wraps the same code."""
-    if not isinstance(node.target, HigherOrderOperator):
-        return False
-    return "checkpoint" not in str(node.target)
+    """A call with a body of its own (autograd.Function); a wrapper only runs the same code."""
+    return isinstance(node.target, HigherOrderOperator) and node.target not in WRAPPERS
 
 
 def _keeps_width(node: fx.Node, width: int) -> bool:

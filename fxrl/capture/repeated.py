@@ -1,0 +1,617 @@
+"""Repeated layers, captured once: a layer that equals an earlier one is one call of its graph.
+
+    for layer in self.layers:               the model, as written
+        x = layer(x, mask)
+
+    %b = begins(0, %x, %mask)               what Dynamo traces: of the first layer all its calls,
+    ...                                     between two marks; of the others one call each
+    %x1 = ends(0, %b, %h)
+    %x2 = again(1, %x1, %mask)
+
+    %x1 = @layer(%x, %mask, %w0, ...)       what ``share_bodies`` makes of it: a call of one body
+    %x2 = @layer(%x1, %mask, %w1, ...)      for each layer
+
+So neither tracing nor lowering grows with depth. A layer is told equal before the trace by all that
+its modules hold (``_Layout``), watched at every call of the step, and held to the traced layer
+afterwards: equal arguments, nothing written by traced code, no value that leaves the layer in
+another way than as its result. Whatever fails, the step captures every layer as it is written.
+
+NOTE [Why not torch.compiler.nested_compile_region]: torch 2.11 traces each layer again inside of
+it, 2.13 checks guards for each (0.2 s a layer with LoRA); both take tensors for arguments, and a
+language model hands its layers a KV cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxrl.capture._torch import guarded_names, in_graph, written_by_trace
+from fxrl.ir.graph import CALL_LAYER, body_of, inline, modules_of, set_body
+from fxrl.ir.pipeline import clone
+from fxrl.ir.remark import Refusal
+
+_PLAIN = (bool, float, complex, bytes, type(None), type, torch.dtype, torch.device)
+_SDPA = nn.functional.scaled_dot_product_attention
+_DIGITS = re.compile(r"\d+")
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+# ---------------------------------------------------------------------------- which are equal
+class _Layout:
+    """All that the forward of a layer can read of its modules.
+
+    Attributes:
+        facts: types, names, flags, hooks, and what tensors look like; equal for equal layers.
+        numbers: attribute and value of each number in an integer or a text, which may count layers.
+        tensors: parameters, buffers and other tensors, each once.
+        held: ids of all modules and containers.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.numbers: list[tuple[str, int]] = []
+        self.tensors: list[Tensor] = []
+        self.held: set[int] = set()
+        self._places: dict[int, int] = {}
+        self._watched: list[tuple[Any, list[int]]] = []
+        self._empty: list[Any] = []
+        self.facts = self._fact("", layer)
+        self._looks = [*map(_look, self.tensors)]
+
+    def holds(self) -> bool:
+        """Whether the layer's modules still hold what they held, and the tensors look the same."""
+        return (
+            not any(map(len, self._empty))
+            and all(_ids(container) == ids for container, ids in self._watched)
+            and all(_look(t) == look for t, look in zip(self.tensors, self._looks, strict=True))
+        )
+
+    def equals(self, other: _Layout, steps: int) -> bool:
+        """Whether a layer ``steps`` further on computes the same, but for what numbers do."""
+        return self.facts == other.facts and all(
+            name == its_name and its - mine in (0, steps)
+            for (name, mine), (its_name, its) in zip(self.numbers, other.numbers, strict=True)
+        )
+
+    def counters(self, other: _Layout) -> set[str]:
+        """Names of the numbers that differ."""
+        pairs = zip(self.numbers, other.numbers, strict=True)
+        return {mine[0] for mine, its in pairs if mine != its}
+
+    def _fact(self, name: str, value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if type(value) in (int, str):  # 3, or "model.layers.3"
+            self.numbers += [(name, int(digits)) for digits in _DIGITS.findall(str(value))]
+            return type(value), _DIGITS.sub("#", str(value))
+        if isinstance(value, (Tensor, nn.Module, *_CONTAINERS)):
+            return self._part(name, value)
+        if isinstance(value, types.MethodType):
+            return "method", value.__func__, self._fact(name, value.__self__)
+        if isinstance(value, partial):
+            parts = (value.func, value.args, value.keywords)
+            return "partial", *(self._fact(name, part) for part in parts)
+        return "object", id(value)
+
+    def _part(self, name: str, value: Any) -> Any:
+        """A part that may be met again, which says its place."""
+        place = self._places.setdefault(id(value), len(self._places))
+        if id(value) in self.held:
+            return "again", place
+        self.held.add(id(value))
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return type(value), *_look(value), value.stride()
+        if isinstance(value, nn.Module):
+            self.held.add(id(value.__dict__))
+            self._watch(value.__dict__)
+            return type(value), *((k, self._fact(k, v)) for k, v in value.__dict__.items())
+        self._watch(value)
+        if isinstance(value, dict):
+            pairs = ((self._fact(name, k), self._fact(str(k), v)) for k, v in value.items())
+            return type(value), *pairs
+        return type(value), *(self._fact(name, item) for item in value)
+
+    def _watch(self, container: Any) -> None:
+        if container:
+            self._watched.append((container, _ids(container)))
+        else:
+            self._empty.append(container)
+
+
+def _ids(container: Any) -> list[int]:
+    return [*map(id, container.values() if isinstance(container, dict) else container)]
+
+
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device
+
+
+# ---------------------------------------------------------------------------- what is traced
+class _Layer:
+    """One layer of a group, and what its ``forward`` is while it is traced."""
+
+    def __init__(self, module: nn.Module, path: str, index: int, layout: _Layout) -> None:
+        self.module, self.path, self.index, self.layout = module, path, index, layout
+        self.first: _Layer = self
+        self.result: Any = None  # of the first layer's last call, while tracing
+        self.modes: Any = None
+        self.written: set[int] = set()
+        self.token = next(_TOKENS)
+        _LAYERS[self.token] = self
+
+    def traced(self) -> Callable[..., Any]:
+        """The forward that Dynamo sees.
+
+        NOTE [Why an empty cache goes in]: a language model gives its layers a KV cache to fill,
+        which changes its masks and which no loss reads. While a layer's place in it is empty, what
+        the layer gets back is what it puts in; so that is what it gets, and nothing is kept.
+        ``_UNKEPT`` stands in its place: code that reads the cache fails to be captured this way.
+        """
+        original, index = self.module.forward, self.index
+        call = partial(_trace_first if self.first is self else _trace_again, self.token)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            cache = kwargs.get("past_key_values")
+            if cache is None:
+                return call(original, args, kwargs, kwargs)
+            if not _is_empty(cache, index):
+                return original(*args, **kwargs)
+            cache.layers[index] = _UNKEPT
+            filled = {**kwargs, "past_key_values": _EMPTY}
+            return call(original, args, filled, {**kwargs, "past_key_values": True})
+
+        return forward
+
+
+_TOKENS = itertools.count()
+_LAYERS: WeakValueDictionary[int, _Layer] = WeakValueDictionary()
+
+
+class _EmptyCache:
+    """A layer's place in a KV cache that holds nothing yet."""
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+class _Unkept:
+    """What is left where a cache was not filled."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: a training step of fxrl keeps no KV cache")
+
+
+_EMPTY, _UNKEPT = _EmptyCache(), _Unkept()
+_DYNAMIC = ("DynamicLayer", "DynamicSlidingWindowLayer")  # of transformers: they grow by what comes
+
+
+def _is_empty(cache: Any, index: int) -> bool:
+    layers = getattr(cache, "layers", ())
+    if index >= len(layers) or type(layers[index]).__name__ not in _DYNAMIC:
+        return False
+    return not layers[index].is_initialized
+
+
+def _trace_first(token: int, original: Any, args: Any, kwargs: Any, told: Any) -> Any:
+    return ends(token, begins(token, args, told), original(*args, **kwargs))
+
+
+def _trace_again(token: int, original: Any, args: Any, kwargs: Any, told: Any) -> Any:
+    return again(token, args, told)
+
+
+@in_graph
+def begins(token: int, args: Any, kwargs: Any) -> Tensor:
+    """Here the calls of a first layer begin; the arguments are what they were given."""
+    layer = _LAYERS[token]
+    layer.written, layer.modes = written_by_trace(), _modes()
+    return torch.zeros(())
+
+
+@in_graph
+def ends(token: int, begin: Tensor, result: Any) -> Any:
+    """Here they end, with their result."""
+    layer = _LAYERS[token]
+    if written_by_trace() != layer.written:
+        raise Refusal(f"{layer.path} writes into Python objects")
+    layer.result = result
+    return pytree.tree_map_only(Tensor, torch.clone, result)
+
+
+@in_graph
+def again(token: int, args: Any, kwargs: Any) -> Any:
+    """An equal layer's call, with other arguments; gives what looks like the first one's result."""
+    layer = _LAYERS[token]
+    first = layer.first
+    if first.result is None:
+        raise Refusal(f"{layer.path} runs before {first.path}")
+    if first.modes != _modes():
+        raise Refusal(f"{layer.path} runs under other modes than {first.path}")
+    if written_by_trace() & (layer.layout.held | first.layout.held):
+        raise Refusal(f"the step writes into {layer.path} or {first.path}")
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    live = any(t.requires_grad for t in (*given, *layer.layout.tensors)) and torch.is_grad_enabled()
+
+    def like(value: Tensor) -> Tensor:
+        made = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+        return made.requires_grad_(live and value.is_floating_point())
+
+    return pytree.tree_map_only(Tensor, like, first.result)
+
+
+def _modes() -> tuple[Any, ...]:
+    """What PyTorch does differently from code that is the same."""
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(casts)
+
+
+class RepeatedLayers:
+    """The groups of equal layers of a model, for a step.
+
+    Attributes:
+        generation: grows whenever the layers are not what they were.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._layers: list[_Layer] = []
+        self._forwards: list[Callable[..., Any]] = []
+        self.generation = 0
+        self._look()
+
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
+    def refresh(self) -> None:
+        """Look at the model again if it is not what it was."""
+        if not all(layer.layout.holds() for layer in self._layers):
+            self.generation += 1
+            self._look()
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """The layers' forwards are those that Dynamo shall see."""
+        before = [layer.module.__dict__.get("forward") for layer in self._layers]
+        for layer, forward in zip(self._layers, self._forwards, strict=True):
+            layer.module.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for layer, own in zip(self._layers, before, strict=True):
+                if own is None:
+                    del layer.module.__dict__["forward"]
+                else:
+                    layer.module.__dict__["forward"] = own
+
+    def _look(self) -> None:
+        self._layers = []
+        inside: set[nn.Module] = set()
+        for name, module in self._model.named_modules():
+            if isinstance(module, (nn.ModuleList, nn.Sequential)) and module not in inside:
+                found = self._groups(name, module)
+                inside.update(part for layer in found for part in layer.module.modules())
+        self._forwards = [layer.traced() for layer in self._layers]
+
+    def _groups(self, name: str, members: nn.Module) -> list[_Layer]:
+        """The layers of one list that have an equal one; each knows the first of its kind."""
+        layers = [
+            _Layer(module, f"{name}.{number}", index, _Layout(module))
+            for index, (number, module) in enumerate(members._modules.items())
+            if module is not None and module._modules
+        ]
+        firsts: list[_Layer] = []
+        for layer in layers:
+            for first in firsts:
+                if first.layout.equals(layer.layout, layer.index - first.index):
+                    layer.first = first
+                    break
+            else:
+                firsts.append(layer)
+        met = {id(layer.first) for layer in layers if layer.first is not layer}
+        found = [layer for layer in layers if layer.first is not layer or id(layer) in met]
+        self._layers += found
+        return found
+
+
+# ---------------------------------------------------------------------------- what becomes of it
+@dataclass(slots=True)
+class _Frame:
+    """One graph of a captured step: the outer one, or the body of a call with a graph.
+
+    Attributes:
+        call: in the outer frame, the call that runs it.
+    """
+
+    gm: fx.GraphModule
+    outer: _Frame | None = None
+    call: fx.Node | None = None
+    _brought: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def outermost(self, node: fx.Node) -> fx.Node:
+        """The value of the outermost graph that an input of this one is."""
+        if self.outer is None or self.call is None or node.op != "placeholder":
+            return node
+        inputs = self.gm.graph.find_nodes(op="placeholder")
+        given = self.call.args[1 + inputs.index(node)]
+        assert isinstance(given, fx.Node)
+        return self.outer.outermost(given)
+
+    def bring(self, node: fx.Node) -> fx.Node:
+        """A value of the outermost graph, as an input of this one."""
+        if self.outer is None or self.call is None:
+            return node
+        if node not in self._brought:
+            given = self.outer.bring(node)
+            known = [
+                *zip(self.call.args[1:], self.gm.graph.find_nodes(op="placeholder"), strict=True)
+            ]
+            found = next((inner for arg, inner in known if arg is given), None)
+            if found is None:
+                found = _new_input(
+                    self.gm.graph, _input_name(given), given.meta.get("example_value")
+                )
+                self.call.args = (*self.call.args, given)
+            self._brought[node] = found
+        return self._brought[node]
+
+
+@dataclass(slots=True)
+class _Body:
+    """The graph of a first layer, and what its inputs are.
+
+    Attributes:
+        arguments: what the layer was given, of graph values.
+        inputs: the values that it reads, in the order of its inputs.
+        frame: the graph that they are of.
+        results: the values that it gives, in order.
+        result: the layer's result, of graph values.
+    """
+
+    gm: fx.GraphModule
+    arguments: Any
+    inputs: list[fx.Node]
+    frame: _Frame
+    result: Any
+
+
+def share_bodies(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
+    """Equal layers of a Dynamo graph as calls of one body.
+
+    Returns:
+        The graph, and the tensors of layers that were not traced: its last inputs.
+
+    Raises:
+        Refusal: a layer is not what the first of its kind is; the graph is of no use then.
+    """
+    if not any(n.target in (ends, again) for m in _graphs(gm) for n in m.graph.nodes):
+        return gm, ()
+    gm = clone(gm)  # Dynamo still needs its own
+    sharing = _Sharing(gm)
+    sharing.walk(_Frame(gm))
+    for module in _graphs(gm):
+        module.graph.lint()
+        module.recompile()
+    return gm, tuple(sharing.lifted)
+
+
+def _graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    return (module for module in gm.modules() if isinstance(module, fx.GraphModule))
+
+
+class _Sharing:
+    """One run of ``share_bodies``."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._graph = gm.graph
+        self._bodies: dict[int, _Body] = {}  # the last one of each first layer
+        self._inputs: dict[int, fx.Node] = {}  # by the id of the tensor
+        for node in gm.graph.find_nodes(op="placeholder"):
+            example = getattr(node.meta.get("grapharg"), "example", None)
+            if isinstance(example, Tensor):
+                self._inputs[id(example)] = node
+        self._read = guarded_names()
+        self.lifted: list[Tensor] = []
+
+    def walk(self, frame: _Frame) -> None:
+        """Every layer's call, in the order of the program."""
+        begun: dict[int, fx.Node] = {}
+        for node in list(frame.gm.graph.nodes):
+            if node.target is begins:
+                begun[node.args[0]] = node
+            elif node.target is ends:
+                self._share_first(frame, begun[node.args[0]], node)
+            elif node.target is again:
+                self._share_again(frame, node)
+            elif (body := body_of(frame.gm, node)) is not None:
+                self.walk(_Frame(body, frame, node))
+
+    def _share_first(self, frame: _Frame, begin: fx.Node, end: fx.Node) -> None:
+        token: Any = end.args[0]
+        graph = frame.gm.graph
+        order = list(graph.nodes)
+        inside = order[order.index(begin) + 1 : order.index(end)]
+        results = [leaf for leaf in pytree.tree_leaves(end.args[2]) if isinstance(leaf, fx.Node)]
+        _check_closed(_LAYERS[token].path, inside, end)
+        body, inputs = _cut(frame.gm, inside, results)
+        self._bodies[token] = _Body(body, begin.args[1:], inputs, frame, end.args[2])
+        _call(frame, end, self._bodies[token], inputs)
+        for node in (*reversed(inside), begin):
+            graph.erase_node(node)
+
+    def _share_again(self, frame: _Frame, node: fx.Node) -> None:
+        layer = _LAYERS[node.args[0]]  # type: ignore[index]
+        body = self._bodies[layer.first.token]
+        for name in layer.first.layout.counters(layer.layout):
+            if name in self._read:
+                raise Refusal(
+                    f"{layer.first.path} reads its {name}, which {layer.path} has another of"
+                )
+        given = _matched(layer, body.arguments, node.args[1:])
+        inputs = [self._equal(layer, one, body.frame, frame, given) for one in body.inputs]
+        _call(frame, node, body, inputs)
+
+    def _equal(
+        self,
+        layer: _Layer,
+        node: fx.Node,
+        theirs: _Frame,
+        ours: _Frame,
+        given: dict[fx.Node, fx.Node],
+    ) -> fx.Node:
+        """What ``layer`` reads where the first one reads ``node``."""
+        if node in given:
+            return given[node]
+        outer = theirs.outermost(node)
+        example = getattr(outer.meta.get("grapharg"), "example", None)
+        for mine, its in zip(layer.first.layout.tensors, layer.layout.tensors, strict=True):
+            if mine is example:
+                return ours.bring(self._input(layer, its, outer))
+        if outer.op != "placeholder" and not isinstance(_example(outer), torch.SymInt):
+            raise Refusal(f"{layer.first.path} reads %{outer}, which is no argument of it")
+        return ours.bring(outer)
+
+    def _input(self, layer: _Layer, tensor: Tensor, like: fx.Node) -> fx.Node:
+        """An input of the outermost graph for a tensor of a layer that was not traced."""
+        if id(tensor) not in self._inputs:
+            fake: Any = _example(like)
+            with fake.fake_mode:
+                made = torch.empty_strided(
+                    fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
+                )
+            path = _path_in(layer.module, tensor)
+            name = re.sub(r"\W+", "_", f"l_model_{layer.path}_{path}_")
+            node = _new_input(self._graph, name, made.requires_grad_(tensor.requires_grad))
+            self._inputs[id(tensor)] = node
+            self.lifted.append(tensor)
+        return self._inputs[id(tensor)]
+
+
+def _path_in(module: nn.Module, tensor: Tensor) -> str:
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    return next((name for name, held in named if held is tensor), "tensor")
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _input_name(node: fx.Node) -> str:
+    """What a body calls its input ``node``; no name of a value that it computes."""
+    return node.name if node.op == "placeholder" else f"given_{node.name}"
+
+
+def _new_input(graph: fx.Graph, name: str, example: Any) -> fx.Node:
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    node.meta["example_value"] = example
+    return node
+
+
+def _check_closed(path: str, inside: list[fx.Node], end: fx.Node) -> None:
+    known = {*inside, end}
+    for node in inside:
+        for user in node.users:
+            if user not in known:
+                raise Refusal(f"%{node} leaves {path} otherwise than as its result", at=node)
+
+
+def _cut(
+    gm: fx.GraphModule, inside: list[fx.Node], results: list[fx.Node]
+) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """These nodes as a graph of their own, and the values that it reads."""
+    known = set(inside)
+    read = [arg for node in inside for arg in node.all_input_nodes] + results
+    inputs = [n for n in dict.fromkeys(read) if n not in known and n.op != "get_attr"]
+    graph = fx.Graph()
+    places: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        places[node] = graph.placeholder(_input_name(node))
+        places[node].meta["example_value"] = _example(node)
+    for node in (
+        *(n for n in dict.fromkeys(read) if n not in known and n.op == "get_attr"),
+        *inside,
+    ):
+        places[node] = graph.node_copy(node, places.__getitem__)
+    graph.output(tuple(places[node] for node in results))
+    return fx.GraphModule(gm, graph, class_name="Layer"), inputs
+
+
+def _call(frame: _Frame, old: fx.Node, body: _Body, inputs: list[fx.Node]) -> None:
+    """Call ``body`` in the place of ``old``, which has the layer's result."""
+    gm = frame.gm
+    results = iter(range(len(body.gm.graph.output_node().args[0])))  # type: ignore[arg-type]
+    with gm.graph.inserting_before(old):
+        call = gm.graph.call_function(CALL_LAYER, (None, *inputs))
+        set_body(gm, call, body.gm)
+        call.meta = {k: v for k, v in old.meta.items() if k != "example_value"}
+
+        def item(part: Any, example: Any) -> Any:
+            if not isinstance(part, fx.Node):
+                return part
+            node = gm.graph.call_function(operator.getitem, (call, next(results)))
+            node.meta = {**call.meta, "example_value": example}
+            return node
+
+        made = pytree.tree_map(item, body.result, _example(old))
+    call.meta["example_value"] = tuple(
+        _example(leaf) for leaf in pytree.tree_leaves(made) if isinstance(leaf, fx.Node)
+    )
+    _stand_for(old, made)
+    if not any(n.target is _SDPA for m in modules_of(body.gm) for n in m.graph.nodes):
+        inline(call, body.gm)  # no layer of attention: it may hold what passes look for, as a head
+
+
+def _stand_for(old: fx.Node, value: Any) -> None:
+    """Let ``value``, of graph values, stand wherever ``old`` or a part of it stood."""
+    if isinstance(value, fx.Node):
+        old.replace_all_uses_with(value)
+    else:
+        for user in list(old.users):
+            if user.target is not operator.getitem:
+                raise Refusal(f"%{user} takes the result of a layer as a whole", at=user)
+            _stand_for(user, value[user.args[1]])
+    old.graph.erase_node(old)
+
+
+def _matched(layer: _Layer, theirs: Any, ours: Any) -> dict[fx.Node, fx.Node]:
+    """The first layer's arguments -> this one's, which must be of the same kinds."""
+    (mine, spec), (its, its_spec) = pytree.tree_flatten(theirs), pytree.tree_flatten(ours)
+    why = f"{layer.path} is called otherwise than {layer.first.path}"
+    if spec != its_spec:
+        raise Refusal(why)
+    found: dict[fx.Node, fx.Node] = {}
+    for one, other in zip(mine, its, strict=True):
+        if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+            if isinstance(one, fx.Node) or isinstance(other, fx.Node) or one != other:
+                raise Refusal(why)
+        elif (
+            _kind(_example(one)) != _kind(_example(other))
+            or found.setdefault(one, other) is not other
+        ):
+            raise Refusal(why)
+    return found
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return str((value.dtype, value.device, [*value.shape], [*value.stride()]))
+    return str(value)

@@ -1,0 +1,80 @@
+"""Put the graphs of layers that were captured once where they are called.
+
+    %x1 = fxrl_layer(@layer, %x, %mask, %w0)        %q, %k, %v = fxrl.region([%x, %w0])
+                                            becomes  %o = scaled_dot_product_attention(%q, %k, %v)
+                                                     ...
+
+Until here a pass meets each kind of layer once, however deep the model is; from here on each layer
+is a place of its own, which the plan decides on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxrl.analysis.layers import layer_path
+from fxrl.ir.graph import CALL_LAYER, body_of, graphs_of, inline, modules_of
+from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
+from fxrl.ir.pipeline import clone
+from fxrl.ir.plan import Choice
+from fxrl.ir.region import region_at, set_region
+from fxrl.ir.site import rename_site, site_name
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCalls(Site):
+    """Every call of a layer that was captured once."""
+
+    calls: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class InlineLayers(Normalisation[LayerCalls]):
+    """Each call of a layer as the nodes of its graph."""
+
+    name: ClassVar[str] = "inline-layers"
+    stage: ClassVar[Stage] = Stage.FIND
+    doc: ClassVar[PassDoc] = PassDoc(
+        "layers that equal an earlier one: capture follows the first of a kind and calls its graph",
+        "seconds before the first step: neither tracing, lowering nor outlining grows with depth",
+        "nothing",
+        "a layer differs from the others, or is called otherwise: it is captured by itself",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[LayerCalls]:
+        calls = tuple(
+            call
+            for owner in modules_of(gm)
+            for call in owner.graph.find_nodes(op="call_function", target=CALL_LAYER)
+        )
+        if calls:
+            yield LayerCalls(calls[0], 0, calls)
+
+    def rewrite(self, gm: fx.GraphModule, site: LayerCalls, choice: Choice) -> Applied:
+        firsts = {_inline(call) for call in site.calls}
+        return Applied(f"{len(site.calls)} layers were captured as {len(firsts)}")
+
+
+def _inline(call: fx.Node) -> str:
+    """Inline one call; returns the path of the layer that was captured."""
+    owner: Any = call.graph.owning_module
+    body: Any = body_of(owner, call)
+    theirs, ours = str(body.meta["layer_path"]), layer_path(call) or ""
+    layer = site_name(call).partition(":")[0] + f":{ours}"
+    for node in inline(call, body):
+        held = getattr(owner, str(node.target)) if node.op == "get_attr" else None
+        if isinstance(held, fx.GraphModule):  # of a checkpointed call: each layer has its own
+            own = clone(held)
+            setattr(owner, str(node.target), own)
+            nodes = [inner for graph in graphs_of(own) for inner in graph.nodes]
+        else:
+            nodes = [node]
+        for one in nodes:
+            rename_site(one, theirs, ours)
+            if (region := region_at(one)) is not None:
+                set_region(one, replace(region, layer=layer))
+    return theirs

@@ -1,0 +1,393 @@
+"""Equal layers are captured once; a layer that differs never stands for another."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxrl
+
+CONFIG = fxrl.Config(
+    passes=("fuse-linear-logprob", "recompute"),
+    min_saved_bytes=0,
+    compile_regions=False,
+    on_miss="ignore",
+)
+HIDDEN, VOCAB = 8, 19
+
+
+class Layer(nn.Module):
+    """Attention and an MLP; subclasses do what a layer may do besides."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+        self.name = f"layers.{number}"
+        self.gain = 1.0
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.out = nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.SiLU(), nn.Linear(16, HIDDEN))
+
+    def forward(self, x, bias=None, seen=None):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None)
+        return x + self.gain * self.out(heads.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, kind=Layer, depth=4):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(kind(number) for number in range(depth))
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def body(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, ids):
+        return self.head(self.body(self.embed(ids)))
+
+
+def loss_fn(model, batch):
+    logp = model(batch["ids"]).log_softmax(-1)
+    return -logp[:, :-1].gather(-1, batch["ids"][:, 1:, None]).mean()
+
+
+def make(kind=Layer, model=Model, **options):
+    torch.manual_seed(0)
+    return model(kind, **options).double()
+
+
+def batch(rows=2, length=7):
+    return {"ids": torch.randint(VOCAB, (rows, length), generator=torch.manual_seed(length))}
+
+
+def check(step, model, loss=loss_fn, given=None):
+    """Loss and every gradient equal eager's."""
+    given = given or batch()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    eager = loss(model, given)
+    expected = torch.autograd.grad(eager, parameters, allow_unused=True)
+    found = step(given)
+    torch.testing.assert_close(found, eager, rtol=1e-10, atol=1e-10)
+    gradients = torch.autograd.grad(found, parameters, allow_unused=True)
+    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-11)
+
+
+def once(step):
+    """What the report says of layers that were captured once, in its last capture."""
+    mine = [r for r in step.captures[-1].report.remarks if r.pass_name == "inline-layers"]
+    return mine[0].reason if mine else ""
+
+
+def optimized(model, loss=loss_fn):
+    return fxrl.optimize(model, loss, CONFIG)
+
+
+# ---------------------------------------------------------------------------- captured once
+def test_equal_layers_are_captured_once():
+    model = make()
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "4 layers were captured as 1"
+    check(step, model, given=batch(3, 11))
+    assert len(step.captures) == 1
+
+
+def test_the_graph_does_not_grow_with_depth():
+    calls = []
+    for depth in (3, 9):
+        step = optimized(make(depth=depth))
+        step(batch())
+        calls.append(sum(n.op != "placeholder" for n in step.captures[0].dynamo.graph.nodes))
+    assert calls[1] - calls[0] == 6 * 3  # the graph's name, the call, and its result
+
+
+def test_each_layer_is_a_site_of_its_own():
+    step = optimized(make())
+    step(batch())
+    assert {f"0:layers.{n}" for n in range(4)} <= step.plan.choices.keys()
+
+
+class Flag(Layer):
+    def __init__(self, number):
+        super().__init__(number)
+        self.wide = number % 2 == 1
+
+    def forward(self, x, bias=None, seen=None):
+        x = super().forward(x)
+        return x * 2 if self.wide else x
+
+
+class Dropout(Layer):
+    def __init__(self, number):
+        super().__init__(number)
+        self.out.append(nn.Dropout(0.5))
+
+
+def shared(kind=Layer, depth=4):
+    model = Model(kind, depth)
+    model.layers[2].qkv.weight = model.layers[1].qkv.weight
+    return model
+
+
+def frozen(kind=Layer, depth=4):
+    model = Model(kind, depth)
+    model.embed.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    model.layers[1].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_model", "said"),
+    [
+        (lambda: make(Flag), "4 layers were captured as 2"),
+        (lambda: make(model=shared), "4 layers were captured as 1"),
+        (lambda: make(model=frozen), "4 layers were captured as 2"),
+    ],
+    ids=["two-kinds", "shared-weight", "frozen"],
+)
+def test_kinds_of_layers(make_model, said):
+    model = make_model()
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == said
+
+
+def test_random_numbers_are_drawn_by_each_layer():
+    model = make(Dropout)
+    step = optimized(model)
+    torch.manual_seed(1)
+    eager = loss_fn(model, batch())
+    torch.manual_seed(1)
+    torch.testing.assert_close(step(batch()), eager)
+    assert once(step) == "4 layers were captured as 1"
+
+
+def test_checkpointed_layers_are_captured_once():
+    class Checkpointed(Model):
+        def body(self, x):
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    model = make(model=Checkpointed)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "4 layers were captured as 1"
+
+
+class CheckpointedInside(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_layers_that_checkpoint_themselves_are_captured_once():
+    model = make(CheckpointedInside, model=frozen)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "4 layers were captured as 2"
+
+
+# ---------------------------------------------------------------------------- captured one by one
+class ReadsItsNumber(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) * (1 + self.number)
+
+
+class ReadsItsName(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) * (2 if self.name == "layers.2" else 1)
+
+
+class Counts(Layer):
+    calls = 0
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.calls = 0
+
+    def forward(self, x, bias=None, seen=None):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Leaks(Layer):
+    def forward(self, x, bias=None, seen=None):
+        x = super().forward(x)
+        seen.append(x.square().mean())
+        return x
+
+
+class Collects(Model):
+    def body(self, x):
+        seen = []
+        for layer in self.layers:
+            x = layer(x, seen=seen)
+        return x * sum(seen)
+
+
+class Halves(Model):
+    def body(self, x):
+        for number, layer in enumerate(self.layers):
+            with torch.set_grad_enabled(number != 2):
+                x = layer(x)
+        return x
+
+
+class Biased(Model):
+    def body(self, x):
+        bias = x.new_zeros(x.shape[1], x.shape[1]).tril()
+        for number, layer in enumerate(self.layers):
+            x = layer(x, bias=bias if number == 3 else None)
+        return x
+
+
+class SwitchedInside(Model):
+    def body(self, x):
+        self.layers[2].gain = 0.5
+        x = super().body(x)
+        self.layers[2].gain = 1.0
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        (ReadsItsNumber, Model),
+        (ReadsItsName, Model),
+        (Leaks, Collects),
+        (Layer, Halves),
+        (Layer, Biased),
+        (Layer, SwitchedInside),
+    ],
+    ids=["number", "name", "leak", "modes", "arguments", "written"],
+)
+def test_a_layer_that_differs_in_the_trace(kind, model):
+    model = make(kind, model)
+    step = optimized(model)
+    check(step, model)
+    assert not once(step)
+    assert any("one by one" in remark.reason for remark in step.report.remarks)
+
+
+def test_layers_that_count_their_calls_count_them():
+    model = make(Counts)
+    step = optimized(model)
+    step(batch())
+    assert [layer.calls for layer in model.layers] == [1, 1, 1, 1]
+
+
+def test_a_layer_with_a_hook_is_captured_by_itself():
+    model = make()
+    model.layers[1].out.register_forward_hook(lambda module, args, output: output * 2)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "3 layers were captured as 1"
+
+
+# ---------------------------------------------------------------------------- changed later
+def hook(model):
+    model.layers[2].norm.register_forward_hook(lambda module, args, output: output * 3)
+
+
+def replaced_weight(model):
+    model.layers[1].qkv.weight = nn.Parameter(torch.randn_like(model.layers[1].qkv.weight))
+
+
+def replaced_module(model):
+    model.layers[3].out = nn.Sequential(nn.Linear(HIDDEN, HIDDEN).double(), nn.Tanh())
+
+
+def replaced_layer(model):
+    model.layers[2] = Layer(7).double()
+
+
+def gain(model):
+    model.layers[3].gain = 0.25
+
+
+def thawed(model):
+    model.layers[2].qkv.requires_grad_(False)
+
+
+def patched(model):
+    model.layers[1].forward = lambda x, **_: x * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hook, replaced_weight, replaced_module, replaced_layer, gain, thawed, patched],
+)
+def test_a_layer_that_is_changed_later(change):
+    model = make()
+    step = optimized(model)
+    check(step, model)
+    change(model)
+    check(step, model)
+
+
+def test_an_update_in_place_needs_no_new_capture():
+    model = make()
+    step = optimized(model)
+    check(step, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    check(step, model)
+    assert len(step.captures) == 1
+
+
+# ---------------------------------------------------------------------------- transformers' layers
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_transformers_layers_with_a_cache(use_cache, kinds):
+    transformers = pytest.importorskip("transformers")
+    types = ["full_attention", "sliding_attention"] if kinds == 2 else ["full_attention"]
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        sliding_window=3,
+        use_sliding_window=True,
+        layer_types=(types * 4)[:4],
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).double()
+
+    def loss(model, batch):
+        logits = model(input_ids=batch["ids"], use_cache=use_cache).logits
+        logp = logits[:, :-1].log_softmax(-1)
+        return -logp.gather(-1, batch["ids"][:, 1:, None]).mean()
+
+    step = optimized(model, loss)
+    check(step, model, loss)
+    assert once(step) == f"4 layers were captured as {kinds}"
+
+
+def test_a_cache_that_the_loss_reads():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).double()
+
+    def loss(model, batch):
+        output = model(input_ids=batch["ids"], use_cache=True)
+        keys = output.past_key_values.layers[1].keys
+        return output.logits.logsumexp(-1).mean() + keys.square().mean()
+
+    check(optimized(model, loss), model, loss)
