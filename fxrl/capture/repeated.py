@@ -291,7 +291,7 @@ class RepeatedLayers:
         """The layers' forwards are those that Dynamo shall see."""
         before = [layer.module.__dict__.get("forward") for layer in self._layers]
         for layer, forward in zip(self._layers, self._forwards, strict=True):
-            layer.module.__dict__["forward"] = forward
+            layer.result, layer.module.__dict__["forward"] = None, forward
         try:
             yield
         finally:
