@@ -121,7 +121,7 @@ class _Known(Generic[V]):
         return None
 
     def _divide(self, expr: Any) -> Any:
-        """``expr`` as a multiple of a known product (``a * b``), whose factors are known nowhere."""
+        """``expr`` as a multiple of a known product (``a * b``) of sizes known nowhere."""
         for known, value in list(self.sizes.items()):
             if known.is_Mul and expr.is_Mul and _is_polynomial(expr / known):
                 factor = self.find(expr / known)
