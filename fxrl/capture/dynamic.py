@@ -6,6 +6,9 @@ the temperature included. Marking the two sizes that vary keeps the rest constan
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,20 +22,32 @@ def mark_batch(batch: Any) -> None:
 
     The index and bool tensors of two or more dims (token ids, masks) say what batch and length are.
     A tensor's dim 0 is the batch when it has that size; dim 1 is a length when the tensor holds
-    integers or bools, or its size is a length seen there (or one less: shifted).
+    integers or bools, or its size is a length seen there (or one less: shifted). Where there are
+    none but vectors, each is a sequence, and dim 0 is its length.
     """
-    leaves = pytree.tree_leaves(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested]
-    tokens = [t for t in tensors if _is_index(t) and t.dim() >= 2]
-    batches = {t.shape[0] for t in tokens}
-    lengths = {t.shape[1] for t in tokens} | {t.shape[1] - 1 for t in tokens}
+    tensors = [tensor for tensor in _tensors(batch) if not tensor.is_nested]
+    index = [t for t in tensors if _is_index(t) and t.dim() > 0]
+    tokens = [t for t in index if t.dim() > 1]
+    lengths = {t.shape[1] - less for t in tokens for less in (0, 1)}
+    batches = {t.shape[0] for t in tokens} or {t.shape[0] - less for t in index for less in (0, 1)}
     for tensor in tensors:
         if tensor.dim() == 0 or tensor.shape[0] not in batches:
             continue
         _mark(tensor, 0)
         small = tensor.dim() == 2 and not tensor.requires_grad
-        if tensor.dim() >= 2 and (small or tensor.shape[1] in lengths):
+        if tokens and tensor.dim() >= 2 and (small or tensor.shape[1] in lengths):
             _mark(tensor, 1)
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, whatever container of the usual ones holds them."""
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors([getattr(leaf, field.name, None) for field in fields(leaf)])
+        elif isinstance(leaf, (Mapping, SimpleNamespace)):
+            yield from _tensors(dict(leaf) if isinstance(leaf, Mapping) else vars(leaf))
 
 
 def _is_index(tensor: torch.Tensor) -> bool:

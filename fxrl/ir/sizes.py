@@ -84,7 +84,7 @@ class _Known(Generic[V]):
             return self.sizes[expr]
         found = self._solve(expr, solving) if expr.is_Symbol else self._compose(expr, solving)
         if found is None:
-            found = self._eliminate(expr)
+            found = self._divide(expr) or self._eliminate(expr)
         if found is not None and not solving:
             self.sizes[expr] = found
         return found
@@ -118,6 +118,15 @@ class _Known(Generic[V]):
                 continue
             part = value if rest == 0 else _Apply(operator.sub, value, rest)
             return part if divisor == 1 else _Apply(operator.floordiv, part, divisor)
+        return None
+
+    def _divide(self, expr: Any) -> Any:
+        """``expr`` as a multiple of a known product (``a * b``) of sizes known nowhere."""
+        for known, value in list(self.sizes.items()):
+            if known.is_Mul and expr.is_Mul and _is_polynomial(expr / known):
+                factor = self.find(expr / known)
+                if factor is not None:
+                    return _Apply(operator.mul, value, factor)
         return None
 
     def _eliminate(self, expr: Any) -> Any:

@@ -36,6 +36,7 @@ FOLLOWS = {
     "a multiple of that": (lambda b, s: [(b + s,)], lambda b, s: 8 * b + 8 * s),
     "a product with that": (lambda b, s: [(b + s,), (b, 2)], lambda b, s: b * (b + s) + 2 * s),
     "one more than that": (lambda b, s: [(b + s,)], lambda b, s: b + s + 1),
+    "a product that is given": (lambda b, s: [(b * s, 8)], lambda b, s: 6 * b * s),
 }
 UNKNOWN = {
     "another input's": (lambda b, s: [(b, 8)], lambda b, s: s),
