@@ -125,7 +125,7 @@ def test_code_after_a_graph_break_is_explained_too():
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_a_full_size_model_in_cpu_seconds(monkeypatch):
-    """One layer more may cost three seconds; it was 1.5 before each pass ran by itself."""
+    """Layers that equal an earlier one cost next to nothing; each took three seconds once."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     def seconds(layers):
@@ -147,5 +147,5 @@ def test_a_full_size_model_in_cpu_seconds(monkeypatch):
         return time.process_time() - start
 
     monkeypatch.setattr(Pipeline, "check_values", False)  # as users run it
-    first = seconds(1)
-    assert seconds(4) - first < 3 * 3
+    few = seconds(2)
+    assert seconds(12) - few < 10 * 0.5
