@@ -6,6 +6,7 @@ report, dump and verify.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ from fxrl.ir.source import user_source
 from fxrl.passes import pipeline
 
 Run = Callable[..., Any]
+log = logging.getLogger(__name__)
 
 
 class Backend:
@@ -66,6 +68,7 @@ class Backend:
         return run if not lifted else lambda *args: run(*args, *lifted)
 
     def _capture(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
+        log.info("lowering the step: graph %d", len(self.captures))
         capture = Capture(len(self.captures), gm)
         self.captures.append(capture)
         capture.graph_breaks += break_of(gm)
@@ -112,13 +115,17 @@ class Backend:
             capture.remarks += _attach_kernels()
         options = InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
         owned: dict[str, CompiledRegion] = {}
-        for call in region_calls(gm):
+        calls = region_calls(gm)
+        count = len({call.meta["region"].id for call in calls})
+        for call in calls:
             region = call.meta["region"]
             if region.id not in owned:
+                log.info("compiling the step: body %d of %d", len(owned) + 1, count)
                 owned[region.id] = build_region(region, options, self.plan)
             call.update_arg(1, owned[region.id].key)
         capture.kernels = dict(owned)
         capture.body_rewrites = [pair for one in owned.values() for pair in one.traced.rewrites]
+        log.info("running the step for the first time")
         return run_outer(gm, examples)
 
     def _fall_back(self, capture: Capture, refusal: Refusal) -> None:

@@ -23,6 +23,7 @@ from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.drift import measured, probe_rows
 from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_micro_batches
 from fxrl.rl.loop.build import RunParts
+from fxrl.rl.report.progress import told
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.rollout.judge import TrainerState
 from fxrl.rl.types import Batch, Metrics, Rollout, Row
@@ -67,7 +68,8 @@ class TrainingIteration:
                 batches = self._batches(rollout)
             tokens = f"{rollout.num_tokens} tokens"
             first = ", and the step is captured" if self.first else ""
-            with clock.phase("train"), parts.stage(f"training: {tokens}{first}"):
+            words = f"training: {tokens}{first}"
+            with clock.phase("train"), parts.stage(words) as say, told("fxrl.compile", say):
                 updates = self._updates(batches)
             self.trained = True
             self.record |= mean_of(updates) | rollout.metrics

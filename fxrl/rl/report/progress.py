@@ -6,6 +6,7 @@ Importing it takes no PyTorch: that import is the first thing a run shows.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -56,6 +57,26 @@ RECENT_STEPS = 8
 def silent(text: str) -> Iterator[Say]:
     """A ``Stage`` that nobody hears of."""
     yield lambda words: None
+
+
+class _Told(logging.Handler):
+    def __init__(self, say: Say) -> None:
+        super().__init__(logging.INFO)
+        self.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+
+
+@contextmanager
+def told(name: str, say: Say) -> Iterator[None]:
+    """What the logger ``name`` says at INFO is what is being done."""
+    logger, handler = logging.getLogger(name), _Told(say)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def jsonable(value: Any) -> Any:

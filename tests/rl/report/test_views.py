@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import math
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.rl.report import progress
 from fxrl.rl.report.files import JsonLines, TensorBoard, read_lines
 from fxrl.rl.report.plots import plot_curves, plot_times, running_mean
-from fxrl.rl.report.progress import JsonReporter, LogReporter, reporter_on
+from fxrl.rl.report.progress import JsonReporter, LogReporter, reporter_on, told
 
 RECORDS = [
     {"step": i, "reward": i / 9, "reward_std": 0.1, "kl": 0.01 * i, "loss": None}
@@ -247,3 +248,15 @@ def test_the_time_plot_stacks_phases_to_the_step(tmp_path, monkeypatch):
     assert [len(heights) for _, heights, _ in drawn] == [9] * len(drawn)
     assert "generate 0.30 s" in [label for label, _, _ in drawn]
     assert plot_times([], tmp_path / "none.png", "nothing yet").is_file()
+
+
+def test_what_compiles_is_told_while_a_stage_lasts():
+    """The library says it to its log; a run shows it."""
+    stream, logger = io.StringIO(), logging.getLogger("fxrl.compile.backend")
+    with reporter_on(Console(file=stream, width=150), json=False) as reporter:
+        with reporter.stage("training: 9 tokens") as say, told("fxrl.compile", say):
+            logger.info("compiling the step: body %d of %d", 1, 2)
+            assert reporter.open[-1][0] == "compiling the step: body 1 of 2"
+        logger.info("unheard")
+    assert "compiling the step: body 1 of 2" in stream.getvalue()
+    assert "unheard" not in stream.getvalue()
