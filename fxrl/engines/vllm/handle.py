@@ -21,7 +21,7 @@ from fxrl.engines.ledger import Tags
 from fxrl.engines.vllm.requests import EngineFailedError, step
 from fxrl.engines.vllm.standby import tag_bytes
 from fxrl.engines.weights.lora.sites import LoraSite
-from fxrl.engines.weights.lora.slots import ADAPTER_ID, ADAPTER_NAME, Adapter
+from fxrl.engines.weights.lora.slots import ADAPTER_ID, ADAPTER_NAME, put_adapter
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +75,6 @@ class VllmHandle:
     ) -> None:
         self.llm, self.symbols = llm, symbols
         self._ranks, self._max_lora_rank = tensor_parallel_size, max_lora_rank
-        self._adapter: Adapter | None = None
-        self._adapter_sites: tuple[LoraSite, ...] = ()
         self._sampling_fields = tuple(symbols.module.SamplingParams.__struct_fields__)
 
     @property
@@ -204,14 +202,10 @@ class VllmHandle:
 
     def set_adapter(self, sites: tuple[LoraSite, ...]) -> None:
         """See ``weights.sync.Served``."""
-        if self._adapter is None or self._adapter_sites is not sites:
-            symbols = self.symbols
-            self._adapter = Adapter(
-                self.worker, sites, lora_model=symbols.lora_model, peft_helper=symbols.peft_helper
-            )
-            self._adapter_sites = sites
-        else:
-            self._adapter.refresh()
+        symbols = self.symbols
+        put_adapter(
+            self.worker, sites, lora_model=symbols.lora_model, peft_helper=symbols.peft_helper
+        )
 
     def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """See ``weights.sync.Served``; to other processes tensors travel through host memory.
@@ -239,7 +233,6 @@ class VllmHandle:
         with suppress(EngineError):  # in other processes it ends with them
             unhook(self.model())
         engine, self.llm = self.llm.llm_engine, None
-        self._adapter, self._adapter_sites = None, ()
         engine.engine_core.shutdown()
         del engine
         free_unheld()

@@ -185,7 +185,7 @@ def test_the_lora_manager_has_what_an_adapter_needs(engine):
     from fxrl.engines.weights.lora.slots import adapter_manager
 
     manager = adapter_manager(engine._handle.worker)
-    assert {"modules", "packed_modules", "lora_index_to_id", "model"} <= set(dir(manager))
+    assert {"modules", "packed_modules", "model"} <= set(dir(manager))
     assert manager.lora_config.max_lora_rank == 8
 
 
