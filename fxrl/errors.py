@@ -6,6 +6,18 @@ fxrl can catch what they know.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message: the nearest name, or where none is near those that there are."""
+    names = sorted(known)
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
+        return f"; did you mean {close[0]!r}?"
+    more = f" and {len(names) - 30} more" if len(names) > 30 else ""
+    return f"; known: {', '.join(names[:30])}{more}"
+
 
 class FxrlError(Exception):
     """Base of every error that fxrl raises on purpose."""

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map
 
 from fxrl.errors import ConfigError
 from fxrl.losses import completion_logits, token_stats
-from fxrl.rl.config.named import importable_from, load_function
+from fxrl.losses.registry import load_function
+from fxrl.rl.config.named import importable_from
 
 LOGP_STD = 0.1  # of old and reference log-probs around the policy's: some ratios get clipped
 

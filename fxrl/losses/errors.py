@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
-from fxrl.errors import ConfigError, FxrlError
+from fxrl.errors import ConfigError, FxrlError, did_you_mean
 
 
 class LossConfigError(ConfigError):
@@ -16,19 +13,12 @@ class BatchError(FxrlError, ValueError):
     """The batch (or the model) lacks what the loss reads, or has it in the wrong shape."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'dapo'?"``, or all known names where none is close."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
-
-
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise unless ``value`` is one of ``allowed``."""
     if value not in allowed:
         raise LossConfigError(
             f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}"
-            + nearest(str(value), allowed)
+            + did_you_mean(str(value), allowed)
         )
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, ParamSpec, TypedDict
 
+from fxrl.errors import did_you_mean
 from fxrl.losses.batch import LossFn
-from fxrl.losses.errors import LossConfigError, check_choice, check_positive, nearest
+from fxrl.losses.errors import LossConfigError, check_choice, check_positive
 
 KLEstimator = Literal["k1", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -92,25 +93,25 @@ class PolicyOptions:
             )
 
 
-def accepted(factory: Callable[..., Any]) -> tuple[str, ...]:
-    """Names that a factory takes as keywords; its ``**common`` are the fields above."""
+def accepted(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Names that a call may give as keywords, ``PolicyKeywords`` by theirs; None if any."""
     names: list[str] = []
-    for parameter in inspect.signature(factory).parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+    for one in inspect.signature(function).parameters.values():
+        if one.kind is one.VAR_KEYWORD:
+            if one.annotation != "Unpack[PolicyKeywords]":
+                return None
             names += [field.name for field in fields(PolicyOptions)]
-        elif parameter.kind in (
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            inspect.Parameter.KEYWORD_ONLY,
-        ):
-            names.append(parameter.name)
+        elif one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            names.append(one.name)
     return tuple(names)
 
 
-def check_keywords(name: str, known: tuple[str, ...], given: Iterable[str]) -> None:
-    """Raise for keywords that ``name`` does not know, with the nearest that it does."""
-    unknown = [key for key in given if key not in known]
+def check_keywords(name: str, function: Callable[..., Any], given: Iterable[str]) -> None:
+    """Raise for keywords that ``function`` does not take, with the nearest that it does."""
+    known = accepted(function)
+    unknown = [key for key in given if known is not None and key not in known]
     if unknown:
-        told = "; ".join(f"{key!r}{nearest(key, known)}" for key in unknown)
+        told = "; ".join(f"{key!r}{did_you_mean(key, known or ())}" for key in unknown)
         raise LossConfigError(f"{name} has no keyword {told}")
 
 
@@ -119,11 +120,10 @@ _P = ParamSpec("_P")
 
 def loss_factory(factory: Callable[_P, LossFn]) -> Callable[_P, LossFn]:
     """The factory, which tells an unknown keyword as it tells a wrong value."""
-    known = accepted(factory)
 
     @functools.wraps(factory)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> LossFn:
-        check_keywords(factory.__name__, known, kwargs)
+        check_keywords(factory.__name__, factory, kwargs)
         return factory(*args, **kwargs)
 
     return checked

@@ -48,7 +48,7 @@ def test_config_error_names_everything_wrong():
     with pytest.raises(ConfigError) as caught:
         inputs.optimize_config(["chunk_token=8", "min_saved_bytes=lots", "nonsense"])
     text = str(caught.value)
-    assert "did you mean chunk_tokens?" in text
+    assert "did you mean 'chunk_tokens'?" in text
     assert "min_saved_bytes='lots' is not a size" in text
     assert "'nonsense' is not an override" in text
 

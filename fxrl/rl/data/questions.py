@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fxrl.errors import did_you_mean
 from fxrl.models.hf import optional
-from fxrl.rl.config.binding import nearest
 from fxrl.rl.config.tables import DataConfig
 from fxrl.rl.errors import DataError
 from fxrl.rl.types import Row
@@ -172,9 +172,8 @@ def _reasoning_gym(config: DataConfig, name: str) -> Source:
     gym = optional("reasoning_gym", f"data.reasoning_gym={name!r}")
     known = tuple(gym.factory.DATASETS)
     if name not in known:
-        near = nearest(name, known)
-        hint = f"did you mean {near}?" if near else f"it knows {len(known)} others"
-        raise DataError(f"data.reasoning_gym={name!r} is no task of reasoning-gym; {hint}")
+        near = did_you_mean(name, known)
+        raise DataError(f"data.reasoning_gym={name!r} is no task of reasoning-gym{near}")
     size = config.size or DEFAULT_GYM_SIZE
     try:
         task = gym.create_dataset(name, size=size, seed=config.seed, **config.params)

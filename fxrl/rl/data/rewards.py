@@ -18,22 +18,17 @@ import asyncio
 import functools
 import inspect
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from fxrl.errors import ConfigError
-from fxrl.rl.config.binding import nearest
-from fxrl.rl.config.named import keywords_of, load_function, wrong_keywords
+from fxrl.losses.options import accepted
+from fxrl.losses.registry import load_function
+from fxrl.rl.builtin_rewards import BUILT_IN, RewardFunction, ScoreAnswer
+from fxrl.rl.config.tables import RewardConfig
 from fxrl.rl.data.limits import Background, TimeLimitError, call_with_limit
 from fxrl.rl.errors import RewardError
-from fxrl.rl.types import Row
 
-if TYPE_CHECKING:
-    from fxrl.rl.config.tables import RewardConfig
-
-RewardFunction = Callable[..., Any]
 GRACE_S = 1.0
 """An async function gets so long to be cancelled before its thread is given up."""
 
@@ -104,7 +99,7 @@ class Reward:
         return [None] * num
 
     def _once(self, num: int, arguments: Mapping[str, Any]) -> list[float | None]:
-        known = keywords_of(self.function)
+        known = accepted(self.function)
         given = {k: v for k, v in arguments.items() if known is None or k in known}
         limit = self.rules.timeout_s
         outer = None if limit is None else limit + (GRACE_S if self.is_async else 0.0)
@@ -183,9 +178,6 @@ def _checked(name: str, values: Any, num: int) -> list[float | None]:
     return checked
 
 
-ScoreAnswer = Callable[[str, Row], float]
-
-
 def combine(values: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
     """Weighted sum over functions for each completion; NaN where every function said ``None``.
 
@@ -198,99 +190,6 @@ def combine(values: Sequence[Sequence[float | None]], weights: Sequence[float]) 
         said = [w * value for w, value in zip(weights, row, strict=True) if value is not None]
         totals.append(math.fsum(said) if said else math.nan)
     return totals
-
-
-def completion_text(completion: Any) -> str:
-    """The text of a completion, conversational or not."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
-
-
-def _answers(completions: Sequence[Any], extract: str | None) -> list[str]:
-    answers = []
-    for completion in completions:
-        text = completion_text(completion).strip()
-        found = list(re.finditer(extract, text)) if extract else []
-        answers.append((found[-1][found[-1].re.groups and 1] or "") if found else text)
-    return answers
-
-
-def exact(*, extract: str | None, answer: str) -> RewardFunction:
-    """1 where the extracted answer equals the column ``answer`` as text, else 0."""
-
-    def exact(completions: Sequence[Any], **columns: Any) -> list[float]:
-        if answer not in columns:
-            raise RewardError(f"no column {answer!r}; name it by data.answer")
-        right = (str(value).strip() for value in columns[answer])
-        given = _answers(completions, extract)
-        return [float(a == b) for a, b in zip(given, right, strict=True)]
-
-    return exact
-
-
-def reasoning_gym(*, extract: str | None, score: ScoreAnswer | None) -> RewardFunction:
-    """The task's own ``score_answer`` of the extracted answer, in [0, 1]."""
-    if score is None:
-        raise ConfigError("reward 'reasoning_gym' needs data.reasoning_gym; use 'exact' here")
-
-    def reasoning_gym(completions: Sequence[Any], rows: Sequence[Row], **_: Any) -> list[float]:
-        given = _answers(completions, extract)
-        return [score(a, row) for a, row in zip(given, rows, strict=True)]
-
-    return reasoning_gym
-
-
-def length(*, target: int = 16) -> RewardFunction:
-    """1 at ``target`` tokens, falling linearly to 0 at 0 and at twice as many."""
-
-    def length(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        return [max(0.0, 1.0 - abs(len(ids) - target) / target) for ids in completion_ids]
-
-    return length
-
-
-def regex(*, pattern: str) -> RewardFunction:
-    """1 where ``pattern`` matches the whole completion (spaces at its ends aside), else 0."""
-    compiled = re.compile(pattern, re.DOTALL)
-
-    def regex(completions: Sequence[Any], **_: Any) -> list[float]:
-        return [float(bool(compiled.fullmatch(completion_text(c).strip()))) for c in completions]
-
-    return regex
-
-
-BUILT_IN: Mapping[str, Callable[..., RewardFunction]] = {
-    "exact": exact,
-    "reasoning_gym": reasoning_gym,
-    "length": length,
-    "regex": regex,
-}
-_OURS = ("extract", "answer", "score")  # given by the run, not by [reward.params]
-
-
-def reward_problems(functions: Sequence[str], params: Mapping[str, Any]) -> list[str]:
-    """One line per name that is no reward and per wrong keyword; imports the user's modules."""
-    lines = []
-    for name in functions:
-        if name in BUILT_IN:
-            keywords = params.get(name, {})
-            if not isinstance(keywords, Mapping):
-                lines.append(f"params.{name}={keywords!r} is not a table")
-                continue
-            wrong = wrong_keywords(BUILT_IN[name], keywords, besides=_OURS)
-            lines += [f"params.{name}.{line}" for line in wrong]
-        elif ":" in name:
-            try:
-                load_function(name)
-            except ConfigError as error:
-                lines.append(f"functions: {error}")
-        else:
-            near = nearest(name, tuple(BUILT_IN))
-            hint = f"; did you mean {near}?" if near else f" ({', '.join(BUILT_IN)})"
-            lines.append(f"functions: {name!r} is neither built in{hint} nor module:function")
-    for name in params:
-        if name not in functions:
-            lines.append(f"params.{name}: no such entry in functions")
-    return lines
 
 
 def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) -> list[Reward]:
@@ -309,7 +208,7 @@ def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) 
         keywords = dict(config.params.get(name, {}))
         if name in BUILT_IN:
             factory = BUILT_IN[name]
-            takes = keywords_of(factory) or ()
+            takes = accepted(factory) or ()
             function = factory(**{k: v for k, v in ours.items() if k in takes}, **keywords)
             rewards.append(Reward(name, function, weight, rules, per_group=True))
         else:

@@ -147,7 +147,11 @@ def test_vllms_own_sampling_parameters_pass_through(engine):
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [
-        ({"extra": {"repetition_penality": 1.1}}, VllmOptionError, "nearest: repetition_penalty"),
+        (
+            {"extra": {"repetition_penality": 1.1}},
+            VllmOptionError,
+            "mean 'repetition_penalty'",
+        ),
         ({"extra": {"logprobs": 3}}, VllmOptionError, "'logprobs' is fxrl's own"),
         ({"extra": {"top_k": 3}}, VllmOptionError, "'top_k' is a field of SamplingParams"),
         ({"extra": {"repetition_penalty": -1.0}}, SamplingParamsError, "greater than zero"),
