@@ -22,18 +22,27 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fxrl.errors import FxrlError
 from fxrl.inspect.decompile import DecompileError, decompile_dynamo
-from fxrl.inspect.dump_index import CaptureFiles, RegionFiles, index
 from fxrl.inspect.records import CaptureRecord, RegionRecord, Stage
-from fxrl.ir.remark import Report
+from fxrl.ir.remark import Report, format_bytes
 
 _MANIFEST = "fxrl-dump.json"
 _REPORT_WIDTH = 120
+_HOW_TO_READ = """\
+## How to read
+
+1. The remarks of a capture say of every site what was done, or why nothing was and the cure.
+2. Each pass of a capture has its graph before and after, and the difference: start with the diff.
+   One value stands on one line, `%name = operator(operands) : dtype[shape]`; `s0`, `s1`, ... are
+   dynamic sizes, `grad` marks an input that requires a gradient.
+3. A region is a part of the graph that was outlined, with its own backward: `forward.txt` is what
+   runs, `vjp.txt` computes its gradients, `generated/` is the code that was compiled from both.
+4. `aot/` is what remains around the regions; `00_dynamo.py` is the program before any pass."""
 
 
 class DumpError(FxrlError, OSError):
@@ -83,10 +92,17 @@ def render(
         notes: why something is missing, for the index.
     """
     files = _Files()
-    captures = [_capture(files, record) for record in records]
+    parts = ["# What fxrl did", _summary(records, report)]
+    if not records:
+        parts.append("Nothing is captured yet: call the step on a batch first, then dump again.")
+    else:
+        parts.append(_HOW_TO_READ)
+    parts += [_capture(files, record) for record in records]
     decompiled = [files.add("depyf", name, text) for name, text in sorted(depyf.items())]
+    told = _bullets([*map(_link, decompiled), *notes], "not part of this dump")
+    parts.append(f"## Dynamo's bytecode, decompiled\n\n{told}")
     _report(files, "", report)
-    files.add("", "index.md", index(captures, report, decompiled, notes))
+    files.add("", "index.md", "\n\n".join(parts))
     return files.texts
 
 
@@ -113,20 +129,44 @@ class _Files:
         return str(path)
 
 
-def _capture(files: _Files, record: CaptureRecord) -> CaptureFiles:
-    folder = files.path("", f"capture_{record.index}")
-    return CaptureFiles(
-        record=record,
-        inputs=files.add(folder, "inputs.txt", record.inputs),
-        dynamo=files.add(folder, "00_dynamo.py", record.dynamo),
-        stages=[_stage(files, folder, n, stage) for n, stage in enumerate(record.stages, 1)],
-        regions=[_region(files, f"{folder}/regions", region) for region in record.regions],
-        aot=[files.add(f"{folder}/aot", f"{n}.py", t) for n, t in record.aot.items()],
-        report=_report(files, folder, record.report),
+def _summary(records: Sequence[CaptureRecord], report: Report) -> str:
+    applied, missed = len(report.of_kind("applied")), len(report.of_kind("missed"))
+    return (
+        f"Captures: {len(records)}. Rewrites applied: {applied}, missed: {missed}. "
+        f"Graph breaks: {sum(len(record.graph_breaks) for record in records)}. "
+        f"Predicted to save {format_bytes(report.saved_bytes)} at the peak.\n\n"
+        "All remarks: [report.txt](report.txt), for tools [report.jsonl](report.jsonl)."
     )
 
 
-def _stage(files: _Files, folder: str, number: int, stage: Stage) -> tuple[str, str, str]:
+def _capture(files: _Files, record: CaptureRecord) -> str:
+    """Adds the files of a capture; its section of the index."""
+    folder = files.path("", f"capture_{record.index}")
+    files.add(folder, "inputs.txt", record.inputs)
+    dynamo = files.add(folder, "00_dynamo.py", record.dynamo)
+    passes = [_stage(files, folder, n, stage) for n, stage in enumerate(record.stages, 1)]
+    regions = [_region(files, f"{folder}/regions", region) for region in record.regions]
+    aot = [files.add(f"{folder}/aot", f"{n}.py", text) for n, text in record.aot.items()]
+    report = _report(files, folder, record.report)
+    breaks = (f"{one.source or 'unknown place'}: {one.reason}" for one in record.graph_breaks)
+    inputs = f"```\n{record.inputs.rstrip()}\n```" if record.inputs else "none"
+    heads = ("pass", "applied", "missed", "saves", "diff", "graphs")
+    parts = [
+        f"## Capture {record.index}",
+        f"The program as Dynamo delivered it: {_link(dynamo)}; its remarks: {_link(report)}.",
+        f"### Inputs\n\n{inputs}",
+        f"### Passes\n\n{_table(heads, passes) if passes else 'none ran'}",
+        f"### Remarks\n\n{_bullets(map(str, record.report.remarks), 'no pass found a site')}",
+        f"### Graph breaks\n\n{_bullets(breaks, 'none: one graph holds it all')}",
+    ]
+    heads = ("region", "sites", "forward", "backward", "code")
+    parts.append(f"### Regions\n\n{_table(heads, regions) if regions else 'none'}")
+    parts.append(f"### Around the regions\n\n{_bullets(map(_link, aot), 'not compiled')}")
+    return "\n\n".join(parts)
+
+
+def _stage(files: _Files, folder: str, number: int, stage: Stage) -> Sequence[str]:
+    """Adds the graphs of a pass; its row in the index."""
     name = f"{number:02d}_{stage.name}"
     before = files.add(folder, f"{name}.before.txt", stage.before)
     after = files.add(folder, f"{name}.after.txt", stage.after)
@@ -137,22 +177,49 @@ def _stage(files: _Files, folder: str, number: int, stage: Stage) -> tuple[str, 
         PurePosixPath(after).name,
         lineterm="",
     )
-    return before, after, files.add(folder, f"{name}.diff", "\n".join(lines))
+    diff = files.add(folder, f"{name}.diff", "\n".join(lines))
+    return (
+        stage.name,
+        str(len(stage.report.of_kind("applied"))),
+        str(len(stage.report.of_kind("missed"))),
+        format_bytes(stage.report.saved_bytes),
+        _link(diff, "diff") if stage.before != stage.after else "no change",
+        f"{_link(before, 'before')}, {_link(after, 'after')}",
+    )
 
 
-def _region(files: _Files, folder: str, region: RegionRecord) -> RegionFiles:
+def _region(files: _Files, folder: str, region: RegionRecord) -> Sequence[str]:
+    """Adds the graphs and the code of a region; its row in the index."""
     folder = files.path(folder, region.region_id)
-    return RegionFiles(
-        record=region,
-        forward=files.add(folder, "forward.txt", region.forward),
-        vjp=files.add(folder, "vjp.txt", region.vjp) if region.vjp else "",
-        generated=[files.add(f"{folder}/generated", n, t) for n, t in region.generated.items()],
+    forward = files.add(folder, "forward.txt", region.forward)
+    vjp = files.add(folder, "vjp.txt", region.vjp) if region.vjp else ""
+    code = [files.add(f"{folder}/generated", n, t) for n, t in region.generated.items()]
+    return (
+        f"`{region.region_id}`",
+        ", ".join(f"`{site}`" for site in region.sites),
+        _link(forward, "forward"),
+        _link(vjp, "vjp") if vjp else "no gradient",
+        ", ".join(map(_link, code)) or "not compiled",
     )
 
 
 def _report(files: _Files, folder: str, report: Report) -> str:
     files.add(folder, "report.jsonl", report.to_json())
     return files.add(folder, "report.txt", report.table(_REPORT_WIDTH))
+
+
+def _link(path: str, text: str = "") -> str:
+    return f"[{text or PurePosixPath(path).name}]({path})"
+
+
+def _bullets(items: Iterable[str], nothing: str) -> str:
+    return "\n".join(f"- {' '.join(item.split())}" for item in items) or nothing
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    escaped = ((cell.replace("|", "\\|") for cell in line) for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def _decompiled(functions: Sequence[Callable[..., Any]]) -> tuple[dict[str, str], list[str]]:
