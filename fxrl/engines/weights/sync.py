@@ -280,22 +280,20 @@ def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             own[name].copy_(value)
 
 
-def copy_lora(
-    model: nn.Module, adapter: Mapping[str, Tensor], adapter_name: str = "default"
-) -> None:
+def copy_lora(model: nn.Module, adapter: Mapping[str, Tensor]) -> None:
     """Copies LoRA factors by the names of ``peft.get_peft_model_state_dict``.
 
-    Those are the parameters' names without the adapter's own.
+    Those are the parameters' names without the adapter's own, ``default``.
 
     Raises:
         EngineError: as ``copy_weights``.
     """
-    inner = f".{adapter_name}."
+    inner = ".default."
     full = {
         name.replace(inner, "."): name
         for name, _ in model.named_parameters(remove_duplicate=False)
         if ".lora_" in name and inner in name
     }
     if not full:
-        raise EngineError(f"adapter: the model has no LoRA adapter {adapter_name!r}; add one first")
+        raise EngineError("adapter: the model has no LoRA adapter 'default'; add one first")
     copy_weights(model, {full.get(name, name): value for name, value in adapter.items()})

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxrl.engines.weights.checksum import BitSums
-from fxrl.engines.weights.lora.fold import Fold, RestoreError, folded
+from fxrl.engines.weights.lora.fold import BitSums, Fold, RestoreError, folded
 from fxrl.engines.weights.lora.merge import Merge, merge_all, merge_reference
 from fxrl.engines.weights.lora.sites import Factors
 from tests.engines.weights.lora.lora_models import (
