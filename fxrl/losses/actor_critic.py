@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.losses.batch import Batch, LossFn, Metrics, model_inputs, per_token
-from fxrl.losses.clipped import clipped_surrogate
 from fxrl.losses.errors import BatchError, check_positive
 from fxrl.losses.logprobs import at_least_float32
 from fxrl.losses.options import PolicyKeywords, PolicyOptions, loss_factory
+from fxrl.losses.policy_losses import clipped_surrogate
 from fxrl.losses.reduce import masked_mean, token_mean
 from fxrl.losses.surrogate import Extra, policy_loss
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, get_args
+
 from fxrl.errors import ConfigError, FxrlError, did_you_mean
 
 
@@ -13,9 +15,9 @@ class BatchError(FxrlError, ValueError):
     """The batch (or the model) lacks what the loss reads, or has it in the wrong shape."""
 
 
-def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Raise unless ``value`` is one of those of ``choices``, a ``Literal``."""
+    if value not in (allowed := get_args(choices)):
         raise LossConfigError(
             f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}"
             + did_you_mean(str(value), allowed)

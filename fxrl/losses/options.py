@@ -14,8 +14,6 @@ from fxrl.losses.errors import LossConfigError, check_choice, check_positive
 
 KLEstimator = Literal["k1", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-KL_ESTIMATORS = ("k1", "k2", "k3")
-CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 class PolicyKeywords(TypedDict, total=False):
@@ -76,9 +74,9 @@ class PolicyOptions:
         check_positive("temperature", self.temperature)
         check_positive("beta", self.beta, or_zero=True)
         check_positive("top_entropy_quantile", self.top_entropy_quantile)
-        check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        check_choice("kl_estimator", self.kl_estimator, KLEstimator)
         mode = self.vllm_importance_sampling_mode
-        check_choice("vllm_importance_sampling_mode", mode, CORRECTION_MODES)
+        check_choice("vllm_importance_sampling_mode", mode, CorrectionMode)
         if self.top_entropy_quantile > 1:
             raise LossConfigError(
                 f"top_entropy_quantile={self.top_entropy_quantile} is a share; 1.0 takes all tokens"

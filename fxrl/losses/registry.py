@@ -12,33 +12,18 @@ from types import ModuleType
 from typing import Any
 
 from fxrl.errors import did_you_mean
-from fxrl.losses.actor_critic import ppo
+from fxrl.losses import actor_critic, supervised
+from fxrl.losses import policy_losses as policy
 from fxrl.losses.batch import LossFn
-from fxrl.losses.clipped import bnpo, dapo, dr_grpo, grpo, gspo, luspo
 from fxrl.losses.errors import LossConfigError
-from fxrl.losses.gated import cispo, sapo
 from fxrl.losses.options import check_keywords
-from fxrl.losses.policy_gradient import reinforce, rloo
-from fxrl.losses.supervised import dpo, sft
 
-FACTORIES: dict[str, Callable[..., LossFn]] = {
-    factory.__name__: factory
-    for factory in (
-        grpo,
-        dr_grpo,
-        dapo,
-        bnpo,
-        gspo,
-        luspo,
-        cispo,
-        sapo,
-        reinforce,
-        rloo,
-        ppo,
-        dpo,
-        sft,
-    )
-}
+_OWN = (
+    *(policy.grpo, policy.dr_grpo, policy.dapo, policy.bnpo, policy.gspo, policy.luspo),
+    *(policy.cispo, policy.sapo, policy.reinforce, policy.rloo),
+    *(actor_critic.ppo, supervised.dpo, supervised.sft),
+)
+FACTORIES: dict[str, Callable[..., LossFn]] = {factory.__name__: factory for factory in _OWN}
 
 
 def by_name(name: str, **kwargs: Any) -> LossFn:

@@ -27,7 +27,6 @@ from fxrl.losses.reduce import masked_mean, masked_sum, row_mean, token_mean_of_
 
 IGNORE_INDEX = -100
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
-PREFERENCE_LOSSES = ("sigmoid", "hinge", "ipo")
 
 
 @loss_factory
@@ -97,7 +96,7 @@ def dpo(
         BatchError: (on call) an odd number of sequences, or no ``ref_logps``.
     """
     check_positive("beta", beta)
-    check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
+    check_choice("loss_type", loss_type, PreferenceLoss)
     if not 0.0 <= label_smoothing < 0.5:
         raise LossConfigError(f"label_smoothing={label_smoothing} must be in [0, 0.5)")
     if label_smoothing and loss_type != "sigmoid":
