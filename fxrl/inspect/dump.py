@@ -150,18 +150,18 @@ def _capture(files: _Files, record: CaptureRecord) -> str:
     report = _report(files, folder, record.report)
     breaks = (f"{one.source or 'unknown place'}: {one.reason}" for one in record.graph_breaks)
     inputs = f"```\n{record.inputs.rstrip()}\n```" if record.inputs else "none"
-    heads = ("pass", "applied", "missed", "saves", "diff", "graphs")
+    pass_heads = ("pass", "applied", "missed", "saves", "diff", "graphs")
+    region_heads = ("region", "sites", "forward", "backward", "code")
     parts = [
         f"## Capture {record.index}",
         f"The program as Dynamo delivered it: {_link(dynamo)}; its remarks: {_link(report)}.",
         f"### Inputs\n\n{inputs}",
-        f"### Passes\n\n{_table(heads, passes) if passes else 'none ran'}",
+        f"### Passes\n\n{_table(pass_heads, passes) if passes else 'none ran'}",
         f"### Remarks\n\n{_bullets(map(str, record.report.remarks), 'no pass found a site')}",
         f"### Graph breaks\n\n{_bullets(breaks, 'none: one graph holds it all')}",
+        f"### Regions\n\n{_table(region_heads, regions) if regions else 'none'}",
+        f"### Around the regions\n\n{_bullets(map(_link, aot), 'not compiled')}",
     ]
-    heads = ("region", "sites", "forward", "backward", "code")
-    parts.append(f"### Regions\n\n{_table(heads, regions) if regions else 'none'}")
-    parts.append(f"### Around the regions\n\n{_bullets(map(_link, aot), 'not compiled')}")
     return "\n\n".join(parts)
 
 

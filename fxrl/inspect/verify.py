@@ -23,11 +23,12 @@ from fxrl.inspect.evaluate import (
     Outcome,
     Precision,
     Step,
+    TruthError,
     evaluate,
+    evaluate_wider,
     named_trainable,
     watch_precision,
 )
-from fxrl.inspect.reference import TruthError, evaluate_wider
 from fxrl.inspect.verify_report import VerifyReport
 
 Reference = Literal["auto", "eager", "float32", "float64"]

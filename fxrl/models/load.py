@@ -30,8 +30,7 @@ from fxrl.models.build import as_dtype, build_from_config
 from fxrl.models.errors import ModelError
 from fxrl.models.hf import no_progress_bars, optional, why_no_hub
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
-from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config
-from fxrl.models.tiny_tokenizer import tiny_tokenizer
+from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config, tiny_tokenizer
 
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_NAMES = ("smollm2-135m-instruct", "smollm2")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxrl.cli import inputs, main, parse
-from fxrl.cli.batch import make_batch, vocabulary
+from fxrl.cli.inputs import make_batch, vocabulary
 from fxrl.config import Config
 from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES

@@ -12,8 +12,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from fxrl.errors import ConfigError, VerificationError
-from fxrl.inspect.evaluate import EvaluationError
-from fxrl.inspect.reference import TruthError
+from fxrl.inspect.evaluate import EvaluationError, TruthError
 from fxrl.inspect.verify import verify_step
 from fxrl.inspect.verify_report import VerifyReport, VerifyRow
 
@@ -425,7 +424,7 @@ def test_autocast_outside_is_switched_off_for_the_truth():
 
 
 def test_too_little_memory(monkeypatch):
-    monkeypatch.setattr("fxrl.inspect.reference._free_bytes", lambda device: 1000)
+    monkeypatch.setattr("fxrl.inspect.evaluate._free_bytes", lambda device: 1000)
     report = verify(*make(torch.bfloat16))
     assert report.reference == "eager"
     assert "on cpu, which has 1000 B left" in report.notes[0]

@@ -24,7 +24,7 @@ from fxrl.rl.drift import measured, probe_rows
 from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_micro_batches
 from fxrl.rl.loop.build import RunParts
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.rollout.judge import TrainerState
+from fxrl.rl.rollout.rollouter import TrainerState
 from fxrl.rl.types import Batch, Metrics, Rollout, Row
 
 

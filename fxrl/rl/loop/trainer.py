@@ -17,8 +17,7 @@ from fxrl.rl.loop.interrupt import StopRequest
 from fxrl.rl.loop.iteration import TrainingIteration, hand_over
 from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, TensorBoard, keep_trying, why
 from fxrl.rl.report.progress import Reporter
-from fxrl.rl.rollout.judge import TrainerState
-from fxrl.rl.rollout.rollouter import evaluate
+from fxrl.rl.rollout.rollouter import TrainerState, evaluate
 from fxrl.rl.types import Metrics, Rollout
 
 T = TypeVar("T")
