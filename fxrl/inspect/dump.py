@@ -22,14 +22,138 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from types import CodeType
 from typing import Any
 
+from torch import fx
+
+from fxrl.capture._torch import cache_entries
+from fxrl.compile.bodies.variants import CompiledRegion
+from fxrl.compile.outer import aot_graphs
 from fxrl.errors import FxrlError
-from fxrl.inspect.decompile import DecompileError, decompile_dynamo
-from fxrl.inspect.records import CaptureRecord, RegionRecord, Stage
+from fxrl.ir.capture_record import Capture, GraphBreak
+from fxrl.ir.printer import print_graph
+from fxrl.ir.region import region_calls, regions_of
 from fxrl.ir.remark import Report, format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One pass over one graph, in the stable printed form of ``ir.printer``."""
+
+    name: str
+    before: str
+    after: str
+    report: Report
+
+
+@dataclass(slots=True)
+class RegionRecord:
+    """One distinct region body and what was made of it.
+
+    Attributes:
+        region_id: content hash of the body; equal bodies share it.
+        sites: what calls this region: layers, or graph values.
+        forward: printed forward graph.
+        vjp: printed vector-Jacobian-product graph, empty without a gradient.
+        generated: file name -> generated source (Inductor wrapper, Triton or C++), if compiled.
+    """
+
+    region_id: str
+    sites: list[str]
+    forward: str
+    vjp: str
+    generated: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class CaptureRecord:
+    """Everything known about one captured graph.
+
+    Attributes:
+        index: running number, from 0.
+        inputs: printed input signature, one line each (name, dtype, symbolic shape).
+        dynamo: the graph as Dynamo delivered it, as readable code.
+        stages: the passes in order, with the graph before and after each.
+        regions: distinct region bodies of this capture.
+        aot: ``"forward"``, ``"backward"``, ``"joint"`` or ``"inference"`` -> readable code.
+        report: the remarks of all passes.
+        graph_breaks: why the graph ended, if Dynamo broke it.
+    """
+
+    index: int
+    inputs: str = ""
+    dynamo: str = ""
+    stages: list[Stage] = field(default_factory=list)
+    regions: list[RegionRecord] = field(default_factory=list)
+    aot: dict[str, str] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+    graph_breaks: list[GraphBreak] = field(default_factory=list)
+
+
+def record_of(capture: Capture) -> CaptureRecord:
+    """All stages of one capture as text.
+
+    AOTAutograd's graphs are made here, for reading: the step itself may run without them.
+    """
+    running = capture.rewritten.gm if capture.rewritten and capture.running else None
+    graphs = {} if running is None else aot_graphs(running)
+    return CaptureRecord(
+        capture.index,
+        inputs="\n".join(_input_lines(capture.dynamo)),
+        dynamo=capture.dynamo.print_readable(print_output=False),
+        stages=_stages(capture),
+        regions=list(_regions(capture)),
+        aot={name: graph.print_readable(print_output=False) for name, graph in graphs.items()},
+        report=capture.report,
+        graph_breaks=list(capture.graph_breaks),
+    )
+
+
+def _stages(capture: Capture) -> list[Stage]:
+    """The passes run again, and watched."""
+    stages: list[Stage] = []
+    before = [""]
+
+    def watch(name: str, gm: fx.GraphModule, report: Report) -> None:
+        after = print_graph(gm)
+        if name:
+            stages.append(Stage(name, before[0], after, report))
+        before[0] = after
+
+    capture.replay(watch)
+    return stages
+
+
+def _input_lines(gm: fx.GraphModule) -> Iterator[str]:
+    for line in print_graph(gm).splitlines():
+        if " = input" in line and not line.startswith(" "):
+            yield line
+
+
+def _regions(capture: Capture) -> Iterator[RegionRecord]:
+    """The regions as they were traced; as the pass outlined them where they were not built."""
+    if capture.rewritten is None:
+        return
+    graph = capture.rewritten.gm
+    sites: dict[str, list[str]] = {}
+    for call in region_calls(graph):
+        region = call.meta["region"]
+        names = [region.layer] if region.layer else [user.name for user in call.users]
+        sites.setdefault(region.id, []).extend(names)
+    for name, region in regions_of(graph).items():
+        callers = list(dict.fromkeys(sites[name]))
+        built = capture.kernels.get(name)
+        if not isinstance(built, CompiledRegion):
+            yield RegionRecord(name, callers, print_graph(region.forward), "")
+            continue
+        forward, backward = built.traced.forward, built.traced.backward
+        vjp = "" if backward is None else print_graph(backward)
+        yield RegionRecord(name, callers, print_graph(forward), vjp, built.generated())
+
 
 _MANIFEST = "fxrl-dump.json"
 _REPORT_WIDTH = 120
@@ -288,3 +412,81 @@ def _remove(root: Path, path: str) -> None:
         if folder == root or not folder.is_dir() or any(folder.iterdir()):
             return
         folder.rmdir()
+
+
+# Dynamo ends the names of compiled functions in a fresh UUID, which would spoil every diff.
+_UUID = re.compile(r"_[0-9a-f]{8}(?:_[0-9a-f]{4}){3}_[0-9a-f]{12}")
+_RESUME = "__resume_at_"
+
+
+class DecompileError(FxrlError):
+    """Bytecode cannot be shown as source: depyf is missing, or does not know the bytecode."""
+
+
+def decompile(function: Callable[..., Any] | CodeType) -> str:
+    """Python source of ``function`` or of a code object, ending in a newline.
+
+    Raises:
+        DecompileError: depyf is not installed, or fails on this code.
+    """
+    try:
+        import depyf
+    except ImportError as error:
+        raise DecompileError(
+            f"depyf is not installed ({error}), so Dynamo's bytecode is not decompiled; "
+            "cure: pip install depyf"
+        ) from error
+    code = function if isinstance(function, CodeType) else _code_of(function)
+    try:
+        source = str(depyf.decompile(code))
+    except Exception as error:  # depyf raises whatever its many bytecode handlers meet
+        raise DecompileError(
+            f"depyf cannot decompile {code.co_name}: {type(error).__name__}: {error}; "
+            "cure: a depyf release that knows this Python version"
+        ) from error
+    return _UUID.sub("", source).rstrip("\n") + "\n"
+
+
+def decompile_dynamo(function: Callable[..., Any]) -> dict[str, str]:
+    """What Dynamo made of a function that ran under ``torch.compile``: file name -> source.
+
+    One file for each compiled variant of ``function`` (``loss_fn.0.py``, ...) and of each
+    function that resumes after a graph break. Empty if Dynamo has compiled nothing of it.
+
+    Raises:
+        DecompileError: as ``decompile``.
+    """
+    sources: dict[str, str] = {}
+    todo: list[Callable[..., Any]] = [_plain(function)]
+    seen: set[CodeType] = set()
+    while todo:
+        current = todo.pop(0)
+        code = _code_of(current)
+        if code in seen:
+            continue
+        seen.add(code)
+        for index, entry in enumerate(cache_entries(code)):
+            sources[f"{code.co_name.strip('<>')}.{index}.py"] = decompile(entry.code)
+            todo += _resumed(current, entry.code)
+    return sources
+
+
+def _resumed(function: Callable[..., Any], code: CodeType) -> list[Callable[..., Any]]:
+    """Functions that ``code`` jumps to after a graph break."""
+    scope = getattr(function, "__globals__", {})
+    return [scope[n] for n in code.co_names if n.startswith(_RESUME) and n in scope]
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's function under a ``torch.compile`` wrapper and a bound method."""
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    return getattr(function, "__func__", function)
+
+
+def _code_of(function: Callable[..., Any]) -> CodeType:
+    code = getattr(_plain(function), "__code__", None)
+    if not isinstance(code, CodeType):
+        raise DecompileError(
+            f"{function!r} has no bytecode; cure: pass a Python function or a code object"
+        )
+    return code

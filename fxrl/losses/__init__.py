@@ -7,7 +7,6 @@
 from fxrl.losses.actor_critic import ppo
 from fxrl.losses.advantages import gae, group_advantages, reward_metrics, rloo_advantages, whiten
 from fxrl.losses.batch import Batch, LossFn, Metrics
-from fxrl.losses.corrections import importance_weights, kl_estimate
 from fxrl.losses.errors import BatchError, LossConfigError
 from fxrl.losses.logprobs import TokenStats, completion_logits, token_stats
 from fxrl.losses.options import PolicyOptions
@@ -25,7 +24,7 @@ from fxrl.losses.policy_losses import (
 )
 from fxrl.losses.registry import FACTORIES, by_name
 from fxrl.losses.supervised import dpo, sft
-from fxrl.losses.surrogate import policy_loss
+from fxrl.losses.surrogate import importance_weights, kl_estimate, policy_loss
 
 __all__ = [
     "FACTORIES",

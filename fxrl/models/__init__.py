@@ -2,7 +2,7 @@
 
 from fxrl.errors import MissingPackageError
 from fxrl.models.build import build_from_config
-from fxrl.models.errors import FetchError, ModelError
+from fxrl.models.hf import FetchError, ModelError
 from fxrl.models.load import load_model
 from fxrl.models.lora import lora
 from fxrl.models.smollm2 import fetch_smollm2

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fxrl.errors import MissingPackageError
+from fxrl.errors import FxrlError, MissingPackageError
+
+
+class ModelError(FxrlError, ValueError):
+    """A model id, path or configuration leads to no model; the message has the cure."""
+
+
+class FetchError(FxrlError, RuntimeError):
+    """A download, its verification or its conversion failed."""
+
 
 HUB_TIMEOUT_S = 5.0
 

@@ -27,8 +27,7 @@ import torch
 from torch import nn
 
 from fxrl.models.build import as_dtype, build_from_config
-from fxrl.models.errors import ModelError
-from fxrl.models.hf import no_progress_bars, optional, why_no_hub
+from fxrl.models.hf import ModelError, no_progress_bars, optional, why_no_hub
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
 from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config, tiny_tokenizer
 

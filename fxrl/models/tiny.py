@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fxrl.models.errors import ModelError
-from fxrl.models.hf import optional
+from fxrl.models.hf import ModelError, optional
 
 PREFIX = "tiny:"
 PAD, BOS, EOS = "<|pad|>", "<|im_start|>", "<|im_end|>"

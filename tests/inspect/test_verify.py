@@ -12,9 +12,9 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from fxrl.errors import ConfigError, VerificationError
+from fxrl.inspect.compare import VerifyReport, VerifyRow
 from fxrl.inspect.evaluate import EvaluationError, TruthError
 from fxrl.inspect.verify import verify_step
-from fxrl.inspect.verify_report import VerifyReport, VerifyRow
 
 
 class Toy(nn.Module):

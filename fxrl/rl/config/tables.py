@@ -15,7 +15,7 @@ import torch
 
 from fxrl.config import Config
 from fxrl.engines.vllm.options import VllmOptions
-from fxrl.models.errors import ModelError
+from fxrl.models.hf import ModelError
 from fxrl.models.load import Source, resolve
 from fxrl.models.tiny import parse_tiny
 from fxrl.rl.config.binding import REST, Table, above, at_least, regular_expression, within

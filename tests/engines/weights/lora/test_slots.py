@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fxrl.engines import EngineError
+from fxrl.engines.vllm.handle import ADAPTER_ID, adapter_tensors, put_adapter
 from fxrl.engines.weights.lora.sites import lora_sites
-from fxrl.engines.weights.lora.slots import ADAPTER_ID, adapter_tensors, put_adapter
 from tests.engines.weights.lora.lora_models import (
     assert_same_bits,
     fill,

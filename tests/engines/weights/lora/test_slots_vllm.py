@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fxrl.engines.vllm.handle import ADAPTER_ID, put_adapter
 from fxrl.engines.weights.lora.sites import lora_sites
-from fxrl.engines.weights.lora.slots import ADAPTER_ID, put_adapter
 from tests.engines.weights.lora.lora_models import fill, same_bits, stacked, with_lora
 
 pytestmark = pytest.mark.vllm
