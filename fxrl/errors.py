@@ -7,7 +7,9 @@ fxrl can catch what they know.
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from typing import Any
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -34,6 +36,18 @@ class MissingPackageError(FxrlError, ImportError):
         super().__init__(
             f"{needed_for} needs {package} ({why}); pip install 'fxrl[demo]' brings it"
         )
+
+
+def optional(package: str, purpose: str) -> Any:
+    """Imports a package that only an extra brings.
+
+    Raises:
+        MissingPackageError: it is not installed, or too old to be imported.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as missing:
+        raise MissingPackageError(package, purpose, missing) from missing
 
 
 class MissedRewriteError(FxrlError):

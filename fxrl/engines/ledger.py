@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from io import StringIO
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -66,28 +66,23 @@ class Reading:
     reserved: int = 0
 
 
-class Probe(Protocol):
-    """Something that takes readings."""
+class Probe:
+    """Takes readings of a device; ``name`` says which, in words."""
 
-    @property
-    def name(self) -> str:
-        """The device, in words."""
-        ...
+    name: str
 
     def read(self) -> Reading:
         """A look at the memory now."""
-        ...
+        raise NotImplementedError
 
     def synchronize(self) -> None:
         """Waits until what was asked of the device is done."""
-        ...
 
     def empty_cache(self) -> None:
         """Gives back what PyTorch's allocator holds and nothing uses."""
-        ...
 
 
-class CudaProbe:
+class CudaProbe(Probe):
     """The current CUDA device; 0.1 ms a reading.
 
     Args:
@@ -119,8 +114,8 @@ class CudaProbe:
         torch.cuda.empty_cache()
 
 
-class CpuProbe:
-    """The host's memory, for a machine without GPU, where standby frees nothing.
+class CpuProbe(Probe):
+    """The host's memory, for a machine without GPU: standby frees nothing, and PyTorch keeps none.
 
     Args:
         sizes: of the engine's weights and KV cache, bytes; they are ordinary host memory.
@@ -139,12 +134,6 @@ class CpuProbe:
             free=os.sysconf("SC_AVPHYS_PAGES") * page,
             tags={name: TagBytes(size, 0) for name, size in self._sizes().items()},
         )
-
-    def synchronize(self) -> None:
-        """See ``Probe``; nothing is asynchronous."""
-
-    def empty_cache(self) -> None:
-        """See ``Probe``; PyTorch's CPU allocator keeps nothing."""
 
 
 class _Ordinary(NamedTuple):
@@ -185,12 +174,7 @@ class Entry:
 
 
 class MemoryLedger:
-    """Keeps the entries and judges them.
-
-    Args:
-        probe: takes the readings.
-        keep: entries that are kept.
-    """
+    """Keeps the entries and judges them."""
 
     def __init__(self, probe: Probe, *, keep: int = 4096) -> None:
         self.probe = probe

@@ -210,8 +210,6 @@ def render(
     """The files of a dump: path with ``/`` -> text. Pure: no disk, no clock.
 
     Args:
-        records: as in ``write_dump``.
-        report: as in ``write_dump``.
         depyf: file name -> decompiled source.
         notes: why something is missing, for the index.
     """

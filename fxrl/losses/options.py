@@ -40,7 +40,7 @@ class PolicyOptions:
     Attributes:
         temperature: the logits are divided by it; the one the completions were sampled at.
         beta: coefficient of KL(policy || reference) in the loss; not 0 needs ``ref_logps``.
-        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, see ``corrections.kl_estimate``.
+        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, see ``kl_estimate``.
         use_bias_correction_kl: weight the KL by pi / pi_old, which makes it unbiased off-policy
             (DeepSeek-V3.2, arXiv:2512.02556).
         entropy_coef: weight of the entropy bonus, subtracted from the loss.

@@ -2,7 +2,7 @@
 
     loss = R[ w * surrogate ] + beta * R[ KL ] - entropy_coef * R[ H ]
 
-R is a reduction (``reduce``), w the constant weights of ``corrections``.
+R is a reduction (``reduce``), w constant weights: the rollout's correction, tokens that are kept.
 Shapes: B sequences, C completion tokens, V vocabulary.
 """
 

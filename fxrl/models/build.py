@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxrl.models.hf import ModelError, optional
+from fxrl.errors import optional
+from fxrl.models.hf import ModelError
 
 DTYPES = {
     "bf16": torch.bfloat16,

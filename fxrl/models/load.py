@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxrl.errors import optional
 from fxrl.models.build import as_dtype, build_from_config
-from fxrl.models.hf import ModelError, no_progress_bars, optional, why_no_hub
+from fxrl.models.hf import ModelError, no_progress_bars, why_no_hub
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
 from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config, tiny_tokenizer
 
@@ -202,14 +203,11 @@ def model_folder(
 ) -> tuple[Path, Any]:
     """The folder with configuration, safetensors and tokenizer of ``model_id``, and the tokenizer.
 
+    Arguments are those of ``load_model``.
+
     Args:
-        model_id: as for ``load_model``.
         made: where a model of random weights is written (``tiny:``, ``config.json``); a model that
             is already there stays: the same id, dtype and seed give the same weights.
-        dtype: of random weights.
-        seed: of random weights.
-        cache_dir: as for ``load_model``.
-        on_progress: likewise.
 
     Raises:
         ModelError: there is no such model, or it has no tokenizer.

@@ -34,7 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxrl.models.hf import FetchError, no_progress_bars, optional
+from fxrl.errors import optional
+from fxrl.models.hf import FetchError, no_progress_bars
 
 DOWNLOAD_TIMEOUT_S = 1800
 
@@ -48,7 +49,7 @@ class Package:
         sha256: of the wheel.
         member: the GGUF file's path in the wheel.
         folder: name of the converted model in the cache.
-        eos_token: ends a turn (NOTE [Three traps ...] in ``fxrl/models/gguf.py``).
+        eos_token: ends a turn (NOTE [The file's own EOS may be wrong]).
         pad_token: likewise.
     """
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fxrl.models.hf import ModelError, optional
+from fxrl.errors import optional
+from fxrl.models.hf import ModelError
 
 PREFIX = "tiny:"
 PAD, BOS, EOS = "<|pad|>", "<|im_start|>", "<|im_end|>"

@@ -288,13 +288,7 @@ def plan_microbatches(
     A batch of R rows whose longest prompt has L tokens costs R * (L + max_tokens) tokens of KV
     cache, padding included. Longest first: if memory is short, it shows at once and not after an
     hour. The completions of one prompt are split over batches only where they do not fit into one.
-
-    Args:
-        lengths: tokens of each prompt.
-        n: completions per prompt.
-        max_tokens: longest completion.
-        max_batch_tokens: the budget.
-        pad: prompts of different lengths may share a batch.
+    With ``pad`` prompts of different lengths may share a batch.
 
     Raises:
         PromptError: not even one row fits.

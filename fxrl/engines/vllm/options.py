@@ -180,10 +180,6 @@ class VllmOptions:
 def check_names(what: str, names: Collection[str], known: Collection[str]) -> None:
     """Refuses names that vLLM does not know.
 
-    Args:
-        what: where the names stand, for the message.
-        known: the installed version's.
-
     Raises:
         VllmOptionError: with the unknown name and the nearest known one.
     """

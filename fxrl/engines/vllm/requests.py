@@ -228,14 +228,7 @@ def step(engine: Any) -> list[Any]:
 
 
 class Gather:
-    """Turns what vLLM ends, in whatever order, into groups of completions.
-
-    Args:
-        prompts: of the groups; request ``i`` belongs to prompt ``i // n``.
-        n: completions per prompt.
-        policy_version: of the weights that draw.
-        on_finished: see ``Engine.generate``.
-    """
+    """Turns what vLLM ends, in whatever order, into groups; request ``i`` is prompt ``i // n``'s."""
 
     def __init__(
         self,

@@ -82,9 +82,6 @@ class Standby:
     """Release and wake of one engine.
 
     Args:
-        llm: vLLM's ``LLM``.
-        way: see NOTE [Which way in].
-        ledger: has an entry for each transition.
         drain: finishes what vLLM still has in flight (asynchronous scheduling runs ahead).
         timings: gets ``"release"`` and ``"wake"``, seconds.
     """

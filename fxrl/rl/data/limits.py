@@ -24,10 +24,6 @@ class Background(Generic[T]):
 
     The thread is a daemon: nothing can end a hanging call from outside, and it must not keep the
     process from ending. (``concurrent.futures`` joins its threads at exit.)
-
-    Args:
-        function: called at once, without arguments.
-        name: of the thread, for debuggers.
     """
 
     def __init__(self, function: Callable[[], T], name: str) -> None:

@@ -48,13 +48,7 @@ def _flatten(messages: Sequence[Any], column: str) -> str:
 
 
 class PromptBuilder:
-    """Makes prompts and their token ids.
-
-    Args:
-        config: ``[data]``.
-        column: the prompt's column.
-        shots: solved rows that go before each prompt as chat turns.
-        tokenizer: a Hugging Face tokenizer.
+    """Makes prompts and their token ids; ``shots`` are solved rows that go before each prompt.
 
     Raises:
         DataError: ``chat`` is on and the tokenizer has no chat template.

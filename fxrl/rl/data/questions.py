@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxrl.errors import did_you_mean
-from fxrl.models.hf import optional
+from fxrl.errors import did_you_mean, optional
 from fxrl.rl.config.tables import DataConfig
 from fxrl.rl.errors import DataError
 from fxrl.rl.types import Row
@@ -134,13 +133,7 @@ def majority_baseline(rows: Iterable[Mapping[str, Any]], answer: str) -> float |
 
 
 class PromptStream:
-    """Endless stream of training rows, reshuffled each epoch; its state is one number.
-
-    Args:
-        num_rows: rows of an epoch.
-        seed: of the order.
-        shuffle: ``False`` keeps the order.
-    """
+    """Endless stream of training rows, reshuffled each epoch; its state is one number."""
 
     def __init__(self, num_rows: int, seed: int, *, shuffle: bool = True) -> None:
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle

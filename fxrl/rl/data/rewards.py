@@ -179,12 +179,7 @@ def _checked(name: str, values: Any, num: int) -> list[float | None]:
 
 
 def combine(values: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
-    """Weighted sum over functions for each completion; NaN where every function said ``None``.
-
-    Args:
-        values: [functions][completions].
-        weights: [functions].
-    """
+    """[functions][completions] summed by weight; NaN where every function said ``None``."""
     totals = []
     for row in zip(*values, strict=True):
         said = [w * value for w, value in zip(weights, row, strict=True) if value is not None]
@@ -193,13 +188,7 @@ def combine(values: Sequence[Sequence[float | None]], weights: Sequence[float]) 
 
 
 def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) -> list[Reward]:
-    """The run's rewards; keywords of a ``module:function`` reach it as further columns.
-
-    Args:
-        config: ``[reward]``.
-        answer: column with the right answer.
-        score: reasoning-gym's judge, if the questions are its.
-    """
+    """The run's rewards; keywords of a ``module:function`` reach it as further columns."""
     rules = CallRules(config.timeout_s, config.retries, config.on_error)
     ours = {"extract": config.extract, "answer": answer, "score": score}
     rewards: list[Reward] = []

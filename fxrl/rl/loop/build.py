@@ -36,13 +36,7 @@ from fxrl.rl.types import Batch
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What needs no model: rows, their split and the rewards.
-
-    Attributes:
-        source: all rows.
-        split: train, held out, few-shot.
-        rewards: the reward functions.
-    """
+    """What needs no model: rows, their split and the rewards."""
 
     source: Source
     split: Split
@@ -54,16 +48,10 @@ class RunParts:
     """A run's parts, ready for the loop.
 
     Attributes:
-        model: with its adapter, in train mode.
-        tokenizer: the model's.
-        engine: rollouts.
-        rollouter: generates and judges.
-        stream: order of the training rows.
         updater: makes the updates; ``updater.step`` is the train step.
         old_policy: scores completions before the first of several updates; else ``None``.
         reference: scores them under the reference policy; ``None`` without a KL.
         probe: scores some of them for the drift, where the loss does not measure it.
-        stage: says what is being done.
     """
 
     model: nn.Module
@@ -294,9 +282,6 @@ class Scorer:
     """``scorer(batch) -> [B, C]`` log-probabilities without gradient.
 
     Args:
-        model: whose.
-        optimize: makes the step; the logits do not exist here either.
-        temperature: that of sampling.
         context: entered around each call, such as PEFT's ``disable_adapter``.
         wrap: around the loss, such as autocast.
 

@@ -167,13 +167,7 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """Runs the steps of one run; ``done`` counts them.
-
-    Args:
-        config: the run's.
-        parts: the run's, as at step 0.
-        run_dir: exists.
-    """
+    """Runs the steps of one run; ``done`` counts them."""
 
     def __init__(self, config: TrainConfig, parts: RunParts, run_dir: Path) -> None:
         self.config, self.parts, self.run_dir = config, parts, run_dir

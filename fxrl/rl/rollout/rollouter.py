@@ -56,15 +56,7 @@ class TrainerState:
 
 
 class Judge:
-    """Judges the completions of one generation call.
-
-    Args:
-        rows: one per prompt.
-        prompts: of the rows.
-        rewards: the run's.
-        tokenizer: decodes.
-        state: the run's.
-    """
+    """Judges the completions of one generation call."""
 
     def __init__(
         self,
@@ -173,16 +165,7 @@ class Drawn(NamedTuple):
 
 
 class Rollouter:
-    """Generates and judges completions of dataset rows.
-
-    Args:
-        engine: rollout engine.
-        builder: rows to prompts and tokens.
-        rewards: reward functions.
-        config: of the run.
-        tokenizer: decodes completions.
-        stage: says what is being done.
-    """
+    """Generates and judges completions of dataset rows."""
 
     def __init__(
         self,
