@@ -21,15 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from fxrl.losses import FACTORIES, PolicyOptions, importance_weights, kl_estimate
 from fxrl.losses.reduce import masked_mean
 from fxrl.rl.types import Batch, Metrics
-
-Level = Literal["ok", "high", "severe"]
 
 # Mean |d| in nat. A ratio's usual clip range is 0.2 wide: a tenth of it, and all of it.
 HIGH, SEVERE = 0.02, 0.2
@@ -40,31 +38,6 @@ NEVER_MEASURE = ("dpo", "sft")
 _UNCUT = PolicyOptions(
     vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=None
 )
-
-
-def level(mean: float) -> Level:
-    """How bad a mean |d| is, in nat."""
-    if mean > SEVERE:
-        return "severe"
-    return "high" if mean > HIGH else "ok"
-
-
-def warning(mean: float) -> str | None:
-    """What a mean |d| alone tells and what to do about it; ``None`` while all is well."""
-    found = f"drift: sampler and trainer differ by {mean:.3g} nat on average"
-    match level(mean):
-        case "severe":
-            return (
-                f"{found} (>{SEVERE:g}): the two sides hardly have the same weights; check that "
-                "the engine got the last update, that its prefix cache was reset, and the adapter"
-            )
-        case "high":
-            return (
-                f"{found} (>{HIGH:g}); keep vllm_importance_sampling_correction on. If it was so "
-                "from the first step it is rounding: an fp32 head in the engine, dtype float16, or "
-                "no FP8 weights or KV cache make it smaller (bench/agreement.py has figures)"
-            )
-    return None
 
 
 def loss_measures(name: str) -> bool:
@@ -104,19 +77,28 @@ class DriftWatch:
     """Tells of a drift when it becomes worse, and not at every step."""
 
     def __init__(self) -> None:
-        self._told: Level = "ok"
+        self._told = 0
 
     def warning(self, record: Mapping[str, Any]) -> str | None:
-        """What to say after a step, if anything.
+        """What the step's mean |d| tells and what to do about it, if anything.
 
-        Args:
-            record: the step's metrics.
+        The losses' ratios are cut by the correction, so only the difference is judged.
         """
         mean = record.get("sampling/sampling_logp_difference/mean")
         if mean is None:
             return None
-        # The losses' ratios are cut by the correction, so only the difference is judged.
-        order = ("ok", "high", "severe")
-        now, told = level(mean), self._told
+        now, told = (mean > HIGH) + (mean > SEVERE), self._told
         self._told = now
-        return warning(mean) if order.index(now) > order.index(told) else None
+        if now <= told:
+            return None
+        found = f"drift: sampler and trainer differ by {mean:.3g} nat on average"
+        if now == 2:
+            return (
+                f"{found} (>{SEVERE:g}): the two sides hardly have the same weights; check that "
+                "the engine got the last update, that its prefix cache was reset, and the adapter"
+            )
+        return (
+            f"{found} (>{HIGH:g}); keep vllm_importance_sampling_correction on. If it was so "
+            "from the first step it is rounding: an fp32 head in the engine, dtype float16, or "
+            "no FP8 weights or KV cache make it smaller (bench/agreement.py has figures)"
+        )

@@ -228,7 +228,7 @@ def step(engine: Any) -> list[Any]:
 
 
 class Gather:
-    """Turns what vLLM ends, in whatever order, into groups; request ``i`` is prompt ``i // n``'s."""
+    """Turns what vLLM ends, in whatever order, into groups; ``i // n`` is request ``i``'s."""
 
     def __init__(
         self,
