@@ -21,7 +21,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from typing import NamedTuple
@@ -210,8 +210,6 @@ class MemoryLedger:
         """The entry after the KV cache's release; a shortfall becomes a problem.
 
         Args:
-            before: the entry right before.
-            kv_bytes: what should be free now.
             frees: ``False`` on a CPU, where nothing is freed and nothing checked.
         """
         self.cycle += 1
@@ -263,9 +261,6 @@ class MemoryLedger:
         out = StringIO()
         Console(file=out, width=110, no_color=True).print(table)
         return out.getvalue() + "".join(f"problem: {text}\n" for text in self.problems)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries)
 
     def _enter(self, event: str, reading: Reading) -> Entry:
         entry = self._entry(event, reading)

@@ -6,8 +6,7 @@
 
 from fxrl.losses.actor_critic import ppo
 from fxrl.losses.advantages import gae, group_advantages, reward_metrics, rloo_advantages, whiten
-from fxrl.losses.batch import Batch, LossFn, Metrics
-from fxrl.losses.errors import BatchError, LossConfigError
+from fxrl.losses.batch import Batch, BatchError, LossConfigError, LossFn, Metrics
 from fxrl.losses.logprobs import TokenStats, completion_logits, token_stats
 from fxrl.losses.options import PolicyOptions
 from fxrl.losses.policy_losses import (

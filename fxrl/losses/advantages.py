@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fxrl.losses.errors import BatchError, check_choice
+from fxrl.losses.batch import BatchError, check_choice
 
 ScaleRewards = Literal["group", "batch", "none"]
 EPSILON = 1e-4  # added to a standard deviation before it divides, as in TRL

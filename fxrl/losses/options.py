@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, ParamSpec, TypedDict
 
 from fxrl.errors import did_you_mean
-from fxrl.losses.batch import LossFn
-from fxrl.losses.errors import LossConfigError, check_choice, check_positive
+from fxrl.losses.batch import LossConfigError, LossFn, check_choice, check_positive
 
 KLEstimator = Literal["k1", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]

@@ -13,8 +13,7 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor
 
-from fxrl.losses.batch import LossFn, Metrics, Tokens
-from fxrl.losses.errors import LossConfigError, check_choice, check_positive
+from fxrl.losses.batch import LossConfigError, LossFn, Metrics, Tokens, check_choice, check_positive
 from fxrl.losses.logprobs import bounded_exp
 from fxrl.losses.options import PolicyKeywords, PolicyOptions, loss_factory
 from fxrl.losses.reduce import (

@@ -14,8 +14,7 @@ from typing import Any
 from fxrl.errors import did_you_mean
 from fxrl.losses import actor_critic, supervised
 from fxrl.losses import policy_losses as policy
-from fxrl.losses.batch import LossFn
-from fxrl.losses.errors import LossConfigError
+from fxrl.losses.batch import LossConfigError, LossFn
 from fxrl.losses.options import check_keywords
 
 _OWN = (

@@ -13,14 +13,17 @@ from torch import Tensor, nn
 
 from fxrl.losses.batch import (
     Batch,
+    BatchError,
+    LossConfigError,
     LossFn,
     Metrics,
+    check_choice,
+    check_positive,
     completion_mask,
     model_inputs,
     need,
     per_token,
 )
-from fxrl.losses.errors import BatchError, LossConfigError, check_choice, check_positive
 from fxrl.losses.logprobs import completion_logits, token_stats
 from fxrl.losses.options import loss_factory
 from fxrl.losses.reduce import masked_mean, masked_sum, row_mean, token_mean_of_update

@@ -29,14 +29,10 @@ from fxrl.losses.reduce import Reduction, masked_mean, masked_sum, row_mean
 def kl_estimate(logps: Tensor, ref_logps: Tensor, estimator: KLEstimator) -> Tensor:
     """One-sample estimates of KL(pi || pi_ref) per token (J. Schulman, Approximating KL, 2020).
 
-        d = log pi_ref(o_t) - log pi(o_t)
-        k1 = -d      unbiased; its own gradient has mean 0, so give it a ratio or another weight
-        k2 = d^2/2   its gradient is that of the KL, on-policy
-        k3 = e^d - d - 1   unbiased and never negative
-
-    Args:
-        logps: [B, C], with gradient.
-        ref_logps: [B, C].
+    d = log pi_ref(o_t) - log pi(o_t)
+    k1 = -d      unbiased; its own gradient has mean 0, so give it a ratio or another weight
+    k2 = d^2/2   its gradient is that of the KL, on-policy
+    k3 = e^d - d - 1   unbiased and never negative
     """
     difference = ref_logps - logps
     if estimator == "k1":

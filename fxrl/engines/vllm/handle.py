@@ -84,12 +84,9 @@ class VllmHandle:
     ) -> None:
         self.llm, self.symbols = llm, symbols
         self._ranks, self._max_lora_rank = tensor_parallel_size, max_lora_rank
-        self._sampling_fields = tuple(symbols.module.SamplingParams.__struct_fields__)
-
-    @property
-    def sampling_fields(self) -> tuple[str, ...]:
-        """The installed version's sampling parameters."""
-        return self._sampling_fields
+        self.sampling_fields: tuple[str, ...] = tuple(
+            symbols.module.SamplingParams.__struct_fields__
+        )
 
     @property
     def engine(self) -> Any:
@@ -189,13 +186,11 @@ class VllmHandle:
         """
         make, each = self.symbols.module.SamplingParams, len(seeds) // len(prompts)
         arguments = {**arguments, "output_kind": self.symbols.final_only}
-        found = []
-        for index, prompt in enumerate(prompts):
-            for seed in seeds[index * each : (index + 1) * each]:
-                found.append(
-                    (self.symbols.tokens_prompt(list(prompt)), make(seed=seed, **arguments))
-                )
-        return found
+        repeated = [list(prompt) for prompt in prompts for _ in range(each)]
+        return [
+            (self.symbols.tokens_prompt(prompt), make(seed=seed, **arguments))
+            for prompt, seed in zip(repeated, seeds, strict=True)
+        ]
 
     @property
     def lora_request(self) -> Any:
@@ -298,10 +293,8 @@ def put_adapter(
     """Puts the factors as they are now into the slot of ``ADAPTER_ID``.
 
     Args:
-        worker: vLLM's.
         sites: the trainer's modules, see ``lora_sites``; adapters that are active together become
             one of the summed rank.
-        lora_model, peft_helper: vLLM's classes ``LoRAModel`` and ``PEFTHelper``.
 
     Raises:
         EngineError: vLLM takes no LoRA at some module, or the rank is above ``max_lora_rank``. What

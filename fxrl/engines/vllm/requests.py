@@ -68,9 +68,6 @@ def sampling_arguments(
     EOS ids are passed as stop tokens: which ids end a completion is fxrl's to say, not the
     checkpoint's generation config's.
 
-    Args:
-        known: the installed version's field names.
-
     Raises:
         SamplingParamsError: a value that vLLM would change.
         VllmOptionError: an unknown name in ``extra``, or one of fxrl's own.

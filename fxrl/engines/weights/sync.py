@@ -30,13 +30,14 @@ from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
 from fxrl.engines.weights.lora.fold import Fold, folded, require_sound
-from fxrl.engines.weights.lora.merge import merged_weights, why_not_mergeable
 from fxrl.engines.weights.lora.sites import (
     AdapterError,
     LoraSite,
     adapted_layers,
     check_storages,
     lora_sites,
+    merged_weights,
+    why_not_mergeable,
 )
 
 log = logging.getLogger(__name__)

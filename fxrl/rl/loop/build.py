@@ -23,8 +23,15 @@ from fxrl.models import load_model, lora
 from fxrl.models.load import model_folder
 from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import TrainConfig
-from fxrl.rl.data.prompts import PromptBuilder, question_text
-from fxrl.rl.data.questions import PromptStream, Source, Split, read_source, split_rows
+from fxrl.rl.data.questions import (
+    PromptBuilder,
+    PromptStream,
+    Source,
+    Split,
+    question_text,
+    read_source,
+    split_rows,
+)
 from fxrl.rl.data.rewards import Reward, build_rewards
 from fxrl.rl.drift import loss_measures
 from fxrl.rl.errors import BadConfigError

@@ -133,7 +133,6 @@ def find_checkpoint(run_dir: Path, resume: str | bool) -> Path | None:
     """The folder to resume from: the newest of ``run_dir``, or the one named.
 
     Args:
-        run_dir: of the run.
         resume: ``True`` or an empty text for the newest; else a checkpoint or a run's folder.
 
     Returns:

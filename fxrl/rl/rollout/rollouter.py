@@ -31,8 +31,7 @@ from fxrl.engines import Completion, Engine, GenerateTimeoutError, SamplingParam
 from fxrl.engines.engine import OnFinished
 from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
 from fxrl.rl.config.tables import SamplingConfig, TrainConfig
-from fxrl.rl.data.prompts import Prompt, PromptBuilder
-from fxrl.rl.data.questions import majority_baseline
+from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
 from fxrl.rl.data.rewards import Background, Reward, call_all, combine
 from fxrl.rl.report.progress import Say, Stage, silent
 from fxrl.rl.report.timing import Clock

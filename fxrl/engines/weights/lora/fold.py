@@ -34,13 +34,14 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
-from fxrl.engines.weights.lora.merge import Merge, merge_all
 from fxrl.engines.weights.lora.sites import (
     AdapterError,
+    Merge,
     active_sites,
     adapted_layers,
     check_storages,
     lora_sites,
+    merge_all,
 )
 
 # By layer, so that it is found through every wrapper of the model: folded, or why it is lost.
@@ -304,13 +305,7 @@ class BackupError(EngineError):
 
 
 class WeightBackup:
-    """Keeps the bytes of a fixed list of weights where there is room.
-
-    Args:
-        tensors: contiguous, on one device.
-        wanted: ``"device"``, ``"host"``, or ``"auto"``: the device where it has the room at the
-            time of ``save``, else the host.
-    """
+    """Keeps the bytes of a fixed list of weights where there is room."""
 
     def __init__(self, tensors: Sequence[Tensor], wanted: WantedPlace) -> None:
         if wanted not in get_args(WantedPlace):

@@ -58,7 +58,6 @@ def share(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
-    requires_grad: bool = True,
     attn_implementation: str | None = None,
     building: AbstractContextManager[Any] | None = None,
 ) -> tuple[nn.Module, SharingReport]:
@@ -75,7 +74,6 @@ def share(
         checkpoint_dir: the folder that vLLM has loaded.
         dtype: of the model; parameters that vLLM keeps in another one cannot be shared.
         device: of the model; vLLM's, where anything is to be shared.
-        requires_grad: of the parameters (a frozen base gets it switched off by PEFT).
         attn_implementation: as for ``from_pretrained``.
         building: entered while the Hugging Face classes are instantiated. vLLM's own "transformers"
             backend patches those classes for the whole process: they then ask for a current vLLM
@@ -99,10 +97,10 @@ def share(
         model = build_skeleton(config, folder, dtype, attn_implementation)
         checkpoint = CheckpointTensors(folder, model)
         binder = WeightBinder(vllm_model, model, checkpoint, torch.device(device))
-        binder.bind_all(requires_grad)
+        binder.bind_all()
     model.to(device)  # buffers; every parameter is there already, so none moves
     warnings = derived_tensors(vllm_model)
-    if requires_grad and any(isinstance(module, Fp8Linear) for module in model.modules()):
+    if any(isinstance(module, Fp8Linear) for module in model.modules()):
         warnings.append("FP8 weights are frozen: only what stayed wider can be trained, or a LoRA")
     report = SharingReport(
         rows=tuple(binder.rows),
@@ -322,17 +320,17 @@ class WeightBinder:
         self.bindings: list[Binding] = []
         self.mirrors: dict[str, Tensor] = {}
 
-    def bind_all(self, requires_grad: bool) -> None:
+    def bind_all(self) -> None:
         """Every parameter, then the buffers that the checkpoint has."""
         linears = [n for n, m in self.model.named_modules() if type(m) is nn.Linear]
         why_no_fp8 = {f"{name}.weight": self._bind_fp8(name) for name in linears}
         for names in parameter_groups(self.model):
             module, attribute = owner_of(self.model, names[0])
             if getattr(module, attribute).is_meta:
-                self._bind(names, requires_grad, why_no_fp8.get(names[0], ""))
+                self._bind(names, why_no_fp8.get(names[0], ""))
         self._fill_buffers()
 
-    def _bind(self, names: tuple[str, ...], requires_grad: bool, why_no_fp8: str) -> None:
+    def _bind(self, names: tuple[str, ...], why_no_fp8: str) -> None:
         module, attribute = owner_of(self.model, names[0])
         wanted = getattr(module, attribute)
         reference = self.checkpoint.get(names, wanted.shape)
@@ -347,7 +345,7 @@ class WeightBinder:
             value = reference.to(self.device, wanted.dtype, copy=True)
             nbytes = value.numel() * value.element_size()
             self.rows.append(SharingRow(names[0], "", None, nbytes, False, place, names[1:]))
-        parameter = nn.Parameter(value, requires_grad)
+        parameter = nn.Parameter(value)
         for name in names:
             owner, leaf = owner_of(self.model, name)
             setattr(owner, leaf, parameter)

@@ -259,7 +259,7 @@ def test_fp8(tmp_path, quantize):
     """Linear layers over vLLM's FP8 bytes, the rest as usual; a LoRA learns beside them."""
     original = checkpoint(tmp_path, "qwen3", hidden=192, intermediate=320, heads=6, head_dim=32)
     fake = fake_vllm(original, quantize=quantize)
-    model, report = bound(tmp_path, fake, requires_grad=False)
+    model, report = bound(tmp_path, fake)
     assert report.complete, str(report)
     assert storages(model) <= storages(fake)
     layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
@@ -285,7 +285,7 @@ def test_fp8(tmp_path, quantize):
 
 def test_broken_fp8_scales_are_found(tmp_path):
     fake = fake_vllm(checkpoint(tmp_path), quantize=per_channel)
-    model, report = bound(tmp_path, fake, requires_grad=False)
+    model, report = bound(tmp_path, fake)
     layer = model.model.layers[0].self_attn.k_proj
     layer.weight_scale = layer.weight_scale.clone()
     with pytest.raises(SharingError, match=r"k_proj\.weight_scale: lies in another storage"):
