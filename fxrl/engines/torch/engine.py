@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.engines.engine import (
+    Built,
     Completion,
     EngineError,
+    EngineSpec,
     OnFinished,
     PromptError,
     SamplingParams,
@@ -26,7 +28,6 @@ from fxrl.engines.engine import (
     check_state,
     newer,
 )
-from fxrl.engines.registry import Built, EngineSpec
 from fxrl.engines.torch.sampling import sample
 from fxrl.engines.weights.sync import copy_lora, copy_weights
 

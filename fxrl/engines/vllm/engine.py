@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.engines.engine import (
+    Built,
     Completion,
     EngineError,
+    EngineSpec,
     OnFinished,
     SamplingParams,
     SamplingParamsError,
@@ -27,7 +29,6 @@ from fxrl.engines.engine import (
     newer,
 )
 from fxrl.engines.ledger import CpuProbe, CudaProbe, MemoryLedger
-from fxrl.engines.registry import Built, EngineSpec
 from fxrl.engines.vllm import door
 from fxrl.engines.vllm.build import build_llm
 from fxrl.engines.vllm.handle import VllmHandle

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fxrl.engines.weights.lora import merge as merging
+from fxrl.engines.weights.lora import sites as merging
 from fxrl.engines.weights.lora.sites import Factors, Merge, merge_all, merge_reference
 
 
