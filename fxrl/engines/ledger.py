@@ -94,7 +94,6 @@ class CudaProbe(Probe):
         self.name = torch.cuda.get_device_name()
 
     def read(self) -> Reading:
-        """See ``Probe``."""
         free, total = torch.cuda.mem_get_info()
         stats = torch.cuda.memory_stats()
         return Reading(
@@ -106,11 +105,9 @@ class CudaProbe(Probe):
         )
 
     def synchronize(self) -> None:
-        """See ``Probe``."""
         torch.cuda.synchronize()
 
     def empty_cache(self) -> None:
-        """See ``Probe``."""
         torch.cuda.empty_cache()
 
 
@@ -127,7 +124,6 @@ class CpuProbe(Probe):
         self._sizes = sizes
 
     def read(self) -> Reading:
-        """See ``Probe``."""
         page = os.sysconf("SC_PAGE_SIZE")
         return Reading(
             total=os.sysconf("SC_PHYS_PAGES") * page,
@@ -226,9 +222,9 @@ class MemoryLedger:
         """The kept entries in order, all or those of one event."""
         return [e for e in self._entries if event is None or e.event == event]
 
-    def holders(self, reading: Reading | None = None) -> str:
+    def holders(self) -> str:
         """Who holds the device's memory now, in words, the largest first."""
-        entry = self._entry("now", reading or self.probe.read())
+        entry = self._entry("now", self.probe.read())
         words = {
             "weights": "vLLM's weights",
             "kv_cache": "vLLM's KV cache",

@@ -293,12 +293,8 @@ class VerifyReport:
         fields["rows"] = [{k: _json_number(v) for k, v in row.items()} for row in fields["rows"]]
         return json.dumps(fields, allow_nan=False)
 
-    def table(self, width: int | None = None) -> str:
-        """The table as plain text, ``width`` columns wide (``None``: as the terminal)."""
-        return plain_text(self, width)
-
     def __str__(self) -> str:
-        return self.table()
+        return plain_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table, coloured by verdict: ``rich.print(report)``."""

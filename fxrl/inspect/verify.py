@@ -36,7 +36,6 @@ from fxrl.inspect.evaluate import (
 
 Reference = Literal["auto", "eager", "float32", "float64"]
 Rewrite = tuple[str, str]
-Rebuild = Callable[[frozenset[Rewrite]], Step]
 _REFERENCES = ("auto", "eager", "float32", "float64")
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -47,8 +46,6 @@ def verify_step(
     step: Step,
     batch: Any,
     *,
-    rewrites: Sequence[Rewrite] | None = None,
-    rebuild: Rebuild | None = None,
     reference: Reference = "auto",
 ) -> VerifyReport:
     """Compare ``step(batch)`` with ``loss_fn(model, batch)``: loss, metrics, gradients, buffers.
@@ -56,12 +53,9 @@ def verify_step(
     Args:
         model: what ``loss_fn`` is called with.
         loss_fn: returns a scalar loss or ``(loss, {"name": value})``.
-        step: the optimized step.
+        step: the optimized step; ``step.captures`` say what was rewritten, and on a failure
+            ``step.without`` makes it without some of that, once a trial of the search.
         batch: any pytree; gradients of its tensors that require grad are compared too.
-        rewrites: ``(pass, site)`` of what was rewritten; ``None`` takes it from the step's
-            captures.
-        rebuild: makes the step without the given rewrites; ``None`` takes ``step.without``.
-            Called only on a failure, once a trial of the search.
         reference: ``"eager"`` compares with eager itself; ``"float32"`` and ``"float64"`` with a
             run of the model in that dtype; ``"auto"`` takes ``"float32"`` for half precision
             where memory allows and the loss draws no random numbers, else ``"eager"``.
@@ -82,14 +76,10 @@ def verify_step(
         rows = compare(evaluate(candidate, model, params, batch), eager, truth, tolerances)
         return VerifyReport(all(row.ok for row in rows), rows, (), used, tuple(notes))
 
-    def search() -> tuple[tuple[str, ...], str]:
-        done = rewrites_of(step) if rewrites is None else rewrites  # known when the step has run
-        return _search(judge, list(done), rebuild or getattr(step, "without", None))
-
     try:
         report = judge(step)
     except Exception as error:  # whatever the compiled code raises is the finding
-        blame, why = search()
+        blame, why = _search(judge, step)
         raise VerificationError(
             f"the optimized step fails where eager runs: {type(error).__name__}: {error}; "
             f"to blame: {', '.join(blame) or 'unknown'}{f' ({why})' if why else ''}"
@@ -99,22 +89,19 @@ def verify_step(
             "the loss draws random numbers, and compiled code may draw others from one seed; "
             "verify again with dropout 0 or model.eval()"
         )
-    blame, why = ((), "") if report.ok else search()
+    blame, why = ((), "") if report.ok else _search(judge, step)
     return replace(report, blame=blame, notes=(*notes, *([why] if why else [])))
 
 
-def _search(
-    judge: Callable[[Step], VerifyReport], rewrites: Sequence[Rewrite], rebuild: Rebuild | None
-) -> tuple[tuple[str, ...], str]:
+def _search(judge: Callable[[Step], VerifyReport], step: Any) -> tuple[tuple[str, ...], str]:
     """Blamed rewrites as ``pass @ site``, and why they are not all or not known."""
+    rewrites = rewrites_of(step)  # known when the step has run
     if not rewrites:
         return (), "nothing was rewritten, so no rewrite can be blamed"
-    if rebuild is None:
-        return (), "the step cannot be built without single rewrites, so none is blamed"
 
     def fails(enabled: frozenset[Rewrite]) -> bool:
         try:
-            return not judge(rebuild(frozenset(rewrites) - enabled)).ok
+            return not judge(step.without(frozenset(rewrites) - enabled)).ok
         except Exception:  # a step that raises is as wrong as one that miscounts
             return True
 

@@ -86,7 +86,7 @@ def build_from_config(
         except ValueError as error:
             raise ModelError(
                 f"{type(parsed).__name__}: transformers {hf.__version__} makes no causal LM of it "
-                f"({_first_line(error)}); use a decoder-only language model"
+                f"({_reason(error)}); use a decoder-only language model"
             ) from error
     assert isinstance(model, nn.Module)
     return model
@@ -119,17 +119,13 @@ def read_config(config: str | Path | Mapping[str, Any] | Any) -> Any:
     except ValueError as error:
         raise ModelError(
             f"{name!r}: model_type={kind!r} does not work with transformers {hf.__version__} "
-            f"({_first_line(error)}); correct it, or upgrade transformers"
+            f"({_reason(error)}); correct it, or upgrade transformers"
         ) from error
 
 
 def _cuda_devices(device: str | torch.device) -> list[torch.device]:
     device = torch.device(device)
     return [device] if device.type == "cuda" else []
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -76,9 +76,9 @@ def default_cache_dir() -> Path:
     return Path.home() / ".cache" / "fxrl"
 
 
-def cached_smollm2(cache_dir: Path | None = None) -> Path | None:
+def cached_smollm2() -> Path | None:
     """The converted model's folder if it is there; downloads nothing."""
-    folder = (cache_dir or default_cache_dir()) / SMOLLM2.folder
+    folder = default_cache_dir() / SMOLLM2.folder
     return folder if folder.is_dir() else None
 
 

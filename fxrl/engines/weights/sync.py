@@ -151,7 +151,7 @@ class WeightSync:
         """(way, reason) of a model with an adapter: what was asked for, or the first possible."""
         copying = "copying would overwrite the trainer's base weights"
         why_not: dict[Route, str] = {
-            "slots": self._why_no_slots(model),
+            "slots": self._engine.takes_adapters or _why_not(lambda: lora_sites(model)),
             "fold": self._why_no_fold(model, is_shared),
             "copy": copying if is_shared else why_not_mergeable(model),
         }
@@ -169,9 +169,6 @@ class WeightSync:
         return possible[0], "; ".join(
             passed
         ) or "the engine was built with LoRA slots (max_lora_rank)"
-
-    def _why_no_slots(self, model: nn.Module) -> str:
-        return self._engine.takes_adapters or _why_not(lambda: lora_sites(model))
 
     def _why_no_fold(self, model: nn.Module, is_shared: bool) -> str:
         if not is_shared:

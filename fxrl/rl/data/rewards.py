@@ -96,21 +96,6 @@ GRACE_S = 1.0
 """An async function gets so long to be cancelled before its thread is given up."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallRules:
-    """What is done about a function that raises or hangs.
-
-    Attributes:
-        timeout_s: seconds of one call; ``None`` waits for ever.
-        retries: further calls after one that failed.
-        on_error: ``stop`` the run, or ``skip``: this function has no value for these completions.
-    """
-
-    timeout_s: float | None = None
-    retries: int = 0
-    on_error: Literal["stop", "skip"] = "stop"
-
-
 class CallFailed(RewardError):
     """A call raised or hung; another try may do better."""
 
@@ -123,16 +108,20 @@ class Reward:
         name: as in metric keys ``rewards/<name>/mean``.
         function: TRL's signature; may be async.
         weight: of its value in the total.
-        rules: time limit, retries.
         per_group: it may be called for each prompt's completions by themselves.
+        timeout_s: seconds of one call; ``None`` waits for ever.
+        retries: further calls after one that raised or hung.
+        on_error: then ``stop`` the run, or ``skip``: these completions get no value from it.
         failures: what was skipped, in words; the loop empties it.
     """
 
     name: str
     function: RewardFunction
     weight: float
-    rules: CallRules = CallRules()
     per_group: bool = False
+    timeout_s: float | None = None
+    retries: int = 0
+    on_error: Literal["stop", "skip"] = "stop"
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -148,7 +137,7 @@ class Reward:
             RewardError: the function raised or hung (after all retries, and where that stops the
                 run), or returned something else.
         """
-        tries = self.rules.retries + 1
+        tries = self.retries + 1
         for left in reversed(range(tries)):
             try:
                 return self._once(num, arguments)
@@ -156,7 +145,7 @@ class Reward:
                 if left:
                     continue
                 after = f" ({tries} times)" if tries > 1 else ""
-                if self.rules.on_error == "stop":
+                if self.on_error == "stop":
                     raise RewardError(f"{error}{after}") from error.__cause__
                 self.failures.append(f"{error}{after}; {num} completions get no value from it")
         return [None] * num
@@ -164,7 +153,7 @@ class Reward:
     def _once(self, num: int, arguments: Mapping[str, Any]) -> list[float | None]:
         known = accepted(self.function)
         given = {k: v for k, v in arguments.items() if known is None or k in known}
-        limit = self.rules.timeout_s
+        limit = self.timeout_s
         outer = None if limit is None else limit + (GRACE_S if self.is_async else 0.0)
 
         def call() -> Any:
@@ -252,7 +241,7 @@ def combine(values: Sequence[Sequence[float | None]], weights: Sequence[float]) 
 
 def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) -> list[Reward]:
     """The run's rewards; keywords of a ``module:function`` reach it as further columns."""
-    rules = CallRules(config.timeout_s, config.retries, config.on_error)
+    rules = (config.timeout_s, config.retries, config.on_error)
     ours = {"extract": config.extract, "answer": answer, "score": score}
     rewards: list[Reward] = []
     weights = config.weights or [1.0] * len(config.functions)
@@ -262,11 +251,11 @@ def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) 
             factory = BUILT_IN[name]
             takes = accepted(factory) or ()
             function = factory(**{k: v for k, v in ours.items() if k in takes}, **keywords)
-            rewards.append(Reward(name, function, weight, rules, per_group=True))
+            rewards.append(Reward(name, function, weight, True, *rules))
         else:
             function = functools.partial(load_function(name), **keywords)
             short = name.partition(":")[2]
             taken = short in {reward.name for reward in rewards}
             label = name if taken else short
-            rewards.append(Reward(label, function, weight, rules, config.per_group))
+            rewards.append(Reward(label, function, weight, config.per_group, *rules))
     return rewards

@@ -401,9 +401,10 @@ class HostBackup:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         pinned = tensors[0].is_cuda
-        sizes = [tensor.nbytes for tensor in tensors]
+        total = sum(tensor.nbytes for tensor in tensors)
         blocks = [
-            torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in _blocks(sum(sizes))
+            torch.empty(min(_BLOCK_BYTES, total - at), dtype=torch.uint8, pin_memory=pinned)
+            for at in range(0, total, _BLOCK_BYTES)
         ]
         self._pairs: list[tuple[Tensor, Tensor]] = []
         block = at = 0
@@ -426,11 +427,6 @@ class HostBackup:
         """Writes the saved bytes back; waits for nothing."""
         for tensor, copy in self._pairs:
             tensor.copy_(copy, non_blocking=True)
-
-
-def _blocks(total: int) -> list[int]:
-    full, rest = divmod(total, _BLOCK_BYTES)
-    return [_BLOCK_BYTES] * full + ([rest] if rest else [])
 
 
 def free_device_bytes(device: torch.device) -> int | None:
