@@ -8,6 +8,34 @@ fp32, and fp32 with the embeddings rounded to 9 bits (one unit in the last place
 shows how the network amplifies a disturbance.
 
 Models: ``random:LAYERS:HIDDEN:WEIGHT_STD:EMBED_STD`` (Qwen3, tied embeddings) or a folder.
+
+NOTE [Why random weights disagree]
+An early test on a random model of Qwen3-1.7B's shape saw 0.16 nat on average between vLLM and
+Hugging Face, 1.3 at most. It is rounding, amplified by random weights; rope, norms, attention and
+scaling agree. This file's figures, vLLM 0.32 on a CPU, every row with the same bf16 weights,
+mean |d| in nat over 768 sampled tokens. The random models have that test's gain per layer (std
+times sqrt(hidden) = 1.36) and logits (std 13.6); SmolLM2-135M answers chat questions:
+
+    compared                                 2 layers   8 layers   28 layers   SmolLM2
+    vLLM fp32   with HF fp32                  6e-7       7e-6       2e-5       5e-6
+    HF bf16     with HF fp32                  0.003      0.058      0.16       0.029
+    vLLM bf16   with HF fp32                  0.003      0.058      0.14       0.027
+    vLLM bf16   with HF bf16                  0.003      0.073      0.20       0.036
+    the same, the head in fp32 on both        0.003      0.077      0.20       0.024
+    vLLM fp16   with HF fp16                  0.0005     0.010      0.022      0.004
+    HF fp32, its embeddings off by 1 ulp      0.001      0.022      0.051      0.001
+
+(1) In fp32 the two programs agree to 1e-5: both compute the same function. (2) In bf16 vLLM is as
+far from the fp32 truth as Hugging Face is, and the two roundings add up; nothing is left to
+explain. (3) Random layers amplify: one ulp of bf16 on the embeddings grows fifty-fold from 2 to 28
+layers, and logits of std 13.6 turn 1 % into 0.14 nat. At the usual initialisation (std 0.02, 28
+layers, hidden 256) the same comparison gives 0.004, and trained weights hardly amplify. (4) What a
+trained model has left is local rounding. On SmolLM2, rounding one kind of value at a time: logits
+0.017 (they are 16 to 32, so bf16 is off by up to 0.06), residual stream 0.009, norms 0.006, all
+others below. Even two attention implementations of Hugging Face differ by 0.033 there in bf16.
+So no engine agrees with bf16 to 0.01 nat on this model. The head in fp32 on both sides (fxrl's
+fused head is; vLLM has ``head_dtype`` since 0.32) takes off a third, float16 with its 3 more bits
+gets to 0.004 (as Qi et al. 2025, arXiv:2510.26788, found for training).
 """
 
 from __future__ import annotations

@@ -5,13 +5,12 @@ It reads no environment. Byte sizes are given as ``int`` bytes or as text such a
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fxrl.errors import ConfigError
+from fxrl.errors import ConfigError, did_you_mean
 
 MiB = 2**20
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -71,7 +70,9 @@ class Config:
         """
         for name in options:
             if name not in cls.__dataclass_fields__:
-                raise ConfigError(f"Config has no option {name!r}{_nearest(name, cls)}")
+                raise ConfigError(
+                    f"Config has no option {name!r}{did_you_mean(name, cls.__dataclass_fields__)}"
+                )
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -107,9 +108,3 @@ class Config:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
-
-
-def _nearest(name: str, config: type[Config]) -> str:
-    known = list(config.__dataclass_fields__)
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; its options: {', '.join(known)}"

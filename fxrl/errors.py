@@ -6,6 +6,20 @@ fxrl can catch what they know.
 
 from __future__ import annotations
 
+import difflib
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message: the nearest name, or where none is near those that there are."""
+    names = sorted(known)
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
+        return f"; did you mean {close[0]!r}?"
+    more = f" and {len(names) - 30} more" if len(names) > 30 else ""
+    return f"; known: {', '.join(names[:30])}{more}"
+
 
 class FxrlError(Exception):
     """Base of every error that fxrl raises on purpose."""
@@ -22,6 +36,18 @@ class MissingPackageError(FxrlError, ImportError):
         super().__init__(
             f"{needed_for} needs {package} ({why}); pip install 'fxrl[demo]' brings it"
         )
+
+
+def optional(package: str, purpose: str) -> Any:
+    """Imports a package that only an extra brings.
+
+    Raises:
+        MissingPackageError: it is not installed, or too old to be imported.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as missing:
+        raise MissingPackageError(package, purpose, missing) from missing
 
 
 class MissedRewriteError(FxrlError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from fxrl.cli import show
@@ -15,7 +16,7 @@ def explain(args: Args) -> int:
     step, batch = _on_fakes(args)
     report = step.explain(batch)
     if args.json:
-        show.text(report.to_json())
+        print(report.to_json())
     else:
         show.report(report)
     return 0 if report.of_kind("applied") else 1
@@ -24,7 +25,8 @@ def explain(args: Args) -> int:
 def plan(args: Args) -> int:
     """Prints the plan."""
     step, batch = _on_fakes(args)
-    show.plan(step.plan_for(batch), as_json=args.json)
+    found = step.plan_for(batch)
+    print(found.to_json() if args.json else found)
     return 0
 
 
@@ -38,7 +40,7 @@ def dump(args: Args) -> int:
         show.as_json({"dump": args.out, "remarks": len(step.report.remarks)})
     else:
         show.report(step.report)
-        show.text(f"written to {args.out}")
+        print(f"written to {args.out}")
     return 0
 
 
@@ -46,10 +48,7 @@ def verify(args: Args) -> int:
     """0 when the optimized step and eager agree, 1 when they do not."""
     step, batch = _on_device(args, on_policy=True)
     found = step.verify(batch)
-    if args.json:
-        show.text(found.to_json())
-    else:
-        show.text(found)
+    print(found.to_json() if args.json else found)
     return 0 if found.ok else 1
 
 
@@ -96,31 +95,34 @@ def fetch_model(args: Args) -> int:
     if args.json:
         show.as_json({"model": str(folder)})
     else:
-        show.text(folder)
+        print(folder)
     return 0
 
 
 def _on_fakes(args: Args) -> tuple[Any, Any]:
     """A step over a model without weights, and a batch."""
-    import fxrl
     from fxrl.cli import inputs
-    from fxrl.cli.batch import make_batch
 
-    # Config and loss come first: a typing error shows before a model is built.
-    config = inputs.optimize_config(args.config)
-    loss = inputs.loss_function(args.loss, args.loss_args)
+    optimize = _optimizer(args)
     model = inputs.empty_model(args)
-    return fxrl.optimize(model, loss, config), make_batch(args, model)
+    return optimize(model), inputs.make_batch(args, model)
 
 
 def _on_device(args: Args, *, on_policy: bool) -> tuple[Any, Any]:
     """A step over a model with weights on ``--device``, and a batch."""
+    from fxrl.cli import inputs
+
+    optimize = _optimizer(args)
+    model = inputs.real_model(args, show.status)
+    batch = inputs.make_batch(args, model, args.device, on_policy=on_policy)
+    return optimize(model), batch
+
+
+def _optimizer(args: Args) -> Callable[[Any], Any]:
+    """``fxrl.optimize`` of a model; a typing error in config or loss shows before one is built."""
     import fxrl
     from fxrl.cli import inputs
-    from fxrl.cli.batch import make_batch
 
     config = inputs.optimize_config(args.config)
     loss = inputs.loss_function(args.loss, args.loss_args)
-    model = inputs.real_model(args, show.status)
-    batch = make_batch(args, model, args.device, on_policy=on_policy)
-    return fxrl.optimize(model, loss, config), batch
+    return lambda model: fxrl.optimize(model, loss, config)

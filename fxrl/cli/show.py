@@ -14,7 +14,6 @@ from rich.table import Table
 
 from fxrl.doctor import Check, Diagnosis
 from fxrl.errors import FxrlError
-from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
 from fxrl.ir.table import cell, open_table
 
@@ -24,11 +23,6 @@ _STYLES = {"ok": "green", "missing": "yellow", "wrong version": "yellow", "broke
 def as_json(value: Any) -> None:
     """One JSON document on stdout."""
     print(json.dumps(value, indent=2, default=str))
-
-
-def text(value: object) -> None:
-    """Plain text on stdout, never wrapped or coloured."""
-    print(value)
 
 
 def status(message: str) -> None:
@@ -47,11 +41,6 @@ def error(problem: FxrlError, *, as_json: bool) -> None:
 def report(found: Report) -> None:
     """The report's own table and totals."""
     print(found if found.remarks else "no remarks: no pass found anything to say")
-
-
-def plan(found: Plan, *, as_json: bool) -> None:
-    """Every site's choice, and what is predicted of the step."""
-    print(found.to_json() if as_json else found)
 
 
 def diagnosis(found: Diagnosis) -> None:

@@ -127,8 +127,7 @@ class TrainStep:
     def dump(self, directory: str | Path) -> Path:
         """Write every capture to a folder: graphs before and after each pass, region bodies,
         generated code, AOT graphs, the report, and an index to start from."""
-        from fxrl.inspect.dump import write_dump
-        from fxrl.inspect.records import record_of
+        from fxrl.inspect.dump import record_of, write_dump
 
         functions = list(self._captured.compiled.values())
         records = [record_of(capture) for capture in self.captures]

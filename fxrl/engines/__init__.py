@@ -1,15 +1,21 @@
 """Rollout engines: the protocol, one embedded engine that needs nothing but PyTorch, and vLLM."""
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 from fxrl.engines.engine import (
+    Built,
     Completion,
     Engine,
     EngineError,
+    EngineSpec,
     GenerateTimeoutError,
     PromptError,
     SamplingParams,
 )
-from fxrl.engines.registry import ENGINES, Built, EngineSpec, build_engine
+from fxrl.engines.torch import engine as _torch
 from fxrl.engines.torch.engine import TorchEngine
+from fxrl.engines.vllm import engine as _vllm
 from fxrl.engines.vllm.engine import VllmEngine
 from fxrl.engines.vllm.options import VllmOptions
 
@@ -28,3 +34,19 @@ __all__ = [
     "VllmOptions",
     "build_engine",
 ]
+
+ENGINES: Mapping[str, Callable[[EngineSpec], Built]] = MappingProxyType(
+    {"torch": _torch.build, "vllm": _vllm.build}
+)
+
+
+def build_engine(name: str, spec: EngineSpec) -> Built:
+    """Model, tokenizer and engine of a run.
+
+    Raises:
+        EngineError: there is no such engine, or it cannot be built; the message has the cure.
+        ConfigError: the engine cannot serve a model on ``spec.device``.
+    """
+    if name not in ENGINES:
+        raise EngineError(f"engine={name!r} is unknown; use one of {', '.join(ENGINES)}")
+    return ENGINES[name](spec)

@@ -21,6 +21,12 @@ the kept mass and not 1.
 NOTE [Stop tokens stay]
 The token that ends a completion (EOS or one of ``stop_token_ids``) is the last entry of
 ``token_ids`` and has a log-probability: the policy chose it, so it must get gradient.
+
+NOTE [Why an engine makes the model too]
+The embedded engine samples with the trainer's own model, so the model comes first. vLLM owns the
+weights: it loads them, the trainer's model is made over its storages, the adapter goes on top, and
+then the engine is told whose policy it serves. Which order is right only the engine knows; that an
+optimizer may be made only afterwards, since it refers to the parameters, holds for all.
 """
 
 from __future__ import annotations
@@ -29,9 +35,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fxrl.errors import ConfigError, FxrlError
 
@@ -236,6 +244,47 @@ class Engine(Protocol):
     def close(self) -> None:
         """Frees everything; a closed engine cannot generate. May be called twice."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What a run wants of its engine, and how its model is come by.
+
+    Attributes:
+        load: the model with its weights on ``device``, and its tokenizer.
+        folder: the same model as a checkpoint's folder, and its tokenizer.
+        trainable: puts the adapter on a model and sets it to train.
+        longest_prompt: from the tokenizer to the tokens of the longest prompt of the run.
+        max_tokens: longest completion.
+        device: where the trainer's model is to be.
+        dtype: of its weights.
+        autocast: dtype that it computes in, where that is another one.
+        seed: of the engine's own draws.
+        tell: takes a line for the user.
+        stage: says what is being done for the time of a ``with``; gives what takes details.
+        options: the engine's own, such as ``VllmOptions``; ``None`` where it has none.
+    """
+
+    load: Callable[[], tuple[nn.Module, Any]]
+    folder: Callable[[], tuple[Path, Any]]
+    trainable: Callable[[nn.Module], nn.Module]
+    longest_prompt: Callable[[Any], int]
+    max_tokens: int
+    device: torch.device
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    seed: int
+    tell: Callable[[str], None]
+    stage: Callable[[str], AbstractContextManager[Callable[[str], None]]]
+    options: Any = None
+
+
+class Built(NamedTuple):
+    """Attributes: model: with its adapter, in train mode. tokenizer: its own. engine: draws."""
+
+    model: nn.Module
+    tokenizer: Any
+    engine: Engine
 
 
 def check_prompts(

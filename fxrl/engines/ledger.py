@@ -21,10 +21,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from io import StringIO
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -66,28 +66,23 @@ class Reading:
     reserved: int = 0
 
 
-class Probe(Protocol):
-    """Something that takes readings."""
+class Probe:
+    """Takes readings of a device; ``name`` says which, in words."""
 
-    @property
-    def name(self) -> str:
-        """The device, in words."""
-        ...
+    name: str
 
     def read(self) -> Reading:
         """A look at the memory now."""
-        ...
+        raise NotImplementedError
 
     def synchronize(self) -> None:
         """Waits until what was asked of the device is done."""
-        ...
 
     def empty_cache(self) -> None:
         """Gives back what PyTorch's allocator holds and nothing uses."""
-        ...
 
 
-class CudaProbe:
+class CudaProbe(Probe):
     """The current CUDA device; 0.1 ms a reading.
 
     Args:
@@ -99,7 +94,6 @@ class CudaProbe:
         self.name = torch.cuda.get_device_name()
 
     def read(self) -> Reading:
-        """See ``Probe``."""
         free, total = torch.cuda.mem_get_info()
         stats = torch.cuda.memory_stats()
         return Reading(
@@ -111,16 +105,14 @@ class CudaProbe:
         )
 
     def synchronize(self) -> None:
-        """See ``Probe``."""
         torch.cuda.synchronize()
 
     def empty_cache(self) -> None:
-        """See ``Probe``."""
         torch.cuda.empty_cache()
 
 
-class CpuProbe:
-    """The host's memory, for a machine without GPU, where standby frees nothing.
+class CpuProbe(Probe):
+    """The host's memory, for a machine without GPU: standby frees nothing, and PyTorch keeps none.
 
     Args:
         sizes: of the engine's weights and KV cache, bytes; they are ordinary host memory.
@@ -132,19 +124,12 @@ class CpuProbe:
         self._sizes = sizes
 
     def read(self) -> Reading:
-        """See ``Probe``."""
         page = os.sysconf("SC_PAGE_SIZE")
         return Reading(
             total=os.sysconf("SC_PHYS_PAGES") * page,
             free=os.sysconf("SC_AVPHYS_PAGES") * page,
             tags={name: TagBytes(size, 0) for name, size in self._sizes().items()},
         )
-
-    def synchronize(self) -> None:
-        """See ``Probe``; nothing is asynchronous."""
-
-    def empty_cache(self) -> None:
-        """See ``Probe``; PyTorch's CPU allocator keeps nothing."""
 
 
 class _Ordinary(NamedTuple):
@@ -185,12 +170,7 @@ class Entry:
 
 
 class MemoryLedger:
-    """Keeps the entries and judges them.
-
-    Args:
-        probe: takes the readings.
-        keep: entries that are kept.
-    """
+    """Keeps the entries and judges them."""
 
     def __init__(self, probe: Probe, *, keep: int = 4096) -> None:
         self.probe = probe
@@ -226,8 +206,6 @@ class MemoryLedger:
         """The entry after the KV cache's release; a shortfall becomes a problem.
 
         Args:
-            before: the entry right before.
-            kv_bytes: what should be free now.
             frees: ``False`` on a CPU, where nothing is freed and nothing checked.
         """
         self.cycle += 1
@@ -244,9 +222,9 @@ class MemoryLedger:
         """The kept entries in order, all or those of one event."""
         return [e for e in self._entries if event is None or e.event == event]
 
-    def holders(self, reading: Reading | None = None) -> str:
+    def holders(self) -> str:
         """Who holds the device's memory now, in words, the largest first."""
-        entry = self._entry("now", reading or self.probe.read())
+        entry = self._entry("now", self.probe.read())
         words = {
             "weights": "vLLM's weights",
             "kv_cache": "vLLM's KV cache",
@@ -279,9 +257,6 @@ class MemoryLedger:
         out = StringIO()
         Console(file=out, width=110, no_color=True).print(table)
         return out.getvalue() + "".join(f"problem: {text}\n" for text in self.problems)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries)
 
     def _enter(self, event: str, reading: Reading) -> Entry:
         entry = self._entry(event, reading)

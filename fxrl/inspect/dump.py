@@ -22,18 +22,151 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from types import CodeType
 from typing import Any
 
+from torch import fx
+
+from fxrl.capture._torch import cache_entries
+from fxrl.compile.bodies.variants import CompiledRegion
+from fxrl.compile.outer import aot_graphs
 from fxrl.errors import FxrlError
-from fxrl.inspect.decompile import DecompileError, decompile_dynamo
-from fxrl.inspect.dump_index import CaptureFiles, RegionFiles, index
-from fxrl.inspect.records import CaptureRecord, RegionRecord, Stage
-from fxrl.ir.remark import Report
+from fxrl.ir.capture_record import Capture, GraphBreak
+from fxrl.ir.printer import print_graph
+from fxrl.ir.region import region_calls, regions_of
+from fxrl.ir.remark import Report, format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One pass over one graph, in the stable printed form of ``ir.printer``."""
+
+    name: str
+    before: str
+    after: str
+    report: Report
+
+
+@dataclass(slots=True)
+class RegionRecord:
+    """One distinct region body and what was made of it.
+
+    Attributes:
+        region_id: content hash of the body; equal bodies share it.
+        sites: what calls this region: layers, or graph values.
+        forward: printed forward graph.
+        vjp: printed vector-Jacobian-product graph, empty without a gradient.
+        generated: file name -> generated source (Inductor wrapper, Triton or C++), if compiled.
+    """
+
+    region_id: str
+    sites: list[str]
+    forward: str
+    vjp: str
+    generated: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class CaptureRecord:
+    """Everything known about one captured graph.
+
+    Attributes:
+        index: running number, from 0.
+        inputs: printed input signature, one line each (name, dtype, symbolic shape).
+        dynamo: the graph as Dynamo delivered it, as readable code.
+        stages: the passes in order, with the graph before and after each.
+        regions: distinct region bodies of this capture.
+        aot: ``"forward"``, ``"backward"``, ``"joint"`` or ``"inference"`` -> readable code.
+        report: the remarks of all passes.
+        graph_breaks: why the graph ended, if Dynamo broke it.
+    """
+
+    index: int
+    inputs: str = ""
+    dynamo: str = ""
+    stages: list[Stage] = field(default_factory=list)
+    regions: list[RegionRecord] = field(default_factory=list)
+    aot: dict[str, str] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+    graph_breaks: list[GraphBreak] = field(default_factory=list)
+
+
+def record_of(capture: Capture) -> CaptureRecord:
+    """All stages of one capture as text.
+
+    AOTAutograd's graphs are made here, for reading: the step itself may run without them.
+    """
+    running = capture.rewritten.gm if capture.rewritten and capture.running else None
+    graphs = {} if running is None else aot_graphs(running)
+    return CaptureRecord(
+        capture.index,
+        inputs="\n".join(_input_lines(capture.dynamo)),
+        dynamo=capture.dynamo.print_readable(print_output=False),
+        stages=_stages(capture),
+        regions=list(_regions(capture)),
+        aot={name: graph.print_readable(print_output=False) for name, graph in graphs.items()},
+        report=capture.report,
+        graph_breaks=list(capture.graph_breaks),
+    )
+
+
+def _stages(capture: Capture) -> list[Stage]:
+    """The passes run again, and watched."""
+    stages: list[Stage] = []
+    before = [""]
+
+    def watch(name: str, gm: fx.GraphModule, report: Report) -> None:
+        after = print_graph(gm)
+        if name:
+            stages.append(Stage(name, before[0], after, report))
+        before[0] = after
+
+    capture.replay(watch)
+    return stages
+
+
+def _input_lines(gm: fx.GraphModule) -> Iterator[str]:
+    for line in print_graph(gm).splitlines():
+        if " = input" in line and not line.startswith(" "):
+            yield line
+
+
+def _regions(capture: Capture) -> Iterator[RegionRecord]:
+    """The regions as they were traced; as the pass outlined them where they were not built."""
+    if capture.rewritten is None:
+        return
+    graph = capture.rewritten.gm
+    sites: dict[str, list[str]] = {}
+    for call in region_calls(graph):
+        region = call.meta["region"]
+        names = [region.layer] if region.layer else [user.name for user in call.users]
+        sites.setdefault(region.id, []).extend(names)
+    for name, region in regions_of(graph).items():
+        callers = list(dict.fromkeys(sites[name]))
+        built = capture.kernels.get(name)
+        if not isinstance(built, CompiledRegion):
+            yield RegionRecord(name, callers, print_graph(region.forward), "")
+            continue
+        forward, backward = built.traced.forward, built.traced.backward
+        vjp = "" if backward is None else print_graph(backward)
+        yield RegionRecord(name, callers, print_graph(forward), vjp, built.generated())
+
 
 _MANIFEST = "fxrl-dump.json"
 _REPORT_WIDTH = 120
+_HOW_TO_READ = """\
+## How to read
+
+1. The remarks of a capture say of every site what was done, or why nothing was and the cure.
+2. Each pass of a capture has its graph before and after, and the difference: start with the diff.
+   One value stands on one line, `%name = operator(operands) : dtype[shape]`; `s0`, `s1`, ... are
+   dynamic sizes, `grad` marks an input that requires a gradient.
+3. A region is a part of the graph that was outlined, with its own backward: `forward.txt` is what
+   runs, `vjp.txt` computes its gradients, `generated/` is the code that was compiled from both.
+4. `aot/` is what remains around the regions; `00_dynamo.py` is the program before any pass."""
 
 
 class DumpError(FxrlError, OSError):
@@ -77,16 +210,21 @@ def render(
     """The files of a dump: path with ``/`` -> text. Pure: no disk, no clock.
 
     Args:
-        records: as in ``write_dump``.
-        report: as in ``write_dump``.
         depyf: file name -> decompiled source.
         notes: why something is missing, for the index.
     """
     files = _Files()
-    captures = [_capture(files, record) for record in records]
+    parts = ["# What fxrl did", _summary(records, report)]
+    if not records:
+        parts.append("Nothing is captured yet: call the step on a batch first, then dump again.")
+    else:
+        parts.append(_HOW_TO_READ)
+    parts += [_capture(files, record) for record in records]
     decompiled = [files.add("depyf", name, text) for name, text in sorted(depyf.items())]
+    told = _bullets([*map(_link, decompiled), *notes], "not part of this dump")
+    parts.append(f"## Dynamo's bytecode, decompiled\n\n{told}")
     _report(files, "", report)
-    files.add("", "index.md", index(captures, report, decompiled, notes))
+    files.add("", "index.md", "\n\n".join(parts))
     return files.texts
 
 
@@ -113,20 +251,44 @@ class _Files:
         return str(path)
 
 
-def _capture(files: _Files, record: CaptureRecord) -> CaptureFiles:
-    folder = files.path("", f"capture_{record.index}")
-    return CaptureFiles(
-        record=record,
-        inputs=files.add(folder, "inputs.txt", record.inputs),
-        dynamo=files.add(folder, "00_dynamo.py", record.dynamo),
-        stages=[_stage(files, folder, n, stage) for n, stage in enumerate(record.stages, 1)],
-        regions=[_region(files, f"{folder}/regions", region) for region in record.regions],
-        aot=[files.add(f"{folder}/aot", f"{n}.py", t) for n, t in record.aot.items()],
-        report=_report(files, folder, record.report),
+def _summary(records: Sequence[CaptureRecord], report: Report) -> str:
+    applied, missed = len(report.of_kind("applied")), len(report.of_kind("missed"))
+    return (
+        f"Captures: {len(records)}. Rewrites applied: {applied}, missed: {missed}. "
+        f"Graph breaks: {sum(len(record.graph_breaks) for record in records)}. "
+        f"Predicted to save {format_bytes(report.saved_bytes)} at the peak.\n\n"
+        "All remarks: [report.txt](report.txt), for tools [report.jsonl](report.jsonl)."
     )
 
 
-def _stage(files: _Files, folder: str, number: int, stage: Stage) -> tuple[str, str, str]:
+def _capture(files: _Files, record: CaptureRecord) -> str:
+    """Adds the files of a capture; its section of the index."""
+    folder = files.path("", f"capture_{record.index}")
+    files.add(folder, "inputs.txt", record.inputs)
+    dynamo = files.add(folder, "00_dynamo.py", record.dynamo)
+    passes = [_stage(files, folder, n, stage) for n, stage in enumerate(record.stages, 1)]
+    regions = [_region(files, f"{folder}/regions", region) for region in record.regions]
+    aot = [files.add(f"{folder}/aot", f"{n}.py", text) for n, text in record.aot.items()]
+    report = _report(files, folder, record.report)
+    breaks = (f"{one.source or 'unknown place'}: {one.reason}" for one in record.graph_breaks)
+    inputs = f"```\n{record.inputs.rstrip()}\n```" if record.inputs else "none"
+    pass_heads = ("pass", "applied", "missed", "saves", "diff", "graphs")
+    region_heads = ("region", "sites", "forward", "backward", "code")
+    parts = [
+        f"## Capture {record.index}",
+        f"The program as Dynamo delivered it: {_link(dynamo)}; its remarks: {_link(report)}.",
+        f"### Inputs\n\n{inputs}",
+        f"### Passes\n\n{_table(pass_heads, passes) if passes else 'none ran'}",
+        f"### Remarks\n\n{_bullets(map(str, record.report.remarks), 'no pass found a site')}",
+        f"### Graph breaks\n\n{_bullets(breaks, 'none: one graph holds it all')}",
+        f"### Regions\n\n{_table(region_heads, regions) if regions else 'none'}",
+        f"### Around the regions\n\n{_bullets(map(_link, aot), 'not compiled')}",
+    ]
+    return "\n\n".join(parts)
+
+
+def _stage(files: _Files, folder: str, number: int, stage: Stage) -> Sequence[str]:
+    """Adds the graphs of a pass; its row in the index."""
     name = f"{number:02d}_{stage.name}"
     before = files.add(folder, f"{name}.before.txt", stage.before)
     after = files.add(folder, f"{name}.after.txt", stage.after)
@@ -137,22 +299,49 @@ def _stage(files: _Files, folder: str, number: int, stage: Stage) -> tuple[str, 
         PurePosixPath(after).name,
         lineterm="",
     )
-    return before, after, files.add(folder, f"{name}.diff", "\n".join(lines))
+    diff = files.add(folder, f"{name}.diff", "\n".join(lines))
+    return (
+        stage.name,
+        str(len(stage.report.of_kind("applied"))),
+        str(len(stage.report.of_kind("missed"))),
+        format_bytes(stage.report.saved_bytes),
+        _link(diff, "diff") if stage.before != stage.after else "no change",
+        f"{_link(before, 'before')}, {_link(after, 'after')}",
+    )
 
 
-def _region(files: _Files, folder: str, region: RegionRecord) -> RegionFiles:
+def _region(files: _Files, folder: str, region: RegionRecord) -> Sequence[str]:
+    """Adds the graphs and the code of a region; its row in the index."""
     folder = files.path(folder, region.region_id)
-    return RegionFiles(
-        record=region,
-        forward=files.add(folder, "forward.txt", region.forward),
-        vjp=files.add(folder, "vjp.txt", region.vjp) if region.vjp else "",
-        generated=[files.add(f"{folder}/generated", n, t) for n, t in region.generated.items()],
+    forward = files.add(folder, "forward.txt", region.forward)
+    vjp = files.add(folder, "vjp.txt", region.vjp) if region.vjp else ""
+    code = [files.add(f"{folder}/generated", n, t) for n, t in region.generated.items()]
+    return (
+        f"`{region.region_id}`",
+        ", ".join(f"`{site}`" for site in region.sites),
+        _link(forward, "forward"),
+        _link(vjp, "vjp") if vjp else "no gradient",
+        ", ".join(map(_link, code)) or "not compiled",
     )
 
 
 def _report(files: _Files, folder: str, report: Report) -> str:
     files.add(folder, "report.jsonl", report.to_json())
     return files.add(folder, "report.txt", report.table(_REPORT_WIDTH))
+
+
+def _link(path: str, text: str = "") -> str:
+    return f"[{text or PurePosixPath(path).name}]({path})"
+
+
+def _bullets(items: Iterable[str], nothing: str) -> str:
+    return "\n".join(f"- {' '.join(item.split())}" for item in items) or nothing
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    escaped = ((cell.replace("|", "\\|") for cell in line) for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def _decompiled(functions: Sequence[Callable[..., Any]]) -> tuple[dict[str, str], list[str]]:
@@ -221,3 +410,81 @@ def _remove(root: Path, path: str) -> None:
         if folder == root or not folder.is_dir() or any(folder.iterdir()):
             return
         folder.rmdir()
+
+
+# Dynamo ends the names of compiled functions in a fresh UUID, which would spoil every diff.
+_UUID = re.compile(r"_[0-9a-f]{8}(?:_[0-9a-f]{4}){3}_[0-9a-f]{12}")
+_RESUME = "__resume_at_"
+
+
+class DecompileError(FxrlError):
+    """Bytecode cannot be shown as source: depyf is missing, or does not know the bytecode."""
+
+
+def decompile(function: Callable[..., Any] | CodeType) -> str:
+    """Python source of ``function`` or of a code object, ending in a newline.
+
+    Raises:
+        DecompileError: depyf is not installed, or fails on this code.
+    """
+    try:
+        import depyf
+    except ImportError as error:
+        raise DecompileError(
+            f"depyf is not installed ({error}), so Dynamo's bytecode is not decompiled; "
+            "cure: pip install depyf"
+        ) from error
+    code = function if isinstance(function, CodeType) else _code_of(function)
+    try:
+        source = str(depyf.decompile(code))
+    except Exception as error:  # depyf raises whatever its many bytecode handlers meet
+        raise DecompileError(
+            f"depyf cannot decompile {code.co_name}: {type(error).__name__}: {error}; "
+            "cure: a depyf release that knows this Python version"
+        ) from error
+    return _UUID.sub("", source).rstrip("\n") + "\n"
+
+
+def decompile_dynamo(function: Callable[..., Any]) -> dict[str, str]:
+    """What Dynamo made of a function that ran under ``torch.compile``: file name -> source.
+
+    One file for each compiled variant of ``function`` (``loss_fn.0.py``, ...) and of each
+    function that resumes after a graph break. Empty if Dynamo has compiled nothing of it.
+
+    Raises:
+        DecompileError: as ``decompile``.
+    """
+    sources: dict[str, str] = {}
+    todo: list[Callable[..., Any]] = [_plain(function)]
+    seen: set[CodeType] = set()
+    while todo:
+        current = todo.pop(0)
+        code = _code_of(current)
+        if code in seen:
+            continue
+        seen.add(code)
+        for index, entry in enumerate(cache_entries(code)):
+            sources[f"{code.co_name.strip('<>')}.{index}.py"] = decompile(entry.code)
+            todo += _resumed(current, entry.code)
+    return sources
+
+
+def _resumed(function: Callable[..., Any], code: CodeType) -> list[Callable[..., Any]]:
+    """Functions that ``code`` jumps to after a graph break."""
+    scope = getattr(function, "__globals__", {})
+    return [scope[n] for n in code.co_names if n.startswith(_RESUME) and n in scope]
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's function under a ``torch.compile`` wrapper and a bound method."""
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    return getattr(function, "__func__", function)
+
+
+def _code_of(function: Callable[..., Any]) -> CodeType:
+    code = getattr(_plain(function), "__code__", None)
+    if not isinstance(code, CodeType):
+        raise DecompileError(
+            f"{function!r} has no bytecode; cure: pass a Python function or a code object"
+        )
+    return code

@@ -2,37 +2,40 @@
 
 Both run from one random state; gradients, buffers, flags and random state are put back, so a
 verified training goes on as if nothing had been. Tolerances: ``compare``.
+
+Which rewrites are to blame is found by delta debugging over sets of sites that are left on (Zeller
+and Hildebrandt, IEEE Trans. Softw. Eng. 28(2), 2002): one wrong site among ``n`` costs about
+``2 log2 n`` trials; sites that are wrong only together are found as a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.errors import ConfigError, VerificationError
-from fxrl.inspect.bisect import find_blame
-from fxrl.inspect.compare import Tolerances, compare
+from fxrl.inspect.compare import Tolerances, VerifyReport, compare
 from fxrl.inspect.evaluate import (
     EvaluationError,
     LossFn,
     Outcome,
     Precision,
     Step,
+    TruthError,
     evaluate,
+    evaluate_wider,
     named_trainable,
     watch_precision,
 )
-from fxrl.inspect.reference import TruthError, evaluate_wider
-from fxrl.inspect.verify_report import VerifyReport
 
 Reference = Literal["auto", "eager", "float32", "float64"]
 Rewrite = tuple[str, str]
-Rebuild = Callable[[frozenset[Rewrite]], Step]
 _REFERENCES = ("auto", "eager", "float32", "float64")
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -43,8 +46,6 @@ def verify_step(
     step: Step,
     batch: Any,
     *,
-    rewrites: Sequence[Rewrite] | None = None,
-    rebuild: Rebuild | None = None,
     reference: Reference = "auto",
 ) -> VerifyReport:
     """Compare ``step(batch)`` with ``loss_fn(model, batch)``: loss, metrics, gradients, buffers.
@@ -52,12 +53,9 @@ def verify_step(
     Args:
         model: what ``loss_fn`` is called with.
         loss_fn: returns a scalar loss or ``(loss, {"name": value})``.
-        step: the optimized step.
+        step: the optimized step; ``step.captures`` say what was rewritten, and on a failure
+            ``step.without`` makes it without some of that, once a trial of the search.
         batch: any pytree; gradients of its tensors that require grad are compared too.
-        rewrites: ``(pass, site)`` of what was rewritten; ``None`` takes it from the step's
-            captures.
-        rebuild: makes the step without the given rewrites; ``None`` takes ``step.without``.
-            Called only on a failure, once a trial of the search.
         reference: ``"eager"`` compares with eager itself; ``"float32"`` and ``"float64"`` with a
             run of the model in that dtype; ``"auto"`` takes ``"float32"`` for half precision
             where memory allows and the loss draws no random numbers, else ``"eager"``.
@@ -78,14 +76,10 @@ def verify_step(
         rows = compare(evaluate(candidate, model, params, batch), eager, truth, tolerances)
         return VerifyReport(all(row.ok for row in rows), rows, (), used, tuple(notes))
 
-    def search() -> tuple[tuple[str, ...], str]:
-        done = rewrites_of(step) if rewrites is None else rewrites  # known when the step has run
-        return _search(judge, list(done), rebuild or getattr(step, "without", None))
-
     try:
         report = judge(step)
     except Exception as error:  # whatever the compiled code raises is the finding
-        blame, why = search()
+        blame, why = _search(judge, step)
         raise VerificationError(
             f"the optimized step fails where eager runs: {type(error).__name__}: {error}; "
             f"to blame: {', '.join(blame) or 'unknown'}{f' ({why})' if why else ''}"
@@ -95,22 +89,19 @@ def verify_step(
             "the loss draws random numbers, and compiled code may draw others from one seed; "
             "verify again with dropout 0 or model.eval()"
         )
-    blame, why = ((), "") if report.ok else search()
+    blame, why = ((), "") if report.ok else _search(judge, step)
     return replace(report, blame=blame, notes=(*notes, *([why] if why else [])))
 
 
-def _search(
-    judge: Callable[[Step], VerifyReport], rewrites: Sequence[Rewrite], rebuild: Rebuild | None
-) -> tuple[tuple[str, ...], str]:
+def _search(judge: Callable[[Step], VerifyReport], step: Any) -> tuple[tuple[str, ...], str]:
     """Blamed rewrites as ``pass @ site``, and why they are not all or not known."""
+    rewrites = rewrites_of(step)  # known when the step has run
     if not rewrites:
         return (), "nothing was rewritten, so no rewrite can be blamed"
-    if rebuild is None:
-        return (), "the step cannot be built without single rewrites, so none is blamed"
 
     def fails(enabled: frozenset[Rewrite]) -> bool:
         try:
-            return not judge(rebuild(frozenset(rewrites) - enabled)).ok
+            return not judge(step.without(frozenset(rewrites) - enabled)).ok
         except Exception:  # a step that raises is as wrong as one that miscounts
             return True
 
@@ -172,3 +163,91 @@ def rewrites_of(step: Step) -> list[Rewrite]:
     """All that was rewritten and runs, normalising passes and bodies of regions included."""
     captures = getattr(step, "captures", ())
     return list(dict.fromkeys(pair for one in captures if one.running for pair in one.rewrites))
+
+
+S = TypeVar("S", bound=Hashable)
+MAX_TRIALS = 64  # each compiles the step anew
+
+
+class _TrialsSpent(Exception):
+    """No trial is left; the search keeps what it has."""
+
+
+class _Trials(Generic[S]):
+    """``fails``, remembered and counted."""
+
+    def __init__(self, fails: Callable[[frozenset[S]], bool], limit: int) -> None:
+        self._fails, self._left = fails, limit
+        self._known: dict[frozenset[S], bool] = {}
+
+    def __call__(self, enabled: Sequence[S]) -> bool:
+        key = frozenset(enabled)
+        if key not in self._known:
+            if self._left <= 0:
+                raise _TrialsSpent
+            self._left -= 1
+            self._known[key] = self._fails(key)
+        return self._known[key]
+
+
+def find_blame(
+    sites: Sequence[S],
+    fails: Callable[[frozenset[S]], bool],
+    *,
+    max_trials: int = MAX_TRIALS,
+) -> tuple[tuple[S, ...], str]:
+    """Sites without which the step is right, in their order, and a note where that is not all.
+
+    Args:
+        sites: all sites that were rewritten.
+        fails: whether the step is wrong when just these sites are rewritten.
+        max_trials: upper bound of calls to ``fails``.
+    """
+    trials: _Trials[S] = _Trials(fails, max_trials)
+    blamed: list[S] = []
+    suspects = list(dict.fromkeys(sites))
+    try:
+        if trials([]):
+            return (), "the step is wrong with every rewrite left out: the capture is to blame"
+        while trials(suspects):
+            # Narrowed down in place, so that a stop leaves what the search has reached.
+            group = list(suspects)
+            try:
+                _minimal(group, trials)
+            except _TrialsSpent:
+                blamed += group if len(group) < len(suspects) else []
+                raise
+            blamed += group
+            suspects = [site for site in suspects if site not in blamed]
+    except _TrialsSpent:
+        return _ordered(sites, blamed), f"the search stopped after {max_trials} trials"
+    if not blamed:
+        return (), "the step is right when it is built anew: the failure does not repeat"
+    return _ordered(sites, blamed), ""
+
+
+def _minimal(group: list[S], trials: _Trials[S]) -> None:
+    """Shrink a failing ``group`` in place until no part of it can be left out."""
+    parts = 2
+    while len(group) > 1:
+        chunks = _split(group, parts)
+        rests = [[s for s in group if s not in chunk] for chunk in chunks] if parts > 2 else []
+        if smaller := next(filter(trials, chunks), None):
+            parts = 2
+        elif smaller := next(filter(trials, rests), None):
+            parts = max(parts - 1, 2)
+        elif parts >= len(group):
+            return
+        else:
+            parts = min(2 * parts, len(group))
+            continue
+        group[:] = smaller
+
+
+def _split(group: Sequence[S], parts: int) -> list[list[S]]:
+    bounds = [len(group) * i // parts for i in range(parts + 1)]
+    return [list(group[a:b]) for a, b in pairwise(bounds)]
+
+
+def _ordered(sites: Sequence[S], chosen: Sequence[S]) -> tuple[S, ...]:
+    return tuple(site for site in dict.fromkeys(sites) if site in chosen)

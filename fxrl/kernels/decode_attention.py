@@ -144,8 +144,6 @@ def decode_attention(
     *,
     window: int = 0,
     softcap: float = 0.0,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
 ) -> Tensor:
     """Attention of each sequence's newest token to all keys in its cache (that token's included).
@@ -156,8 +154,8 @@ def decode_attention(
     Args:
         q: ``[R, Hq, D]`` bf16 or fp16, D contiguous and at most 256.
         k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, any strides with D contiguous
-            (vLLM's NHD and HND), ``q``'s dtype or float8_e4m3fn; Hq is a multiple of Hkv,
-            block_size a power of two.
+            (vLLM's NHD and HND), of ``q``'s dtype; Hq is a multiple of Hkv, block_size a power of
+            two.
         block_table: ``[>= R, max_blocks]`` int32; ``block_table[r, i]`` holds the block of tokens
             ``i block_size`` to ``(i + 1) block_size - 1`` of sequence r (in range, not checked).
         seq_lens: ``[>= R]`` int32 on the device. 0 reads nothing and gives zeros.
@@ -165,7 +163,6 @@ def decode_attention(
         out: ``[R, Hq, D]`` with D contiguous, written and returned; made if None.
         window: only the last so many keys (0: all).
         softcap: scores become ``softcap tanh(scores / softcap)`` (0: unchanged).
-        k_scale, v_scale: fp32 with one element; what quantized keys and values are multiplied by.
         workspace: scratch to reuse; in CUDA graphs it saves a launch.
 
     Returns:
@@ -186,7 +183,7 @@ def decode_attention(
     group, tuning = q_heads // kv_heads, workspace.tuning
     with on_device(q):
         attend[(workspace.programs,)](
-            q, k_cache, v_cache, block_table, seq_lens, out, k_scale, v_scale,
+            q, k_cache, v_cache, block_table, seq_lens, out,
             workspace.partial, workspace.arrived, rows, tuning.min_tiles,
             tuning.slack, tuning.max_tiles, tuning.rounds, float(scale),
             q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
@@ -241,8 +238,8 @@ def _check_cache(name: str, cache: Tensor, q: Tensor, k_cache: Tensor) -> None:
     what = f"{name} {tuple(cache.shape)} {cache.dtype}"
     if cache.dim() != 4 or cache.shape[3] != q.shape[2] or cache.shape != k_cache.shape:
         raise DecodeAttentionError(f"{what}: must be [num_blocks, block_size, Hkv, {q.shape[2]}]")
-    if cache.dtype not in (q.dtype, torch.float8_e4m3fn) or cache.dtype != k_cache.dtype:
-        raise DecodeAttentionError(f"{what}: must be {q.dtype} or float8_e4m3fn, as k_cache")
+    if cache.dtype != q.dtype:
+        raise DecodeAttentionError(f"{what}: must be {q.dtype}, as q")
     if q.shape[1] % cache.shape[2]:
         raise DecodeAttentionError(f"{what}: {q.shape[1]} query heads are no multiple of its heads")
     if cache.shape[1] & (cache.shape[1] - 1):
@@ -260,8 +257,6 @@ def attend(
     block_table: tl.tensor,
     seq_lens: tl.tensor,
     out: tl.tensor,
-    k_scale: tl.tensor,
-    v_scale: tl.tensor,
     partial: tl.tensor,
     arrived: tl.tensor,
     rows: tl.tensor,
@@ -312,8 +307,6 @@ def attend(
     valid = (g < group)[:, None] & (d < head_dim)[None, :]
     # Scores in bits, so that exp2 serves: the softcap is applied before, to what it caps.
     factor = scale
-    if k_scale is not None:
-        factor = factor * tl.load(k_scale)
     to_bits: tl.constexpr = 1.4426950408889634
     if softcap == 0.0:
         factor = factor * to_bits
@@ -357,7 +350,7 @@ def attend(
                 + (head * v_head + d)[None, :],
                 mask=inside, other=0.0,
             )  # fmt: skip
-            s = tl.dot(query, tl.trans(k.to(query.dtype))) * factor
+            s = tl.dot(query, tl.trans(k)) * factor
             if softcap != 0.0:
                 s = (
                     softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * to_bits / softcap)) + 1.0)
@@ -367,15 +360,12 @@ def attend(
             p = tl.exp2(s - m_new[:, None])
             decay = tl.exp2(m - m_new)
             l = l * decay + tl.sum(p, 1)  # noqa: E741
-            acc = acc * decay[:, None] + tl.dot(p.to(query.dtype), v.to(query.dtype))
+            acc = acc * decay[:, None] + tl.dot(p.to(query.dtype), v)
             m = m_new
 
-        v_factor = 1.0
-        if v_scale is not None:
-            v_factor = tl.load(v_scale)
         target = out + row64 * out_row + heads[:, None] * out_head + d[None, :]
         if count == 1:
-            result = acc * (v_factor / tl.where(l == 0.0, 1.0, l))[:, None]
+            result = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
             tl.store(target, result.to(out.dtype.element_ty), mask=valid)
         else:
             # partial: [splits of all rows, kv_heads, group, dim_padded + 2]
@@ -391,7 +381,7 @@ def attend(
                 tl.debug_barrier()
                 merge_group(
                     partial + (first * kv_heads + head).to(tl.int64) * (group * width), count,
-                    out + row64 * out_row + head * group * out_head, out_head, v_factor,
+                    out + row64 * out_row + head * group * out_head, out_head,
                     kv_heads, group, head_dim, dim_padded,
                 )  # fmt: skip
                 tl.store(done, 0)
@@ -461,7 +451,6 @@ def merge_group(
     count: tl.tensor,
     out: tl.tensor,
     out_head: tl.tensor,
-    factor: tl.tensor,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -476,8 +465,7 @@ def merge_group(
             result = _merge(partial + i * width, count, stride, 8, dim_padded)
         else:
             result = _merge(partial + i * width, count, stride, 32, dim_padded)
-        result = (result * factor).to(out.dtype.element_ty)
-        tl.store(out + i * out_head + d, result, mask=d < head_dim)
+        tl.store(out + i * out_head + d, result.to(out.dtype.element_ty), mask=d < head_dim)
 
 
 @jit

@@ -3,7 +3,7 @@
 With x a row's logits, T its temperature and z = x / T (z = x where T is 0), ``summarise`` reads
 each block b of ``BLOCK`` logits once and keeps
 
-    m_b = max x        S_b = sum exp((x - m_b) / T)        U_b = sum exp(..) log exp(..)
+    m_b = max x        S_b = sum exp((x - m_b) / T)
 
 and ``choose`` finishes a row: it draws a block, then a token of that block, and returns
 log p = (x_token - m) / T - log sum_b S_b exp((m_b - m) / T).
@@ -54,11 +54,10 @@ def fused_sample(
     *,
     state_rows: Tensor | None = None,
     position_rows: Tensor | None = None,
-    entropies: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A token of each row from softmax(logits / temperature), and its log-probability there.
 
-    Two launches, no wait for the device, no memory but the results and a scratch of 12 bytes for
+    Two launches, no wait for the device, no memory but the results and a scratch of 8 bytes for
     each ``BLOCK`` logits: fit for a CUDA graph (which keeps the addresses of all arguments).
 
     Args:
@@ -72,7 +71,6 @@ def fused_sample(
         state_rows: ``[R]`` integers; row r then reads ``temperature`` and ``seeds``, of any length,
             at ``state_rows[r]`` (must be in range, not checked).
         position_rows: likewise for ``positions``.
-        entropies: ``[R]`` fp32, receives the entropy of softmax(logits / temperature) in nats.
 
     Returns:
         ``(tokens [R] int64, logprobs [R] fp32)``. A logit of -inf is never drawn. A row without a
@@ -82,7 +80,7 @@ def fused_sample(
     Raises:
         FusedSampleError: for shapes, dtypes, strides or devices other than these.
     """
-    _check(logits, temperature, seeds, positions, state_rows, position_rows, entropies)
+    _check(logits, temperature, seeds, positions, state_rows, position_rows)
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -90,15 +88,15 @@ def fused_sample(
         return tokens, logprobs
     blocks = triton.cdiv(vocab, BLOCK)
     early = EARLY and logits.is_cuda and torch.cuda.get_device_capability(logits.device) >= (9, 0)
-    partial = torch.empty(rows, blocks, 3, dtype=torch.float32, device=logits.device)
+    partial = torch.empty(rows, blocks, 2, dtype=torch.float32, device=logits.device)
     with on_device(logits):
         summarise[(blocks, rows)](
             logits, temperature, state_rows, partial, logits.stride(0), vocab, BLOCK,
-            entropies is not None, num_warps=_WARPS,
+            num_warps=_WARPS,
         )  # fmt: skip
         choose[(rows,)](
             logits, temperature, seeds, positions, state_rows, position_rows, partial,
-            tokens, logprobs, entropies, logits.stride(0), vocab, blocks,
+            tokens, logprobs, logits.stride(0), vocab, blocks,
             BLOCK, triton.next_power_of_2(blocks), early, num_warps=_CHOOSE_WARPS, launch_pdl=early,
         )  # fmt: skip
     return tokens, logprobs
@@ -111,7 +109,6 @@ def _check(
     positions: Tensor,
     state_rows: Tensor | None,
     position_rows: Tensor | None,
-    entropies: Tensor | None,
 ) -> None:
     if logits.dim() != 2 or logits.shape[1] < 1 or logits.dtype not in _FLOATS:
         raise FusedSampleError(
@@ -131,7 +128,6 @@ def _check(
         ("positions", positions, (torch.int64,), position_rows is None),
         ("state_rows", state_rows, integers, True),
         ("position_rows", position_rows, integers, True),
-        ("entropies", entropies, (torch.float32,), True),
     ]
     for name, vector, dtypes, by_row in vectors:
         if vector is not None:
@@ -179,9 +175,8 @@ def summarise(
     stride: tl.tensor,
     vocab: tl.tensor,
     block: tl.constexpr,
-    wants_entropy: tl.constexpr,
 ) -> None:
-    """``partial[row, b] = (m_b, S_b, U_b)``, U_b in bits and only if wanted."""
+    """``partial[row, b] = (m_b, S_b)``."""
     b = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     scale, _, _ = _row_scale(temperature, state_rows, row)
@@ -190,12 +185,9 @@ def summarise(
     x = x.to(tl.float32)
     m = tl.max(x, 0)
     d = (x - tl.where(m == float("-inf"), 0.0, m)) * scale
-    e = tl.exp2(d)
-    out = partial + (row * tl.num_programs(0) + b) * 3
+    out = partial + (row * tl.num_programs(0) + b) * 2
     tl.store(out, m)
-    tl.store(out + 1, tl.sum(e, 0))
-    if wants_entropy:
-        tl.store(out + 2, tl.sum(tl.where(e == 0.0, 0.0, e * d), 0))
+    tl.store(out + 1, tl.sum(tl.exp2(d), 0))
 
 
 @jit
@@ -209,7 +201,6 @@ def choose(
     partial: tl.tensor,
     tokens: tl.tensor,
     logprobs: tl.tensor,
-    entropies: tl.tensor,
     stride: tl.tensor,
     vocab: tl.tensor,
     blocks: tl.tensor,
@@ -217,7 +208,7 @@ def choose(
     blocks_padded: tl.constexpr,
     early: tl.constexpr,
 ) -> None:
-    """One row: the block, the token, its log-probability, and the entropy if asked for."""
+    """One row: the block, the token and its log-probability."""
     if early:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -229,13 +220,12 @@ def choose(
     position = tl.load(positions + place)
 
     index = tl.arange(0, blocks_padded)
-    here = partial + (row * blocks + index) * 3
+    here = partial + (row * blocks + index) * 2
     m_b = tl.load(here, mask=index < blocks, other=float("-inf"))
     s_b = tl.load(here + 1, mask=index < blocks, other=0.0)
     m = tl.max(m_b, 0)
     m_finite = tl.where(m == float("-inf"), 0.0, m)
-    d_b = (m_b - m_finite) * scale
-    w_b = tl.exp2(d_b)
+    w_b = tl.exp2((m_b - m_finite) * scale)
     total = tl.sum(s_b * w_b, 0)
 
     bits, _, _, _ = _philox(seed, index, position, 1)
@@ -256,10 +246,6 @@ def choose(
     ln2: tl.constexpr = 0.6931471805599453
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(logprobs + row, ((x_token - m_finite) * scale - tl.log2(total)) * ln2)
-    if entropies is not None:
-        u_b = tl.load(here + 2, mask=index < blocks, other=0.0)
-        mean = tl.sum(tl.where(w_b == 0.0, 0.0, w_b * (u_b + s_b * d_b)), 0) / total
-        tl.store(entropies + row, (tl.log2(total) - mean) * ln2)
 
 
 @jit

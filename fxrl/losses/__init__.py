@@ -6,17 +6,24 @@
 
 from fxrl.losses.actor_critic import ppo
 from fxrl.losses.advantages import gae, group_advantages, reward_metrics, rloo_advantages, whiten
-from fxrl.losses.batch import Batch, LossFn, Metrics
-from fxrl.losses.clipped import bnpo, dapo, dr_grpo, grpo, gspo, luspo
-from fxrl.losses.corrections import importance_weights, kl_estimate
-from fxrl.losses.errors import BatchError, LossConfigError
-from fxrl.losses.gated import cispo, sapo
+from fxrl.losses.batch import Batch, BatchError, LossConfigError, LossFn, Metrics
 from fxrl.losses.logprobs import TokenStats, completion_logits, token_stats
 from fxrl.losses.options import PolicyOptions
-from fxrl.losses.policy_gradient import reinforce, rloo
+from fxrl.losses.policy_losses import (
+    bnpo,
+    cispo,
+    dapo,
+    dr_grpo,
+    grpo,
+    gspo,
+    luspo,
+    reinforce,
+    rloo,
+    sapo,
+)
 from fxrl.losses.registry import FACTORIES, by_name
 from fxrl.losses.supervised import dpo, sft
-from fxrl.losses.surrogate import policy_loss
+from fxrl.losses.surrogate import importance_weights, kl_estimate, policy_loss
 
 __all__ = [
     "FACTORIES",

@@ -12,10 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fxrl.losses.errors import BatchError, check_choice
+from fxrl.losses.batch import BatchError, check_choice
 
 ScaleRewards = Literal["group", "batch", "none"]
-SCALES = ("group", "batch", "none")
 EPSILON = 1e-4  # added to a standard deviation before it divides, as in TRL
 
 
@@ -39,7 +38,7 @@ def group_advantages(
     Raises:
         BatchError: N is not a multiple of G.
     """
-    check_choice("scale_rewards", scale_rewards, SCALES)
+    check_choice("scale_rewards", scale_rewards, ScaleRewards)
     grouped, valid = _groups(rewards, num_generations)
     centred = torch.where(valid, grouped - _mean(grouped, valid, dim=1), 0.0)
     if scale_rewards == "group":

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, ParamSpec, TypedDict
 
-from fxrl.losses.batch import LossFn
-from fxrl.losses.errors import LossConfigError, check_choice, check_positive, nearest
+from fxrl.errors import did_you_mean
+from fxrl.losses.batch import LossConfigError, LossFn, check_choice, check_positive
 
 KLEstimator = Literal["k1", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-KL_ESTIMATORS = ("k1", "k2", "k3")
-CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 class PolicyKeywords(TypedDict, total=False):
@@ -41,7 +39,7 @@ class PolicyOptions:
     Attributes:
         temperature: the logits are divided by it; the one the completions were sampled at.
         beta: coefficient of KL(policy || reference) in the loss; not 0 needs ``ref_logps``.
-        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, see ``corrections.kl_estimate``.
+        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, see ``kl_estimate``.
         use_bias_correction_kl: weight the KL by pi / pi_old, which makes it unbiased off-policy
             (DeepSeek-V3.2, arXiv:2512.02556).
         entropy_coef: weight of the entropy bonus, subtracted from the loss.
@@ -75,9 +73,9 @@ class PolicyOptions:
         check_positive("temperature", self.temperature)
         check_positive("beta", self.beta, or_zero=True)
         check_positive("top_entropy_quantile", self.top_entropy_quantile)
-        check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        check_choice("kl_estimator", self.kl_estimator, KLEstimator)
         mode = self.vllm_importance_sampling_mode
-        check_choice("vllm_importance_sampling_mode", mode, CORRECTION_MODES)
+        check_choice("vllm_importance_sampling_mode", mode, CorrectionMode)
         if self.top_entropy_quantile > 1:
             raise LossConfigError(
                 f"top_entropy_quantile={self.top_entropy_quantile} is a share; 1.0 takes all tokens"
@@ -92,25 +90,25 @@ class PolicyOptions:
             )
 
 
-def accepted(factory: Callable[..., Any]) -> tuple[str, ...]:
-    """Names that a factory takes as keywords; its ``**common`` are the fields above."""
+def accepted(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Names that a call may give as keywords, ``PolicyKeywords`` by theirs; None if any."""
     names: list[str] = []
-    for parameter in inspect.signature(factory).parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+    for one in inspect.signature(function).parameters.values():
+        if one.kind is one.VAR_KEYWORD:
+            if one.annotation != "Unpack[PolicyKeywords]":
+                return None
             names += [field.name for field in fields(PolicyOptions)]
-        elif parameter.kind in (
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            inspect.Parameter.KEYWORD_ONLY,
-        ):
-            names.append(parameter.name)
+        elif one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            names.append(one.name)
     return tuple(names)
 
 
-def check_keywords(name: str, known: tuple[str, ...], given: Iterable[str]) -> None:
-    """Raise for keywords that ``name`` does not know, with the nearest that it does."""
-    unknown = [key for key in given if key not in known]
+def check_keywords(name: str, function: Callable[..., Any], given: Iterable[str]) -> None:
+    """Raise for keywords that ``function`` does not take, with the nearest that it does."""
+    known = accepted(function)
+    unknown = [key for key in given if known is not None and key not in known]
     if unknown:
-        told = "; ".join(f"{key!r}{nearest(key, known)}" for key in unknown)
+        told = "; ".join(f"{key!r}{did_you_mean(key, known or ())}" for key in unknown)
         raise LossConfigError(f"{name} has no keyword {told}")
 
 
@@ -119,11 +117,10 @@ _P = ParamSpec("_P")
 
 def loss_factory(factory: Callable[_P, LossFn]) -> Callable[_P, LossFn]:
     """The factory, which tells an unknown keyword as it tells a wrong value."""
-    known = accepted(factory)
 
     @functools.wraps(factory)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> LossFn:
-        check_keywords(factory.__name__, known, kwargs)
+        check_keywords(factory.__name__, factory, kwargs)
         return factory(*args, **kwargs)
 
     return checked

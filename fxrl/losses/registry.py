@@ -11,33 +11,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fxrl.losses.actor_critic import ppo
-from fxrl.losses.batch import LossFn
-from fxrl.losses.clipped import bnpo, dapo, dr_grpo, grpo, gspo, luspo
-from fxrl.losses.errors import LossConfigError, nearest
-from fxrl.losses.gated import cispo, sapo
-from fxrl.losses.options import accepted, check_keywords
-from fxrl.losses.policy_gradient import reinforce, rloo
-from fxrl.losses.supervised import dpo, sft
+from fxrl.errors import did_you_mean
+from fxrl.losses import actor_critic, supervised
+from fxrl.losses import policy_losses as policy
+from fxrl.losses.batch import LossConfigError, LossFn
+from fxrl.losses.options import check_keywords
 
-FACTORIES: dict[str, Callable[..., LossFn]] = {
-    factory.__name__: factory
-    for factory in (
-        grpo,
-        dr_grpo,
-        dapo,
-        bnpo,
-        gspo,
-        luspo,
-        cispo,
-        sapo,
-        reinforce,
-        rloo,
-        ppo,
-        dpo,
-        sft,
-    )
-}
+_OWN = (
+    *(policy.grpo, policy.dr_grpo, policy.dapo, policy.bnpo, policy.gspo, policy.luspo),
+    *(policy.cispo, policy.sapo, policy.reinforce, policy.rloo),
+    *(actor_critic.ppo, supervised.dpo, supervised.sft),
+)
+FACTORIES: dict[str, Callable[..., LossFn]] = {factory.__name__: factory for factory in _OWN}
 
 
 def by_name(name: str, **kwargs: Any) -> LossFn:
@@ -45,10 +30,9 @@ def by_name(name: str, **kwargs: Any) -> LossFn:
 
     Args:
         name: a key of ``FACTORIES``, or ``"module:function"`` or ``"file.py:function"`` for your
-            own. That function is
-            the loss itself if it takes two positional arguments, ``(model, batch)``, and no
-            others that lack a default (``kwargs`` are then bound to it); otherwise it is a
-            factory, and is called with ``kwargs``.
+            own. That function is the loss itself if it takes two positional arguments,
+            ``(model, batch)``, and no others that lack a default (``kwargs`` are then bound to
+            it); otherwise it is a factory, and is called with ``kwargs``.
         **kwargs: settings of the factory.
 
     Raises:
@@ -57,19 +41,12 @@ def by_name(name: str, **kwargs: Any) -> LossFn:
     if ":" in name:
         return _imported(name, kwargs)
     if name not in FACTORIES:
-        raise LossConfigError(f"no loss is called {name!r}{nearest(name, FACTORIES)}")
+        raise LossConfigError(f"no loss is called {name!r}{did_you_mean(name, FACTORIES)}")
     return FACTORIES[name](**kwargs)
 
 
-def keywords(factory: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Names that ``factory`` takes as keywords; None if it takes any."""
-    kinds = {parameter.kind for parameter in inspect.signature(factory).parameters.values()}
-    takes_any = inspect.Parameter.VAR_KEYWORD in kinds and factory not in FACTORIES.values()
-    return None if takes_any else accepted(factory)
-
-
 def _imported(path: str, kwargs: dict[str, Any]) -> LossFn:
-    function = _load(path)
+    function = load_function(path)
     required = [
         p
         for p in inspect.signature(function).parameters.values()
@@ -80,23 +57,38 @@ def _imported(path: str, kwargs: dict[str, Any]) -> LossFn:
         raise LossConfigError(
             f"{path} needs {len(required)} arguments; a loss needs (model, batch), a factory none"
         )
-    check_keywords(path, keywords(function) or tuple(kwargs), kwargs)
+    check_keywords(path, function, kwargs)
     if not required:
         loss: LossFn = function(**kwargs)
         return loss
     return functools.partial(function, **kwargs) if kwargs else function
 
 
-def _load(path: str) -> Callable[..., Any]:
-    module_name, _, attribute = path.rpartition(":")
-    module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        public = [key for key, value in vars(module).items() if callable(value)]
+def load_function(path: str) -> Callable[..., Any]:
+    """What ``module:function`` or ``file.py:function`` names.
+
+    Raises:
+        LossConfigError: there is no such file, module or function, or importing it failed.
+    """
+    home, _, attribute = path.rpartition(":")
+    try:
+        found: Any = _load_file(home) if home.endswith(".py") else importlib.import_module(home)
+    except LossConfigError:
+        raise
+    # User code may raise anything while it is imported; the user must hear which line named it.
+    except Exception as error:
         raise LossConfigError(
-            f"{module_name} has no function {attribute!r}{nearest(attribute, public)}"
-        )
-    return function  # type: ignore[no-any-return]
+            f"{path!r}: importing {home!r} failed: {error!r}; write 'package.module:function' or "
+            "'path/to/file.py:function'"
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [name for name in vars(found) if not name.startswith("_")]
+            raise LossConfigError(f"{home} has no function {part!r}{did_you_mean(part, public)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise LossConfigError(f"{path!r} is {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
 
 
 def _load_file(path: str) -> ModuleType:
@@ -108,15 +100,3 @@ def _load_file(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _load_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and what it imports is not
-        raise LossConfigError(
-            f"{name!r}: there is no module {error.name!r} on sys.path; "
-            "write 'package.module:function' or 'path/to/file.py:function'"
-        ) from error

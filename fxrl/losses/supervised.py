@@ -13,21 +13,23 @@ from torch import Tensor, nn
 
 from fxrl.losses.batch import (
     Batch,
+    BatchError,
+    LossConfigError,
     LossFn,
     Metrics,
+    check_choice,
+    check_positive,
     completion_mask,
     model_inputs,
     need,
     per_token,
 )
-from fxrl.losses.errors import BatchError, LossConfigError, check_choice, check_positive
 from fxrl.losses.logprobs import completion_logits, token_stats
 from fxrl.losses.options import loss_factory
 from fxrl.losses.reduce import masked_mean, masked_sum, row_mean, token_mean_of_update
 
 IGNORE_INDEX = -100
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
-PREFERENCE_LOSSES = ("sigmoid", "hinge", "ipo")
 
 
 @loss_factory
@@ -97,7 +99,7 @@ def dpo(
         BatchError: (on call) an odd number of sequences, or no ``ref_logps``.
     """
     check_positive("beta", beta)
-    check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
+    check_choice("loss_type", loss_type, PreferenceLoss)
     if not 0.0 <= label_smoothing < 0.5:
         raise LossConfigError(f"label_smoothing={label_smoothing} must be in [0, 0.5)")
     if label_smoothing and loss_type != "sigmoid":

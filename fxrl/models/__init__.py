@@ -1,13 +1,11 @@
 """Models by id, path, configuration or kind; SmolLM2 without a hub; LoRA."""
 
 from fxrl.errors import MissingPackageError
-from fxrl.models.build import build_from_config
-from fxrl.models.errors import FetchError, ModelError
-from fxrl.models.load import load_model
+from fxrl.models.hf import FetchError, ModelError
+from fxrl.models.load import build_from_config, load_model
 from fxrl.models.lora import lora
 from fxrl.models.smollm2 import fetch_smollm2
-from fxrl.models.tiny import TINY_KINDS, TinySize, tiny_config
-from fxrl.models.tiny_tokenizer import tiny_tokenizer
+from fxrl.models.tiny import TINY_KINDS, TinySize, tiny_config, tiny_tokenizer
 
 __all__ = [
     "TINY_KINDS",

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from fxrl.errors import MissingPackageError
+from fxrl.errors import FxrlError, optional
+
+
+class ModelError(FxrlError, ValueError):
+    """A model id, path or configuration leads to no model; the message has the cure."""
+
+
+class FetchError(FxrlError, RuntimeError):
+    """A download, its verification or its conversion failed."""
+
 
 HUB_TIMEOUT_S = 5.0
-
-
-def optional(package: str, purpose: str) -> Any:
-    """Imports a package of the ``demo`` extra.
-
-    Raises:
-        MissingPackageError: it is not installed, or too old to be imported.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as missing:
-        raise MissingPackageError(package, purpose, missing) from missing
 
 
 @contextmanager

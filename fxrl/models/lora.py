@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxrl.models.errors import ModelError
-from fxrl.models.hf import optional
+from fxrl.errors import optional
+from fxrl.models.hf import ModelError
 
 
 def lora(

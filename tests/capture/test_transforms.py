@@ -42,6 +42,7 @@ def test_torch_compile_around_a_step_ends_its_graph_there() -> None:
     (policy_loss(model, batch) * 2).backward()
     assert_same(found, grads(model))
     assert fused(step)
+    torch._dynamo.reset()  # torch 2.11 runs what it has compiled in parts, whole or not
     with pytest.raises(torch._dynamo.exc.Unsupported, match="call it outside"):
         torch.compile(update, backend="eager", fullgraph=True)(batch)
 

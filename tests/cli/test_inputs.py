@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxrl.cli import inputs, main, parse
-from fxrl.cli.batch import make_batch, vocabulary
+from fxrl.cli.inputs import make_batch, vocabulary
 from fxrl.config import Config
 from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES
@@ -48,7 +48,7 @@ def test_config_error_names_everything_wrong():
     with pytest.raises(ConfigError) as caught:
         inputs.optimize_config(["chunk_token=8", "min_saved_bytes=lots", "nonsense"])
     text = str(caught.value)
-    assert "did you mean chunk_tokens?" in text
+    assert "did you mean 'chunk_tokens'?" in text
     assert "min_saved_bytes='lots' is not a size" in text
     assert "'nonsense' is not an override" in text
 

@@ -123,4 +123,4 @@ def test_resume_does_not_swallow_an_override():
 def test_bad_training_config_is_2(tmp_path, capsys):
     (tmp_path / "a.toml").write_text("stepps = 3")
     assert main(["train", str(tmp_path / "a.toml")]) == 2
-    assert "did you mean steps?" in capsys.readouterr().err
+    assert "did you mean 'steps'?" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 
 import fxrl
 from fxrl.cli import main
-from fxrl.inspect.verify_report import VerifyReport, VerifyRow
+from fxrl.inspect.compare import VerifyReport, VerifyRow
 from fxrl.ir.plan import Plan, TileHead
 from fxrl.ir.remark import Remark, RemarkKind, Report
 

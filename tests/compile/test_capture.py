@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxrl
-from fxrl.inspect.records import record_of
+from fxrl.inspect.dump import record_of
 from tests.compile.region_cases import assert_same
 
 ROOT = Path(__file__).parents[2]

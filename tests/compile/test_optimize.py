@@ -36,7 +36,7 @@ def test_a_wrong_argument_is_named_at_once(arguments, words):
     ("options", "words"),
     [
         ({"chunk_token": 8}, "no option 'chunk_token'; did you mean 'chunk_tokens'"),
-        ({"xyzzy": 8}, "no option 'xyzzy'; its options: chunk_tokens, min_saved_bytes"),
+        ({"xyzzy": 8}, "no option 'xyzzy'; known: chunk_tokens, compile_regions"),
         ({"chunk_tokens": "a"}, "chunk_tokens='a' is not a whole number of rows"),
         ({"chunk_tokens": 2.5}, "chunk_tokens=2.5 is not a whole number"),
         ({"chunk_tokens": True}, "chunk_tokens=True is not a whole number"),

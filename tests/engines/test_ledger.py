@@ -67,7 +67,7 @@ def gibs(entry):
 
 
 def test_columns_add_up_to_the_device(ledger):
-    for entry in ledger:
+    for entry in ledger.entries():
         assert sum(getattr(entry, name) for name in COLUMNS) == entry.total
 
 

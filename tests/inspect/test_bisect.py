@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from fxrl.inspect.bisect import find_blame
+from fxrl.inspect.verify import find_blame
 
 SITES = tuple("abcdefgh")
 

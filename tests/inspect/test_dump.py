@@ -8,9 +8,17 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fxrl.inspect.decompile import DecompileError, decompile, decompile_dynamo
-from fxrl.inspect.dump import DumpError, render, write_dump
-from fxrl.inspect.records import CaptureRecord, RegionRecord, Stage
+from fxrl.inspect.dump import (
+    CaptureRecord,
+    DecompileError,
+    DumpError,
+    RegionRecord,
+    Stage,
+    decompile,
+    decompile_dynamo,
+    render,
+    write_dump,
+)
 from fxrl.ir.capture_record import GraphBreak
 from fxrl.ir.remark import Remark, Report
 

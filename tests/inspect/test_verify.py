@@ -12,10 +12,10 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from fxrl.errors import ConfigError, VerificationError
-from fxrl.inspect.evaluate import EvaluationError
-from fxrl.inspect.reference import TruthError
+from fxrl.inspect.compare import VerifyReport, VerifyRow
+from fxrl.inspect.evaluate import EvaluationError, TruthError
 from fxrl.inspect.verify import verify_step
-from fxrl.inspect.verify_report import VerifyReport, VerifyRow
+from fxrl.ir.table import plain_text
 
 
 class Toy(nn.Module):
@@ -425,7 +425,7 @@ def test_autocast_outside_is_switched_off_for_the_truth():
 
 
 def test_too_little_memory(monkeypatch):
-    monkeypatch.setattr("fxrl.inspect.reference._free_bytes", lambda device: 1000)
+    monkeypatch.setattr("fxrl.inspect.evaluate._free_bytes", lambda device: 1000)
     report = verify(*make(torch.bfloat16))
     assert report.reference == "eager"
     assert "on cpu, which has 1000 B left" in report.notes[0]
@@ -499,35 +499,20 @@ def test_blame_for_a_step_that_raises():
     assert caught.value.__cause__ is step.error
 
 
-def test_blame_through_rewrites_and_rebuild():
-    model, batch = make()
-    fake = FakeStep(model, {"b"})
-    rewrites = [("p", "x"), ("p", "b")]
-    report = verify_step(
-        model, loss_fn, fake.__call__, batch, rewrites=rewrites, rebuild=fake.without
-    )
-    assert report.blame == ("p @ b",)
-
-
 def test_no_blame_where_nothing_can_be_left_out():
     model, batch = make()
     assert verify(model, batch, scaled("loss", 2)).notes == (
         "nothing was rewritten, so no rewrite can be blamed",
     )
-    fake = FakeStep(model, {"b"})
-    report = verify_step(model, loss_fn, fake.__call__, batch, rewrites=[("p", "b")])
-    assert "cannot be built without single rewrites" in report.notes[0]
 
 
 def test_a_capture_that_is_wrong_on_its_own():
+    class WrongCapture(FakeStep):
+        def without(self, rewrites):
+            return self
+
     model, batch = make()
-
-    def wrong(batch):
-        return scaled("loss", 2)(model, batch)
-
-    report = verify_step(
-        model, loss_fn, wrong, batch, rewrites=[("p", "b")], rebuild=lambda _: wrong
-    )
+    report = verify_step(model, loss_fn, WrongCapture(model, {"b"}), batch)
     assert report.blame == ()
     assert "the capture is to blame" in report.notes[0]
 
@@ -551,7 +536,7 @@ REPORT = VerifyReport(
 
 def test_table():
     assert_expected_inline(
-        REPORT.table(100),
+        plain_text(REPORT, 100),
         """\
 value           kind       max abs       rel   eager's rel   tolerance   verdict
 ----------------------------------------------------------------------------------------------------
@@ -578,7 +563,7 @@ note: something to know""",
 
 
 def test_table_against_eager_has_no_column_for_eager():
-    assert "eager's rel" not in VerifyReport(True, REPORT.rows[:1]).table(100)
+    assert "eager's rel" not in plain_text(VerifyReport(True, REPORT.rows[:1]), 100)
 
 
 def test_json():

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fxrl.kernels.hopper import head, module, plan
-from fxrl.kernels.hopper.call import RowTile
+from fxrl.kernels.hopper.head import RowTile
 from fxrl.kernels.linear_logprob import cuda as general
 from fxrl.ops.linear_logprob.arguments import (
     OUTPUTS,

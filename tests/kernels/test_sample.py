@@ -92,7 +92,7 @@ def arguments(**changes):
         ({"seeds": torch.zeros(2)}, "int64"),
         ({"positions": torch.zeros(2, 1, dtype=torch.int64)}, r"positions \(2, 1\)"),
         ({"state_rows": torch.zeros(3, dtype=torch.int64)}, r"state_rows \(3,\)"),
-        ({"entropies": torch.zeros(2, device="meta")}, "meta"),
+        ({"seeds": torch.zeros(2, dtype=torch.int64, device="meta")}, "meta"),
     ],
 )
 def test_bad_arguments(changes, message):

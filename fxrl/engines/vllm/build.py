@@ -63,9 +63,6 @@ def forget_graph_pool(platform: Any) -> None:
     PyTorch refuses to capture into a pool whose graphs are gone while some memory of it is in use,
     and cuBLAS keeps workspaces of a capture: no engine could follow a closed one. An engine that is
     open keeps the pool that it has.
-
-    Args:
-        platform: the class of vLLM's ``current_platform``.
     """
     if getattr(platform, "_global_graph_pool", None) is not None:
         platform._global_graph_pool = None

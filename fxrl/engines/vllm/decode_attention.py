@@ -168,16 +168,6 @@ class FlashClasses:
     builder: Any
     decode_graphs: Any
 
-    @classmethod
-    def of(cls, flash_attn: Any, support: Any) -> FlashClasses:
-        """Of the module and of ``AttentionCGSupport``."""
-        return cls(
-            flash_attn.FlashAttentionBackend,
-            flash_attn.FlashAttentionImpl,
-            flash_attn.FlashAttentionMetadataBuilder,
-            support.UNIFORM_SINGLE_TOKEN_DECODE,
-        )
-
 
 def make_backend(
     classes: FlashClasses,

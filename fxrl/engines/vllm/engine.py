@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.engines.engine import (
+    Built,
     Completion,
     EngineError,
+    EngineSpec,
     OnFinished,
     SamplingParams,
     SamplingParamsError,
@@ -27,7 +29,6 @@ from fxrl.engines.engine import (
     newer,
 )
 from fxrl.engines.ledger import CpuProbe, CudaProbe, MemoryLedger
-from fxrl.engines.registry import Built, EngineSpec
 from fxrl.engines.vllm import door
 from fxrl.engines.vllm.build import build_llm
 from fxrl.engines.vllm.handle import VllmHandle
@@ -39,7 +40,7 @@ from fxrl.engines.vllm.requests import (
     sample_seed,
     sampling_arguments,
 )
-from fxrl.engines.vllm.standby import Standby, Way
+from fxrl.engines.vllm.standby import Standby
 from fxrl.engines.weights.share import SharingReport, share
 from fxrl.engines.weights.sync import Route, WeightSync
 from fxrl.errors import ConfigError
@@ -111,20 +112,6 @@ class VllmEngine:
     def policy_version(self) -> int:
         """See ``Engine.policy_version``."""
         return self._policy_version
-
-    @property
-    def vllm_model(self) -> nn.Module:
-        """The model inside vLLM.
-
-        Raises:
-            EngineError: it is in other processes (``tensor_parallel_size`` above 1).
-        """
-        return self._handle.model()
-
-    @property
-    def standby_way(self) -> Way:
-        """How the KV cache is released, see ``fxrl/engines/vllm/standby.py``."""
-        return self._standby.way
 
     def generate(
         self,

@@ -1,6 +1,16 @@
 """What fxrl uses inside a built ``vllm.LLM``; objects are handed in, vLLM is not imported.
 
 Each access to something that is not vLLM's public interface is one small method here.
+
+NOTE [How vLLM gets an adapter without a file]
+vLLM's requests name an adapter by a path, and its loader reads that. But the worker loads nothing
+for an adapter that its manager already has, so the factors are handed to the manager, as a model
+object of vLLM's own under the id that the requests carry. Activating it copies them into the
+stacked tensors of its slot: addresses stay, so CUDA graphs do, and nothing of the trainer is
+aliased. After that the engine must drop its prefix cache: cached keys and values are of the old
+adapter.
+It takes one private attribute of vLLM (``WorkerLoRAManager._adapter_manager``), checked here and by
+a contract test.
 """
 
 from __future__ import annotations
@@ -8,7 +18,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +30,7 @@ from fxrl.engines.engine import EngineError
 from fxrl.engines.ledger import Tags
 from fxrl.engines.vllm.requests import EngineFailedError, step
 from fxrl.engines.vllm.standby import tag_bytes
-from fxrl.engines.weights.lora.sites import LoraSite
-from fxrl.engines.weights.lora.slots import ADAPTER_ID, ADAPTER_NAME, Adapter
+from fxrl.engines.weights.lora.sites import PEFT_PREFIX, LoraSite
 
 log = logging.getLogger(__name__)
 
@@ -75,14 +84,9 @@ class VllmHandle:
     ) -> None:
         self.llm, self.symbols = llm, symbols
         self._ranks, self._max_lora_rank = tensor_parallel_size, max_lora_rank
-        self._adapter: Adapter | None = None
-        self._adapter_sites: tuple[LoraSite, ...] = ()
-        self._sampling_fields = tuple(symbols.module.SamplingParams.__struct_fields__)
-
-    @property
-    def sampling_fields(self) -> tuple[str, ...]:
-        """The installed version's sampling parameters."""
-        return self._sampling_fields
+        self.sampling_fields: tuple[str, ...] = tuple(
+            symbols.module.SamplingParams.__struct_fields__
+        )
 
     @property
     def engine(self) -> Any:
@@ -182,13 +186,11 @@ class VllmHandle:
         """
         make, each = self.symbols.module.SamplingParams, len(seeds) // len(prompts)
         arguments = {**arguments, "output_kind": self.symbols.final_only}
-        found = []
-        for index, prompt in enumerate(prompts):
-            for seed in seeds[index * each : (index + 1) * each]:
-                found.append(
-                    (self.symbols.tokens_prompt(list(prompt)), make(seed=seed, **arguments))
-                )
-        return found
+        repeated = [list(prompt) for prompt in prompts for _ in range(each)]
+        return [
+            (self.symbols.tokens_prompt(prompt), make(seed=seed, **arguments))
+            for prompt, seed in zip(repeated, seeds, strict=True)
+        ]
 
     @property
     def lora_request(self) -> Any:
@@ -204,14 +206,10 @@ class VllmHandle:
 
     def set_adapter(self, sites: tuple[LoraSite, ...]) -> None:
         """See ``weights.sync.Served``."""
-        if self._adapter is None or self._adapter_sites is not sites:
-            symbols = self.symbols
-            self._adapter = Adapter(
-                self.worker, sites, lora_model=symbols.lora_model, peft_helper=symbols.peft_helper
-            )
-            self._adapter_sites = sites
-        else:
-            self._adapter.refresh()
+        symbols = self.symbols
+        put_adapter(
+            self.worker, sites, lora_model=symbols.lora_model, peft_helper=symbols.peft_helper
+        )
 
     def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """See ``weights.sync.Served``; to other processes tensors travel through host memory.
@@ -239,7 +237,6 @@ class VllmHandle:
         with suppress(EngineError):  # in other processes it ends with them
             unhook(self.model())
         engine, self.llm = self.llm.llm_engine, None
-        self._adapter, self._adapter_sites = None, ()
         engine.engine_core.shutdown()
         del engine
         free_unheld()
@@ -265,3 +262,99 @@ def free_unheld() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+ADAPTER_ID = 1
+ADAPTER_NAME = "fxrl-policy"
+
+
+def adapter_manager(worker: Any) -> Any:
+    """vLLM's ``LoRAModelManager``.
+
+    Raises:
+        EngineError: this version of vLLM keeps it somewhere else.
+    """
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    inner = getattr(manager, "_adapter_manager", None)
+    wanted = ("add_adapter", "remove_adapter", "activate_adapter", "lora_config")
+    lacking = [name for name in wanted if not hasattr(inner, name)]
+    if lacking:
+        raise EngineError(
+            f"this vLLM's LoRA manager lacks {', '.join(lacking)} at model_runner.lora_manager."
+            "_adapter_manager; train with folded adapters (max_lora_rank=None), or use a "
+            "tested version: 0.25.1, 0.32.0"
+        )
+    return inner
+
+
+def put_adapter(
+    worker: Any, sites: Sequence[LoraSite], *, lora_model: Any, peft_helper: Any
+) -> None:
+    """Puts the factors as they are now into the slot of ``ADAPTER_ID``.
+
+    Args:
+        sites: the trainer's modules, see ``lora_sites``; adapters that are active together become
+            one of the summed rank.
+
+    Raises:
+        EngineError: vLLM takes no LoRA at some module, or the rank is above ``max_lora_rank``. What
+            is missing would be a part of the policy, so nothing is left out silently.
+    """
+    manager, tensors = adapter_manager(worker), adapter_tensors(sites)
+    ranks = {name: value.shape[0] for name, value in tensors.items() if "lora_A" in name}
+    rank, limit = max(ranks.values()), manager.lora_config.max_lora_rank
+    if rank > limit:
+        raise EngineError(
+            f"the adapter has rank {rank}, the engine was built with max_lora_rank={limit}; raise "
+            "that option"
+        )
+    targets = sorted({name.split(".")[-3] for name in ranks})
+    model = lora_model.from_lora_tensors(
+        ADAPTER_ID,
+        tensors,
+        # Scaling is in B by now: vLLM would multiply it in place, into whatever it was given.
+        peft_helper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": targets}),
+        device=str(worker.device),
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=_renames(manager.model),
+    )
+    _refuse_unknown(manager, model.loras)
+    manager.remove_adapter(ADAPTER_ID)
+    manager.add_adapter(model)
+    manager.activate_adapter(ADAPTER_ID)
+
+
+@torch.no_grad()
+def adapter_tensors(sites: Sequence[LoraSite]) -> dict[str, Tensor]:
+    """A and scaled B of every site by PEFT's names; never the trainer's own tensors."""
+    tensors: dict[str, Tensor] = {}
+    for site in sites:
+        factors = site.factors()
+        a = torch.cat([pair.a for pair in factors], 0)
+        b = torch.cat([pair.b * pair.scaling for pair in factors], 1)
+        name = f"{PEFT_PREFIX}{site.name}"
+        tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a, b
+    return tensors
+
+
+def _renames(model: Any) -> Any:
+    """The model's mapping of checkpoint names to its own, without that of fused layers."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for unstack in ("get_rename_mapper", "get_unstacked_mapper"):  # 0.32's name, 0.25's
+        if hasattr(mapper, unstack):
+            return getattr(mapper, unstack)()
+    return mapper
+
+
+def _refuse_unknown(manager: Any, names: Iterable[str]) -> None:
+    """vLLM passes over factors for which it has no layer."""
+    known = {part for parts in manager.packed_modules.values() for part in parts}
+    known |= manager.modules.keys()
+    # An expert's projection is inside the layer that holds all experts.
+    lost = [n for n in names if n not in known and not any(n.startswith(f"{k}.") for k in known)]
+    if lost:
+        raise EngineError(
+            f"lora slots: vLLM has no LoRA layer for {', '.join(sorted(lost)[:3])}"
+            f"{f' and {len(lost) - 3} more' if len(lost) > 3 else ''}; leave them out of "
+            "target_modules, or fold the adapter (route 'fold')"
+        )

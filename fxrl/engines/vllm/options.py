@@ -10,7 +10,6 @@ installed version's ``EngineArgs``, so nothing of vLLM is out of reach and no ty
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from typing import Any, Literal
 
 from fxrl.config import parse_bytes
 from fxrl.engines.engine import EngineError
-from fxrl.errors import ConfigError
+from fxrl.errors import ConfigError, did_you_mean
 
 
 class VllmOptionError(EngineError, ConfigError):
@@ -181,18 +180,13 @@ class VllmOptions:
 def check_names(what: str, names: Collection[str], known: Collection[str]) -> None:
     """Refuses names that vLLM does not know.
 
-    Args:
-        what: where the names stand, for the message.
-        known: the installed version's.
-
     Raises:
-        VllmOptionError: with the unknown name and the nearest known ones.
+        VllmOptionError: with the unknown name and the nearest known one.
     """
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            raise VllmOptionError(f"{what}: the installed vLLM knows no {name!r}{hint}")
+            near = did_you_mean(name, known)
+            raise VllmOptionError(f"{what}: the installed vLLM knows no {name!r}{near}")
 
 
 def engine_arguments(

@@ -68,9 +68,6 @@ def sampling_arguments(
     EOS ids are passed as stop tokens: which ids end a completion is fxrl's to say, not the
     checkpoint's generation config's.
 
-    Args:
-        known: the installed version's field names.
-
     Raises:
         SamplingParamsError: a value that vLLM would change.
         VllmOptionError: an unknown name in ``extra``, or one of fxrl's own.
@@ -228,14 +225,7 @@ def step(engine: Any) -> list[Any]:
 
 
 class Gather:
-    """Turns what vLLM ends, in whatever order, into groups of completions.
-
-    Args:
-        prompts: of the groups; request ``i`` belongs to prompt ``i // n``.
-        n: completions per prompt.
-        policy_version: of the weights that draw.
-        on_finished: see ``Engine.generate``.
-    """
+    """Turns what vLLM ends, in whatever order, into groups; ``i // n`` is request ``i``'s."""
 
     def __init__(
         self,

@@ -82,9 +82,6 @@ class Standby:
     """Release and wake of one engine.
 
     Args:
-        llm: vLLM's ``LLM``.
-        way: see NOTE [Which way in].
-        ledger: has an entry for each transition.
         drain: finishes what vLLM still has in flight (asynchronous scheduling runs ahead).
         timings: gets ``"release"`` and ``"wake"``, seconds.
     """
@@ -133,9 +130,11 @@ class Standby:
         """Takes back what PyTorch's allocator merely holds, at the least cost that will do."""
         probe = self.ledger.probe
         probe.synchronize()
-        for make_room in (None, probe.empty_cache, _collect(probe.empty_cache)):
-            if make_room is not None:
-                make_room()
+        for effort in range(3):
+            if effort == 2:
+                gc.collect()
+            if effort:
+                probe.empty_cache()
             if probe.read().free >= self.kv_bytes:
                 return
         raise self._no_room("it is not free")
@@ -147,14 +146,6 @@ class Standby:
             "trainer (gradients, activations, a batch) and wake again, or build the engine with a "
             "larger trainer_reserve or fewer max_num_seqs"
         )
-
-
-def _collect(empty_cache: Callable[[], None]) -> Callable[[], None]:
-    def collect() -> None:
-        gc.collect()
-        empty_cache()
-
-    return collect
 
 
 def tag_bytes(allocations: Mapping[Any, Allocation]) -> dict[str, TagBytes]:

@@ -30,13 +30,14 @@ from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
 from fxrl.engines.weights.lora.fold import Fold, folded, require_sound
-from fxrl.engines.weights.lora.merge import merged_weights, why_not_mergeable
 from fxrl.engines.weights.lora.sites import (
     AdapterError,
     LoraSite,
     adapted_layers,
     check_storages,
     lora_sites,
+    merged_weights,
+    why_not_mergeable,
 )
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class WeightSync:
         """(way, reason) of a model with an adapter: what was asked for, or the first possible."""
         copying = "copying would overwrite the trainer's base weights"
         why_not: dict[Route, str] = {
-            "slots": self._why_no_slots(model),
+            "slots": self._engine.takes_adapters or _why_not(lambda: lora_sites(model)),
             "fold": self._why_no_fold(model, is_shared),
             "copy": copying if is_shared else why_not_mergeable(model),
         }
@@ -168,9 +169,6 @@ class WeightSync:
         return possible[0], "; ".join(
             passed
         ) or "the engine was built with LoRA slots (max_lora_rank)"
-
-    def _why_no_slots(self, model: nn.Module) -> str:
-        return self._engine.takes_adapters or _why_not(lambda: lora_sites(model))
 
     def _why_no_fold(self, model: nn.Module, is_shared: bool) -> str:
         if not is_shared:
@@ -280,22 +278,20 @@ def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             own[name].copy_(value)
 
 
-def copy_lora(
-    model: nn.Module, adapter: Mapping[str, Tensor], adapter_name: str = "default"
-) -> None:
+def copy_lora(model: nn.Module, adapter: Mapping[str, Tensor]) -> None:
     """Copies LoRA factors by the names of ``peft.get_peft_model_state_dict``.
 
-    Those are the parameters' names without the adapter's own.
+    Those are the parameters' names without the adapter's own, ``default``.
 
     Raises:
         EngineError: as ``copy_weights``.
     """
-    inner = f".{adapter_name}."
+    inner = ".default."
     full = {
         name.replace(inner, "."): name
         for name, _ in model.named_parameters(remove_duplicate=False)
         if ".lora_" in name and inner in name
     }
     if not full:
-        raise EngineError(f"adapter: the model has no LoRA adapter {adapter_name!r}; add one first")
+        raise EngineError("adapter: the model has no LoRA adapter 'default'; add one first")
     copy_weights(model, {full.get(name, name): value for name, value in adapter.items()})

@@ -2,6 +2,6 @@
 
 ``loss_head.cu``  the GEMM and its epilogues      ``module``  compiles and launches it
 ``ptx.cuh``       the instructions it is made of
-``head``          forward and backward, dW        ``call``    a call's rows and its tiles of rows
+``head``          a call's tiles of rows, forward, backward, dW
 ``plan``          how much at a time              ``rows``    work per row, in Triton
 """

@@ -179,24 +179,18 @@ def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
             yield from dotted_names(inner, f"{path}{field.name}.")
 
 
-def nearest(word: str, names: Sequence[str]) -> str | None:
-    """The name most like ``word``: as a whole, else by its last dotted part."""
-    if found := difflib.get_close_matches(word, names, n=1, cutoff=0.7):
-        return found[0]
-    by_leaf: dict[str, str] = {}
-    for name in names:
-        by_leaf.setdefault(name.rpartition(".")[2], name)
-    found = difflib.get_close_matches(word.rpartition(".")[2], by_leaf, n=1, cutoff=0.6)
-    return by_leaf[found[0]] if found else None
-
-
 def _suggester(cls: type[Any]) -> Callable[[str], str]:
+    """The cure for a wrong key: the one most like it as a whole, else by its last dotted part."""
     names = tuple(dotted_names(cls))
+    by_leaf = {name.rpartition(".")[2]: name for name in reversed(names)}
     aliases: Mapping[str, str] = getattr(cls, "KEY_ALIASES", {})
 
     def suggest(name: str) -> str:
-        near = aliases.get(name.rpartition(".")[2]) or nearest(name, names)
-        return f"; did you mean {near}?" if near else ""
+        leaf = name.rpartition(".")[2]
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+        close += [by_leaf[one] for one in difflib.get_close_matches(leaf, by_leaf, n=1)]
+        near = aliases.get(leaf) or next(iter(close), None)
+        return f"; did you mean {near!r}?" if near else ""
 
     return suggest
 

@@ -20,7 +20,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Reads and checks everything that can be checked before a model or dataset is loaded.
 
     Args:
-        path: the TOML file.
         overrides: ``"optim.lr=1e-5"``; values as in TOML, bare words are texts, ``none`` is None.
 
     Raises:

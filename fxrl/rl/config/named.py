@@ -1,9 +1,7 @@
-"""What a configuration names: ``module:function``, optimizers, losses; and their keywords."""
+"""What a configuration names: optimizers, losses, rewards; and their keywords."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,36 +11,10 @@ from typing import Any
 import torch
 
 from fxrl import losses
-from fxrl.errors import ConfigError
-from fxrl.losses.registry import keywords as loss_keywords
-from fxrl.rl.config.binding import nearest
-
-
-def load_function(spec: str) -> Callable[..., Any]:
-    """The object that ``module:function`` names.
-
-    Raises:
-        ConfigError: the module cannot be imported or has no such function.
-    """
-    module_name, colon, attribute = spec.partition(":")
-    if not colon or not module_name or not attribute:
-        raise ConfigError(f"{spec!r} is not module:function")
-    try:
-        found: Any = importlib.import_module(module_name)
-    # User code may raise anything while it is imported; the user must hear which line named it.
-    except Exception as error:
-        raise ConfigError(f"{spec!r}: importing {module_name} failed: {error!r}") from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            known = [name for name in vars(found) if not name.startswith("_")]
-            near = nearest(part, known)
-            hint = f"; did you mean {near}?" if near else ""
-            raise ConfigError(f"{spec!r}: {module_name} has no {part!r}{hint}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{spec!r} is {type(found).__name__}, not a function")
-    function: Callable[..., Any] = found
-    return function
+from fxrl.errors import ConfigError, did_you_mean
+from fxrl.losses.options import accepted
+from fxrl.losses.registry import load_function
+from fxrl.rl.builtin_rewards import BUILT_IN, PROVIDED
 
 
 @contextmanager
@@ -58,35 +30,21 @@ def importable_from(*folders: Path) -> Iterator[None]:
                 sys.path.remove(folder)
 
 
-def keywords_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Names a call may give as keywords; ``None`` where it takes any."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return tuple(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+_OTHER_NAMES = {"learning_rate": "lr", "lr_scheduler_type": "schedule", "scheduler": "schedule"}
 
 
 def wrong_keywords(
     function: Callable[..., Any], given: Mapping[str, Any], *, besides: Sequence[str] = ()
 ) -> list[str]:
     """One line for each key of ``given`` that ``function`` does not take."""
-    known = keywords_of(function)
-    if known is None:
+    if (takes := accepted(function)) is None:
         return []
-    return _unknown(given, tuple(name for name in known if name not in besides))
-
-
-_OTHER_NAMES = {"learning_rate": "lr", "lr_scheduler_type": "schedule", "scheduler": "schedule"}
-
-
-def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
-    lines = []
-    for key in given:
-        if key not in known:
-            near = _OTHER_NAMES.get(key) or nearest(key, known)
-            hint = f"did you mean {near}?" if near else f"it takes {', '.join(known)}"
-            lines.append(f"{key}: no such key; {hint}")
-    return lines
+    known = [name for name in takes if name not in besides]
+    return [
+        f"{key}: no such key{did_you_mean(_OTHER_NAMES.get(key, key), known)}"
+        for key in given
+        if key not in known
+    ]
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -102,9 +60,8 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     }
     classes.pop("optimizer")
     if name.lower() not in classes:
-        near = nearest(name.lower(), tuple(classes))
-        hint = f"did you mean {near}?" if near else f"it has {', '.join(sorted(classes))}"
-        raise ConfigError(f"name={name!r} is not in torch.optim; {hint}")
+        near = did_you_mean(name.lower(), classes)
+        raise ConfigError(f"name={name!r} is not in torch.optim{near}")
     return classes[name.lower()]
 
 
@@ -117,8 +74,6 @@ def optimizer_problems(name: str, options: Mapping[str, Any]) -> list[str]:
     return wrong_keywords(found, options, besides=("params", "lr"))
 
 
-PROVIDED = ("temperature", "max_completion_length")
-"""Loss settings that ``[sampling]`` gives where ``[loss]`` does not."""
 _NO_ROLLOUT = {"ppo": "values", "dpo": "preference pairs", "sft": "reference completions"}
 
 
@@ -129,14 +84,13 @@ def loss_problems(name: str, options: Mapping[str, Any]) -> list[str]:
             f"name={name!r} needs {_NO_ROLLOUT[name]}, which rollouts do not give; use grpo or "
             "another policy loss"
         ]
+    lines: list[str] = []
     if (factory := losses.FACTORIES.get(name)) is not None:
-        known = loss_keywords(factory) or ()
-        lines = _unknown(options, known)
+        lines = wrong_keywords(factory, options)
+        known = accepted(factory) or ()
         options = {key: value for key, value in options.items() if key in known}
         if "max_completion_length" in known:
             options = {"max_completion_length": 1} | options
-    else:
-        lines = []
     try:
         losses.by_name(name, **options)
     except ConfigError as error:
@@ -149,9 +103,33 @@ def loss_problems(name: str, options: Mapping[str, Any]) -> list[str]:
 def build_loss(
     name: str, options: Mapping[str, Any], *, temperature: float, max_tokens: int
 ) -> losses.LossFn:
-    """The loss with its settings; see ``PROVIDED``."""
+    """The loss; ``[sampling]`` gives its temperature and length where ``[loss]`` does not."""
     given = {"temperature": temperature, "max_completion_length": max_tokens}
     factory = losses.FACTORIES.get(name)
-    known = loss_keywords(factory) if factory is not None else ()
-    provided = {key: given[key] for key in PROVIDED if key in (known or ())}
-    return losses.by_name(name, **(provided | dict(options)))
+    known = () if factory is None else accepted(factory) or ()
+    return losses.by_name(name, **{k: v for k, v in given.items() if k in known} | dict(options))
+
+
+def reward_problems(functions: Sequence[str], params: Mapping[str, Any]) -> list[str]:
+    """One line per name that is no reward and per wrong keyword; imports the user's modules."""
+    lines = []
+    for name in functions:
+        if name in BUILT_IN:
+            keywords = params.get(name, {})
+            if not isinstance(keywords, Mapping):
+                lines.append(f"params.{name}={keywords!r} is not a table")
+                continue
+            wrong = wrong_keywords(BUILT_IN[name], keywords, besides=PROVIDED)
+            lines += [f"params.{name}.{line}" for line in wrong]
+        elif ":" in name:
+            try:
+                load_function(name)
+            except ConfigError as error:
+                lines.append(f"functions: {error}")
+        else:
+            near = did_you_mean(name, BUILT_IN)
+            lines.append(f"functions: {name!r} is neither module:function nor built in{near}")
+    lines += [
+        f"params.{name}: no such entry in functions" for name in params if name not in functions
+    ]
+    return lines

@@ -15,12 +15,11 @@ import torch
 
 from fxrl.config import Config
 from fxrl.engines.vllm.options import VllmOptions
-from fxrl.models.errors import ModelError
+from fxrl.models.hf import ModelError
 from fxrl.models.load import Source, resolve
 from fxrl.models.tiny import parse_tiny
 from fxrl.rl.config.binding import REST, Table, above, at_least, regular_expression, within
-from fxrl.rl.config.named import loss_problems, optimizer_problems
-from fxrl.rl.data.rewards import reward_problems
+from fxrl.rl.config.named import loss_problems, optimizer_problems, reward_problems
 
 Positive = Annotated[int, at_least(1)]
 Count = Annotated[int, at_least(0)]

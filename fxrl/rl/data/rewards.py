@@ -18,39 +18,82 @@ import asyncio
 import functools
 import inspect
 import math
-import re
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
-from fxrl.errors import ConfigError
-from fxrl.rl.config.binding import nearest
-from fxrl.rl.config.named import keywords_of, load_function, wrong_keywords
-from fxrl.rl.data.limits import Background, TimeLimitError, call_with_limit
+from fxrl.losses.options import accepted
+from fxrl.losses.registry import load_function
+from fxrl.rl.builtin_rewards import BUILT_IN, RewardFunction, ScoreAnswer
+from fxrl.rl.config.tables import RewardConfig
 from fxrl.rl.errors import RewardError
-from fxrl.rl.types import Row
 
-if TYPE_CHECKING:
-    from fxrl.rl.config.tables import RewardConfig
-
-RewardFunction = Callable[..., Any]
-GRACE_S = 1.0
-"""An async function gets so long to be cancelled before its thread is given up."""
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class CallRules:
-    """What is done about a function that raises or hangs.
+class TimeLimitError(Exception):
+    """The call has not come back; ``stack`` says where it hangs."""
 
-    Attributes:
-        timeout_s: seconds of one call; ``None`` waits for ever.
-        retries: further calls after one that failed.
-        on_error: ``stop`` the run, or ``skip``: this function has no value for these completions.
+    def __init__(self, seconds: float, stack: str) -> None:
+        super().__init__(f"did not come back within {seconds:g} s")
+        self.stack = stack
+
+
+class Background(Generic[T]):
+    """A call that runs in a thread of its own.
+
+    The thread is a daemon: nothing can end a hanging call from outside, and it must not keep the
+    process from ending. (``concurrent.futures`` joins its threads at exit.)
     """
 
-    timeout_s: float | None = None
-    retries: int = 0
-    on_error: Literal["stop", "skip"] = "stop"
+    def __init__(self, function: Callable[[], T], name: str) -> None:
+        self._function = function
+        self._value: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value.append(self._function())
+        # Whatever it is, it belongs to whoever asks for the result.
+        except BaseException as error:
+            self._error = error
+
+    def result(self, seconds: float | None = None) -> T:
+        """What the function returned; what it raised is raised here.
+
+        Raises:
+            TimeLimitError: it has not come back after ``seconds``.
+        """
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            assert seconds is not None
+            raise TimeLimitError(seconds, self._stack())
+        if self._error is not None:
+            raise self._error
+        return self._value[0]
+
+    def _stack(self) -> str:
+        frames = sys._current_frames()
+        frame = frames.get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
+
+
+def call_with_limit(function: Callable[[], T], seconds: float | None, name: str) -> T:
+    """``function()``, in this thread where there is no limit.
+
+    Raises:
+        TimeLimitError: it has not come back after ``seconds``.
+    """
+    return function() if seconds is None else Background(function, name).result(seconds)
+
+
+GRACE_S = 1.0
+"""An async function gets so long to be cancelled before its thread is given up."""
 
 
 class CallFailed(RewardError):
@@ -65,16 +108,20 @@ class Reward:
         name: as in metric keys ``rewards/<name>/mean``.
         function: TRL's signature; may be async.
         weight: of its value in the total.
-        rules: time limit, retries.
         per_group: it may be called for each prompt's completions by themselves.
+        timeout_s: seconds of one call; ``None`` waits for ever.
+        retries: further calls after one that raised or hung.
+        on_error: then ``stop`` the run, or ``skip``: these completions get no value from it.
         failures: what was skipped, in words; the loop empties it.
     """
 
     name: str
     function: RewardFunction
     weight: float
-    rules: CallRules = CallRules()
     per_group: bool = False
+    timeout_s: float | None = None
+    retries: int = 0
+    on_error: Literal["stop", "skip"] = "stop"
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -90,7 +137,7 @@ class Reward:
             RewardError: the function raised or hung (after all retries, and where that stops the
                 run), or returned something else.
         """
-        tries = self.rules.retries + 1
+        tries = self.retries + 1
         for left in reversed(range(tries)):
             try:
                 return self._once(num, arguments)
@@ -98,15 +145,15 @@ class Reward:
                 if left:
                     continue
                 after = f" ({tries} times)" if tries > 1 else ""
-                if self.rules.on_error == "stop":
+                if self.on_error == "stop":
                     raise RewardError(f"{error}{after}") from error.__cause__
                 self.failures.append(f"{error}{after}; {num} completions get no value from it")
         return [None] * num
 
     def _once(self, num: int, arguments: Mapping[str, Any]) -> list[float | None]:
-        known = keywords_of(self.function)
+        known = accepted(self.function)
         given = {k: v for k, v in arguments.items() if known is None or k in known}
-        limit = self.rules.timeout_s
+        limit = self.timeout_s
         outer = None if limit is None else limit + (GRACE_S if self.is_async else 0.0)
 
         def call() -> Any:
@@ -183,16 +230,8 @@ def _checked(name: str, values: Any, num: int) -> list[float | None]:
     return checked
 
 
-ScoreAnswer = Callable[[str, Row], float]
-
-
 def combine(values: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
-    """Weighted sum over functions for each completion; NaN where every function said ``None``.
-
-    Args:
-        values: [functions][completions].
-        weights: [functions].
-    """
+    """[functions][completions] summed by weight; NaN where every function said ``None``."""
     totals = []
     for row in zip(*values, strict=True):
         said = [w * value for w, value in zip(weights, row, strict=True) if value is not None]
@@ -200,108 +239,9 @@ def combine(values: Sequence[Sequence[float | None]], weights: Sequence[float]) 
     return totals
 
 
-def completion_text(completion: Any) -> str:
-    """The text of a completion, conversational or not."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
-
-
-def _answers(completions: Sequence[Any], extract: str | None) -> list[str]:
-    answers = []
-    for completion in completions:
-        text = completion_text(completion).strip()
-        found = list(re.finditer(extract, text)) if extract else []
-        answers.append((found[-1][found[-1].re.groups and 1] or "") if found else text)
-    return answers
-
-
-def exact(*, extract: str | None, answer: str) -> RewardFunction:
-    """1 where the extracted answer equals the column ``answer`` as text, else 0."""
-
-    def exact(completions: Sequence[Any], **columns: Any) -> list[float]:
-        if answer not in columns:
-            raise RewardError(f"no column {answer!r}; name it by data.answer")
-        right = (str(value).strip() for value in columns[answer])
-        given = _answers(completions, extract)
-        return [float(a == b) for a, b in zip(given, right, strict=True)]
-
-    return exact
-
-
-def reasoning_gym(*, extract: str | None, score: ScoreAnswer | None) -> RewardFunction:
-    """The task's own ``score_answer`` of the extracted answer, in [0, 1]."""
-    if score is None:
-        raise ConfigError("reward 'reasoning_gym' needs data.reasoning_gym; use 'exact' here")
-
-    def reasoning_gym(completions: Sequence[Any], rows: Sequence[Row], **_: Any) -> list[float]:
-        given = _answers(completions, extract)
-        return [score(a, row) for a, row in zip(given, rows, strict=True)]
-
-    return reasoning_gym
-
-
-def length(*, target: int = 16) -> RewardFunction:
-    """1 at ``target`` tokens, falling linearly to 0 at 0 and at twice as many."""
-
-    def length(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        return [max(0.0, 1.0 - abs(len(ids) - target) / target) for ids in completion_ids]
-
-    return length
-
-
-def regex(*, pattern: str) -> RewardFunction:
-    """1 where ``pattern`` matches the whole completion (spaces at its ends aside), else 0."""
-    compiled = re.compile(pattern, re.DOTALL)
-
-    def regex(completions: Sequence[Any], **_: Any) -> list[float]:
-        return [float(bool(compiled.fullmatch(completion_text(c).strip()))) for c in completions]
-
-    return regex
-
-
-BUILT_IN: Mapping[str, Callable[..., RewardFunction]] = {
-    "exact": exact,
-    "reasoning_gym": reasoning_gym,
-    "length": length,
-    "regex": regex,
-}
-_OURS = ("extract", "answer", "score")  # given by the run, not by [reward.params]
-
-
-def reward_problems(functions: Sequence[str], params: Mapping[str, Any]) -> list[str]:
-    """One line per name that is no reward and per wrong keyword; imports the user's modules."""
-    lines = []
-    for name in functions:
-        if name in BUILT_IN:
-            keywords = params.get(name, {})
-            if not isinstance(keywords, Mapping):
-                lines.append(f"params.{name}={keywords!r} is not a table")
-                continue
-            wrong = wrong_keywords(BUILT_IN[name], keywords, besides=_OURS)
-            lines += [f"params.{name}.{line}" for line in wrong]
-        elif ":" in name:
-            try:
-                load_function(name)
-            except ConfigError as error:
-                lines.append(f"functions: {error}")
-        else:
-            near = nearest(name, tuple(BUILT_IN))
-            hint = f"; did you mean {near}?" if near else f" ({', '.join(BUILT_IN)})"
-            lines.append(f"functions: {name!r} is neither built in{hint} nor module:function")
-    for name in params:
-        if name not in functions:
-            lines.append(f"params.{name}: no such entry in functions")
-    return lines
-
-
 def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) -> list[Reward]:
-    """The run's rewards; keywords of a ``module:function`` reach it as further columns.
-
-    Args:
-        config: ``[reward]``.
-        answer: column with the right answer.
-        score: reasoning-gym's judge, if the questions are its.
-    """
-    rules = CallRules(config.timeout_s, config.retries, config.on_error)
+    """The run's rewards; keywords of a ``module:function`` reach it as further columns."""
+    rules = (config.timeout_s, config.retries, config.on_error)
     ours = {"extract": config.extract, "answer": answer, "score": score}
     rewards: list[Reward] = []
     weights = config.weights or [1.0] * len(config.functions)
@@ -309,13 +249,13 @@ def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) 
         keywords = dict(config.params.get(name, {}))
         if name in BUILT_IN:
             factory = BUILT_IN[name]
-            takes = keywords_of(factory) or ()
+            takes = accepted(factory) or ()
             function = factory(**{k: v for k, v in ours.items() if k in takes}, **keywords)
-            rewards.append(Reward(name, function, weight, rules, per_group=True))
+            rewards.append(Reward(name, function, weight, True, *rules))
         else:
             function = functools.partial(load_function(name), **keywords)
             short = name.partition(":")[2]
             taken = short in {reward.name for reward in rewards}
             label = name if taken else short
-            rewards.append(Reward(label, function, weight, rules, config.per_group))
+            rewards.append(Reward(label, function, weight, config.per_group, *rules))
     return rewards

@@ -105,13 +105,7 @@ def make_batches(
 
 
 class _Flat:
-    """All rows of a step behind each other, on the device.
-
-    Args:
-        rows: N completions, in the order in which ``cut`` takes them.
-        advantages: [N].
-        device, dtype: of what ``cut`` gives.
-    """
+    """All rows of a step behind each other, on the device, in the order of the cuts."""
 
     def __init__(
         self,
@@ -189,13 +183,7 @@ NORMALIZED_BY = {"dapo": "update", "cispo": "update", "bnpo": "tokens"}
 def micro_batch_weights(
     normalize: str, name: str, batches: Sequence[Batch]
 ) -> tuple[list[float], list[float]]:
-    """What each micro-batch's loss is multiplied by, and its share of the completion tokens.
-
-    Args:
-        normalize: ``auto``, ``update``, ``sequences`` or ``tokens``.
-        name: of the loss, for ``auto``.
-        batches: all micro-batches of the step.
-    """
+    """What each micro-batch's loss is multiplied by, and its share of the completion tokens."""
     rows = [batch["input_ids"].shape[0] for batch in batches]
     counts = torch.stack([batch["completion_mask"].sum() for batch in batches])
     tokens: list[float] = counts.tolist()  # one wait for the device, not one a batch

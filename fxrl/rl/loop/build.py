@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxrl import optimize
 from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
+from fxrl.losses import completion_logits, token_stats
 from fxrl.models import load_model, lora
 from fxrl.models.load import model_folder
 from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import TrainConfig
-from fxrl.rl.data.prompts import PromptBuilder, question_text
-from fxrl.rl.data.questions import PromptStream, Source, Split, read_source, split_rows
+from fxrl.rl.data.questions import (
+    PromptBuilder,
+    PromptStream,
+    Source,
+    Split,
+    question_text,
+    read_source,
+    split_rows,
+)
 from fxrl.rl.data.rewards import Reward, build_rewards
 from fxrl.rl.drift import loss_measures
 from fxrl.rl.errors import BadConfigError
-from fxrl.rl.loop.scoring import Scorer, reference
 from fxrl.rl.loop.updater import Updater, build_optimizer, build_schedule
 from fxrl.rl.report.progress import Reporter, Stage
 from fxrl.rl.rollout.rollouter import Rollouter
@@ -34,13 +43,7 @@ from fxrl.rl.types import Batch
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What needs no model: rows, their split and the rewards.
-
-    Attributes:
-        source: all rows.
-        split: train, held out, few-shot.
-        rewards: the reward functions.
-    """
+    """What needs no model: rows, their split and the rewards."""
 
     source: Source
     split: Split
@@ -52,16 +55,10 @@ class RunParts:
     """A run's parts, ready for the loop.
 
     Attributes:
-        model: with its adapter, in train mode.
-        tokenizer: the model's.
-        engine: rollouts.
-        rollouter: generates and judges.
-        stream: order of the training rows.
         updater: makes the updates; ``updater.step`` is the train step.
         old_policy: scores completions before the first of several updates; else ``None``.
         reference: scores them under the reference policy; ``None`` without a KL.
         probe: scores some of them for the drift, where the loss does not measure it.
-        stage: says what is being done.
     """
 
     model: nn.Module
@@ -282,3 +279,62 @@ def with_autocast(
 
 def _plain(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[[Batch], Any]:
     return functools.partial(loss_fn, model)
+
+
+Optimize = Callable[[nn.Module, Callable[[nn.Module, Any], Any]], Callable[[Batch], Any]]
+"""``fxrl.optimize`` with its configuration bound, or its plain twin."""
+
+
+class Scorer:
+    """``scorer(batch) -> [B, C]`` log-probabilities without gradient.
+
+    Args:
+        context: entered around each call, such as PEFT's ``disable_adapter``.
+        wrap: around the loss, such as autocast.
+
+    NOTE [One step per state of the adapter]
+    The reference and the policy each have a step of their own, captured in the state it is always
+    called in. One step for both would have to be captured anew whenever the adapter is switched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimize: Optimize,
+        temperature: float,
+        *,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    ) -> None:
+        def logps(model: nn.Module, batch: Batch) -> Tensor:
+            num = batch["completion_mask"].shape[1]
+            logits, _ = completion_logits(model, batch, num)
+            tokens = batch["input_ids"][:, -num:]
+            return token_stats(logits, tokens, temperature=temperature).logps
+
+        self.model, self.context = model, context
+        self.step = optimize(model, wrap(logps))
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Log-probabilities in eval mode: dropout is no part of a policy."""
+        keep = ("input_ids", "right_padded", "completion_mask")
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.context():
+                found: Tensor = self.step({name: batch[name] for name in keep})
+        finally:
+            self.model.train(training)
+        return found
+
+
+def reference(
+    model: nn.Module,
+) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
+    """The reference policy: ``model`` with its adapter switched off, else a frozen copy."""
+    if hasattr(model, "disable_adapter"):
+        switch: Any = model.disable_adapter
+        return model, switch
+    frozen = copy.deepcopy(model)
+    frozen.requires_grad_(False)
+    return frozen, nullcontext

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxrl.models.hf import optional
+from fxrl.errors import optional
 from fxrl.rl.config.load import differences
 from fxrl.rl.errors import CheckpointError, StorageError
 from fxrl.rl.report.files import why
@@ -92,15 +92,6 @@ def save_checkpoint(
 ) -> Path:
     """Writes a checkpoint, then deletes all but the newest ``keep``.
 
-    Args:
-        run_dir: of the run.
-        step: steps done.
-        model: its trainable parameters are saved.
-        optimizer: state dicts.
-        state: random states.
-        trainer: JSON values.
-        keep: how many to keep.
-
     Raises:
         StorageError: it could not be written; older checkpoints are untouched.
     """
@@ -142,7 +133,6 @@ def find_checkpoint(run_dir: Path, resume: str | bool) -> Path | None:
     """The folder to resume from: the newest of ``run_dir``, or the one named.
 
     Args:
-        run_dir: of the run.
         resume: ``True`` or an empty text for the newest; else a checkpoint or a run's folder.
 
     Returns:

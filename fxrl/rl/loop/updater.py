@@ -65,15 +65,10 @@ class Updater:
     Attributes:
         step: ``fxrl.optimize``'s result, or a plain loss: ``step(batch)`` gives the loss, or the
             loss and its metrics.
-        parameters: those that are trained.
-        optimizer: over ``parameters``.
         schedule: moved on after each update that was not skipped.
-        loss: says how micro-batches weigh.
         max_grad_norm: gradients are scaled down to this norm; ``None`` leaves them.
         max_nonfinite: skipped updates in a row that stop the run.
         run_dir: gets the batch that stopped the run.
-        num_skipped: updates skipped in this run.
-        num_skipped_in_a_row: up to now.
     """
 
     step: Callable[[Batch], Any]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fxrl.models.hf import optional
+from fxrl.errors import optional
 from fxrl.rl.errors import StorageError
 from fxrl.rl.report.progress import jsonable
 
@@ -57,11 +57,6 @@ def keep_trying(
 
     Args:
         action: raises ``OSError`` or ``StorageError`` where the disk refuses.
-        what: is written, for the messages.
-        tell: gets a message before each wait.
-        retries: further tries.
-        wait_s: between them.
-        sleep: how to wait.
 
     Raises:
         StorageError: also the last try failed.
@@ -87,11 +82,8 @@ class JsonLines:
     holds a part of a line.
 
     Args:
-        path: the file.
         keep_until: lines whose ``step`` is larger go first (0 empties the file): what a run wrote
             after its last checkpoint is written again when it resumes.
-        revise: what each kept line becomes.
-        tell: hears of lines that have to wait.
     """
 
     def __init__(

@@ -7,18 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fxrl.models.hf import optional
+from fxrl.errors import optional
 from fxrl.rl.report.timing import PHASES
 
 
 def plot_curves(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
-    """Reward with the groups' spread, its running mean and held-out accuracy; below, length and KL.
-
-    Args:
-        records: lines of ``metrics.jsonl``.
-        path: the PNG.
-        title: above the plot.
-    """
+    """Of ``metrics.jsonl``: reward, spread and mean, held-out accuracy; below, length and KL."""
     figure = _figure((8, 6))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     steps, reward = _series(records, "reward")
@@ -51,13 +45,7 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: Path, title: str) ->
 
 
 def plot_times(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
-    """Seconds of each step, stacked by phase (``fxrl.rl.report.timing``), with each phase's median.
-
-    Args:
-        records: lines of ``metrics.jsonl``.
-        path: the PNG.
-        title: above the plot.
-    """
+    """Of ``metrics.jsonl``: seconds of each step, stacked by phase, with each phase's median."""
     figure = _figure((8, 4))
     axis = figure.subplots()
     known = [record for record in records if record.get("time/generate") is not None]

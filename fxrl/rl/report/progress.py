@@ -85,12 +85,7 @@ def jsonable(value: Any) -> Any:
 
 
 class Reporter:
-    """How a run tells people what happens; used as a context manager around all of it.
-
-    Args:
-        console: where to.
-        clock: seconds.
-    """
+    """How a run tells people what happens; used as a context manager around all of it."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.clock, self.start = console, clock, clock()

@@ -30,11 +30,7 @@ PHASES = ("generate", "reward", "release", "score", "train", "wake", "sync", "ot
 
 
 class Clock:
-    """Seconds by phase of one step.
-
-    Args:
-        device: waited for at the end of each phase.
-    """
+    """Seconds by phase of one step; ``device`` is waited for at the end of each."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -6,15 +6,23 @@ forward and a backward pass and move nothing (but a KL term). ``drop`` leaves su
 ``refill`` draws further prompts in their place (DAPO, arXiv:2503.14476), at most ``max_refills``
 rounds. The loss then is a mean over the groups that are left. Rewards and lengths are reported over
 all completions that were drawn, so that they still describe the policy.
+
+NOTE [What overlaps]
+As soon as all completions of a prompt are there, a thread decodes them and calls the rewards that
+judge each completion by itself (``Reward.per_group``). The others get the whole step at its end,
+as TRL calls them, because they may compare completions of different prompts. Which thread calls a
+function, and when, changes no value. Waiting (a sandbox, a server) is hidden behind generation;
+Python's own work is not, it shares the interpreter with the engine.
 """
 
 from __future__ import annotations
 
 import math
+import queue
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -23,16 +31,117 @@ from fxrl.engines import Completion, Engine, GenerateTimeoutError, SamplingParam
 from fxrl.engines.engine import OnFinished
 from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
 from fxrl.rl.config.tables import SamplingConfig, TrainConfig
-from fxrl.rl.data.prompts import Prompt, PromptBuilder
-from fxrl.rl.data.questions import majority_baseline
-from fxrl.rl.data.rewards import Reward, combine
+from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
+from fxrl.rl.data.rewards import Background, Reward, call_all, combine
 from fxrl.rl.report.progress import Say, Stage, silent
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.rollout.judge import Judge, TrainerState
 from fxrl.rl.types import Metrics, Rollout, Row
 
 ENGINE_SYNC = ("fold", "restore", "sync")
 """Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""
+
+
+Values = list[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What reward functions may read of the run, under TRL's names (``trainer_state``)."""
+
+    global_step: int
+    max_steps: int
+    epoch: float
+
+
+class Judge:
+    """Judges the completions of one generation call."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        prompts: Sequence[Prompt],
+        rewards: Sequence[Reward],
+        tokenizer: Any,
+        state: TrainerState,
+    ) -> None:
+        self.rows, self.prompts, self.rewards = rows, prompts, rewards
+        self.tokenizer, self.state = tokenizer, state
+        self._queue: queue.SimpleQueue[tuple[int, Sequence[Completion]] | None]
+        self._queue = queue.SimpleQueue()
+        self._seen: set[int] = set()
+        self._texts: dict[int, list[str]] = {}
+        self._values: dict[int, dict[str, Values]] = {}
+        self._worker = Background(self._work, "rewards")
+
+    def finished(self, prompt: int, group: Sequence[Completion]) -> None:
+        """Takes all completions of prompt number ``prompt``; returns at once."""
+        self._seen.add(prompt)
+        self._queue.put((prompt, group))
+
+    def abandon(self) -> None:
+        """Ends the thread after what it is at; for a generation call that failed."""
+        self._queue.put(None)
+
+    def verdict(
+        self, groups: Sequence[Sequence[Completion]]
+    ) -> tuple[list[str], dict[str, Values]]:
+        """Texts and each function's values, one entry per completion; waits for the rest.
+
+        Raises:
+            RewardError: a function failed.
+        """
+        for prompt, group in enumerate(groups):
+            if prompt not in self._seen:
+                self.finished(prompt, group)
+        self._queue.put(None)
+        self._worker.result()
+        order = range(len(groups))
+        texts = [text for prompt in order for text in self._texts[prompt]]
+        early = {
+            name: [value for prompt in order for value in self._values[prompt][name]]
+            for name in (reward.name for reward in self.rewards if reward.per_group)
+        }
+        late = [reward for reward in self.rewards if not reward.per_group]
+        counts = [len(group) for group in groups]
+        if late:
+            completions = [completion for group in groups for completion in group]
+            early |= call_all(late, len(texts), self._arguments(order, counts, texts, completions))
+        return texts, {reward.name: early[reward.name] for reward in self.rewards}
+
+    def _work(self) -> None:
+        early = [reward for reward in self.rewards if reward.per_group]
+        while (item := self._queue.get()) is not None:
+            prompt, group = item
+            ids = [list(completion.token_ids) for completion in group]
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            self._texts[prompt] = texts
+            arguments = self._arguments([prompt], [len(group)], texts, group)
+            self._values[prompt] = call_all(early, len(group), arguments)
+
+    def _arguments(
+        self,
+        prompts: Sequence[int],
+        counts: Sequence[int],
+        texts: Sequence[str],
+        completions: Sequence[Completion],
+    ) -> Mapping[str, Any]:
+        """TRL's arguments for the completions of the given prompts."""
+        each = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
+        each_row = [self.rows[prompt] for prompt in each]
+        each_prompt = [self.prompts[prompt] for prompt in each]
+        # A column that only some rows have is None in the others, whichever rows are judged.
+        names = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
+        columns = {str(name): [row.get(name) for row in each_row] for name in names}
+        return columns | {
+            "prompts": each_prompt,
+            "completions": [
+                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                for text, prompt in zip(texts, each_prompt, strict=True)
+            ],
+            "completion_ids": [list(c.token_ids) for c in completions],
+            "rows": each_row,
+            "trainer_state": self.state,
+        }
 
 
 class Drawn(NamedTuple):
@@ -54,16 +163,7 @@ class Drawn(NamedTuple):
 
 
 class Rollouter:
-    """Generates and judges completions of dataset rows.
-
-    Args:
-        engine: rollout engine.
-        builder: rows to prompts and tokens.
-        rewards: reward functions.
-        config: of the run.
-        tokenizer: decodes completions.
-        stage: says what is being done.
-    """
+    """Generates and judges completions of dataset rows."""
 
     def __init__(
         self,
@@ -107,16 +207,13 @@ class Rollouter:
         new = {k: v for k, v in self.engine.timings.items() if before.get(k) != v}
         clock.move("generate", "sync", sum(new.get(name, 0.0) for name in ENGINE_SYNC))
         with clock.phase("reward"), self.stage(f"judging: {total} completions"):
-            verdict = judge.verdict(groups)
-        columns = list(verdict.by_function.values())
+            texts, by_function = judge.verdict(groups)
+        columns = list(by_function.values())
         each = zip(
             (completion for group in groups for completion in group),
-            verdict.texts,
+            texts,
             (prompt for prompt in prompts for _ in range(params.n)),
-            (
-                dict(zip(verdict.by_function, row, strict=True))
-                for row in zip(*columns, strict=True)
-            ),
+            (dict(zip(by_function, row, strict=True)) for row in zip(*columns, strict=True)),
             combine(columns, [reward.weight for reward in self.rewards]),
             strict=True,
         )

@@ -182,10 +182,10 @@ def test_what_a_built_engine_has(engine):
 
 
 def test_the_lora_manager_has_what_an_adapter_needs(engine):
-    from fxrl.engines.weights.lora.slots import adapter_manager
+    from fxrl.engines.vllm.handle import adapter_manager
 
     manager = adapter_manager(engine._handle.worker)
-    assert {"modules", "packed_modules", "lora_index_to_id", "model"} <= set(dir(manager))
+    assert {"modules", "packed_modules", "model"} <= set(dir(manager))
     assert manager.lora_config.max_lora_rank == 8
 
 
@@ -193,7 +193,7 @@ def test_a_manager_elsewhere_is_an_error_that_says_so():
     from types import SimpleNamespace
 
     from fxrl.engines import EngineError
-    from fxrl.engines.weights.lora.slots import adapter_manager
+    from fxrl.engines.vllm.handle import adapter_manager
 
     worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=SimpleNamespace()))
     with pytest.raises(EngineError, match="lacks add_adapter, remove_adapter"):

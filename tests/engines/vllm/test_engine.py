@@ -147,7 +147,11 @@ def test_vllms_own_sampling_parameters_pass_through(engine):
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [
-        ({"extra": {"repetition_penality": 1.1}}, VllmOptionError, "nearest: repetition_penalty"),
+        (
+            {"extra": {"repetition_penality": 1.1}},
+            VllmOptionError,
+            "mean 'repetition_penalty'",
+        ),
         ({"extra": {"logprobs": 3}}, VllmOptionError, "'logprobs' is fxrl's own"),
         ({"extra": {"top_k": 3}}, VllmOptionError, "'top_k' is a field of SamplingParams"),
         ({"extra": {"repetition_penalty": -1.0}}, SamplingParamsError, "greater than zero"),
@@ -224,7 +228,7 @@ def test_standby_calls_vllm_in_order_and_the_output_is_the_same(engine, monkeypa
             engine.update_weights(policy_version=99)
     assert calls[2:] == [("wake_up", ["scheduling"])]
     assert engine.generate(random_prompts(11), params) == before
-    events = [entry.event for entry in engine.ledger][-4:]
+    events = [entry.event for entry in engine.ledger.entries()][-4:]
     assert events == ["before release", "release", "wake", "generate"]
     assert "standby frees nothing" in str(engine.ledger)
     assert not engine.ledger.problems
@@ -299,8 +303,8 @@ def test_the_cache_holds_what_can_be_used_and_no_more(engine):
 
 def test_vllm_is_an_engine_and_says_what_it_is(engine):
     assert isinstance(engine, Engine)
-    assert engine.standby_way == "calls only"
-    assert engine.vllm_model.training is False
+    assert engine._standby.way == "calls only"
+    assert engine._handle.model().training is False
 
 
 def test_a_failure_inside_vllm_says_what_is_lost_and_the_engine_stays_refused(checkpoint):

@@ -101,7 +101,7 @@ def draw(folder, options, before):
         engine = VllmEngine(folder, options, eos_token_ids=[2], seed=7)
     except EngineLoadError as error:
         pytest.fail(f"{''.join(traceback.format_exception(error))}\nbefore it was built:\n{found}")
-    weights = watch(engine.vllm_model)
+    weights = watch(engine._handle.model())
     assert len(engine.generate([[5, 6]], SamplingParams(max_tokens=4))) == 1
     engine.close()
     return weights

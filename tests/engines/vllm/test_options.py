@@ -70,7 +70,7 @@ def test_an_option_error_is_both_an_engines_and_a_configurations():
 
 def test_unknown_engine_arguments_name_the_nearest():
     options = VllmOptions(engine_args={"blok_size": 32})
-    with pytest.raises(VllmOptionError, match=r"no 'blok_size'; nearest: block_size"):
+    with pytest.raises(VllmOptionError, match=r"no 'blok_size'; did you mean 'block_size'"):
         arguments(options)
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fxrl.engines.weights.lora.merge import Merge, merge_reference
-from fxrl.engines.weights.lora.sites import lora_sites
+from fxrl.engines.weights.lora.sites import Merge, lora_sites, merge_reference
 from fxrl.engines.weights.share import share
 from fxrl.engines.weights.sync import RouteError, WeightSync
 from fxrl.models import lora

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fxrl.engines import EngineError
-from fxrl.engines.weights.lora.merge import merged_weights
+from fxrl.engines.weights.lora.sites import merged_weights
 from fxrl.engines.weights.sync import RouteError, WeightSync
 from fxrl.models import load_model, lora
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from fxrl.rl.data.limits import Background, TimeLimitError, call_with_limit
+from fxrl.rl.data.rewards import Background, TimeLimitError, call_with_limit
 
 
 def hang(gate):

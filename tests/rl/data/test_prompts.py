@@ -4,7 +4,7 @@ import pytest
 
 from fxrl.models import tiny_tokenizer
 from fxrl.rl.config.tables import DataConfig, Turn
-from fxrl.rl.data.prompts import PromptBuilder, question_text
+from fxrl.rl.data.questions import PromptBuilder, question_text
 from fxrl.rl.errors import DataError
 
 ROW = {"question": "Add: 3 + 4 =", "answer": 7, "metadata": {"expression": "3 + 4"}}

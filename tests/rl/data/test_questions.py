@@ -63,7 +63,7 @@ def test_reasoning_gym_scores_its_own_answers():
 
 @pytest.mark.parametrize(
     ("name", "params", "words"),
-    [("chain_sun", {}, "did you mean chain_sum?"), ("gcd", {"min_numbrs": 2}, "refuses them")],
+    [("chain_sun", {}, "did you mean 'chain_sum'?"), ("gcd", {"min_numbrs": 2}, "refuses them")],
 )
 def test_reasoning_gym_mistakes(name, params, words):
     pytest.importorskip("reasoning_gym")

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from fxrl.rl.data.rewards import CallRules, Reward, call_all
+from fxrl.rl.data.rewards import Reward, call_all
 from fxrl.rl.errors import RewardError
 
 
 def reward(function, **rules):
-    return Reward("mine", function, 1.0, CallRules(**rules))
+    return Reward("mine", function, 1.0, **rules)
 
 
 class Flaky:
@@ -100,7 +100,7 @@ def test_async_functions_wait_together():
         await asyncio.to_thread(meeting.wait, 10)
         return [1.0] * len(completions)
 
-    rewards = [Reward(name, meets, 1.0, CallRules(timeout_s=15)) for name in ("a", "b")]
+    rewards = [Reward(name, meets, 1.0, timeout_s=15) for name in ("a", "b")]
     rewards.insert(1, Reward("c", lambda completions: [2.0] * len(completions), 1.0))
     found = call_all(rewards, 2, {"completions": "xy"})
     assert list(found) == ["a", "c", "b"], "in the order of the configuration"

@@ -11,8 +11,7 @@ from fxrl.engines import Completion
 from fxrl.rl.config.load import load_config
 from fxrl.rl.data.rewards import Reward
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.rollout.judge import TrainerState
-from fxrl.rl.rollout.rollouter import Rollouter
+from fxrl.rl.rollout.rollouter import Rollouter, TrainerState
 from fxrl.rl.train import main
 
 

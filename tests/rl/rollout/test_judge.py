@@ -8,7 +8,7 @@ from fxrl.engines import Completion
 from fxrl.models import tiny_tokenizer
 from fxrl.rl.data.rewards import Reward
 from fxrl.rl.errors import RewardError
-from fxrl.rl.rollout.judge import Judge, TrainerState
+from fxrl.rl.rollout.rollouter import Judge, TrainerState
 
 ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2", "level": 3}]
 STATE = TrainerState(1, 2, 0.5)
@@ -50,10 +50,10 @@ def judged(early, late, finish=()):
 @pytest.mark.parametrize("finish", [(), (1,), (1, 0)], ids=["at the end", "one early", "both"])
 def test_values_are_in_order_whenever_they_were_made(finish):
     early, late = Spy(), Spy()
-    verdict = judged(early, late, finish)
-    assert verdict.texts == ["ones", "one", "threes", "three"]
-    assert list(verdict.by_function) == ["late", "early"]
-    assert verdict.by_function["early"] == verdict.by_function["late"] == [4.0, 3.0, 6.0, 5.0]
+    texts, by_function = judged(early, late, finish)
+    assert texts == ["ones", "one", "threes", "three"]
+    assert list(by_function) == ["late", "early"]
+    assert by_function["early"] == by_function["late"] == [4.0, 3.0, 6.0, 5.0]
     [(thread, completions, prompts, rest)] = late.calls  # once, with everything
     assert thread is threading.main_thread()
     assert completions[:2] == ["ones", "one"]
@@ -82,7 +82,7 @@ def test_a_reward_runs_while_others_are_drawn():
     )
     judge.finished(0, GROUPS[0])
     assert called.wait(5), "before the second prompt has finished"
-    assert judge.verdict(GROUPS).by_function["early"] == [0.0] * 4
+    assert judge.verdict(GROUPS)[1]["early"] == [0.0] * 4
 
 
 def test_a_reward_that_raises_early_is_told_at_the_end():

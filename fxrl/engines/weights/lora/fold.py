@@ -34,14 +34,14 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
-from fxrl.engines.weights.checksum import BitSums
-from fxrl.engines.weights.lora.merge import Merge, merge_all
 from fxrl.engines.weights.lora.sites import (
     AdapterError,
+    Merge,
     active_sites,
     adapted_layers,
     check_storages,
     lora_sites,
+    merge_all,
 )
 
 # By layer, so that it is found through every wrapper of the model: folded, or why it is lost.
@@ -241,6 +241,55 @@ def _configs(model: nn.Module) -> list[tuple[str, Any]]:
     return list(getattr(model, "peft_config", {}).items())
 
 
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class BitSums:
+    """An exact checksum for each of a fixed list of tensors, computed where they are.
+
+    NOTE [Why a sum of integers]
+    A sum of floats depends on the order of the reduction; a sum of the bits read as integers,
+    modulo 2^64, does not. Each row's sum is weighted by an odd number of its own, so rows that
+    changed places are seen too, and so is a changed row (an odd factor is invertible) unless its
+    words sum to the same. It is a check against mistakes, not against an adversary.
+    Around every rollout the same 200 weights are summed twice, so what can be is prepared once: a
+    measurement is one kernel a weight (one read at memory bandwidth) and three in all.
+
+    Args:
+        tensors: contiguous, not empty, on one device; their dim 0 is the rows.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._words = [_words(tensor) for tensor in tensors]
+        rows = [words.shape[0] for words in self._words]
+        device = tensors[0].device
+        generator = torch.Generator().manual_seed(0x5EED)
+        factors = torch.randint(-(2**62), 2**62, (sum(rows),), generator=generator) * 2 + 1
+        self._factors = factors.to(device)
+        owners = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
+        self._owners = owners.to(device)
+        self._sums = torch.empty_like(self._factors)
+        self._parts = torch.split(self._sums, rows)
+
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        """int64 [number of tensors], on the device; launches kernels and waits for nothing."""
+        for words, part in zip(self._words, self._parts, strict=True):
+            torch.sum(words, dim=1, dtype=torch.int64, out=part)
+        total = self._sums.new_zeros(len(self._words))
+        return total.index_add_(0, self._owners, self._sums.mul_(self._factors))
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bytes as a matrix [rows, words] of the widest words that fit."""
+    assert tensor.is_contiguous(), "the sum reads the storage in order"
+    matrix = tensor.detach().reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
+    row_bytes = matrix.shape[1] * matrix.element_size()
+    start = matrix.storage_offset() * matrix.element_size()
+    word = next(w for w in _WORDS if row_bytes % w.itemsize == 0 and start % w.itemsize == 0)
+    return matrix.view(word)
+
+
 Place = Literal["device", "host"]
 WantedPlace = Literal["auto", "device", "host"]
 
@@ -256,13 +305,7 @@ class BackupError(EngineError):
 
 
 class WeightBackup:
-    """Keeps the bytes of a fixed list of weights where there is room.
-
-    Args:
-        tensors: contiguous, on one device.
-        wanted: ``"device"``, ``"host"``, or ``"auto"``: the device where it has the room at the
-            time of ``save``, else the host.
-    """
+    """Keeps the bytes of a fixed list of weights where there is room."""
 
     def __init__(self, tensors: Sequence[Tensor], wanted: WantedPlace) -> None:
         if wanted not in get_args(WantedPlace):
@@ -358,9 +401,10 @@ class HostBackup:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         pinned = tensors[0].is_cuda
-        sizes = [tensor.nbytes for tensor in tensors]
+        total = sum(tensor.nbytes for tensor in tensors)
         blocks = [
-            torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in _blocks(sum(sizes))
+            torch.empty(min(_BLOCK_BYTES, total - at), dtype=torch.uint8, pin_memory=pinned)
+            for at in range(0, total, _BLOCK_BYTES)
         ]
         self._pairs: list[tuple[Tensor, Tensor]] = []
         block = at = 0
@@ -383,11 +427,6 @@ class HostBackup:
         """Writes the saved bytes back; waits for nothing."""
         for tensor, copy in self._pairs:
             tensor.copy_(copy, non_blocking=True)
-
-
-def _blocks(total: int) -> list[int]:
-    full, rest = divmod(total, _BLOCK_BYTES)
-    return [_BLOCK_BYTES] * full + ([rest] if rest else [])
 
 
 def free_device_bytes(device: torch.device) -> int | None:

@@ -1,17 +1,32 @@
-"""Where a PEFT model has LoRA, and whether W + scaling * B A says all that the adapter does.
+"""Where a PEFT model has LoRA, whether W + scaling * B A says all of it, and the merge of both.
 
 Both ways of handing an adapter to the engine (folding it into the weights, or writing it into
 vLLM's slots) need the same: per module one A, one B and one factor. Everything that PEFT can do
 beside that is refused here by name, because a rollout that leaves a part of the policy out is
 wrong without any sign of it.
+
+NOTE [Why the factors are split and not the kernel written]
+A GEMM with an accumulator (``addmm_``) already does what is wanted in one pass: read W, add the
+float32 accumulator of B A, round, write W; no float32 delta lies in memory. It wants factors
+of W's dtype, but the trainer keeps A and B in float32. A float32 number is the sum of two bf16
+numbers to 2^-17 (x = high + low), so B A = B_h A_h + B_l A_h + B_h A_l is one bf16 GEMM of three
+times the rank, [B_h B_l B_h] [A_h; A_h; A_l]. The product left out, B_l A_l, is 2^-18 of B A, while
+W' itself is rounded to 2^-8. At rank 32 this GEMM is still bound by the bytes of W.
+cuBLAS promises a float32 accumulator, not that the product meets W before it is rounded: on an H200
+the product is rounded to W's dtype first. 9 to 12 % of the entries (for usual factors) are then not
+the exact sum's nearest, off by at most half a unit in the product's last place and half one in the
+sum's. The restore brings back every bit in any case.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
@@ -206,3 +221,175 @@ def _check_owners(model: nn.Module, sites: Sequence[LoraSite]) -> None:
             )
         if end > reach:
             reach, last, last_owner = end, name, owner
+
+
+# Factors that are split at a time; about 14 bytes of scratch each, at most 230 MB.
+_SCRATCH_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True, eq=False)
+class Merge:
+    """One weight to fold into.
+
+    Attributes:
+        weight: [out, in] (or [in, out] where ``is_transposed``), overwritten.
+        factors: not empty.
+    """
+
+    weight: Tensor
+    factors: tuple[Factors, ...]
+    is_transposed: bool = False
+
+
+@torch.no_grad()
+def merge_reference(merge: Merge) -> None:
+    """The definition: the delta in float32 (float64 for a float64 weight), one rounding."""
+    wide = torch.promote_types(merge.weight.dtype, torch.float32)
+    total = merge.weight.to(wide)
+    with torch.autocast(merge.weight.device.type, enabled=False):
+        for pair in merge.factors:
+            delta = pair.scaling * (pair.b.to(wide) @ pair.a.to(wide))
+            total = total + (delta.t() if merge.is_transposed else delta)
+    merge.weight.copy_(total)
+
+
+@torch.no_grad()
+def merge_all(merges: Sequence[Merge], *, by_gemm: bool | None = None) -> None:
+    """``merge_reference`` for each, or one GEMM each (NOTE at the top).
+
+    Args:
+        merges: weights that do not overlap.
+        by_gemm: for half-precision weights; ``None`` is on a GPU only.
+    """
+    split: dict[tuple[object, ...], list[Merge]] = defaultdict(list)
+    for merge in merges:
+        wanted = merge.weight.is_cuda if by_gemm is None else by_gemm
+        if not wanted or merge.weight.dtype.itemsize != 2:
+            merge_reference(merge)
+        elif _is_ready(merge):
+            only = merge.factors[0]
+            _accumulate(merge, only.b, only.a, only.scaling)
+        else:
+            split[_shape_key(merge)].append(merge)
+    for group in split.values():
+        elements = sum(f.a.numel() + f.b.numel() for f in group[0].factors)
+        step = max(1, _SCRATCH_ELEMENTS // elements)
+        for start in range(0, len(group), step):
+            _merge_split(group[start : start + step])
+
+
+def _is_ready(merge: Merge) -> bool:
+    """One pair of the weight's own dtype; several would round once each."""
+    only, *others = merge.factors
+    return not others and only.a.dtype == only.b.dtype == merge.weight.dtype
+
+
+def _shape_key(merge: Merge) -> tuple[object, ...]:
+    shapes = tuple((f.a.shape, f.b.shape) for f in merge.factors)
+    return (merge.weight.dtype, merge.weight.device, shapes)
+
+
+def _merge_split(group: Sequence[Merge]) -> None:
+    """Weights of one shape; their factors are split together, in a handful of kernels."""
+    dtype = group[0].weight.dtype
+    pairs = range(len(group[0].factors))
+    scalings = [[m.factors[i].scaling for i in pairs] for m in group]
+    # The factor is applied to the accumulator in float32; several pairs need it on B already.
+    shared = {s for row in scalings for s in row}
+    alpha = shared.pop() if len(shared) == 1 else None
+    left, right = [], []
+    for i in pairs:
+        b = torch.stack([m.factors[i].b for m in group]).float()
+        a = torch.stack([m.factors[i].a for m in group]).float()
+        if alpha is None:
+            b = b * b.new_tensor([row[i] for row in scalings])[:, None, None]
+        (b_high, b_low), (a_high, a_low) = _split(b, dtype), _split(a, dtype)
+        left += [b_high, b_low, b_high]
+        right += [a_high, a_high, a_low]
+    lefts, rights = torch.cat(left, dim=2), torch.cat(right, dim=1)
+    for merge, b, a in zip(group, lefts, rights, strict=True):
+        _accumulate(merge, b, a, 1.0 if alpha is None else alpha)
+
+
+def _split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    high = value.to(dtype)
+    return high, (value - high).to(dtype)
+
+
+def _accumulate(merge: Merge, b: Tensor, a: Tensor, alpha: float) -> None:
+    with torch.autocast(merge.weight.device.type, enabled=False):
+        if merge.is_transposed:
+            merge.weight.addmm_(a.t(), b.t(), alpha=alpha)
+        else:
+            merge.weight.addmm_(b, a, alpha=alpha)
+
+
+def why_not_mergeable(model: nn.Module) -> str:
+    """Empty, or the first thing that PEFT trains beside W + delta W."""
+    for site in adapted_layers(model):
+        if not hasattr(site.layer, "merge"):
+            kind = type(site.layer).__name__
+            return f"{site.name}: {kind} trains the module itself and cannot be merged"
+        if site.layer.merged:
+            return f"{site.name}: its adapter is merged already; unmerge it first"
+    return ""
+
+
+@torch.no_grad()
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers by checkpoint names, one at a time.
+
+    Plain LoRA is merged in float32 with one rounding; anything else of PEFT's (DoRA, LoHa, ...) by
+    PEFT's own code, on a copy of the layer. A tied weight is given once, by its first name.
+
+    Raises:
+        AdapterError: see ``why_not_mergeable``.
+    """
+    if reason := why_not_mergeable(model):
+        raise AdapterError(f"lora: {reason}; leave it out of the adapter, or share the weights")
+    layers = {site.name: site for site in adapted_layers(model)}
+    plain = _plain(model)
+    merged: dict[str, dict[str, Tensor]] = {}
+    seen: set[int] = set()
+    for full, value in model.state_dict().items():
+        name = _checkpoint_name(full)
+        module, _, leaf = name.rpartition(".")
+        if module in layers and ".base_layer." not in full:
+            continue  # the adapter's own
+        if value.numel() and value.data_ptr() in seen:
+            continue
+        seen.add(value.data_ptr())
+        if module in layers:
+            if module not in merged:
+                merged = {module: _merged(layers[module], module in plain)}  # the last one only
+            value = merged[module].get(leaf, value)
+        if not _inside_adapter(name, layers):
+            yield name, value.detach()
+
+
+def _plain(model: nn.Module) -> set[str]:
+    """Modules where W + scaling * B A says all."""
+    try:
+        return {site.name for site in lora_sites(model)}
+    except AdapterError:
+        return set()
+
+
+def _merged(site: LoraSite, is_plain: bool) -> dict[str, Tensor]:
+    if is_plain:
+        weight = site.weight.clone()
+        merge_reference(Merge(weight, tuple(site.factors()), site.is_transposed))
+        return {"weight": weight}
+    layer: Any = copy.deepcopy(site.layer)
+    layer.merge()
+    return dict(layer.get_base_layer().state_dict())
+
+
+def _inside_adapter(name: str, layers: dict[str, LoraSite]) -> bool:
+    """Whether ``name`` is of a module that PEFT has put into one of its layers."""
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in layers for i in range(1, len(parts) - 1))
+
+
+def _checkpoint_name(name: str) -> str:
+    return name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")

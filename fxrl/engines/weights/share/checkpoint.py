@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,20 +13,9 @@ from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
 from fxrl.engines.weights.share.fp8 import FP8_DTYPES, dequantize, read_scale
+from fxrl.errors import optional
 
-
-def optional(package: str) -> Any:
-    """Imports a package of the ``demo`` extra.
-
-    Raises:
-        EngineError: it is not installed, or too old to be imported.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as missing:
-        raise EngineError(
-            f"shared weights need {package} ({missing}); pip install 'fxrl[demo]'"
-        ) from missing
+_PURPOSE = "sharing vLLM's weights"
 
 
 def build_skeleton(
@@ -52,7 +40,7 @@ def build_skeleton(
     Raises:
         EngineError: the folder has no readable configuration, or it makes no causal LM.
     """
-    hf, accelerate = optional("transformers"), optional("accelerate")
+    hf, accelerate = optional("transformers", _PURPOSE), optional("accelerate", _PURPOSE)
     where = str(checkpoint_dir)
     try:
         if config is None:
@@ -184,7 +172,7 @@ class CheckpointTensors:
     def _read(self, name: str) -> Tensor:
         file = self._files[name]
         if file not in self._open:
-            safetensors = optional("safetensors")
+            safetensors = optional("safetensors", _PURPOSE)
             self._open[file] = safetensors.safe_open(self.folder / file, framework="pt")
         tensor = self._open[file].get_tensor(name)
         assert isinstance(tensor, Tensor)
@@ -224,5 +212,5 @@ def _safetensors_of(folder: Path) -> dict[str, str]:
         return dict(index["weight_map"])
     if not (folder / _ONE_FILE).is_file():
         return {}
-    with optional("safetensors").safe_open(folder / _ONE_FILE, framework="pt") as file:
+    with optional("safetensors", _PURPOSE).safe_open(folder / _ONE_FILE, framework="pt") as file:
         return dict.fromkeys(file.keys(), _ONE_FILE)

@@ -181,10 +181,6 @@ class Fp8Linear(nn.Linear):
         assert isinstance(out, Tensor)
         return out if self.bias is None else out + self.bias
 
-    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight's values [N, K], in ``compute_dtype`` unless another is asked for."""
-        return dequantize(self.weight, self.scale, dtype or self.compute_dtype)
-
     def extra_repr(self) -> str:
         rows, columns, _ = self._where
         return f"{super().extra_repr()}, {self.weight.dtype}, one scale for {rows} x {columns}"

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from fxrl.engines.weights.lora import merge as merging
-from fxrl.engines.weights.lora.merge import Merge, merge_all, merge_reference
-from fxrl.engines.weights.lora.sites import Factors
+from fxrl.engines.weights.lora import sites as merging
+from fxrl.engines.weights.lora.sites import Factors, Merge, merge_all, merge_reference
 
 
 @pytest.fixture(autouse=True)

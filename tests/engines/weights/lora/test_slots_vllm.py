@@ -1,12 +1,12 @@
-"""Slot writes into the real vLLM: bit for bit its own loading, and what it then generates."""
+"""Factors put into the real vLLM: bit for bit its loading of a file, and what it generates."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fxrl.engines.vllm.handle import ADAPTER_ID, put_adapter
 from fxrl.engines.weights.lora.sites import lora_sites
-from fxrl.engines.weights.lora.slots import SlotError, SlotWriter
 from tests.engines.weights.lora.lora_models import fill, same_bits, stacked, with_lora
 
 pytestmark = pytest.mark.vllm
@@ -62,10 +62,10 @@ def served(tmp_path_factory, vllm_process):
         max_loras=1,
         distributed_executor_backend="uni",
     )
-    request = LoRARequest("policy", 3, str(folder / "adapter"))
+    request = LoRARequest("policy", ADAPTER_ID, str(folder / "adapter"))
     worker = llm.llm_engine.model_executor.driver_worker.worker
     manager = worker.model_runner.lora_manager._adapter_manager
-    return SimpleNamespace(llm=llm, model=model, request=request, manager=manager)
+    return SimpleNamespace(llm=llm, model=model, request=request, manager=manager, worker=worker)
 
 
 def generate(served, lora=True):
@@ -104,27 +104,29 @@ def assert_agrees(served, tokens, logps):
     torch.testing.assert_close(torch.tensor(logps), want, rtol=0, atol=1e-4)
 
 
-def writer(served):
-    return SlotWriter(served.manager, lora_sites(served.model), served.request.lora_int_id)
+def put(served):
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    sites = lora_sites(served.model)
+    put_adapter(served.worker, sites, lora_model=LoRAModel, peft_helper=PEFTHelper)
 
 
 def test_slots(served):
     """One story, since the engine is expensive: load, verify, update, zero, restore."""
-    with pytest.raises(SlotError, match="adapter 3 is not active"):
-        writer(served).write()
     base = generate(served, lora=False)
 
     assert served.llm.llm_engine.add_lora(served.request)
     loaded = generate(served)
     assert_agrees(served, *loaded)
-    ours = writer(served)
     theirs = stacked(served.manager)
-    ours.write()
-    assert same_bits(theirs, stacked(served.manager))  # every byte is what vLLM's loading put there
+    places = [t.data_ptr() for t in tensors(served.manager)]
+    put(served)
+    assert same_bits(theirs, stacked(served.manager))  # every byte is what the file put there
     assert generate(served) == loaded
 
     fill(served.model, seed=11)
-    ours.write()
+    put(served)
     updated = generate(served)
     assert updated != loaded
     assert_agrees(served, *updated)
@@ -134,5 +136,12 @@ def test_slots(served):
         for name, parameter in served.model.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
-    ours.write()
+    put(served)
     assert generate(served) == base  # exactly: 0 is added
+    assert [t.data_ptr() for t in tensors(served.manager)] == places  # CUDA graphs stay valid
+
+
+def tensors(manager):
+    return [
+        t for one in manager.modules.values() for t in (*one.lora_a_stacked, *one.lora_b_stacked)
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxrl.models.build import build_from_config
+from fxrl.models.load import build_from_config
 from fxrl.models.tiny import tiny_config
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

@@ -106,9 +106,9 @@ def test_it_is_a_view_and_sees_updates():
     _, values, scale = quantized(64, 32)
     layer = Fp8Linear(values.narrow(0, 16, 32), scale.part(16, 32), None, torch.bfloat16)
     assert layer.weight.data_ptr() == values[16].data_ptr()
-    before = layer.dequantized(torch.float32)
+    before = dequantize(layer.weight, layer.scale, torch.float32)
     scale.values.mul_(2)
-    assert torch.equal(layer.dequantized(torch.float32), 2 * before)
+    assert torch.equal(dequantize(layer.weight, layer.scale, torch.float32), 2 * before)
     assert "one scale for 1 x 32" in repr(layer)
 
 

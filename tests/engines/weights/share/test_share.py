@@ -8,9 +8,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxrl.engines.engine import EngineError
-from fxrl.engines.weights.checksum import checksum, checksums
 from fxrl.engines.weights.share import SharingError, share
-from fxrl.engines.weights.share.fp8 import Fp8Linear
+from fxrl.engines.weights.share.fp8 import Fp8Linear, dequantize
 from fxrl.engines.weights.share.layout import find_by_content
 from fxrl.models import lora
 from tests.engines.weights.share.fake_vllm import (
@@ -220,20 +219,7 @@ def test_broken_aliases_are_found(tmp_path, breakage):
         weight = fake.get_submodule(name).weight
         fake.get_submodule(name).weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
     with pytest.raises(SharingError, match=r"down_proj\.weight: lies in another storage"):
-        report.verify_again(contents=False)
-
-
-def test_changed_bytes_of_a_frozen_weight_are_found(tmp_path):
-    fake = fake_vllm(checkpoint(tmp_path))
-    model, report = bound(tmp_path, fake, requires_grad=False)
-    weight = model.model.layers[1].self_attn.v_proj.weight
-    saved = weight.clone()
-    weight[0, 0] += 1
-    with pytest.raises(SharingError, match=r"layers\.1\.self_attn\.v_proj\.weight: other bytes"):
         report.verify_again()
-    report.verify_again(contents=False)
-    weight.copy_(saved)
-    report.verify_again()
 
 
 def test_a_rearranged_copy_inside_vllm_is_told(tmp_path):
@@ -273,7 +259,7 @@ def test_fp8(tmp_path, quantize):
     """Linear layers over vLLM's FP8 bytes, the rest as usual; a LoRA learns beside them."""
     original = checkpoint(tmp_path, "qwen3", hidden=192, intermediate=320, heads=6, head_dim=32)
     fake = fake_vllm(original, quantize=quantize)
-    model, report = bound(tmp_path, fake, requires_grad=False)
+    model, report = bound(tmp_path, fake)
     assert report.complete, str(report)
     assert storages(model) <= storages(fake)
     layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
@@ -281,7 +267,9 @@ def test_fp8(tmp_path, quantize):
     for name, module in model.named_modules():
         if isinstance(module, Fp8Linear):
             exact = original.get_submodule(name).weight.detach().float()
-            error = (module.dequantized(torch.float32) - exact).norm() / exact.norm()
+            error = (
+                dequantize(module.weight, module.scale, torch.float32) - exact
+            ).norm() / exact.norm()
             assert 0.005 < error < 0.04, name
     assert model.lm_head.weight.dtype == torch.bfloat16
     with torch.no_grad():
@@ -299,7 +287,7 @@ def test_fp8(tmp_path, quantize):
 
 def test_broken_fp8_scales_are_found(tmp_path):
     fake = fake_vllm(checkpoint(tmp_path), quantize=per_channel)
-    model, report = bound(tmp_path, fake, requires_grad=False)
+    model, report = bound(tmp_path, fake)
     layer = model.model.layers[0].self_attn.k_proj
     layer.weight_scale = layer.weight_scale.clone()
     with pytest.raises(SharingError, match=r"k_proj\.weight_scale: lies in another storage"):
@@ -335,7 +323,7 @@ def test_an_fp8_checkpoint(tmp_path):
     model, report = bound(tmp_path, fake_vllm(original))  # a vLLM that has dequantized it
     assert "model.layers.1.mlp.up_proj.weight" in report.copied
     close = model.model.layers[1].mlp.up_proj.weight.detach()
-    torch.testing.assert_close(close, layer.dequantized())
+    torch.testing.assert_close(close, dequantize(layer.weight, layer.scale, layer.compute_dtype))
     del stored["model.layers.1.mlp.up_proj.weight_scale_inv"]
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(EngineError, match=r"up_proj\.weight' is FP8 and it has no scales"):
@@ -385,21 +373,3 @@ def test_fp8_that_is_not_the_checkpoint_is_copied(tmp_path, spoil, reason):
     assert not any(isinstance(module, Fp8Linear) for module in model.modules())
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, original.eval()(IDS).logits)
-
-
-def test_checksums():
-    generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.bool):
-        value = torch.randn(7, 5, 3, generator=generator).to(dtype)
-        assert checksum(value) == checksum(value.clone())
-        assert checksum(value.transpose(1, 2)) == checksum(value.transpose(1, 2).contiguous())
-        other = value.clone()
-        other.view(torch.uint8)[3, 2, 1] ^= 1
-        assert checksum(other) != checksum(value)
-        assert dtype == torch.bool or checksum(value.roll(1, 0)) != checksum(value)
-    assert checksum(torch.tensor(float("nan"))) == checksum(torch.tensor(float("nan")))
-    assert checksum(torch.zeros(3)) != checksum(-torch.zeros(3))
-    with pytest.raises(TypeError, match="16 bytes"):
-        checksum(torch.zeros(1, dtype=torch.complex128))
-    both = {"a": torch.randn(4), "b": torch.randn(2, 2)}
-    assert checksums(both) == {name: checksum(value) for name, value in both.items()}

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxrl.engines.weights.checksum import BitSums
+from fxrl.engines.weights.lora.fold import BitSums
 
 
 def random_tensors(dtype=torch.bfloat16):

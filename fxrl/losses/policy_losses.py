@@ -1,6 +1,8 @@
-"""The losses that clip the ratio: GRPO, BNPO, Dr. GRPO, DAPO, GSPO, LUSPO.
+"""The policy losses: those that clip the ratio, that weigh every token, and that need no ratio.
 
-They share the surrogate of PPO and differ in the level of the ratio and in the reduction.
+GRPO, BNPO, Dr. GRPO, DAPO, GSPO and LUSPO share the surrogate of PPO and differ in the level of the
+ratio and in the reduction; CISPO and SAPO clip no token away; REINFORCE is the plain gradient, and
+RLOO takes a whole completion for one action.
 Shapes: B sequences, C completion tokens, |o_i| tokens of sequence i that count.
 """
 
@@ -11,13 +13,14 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor
 
-from fxrl.losses.batch import LossFn, Metrics, Tokens
-from fxrl.losses.errors import LossConfigError, check_choice, check_positive
+from fxrl.losses.batch import LossConfigError, LossFn, Metrics, Tokens, check_choice, check_positive
 from fxrl.losses.logprobs import bounded_exp
 from fxrl.losses.options import PolicyKeywords, PolicyOptions, loss_factory
 from fxrl.losses.reduce import (
     Reduction,
     fixed_length_mean,
+    masked_mean,
+    masked_sum,
     row_mean,
     sequence_mean_token_mean,
     sequence_mean_token_sum,
@@ -27,7 +30,6 @@ from fxrl.losses.reduce import (
 from fxrl.losses.surrogate import Surrogate, policy_loss
 
 Level = Literal["token", "sequence", "sequence_token"]
-LEVELS = ("token", "sequence", "sequence_token")
 
 
 def log_ratio(tokens: Tokens, level: Level) -> Tensor:
@@ -72,7 +74,7 @@ def clipped_surrogate(
     low, high = clip_range(epsilon, epsilon_high)
     if delta is not None and not delta > high:
         raise LossConfigError(f"delta={delta} must be above 1 + epsilon_high = {high}; or None")
-    check_choice("importance_sampling_level", level, LEVELS)
+    check_choice("importance_sampling_level", level, Level)
 
     def surrogate(tokens: Tokens) -> tuple[Tensor, Metrics]:
         ratio = bounded_exp(log_ratio(tokens, level))
@@ -248,3 +250,119 @@ def luspo(
     """
     level = importance_sampling_level
     return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_sum, common)
+
+
+def cispo_surrogate(epsilon_high: float) -> Surrogate:
+    """REINFORCE with a bounded, constant importance weight (see ``cispo``)."""
+    check_positive("epsilon_high", epsilon_high)
+
+    def surrogate(tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio = bounded_exp(tokens.logps.detach() - tokens.old_logps)
+        losses = -ratio.clamp(max=epsilon_high) * tokens.advantages * tokens.logps
+        clipped = ((ratio > epsilon_high) & (tokens.advantages > 0)).to(ratio.dtype)
+        return losses, {"cispo_clip_ratio": masked_mean(clipped, tokens.mask)}
+
+    return surrogate
+
+
+@loss_factory
+def cispo(epsilon_high: float = 5.0, **common: Unpack[PolicyKeywords]) -> LossFn:
+    """Clipped importance-sampling-weight policy optimization: no token loses its gradient.
+
+        L = -sum_it sg[ min(r_it, epsilon_high) ] A_it log pi(o_it) / N
+
+    N as in ``dapo``. Source: MiniMax-M1, arXiv:2506.13585; ``epsilon_high`` is the bound itself
+    (not 1 + epsilon_high), as in TRL, with the value of ScaleRL, arXiv:2510.13786.
+
+    Raises:
+        LossConfigError: a value is out of range.
+    """
+    return policy_loss(cispo_surrogate(epsilon_high), token_mean_of_update, PolicyOptions(**common))
+
+
+def sapo_surrogate(temperature_pos: float, temperature_neg: float) -> Surrogate:
+    """A sigmoid gate around the ratio 1 in place of the clip (see ``sapo``)."""
+    check_positive("sapo_temperature_pos", temperature_pos)
+    check_positive("sapo_temperature_neg", temperature_neg)
+
+    def surrogate(tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio = bounded_exp(tokens.logps - tokens.old_logps)
+        above = torch.sigmoid(temperature_pos * (ratio - 1.0)) * (4.0 / temperature_pos)
+        below = torch.sigmoid(temperature_neg * (ratio - 1.0)) * (4.0 / temperature_neg)
+        gate = torch.where(tokens.advantages > 0, above, below)
+        return -gate * tokens.advantages, {}
+
+    return surrogate
+
+
+@loss_factory
+def sapo(
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    **common: Unpack[PolicyKeywords],
+) -> LossFn:
+    """Soft adaptive policy optimization: the gradient fades as the ratio leaves 1.
+
+        f(r) = 4/tau sigmoid(tau (r - 1)),   tau = tau_pos where A > 0, else tau_neg
+        L = -1/B sum_i 1/|o_i| sum_t f(r_it) A_it
+
+    At r = 1 the gradient is that of ``grpo``. Source: arXiv:2511.20347.
+
+    Raises:
+        LossConfigError: a value is out of range.
+    """
+    surrogate = sapo_surrogate(sapo_temperature_pos, sapo_temperature_neg)
+    return policy_loss(surrogate, sequence_mean_token_mean, PolicyOptions(**common))
+
+
+def _score_function(tokens: Tokens) -> tuple[Tensor, Metrics]:
+    return -tokens.advantages * tokens.logps, {}
+
+
+@loss_factory
+def reinforce(**common: Unpack[PolicyKeywords]) -> LossFn:
+    """The plain policy gradient.
+
+        L = -1/B sum_i sum_t A_it log pi(o_it)
+
+    Right on-policy; ``old_logps`` play no part but in the rollout correction and the KL's weight.
+    Source: Williams, Machine Learning 8, 1992.
+    """
+    return policy_loss(_score_function, sequence_mean_token_sum, PolicyOptions(**common))
+
+
+def rloo_surrogate(epsilon: float, epsilon_high: float | None) -> Surrogate:
+    """The clipped objective with the ratio of the whole completion (see ``rloo``)."""
+    low, high = clip_range(epsilon, epsilon_high)
+
+    def surrogate(tokens: Tokens) -> tuple[Tensor, Metrics]:
+        mask = tokens.mask
+        ratio = bounded_exp(masked_sum(tokens.logps - tokens.old_logps, mask).unsqueeze(-1))
+        advantage = row_mean(tokens.advantages, mask).unsqueeze(-1)  # [B, 1]
+        losses = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+        with torch.no_grad():
+            metrics = clip_metrics(ratio, tokens, low, high, per_sequence=True)
+        return losses, metrics
+
+    return surrogate
+
+
+@loss_factory
+def rloo(
+    epsilon: float = 0.2, epsilon_high: float | None = None, **common: Unpack[PolicyKeywords]
+) -> LossFn:
+    """REINFORCE leave-one-out: a completion is one action.
+
+        r_i = pi(o_i) / pi_old(o_i) = exp( sum_t log r_it )
+        L = -1/B sum_i min( r_i A_i, clip(r_i, 1 - epsilon, 1 + epsilon_high) A_i )
+
+    A_i is the reward minus the mean of the others in its group: ``rloo_advantages``. On-policy
+    (r_i = 1) its gradient is ``reinforce``'s. The paper puts the KL into the reward; ``beta`` here
+    adds its mean per token to the loss. Advantages [B, C] are averaged over the sequence.
+    Source: Back to basics, arXiv:2402.14740.
+
+    Raises:
+        LossConfigError: a value is out of range.
+    """
+    surrogate = rloo_surrogate(epsilon, epsilon_high)
+    return policy_loss(surrogate, sequence_mean_token_mean, PolicyOptions(**common))
