@@ -76,6 +76,7 @@ class TracedBody:
         self.mode = FakeTensorMode(
             shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False
         )
+        self.mode.cache_enabled = False  # an entry for symbolic sizes is dearer than the op itself
         self.bound = BoundSizes(region.inputs)
         self._symbols = self._make_symbols(sizes)
         self.input_examples = self._inputs()
