@@ -30,8 +30,7 @@ from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_micro_bat
 from fxrl.rl.loop.build import RunParts
 from fxrl.rl.loop.interrupt import StopRequest
 from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, TensorBoard, keep_trying, why
-from fxrl.rl.report.progress import Reporter
-from fxrl.rl.report.progress import told
+from fxrl.rl.report.progress import Reporter, told
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.rollout.rollouter import TrainerState, evaluate
 from fxrl.rl.types import Batch, Metrics, Rollout, Row
