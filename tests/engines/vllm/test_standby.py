@@ -143,7 +143,11 @@ def test_calls_in_order(way, calls):
     assert probe.llm.calls == calls
     assert probe.llm.mapped
     assert standby.timings.keys() == {"release", "wake"}
-    assert [entry.event for entry in standby.ledger] == ["before release", "release", "wake"]
+    assert [entry.event for entry in standby.ledger.entries()] == [
+        "before release",
+        "release",
+        "wake",
+    ]
     assert not standby.ledger.problems
 
 
