@@ -16,13 +16,12 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxrl.analysis.layers import layer_path
 from fxrl.ir.graph import CALL_LAYER, body_of, graphs_of, inline, modules_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.pipeline import clone
 from fxrl.ir.plan import Choice
 from fxrl.ir.region import region_at, set_region
-from fxrl.ir.site import rename_site, site_name
+from fxrl.ir.site import module_path, rename_site, site_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def _inline(call: fx.Node) -> str:
     """Inline one call; returns the path of the layer that was captured."""
     owner: Any = call.graph.owning_module
     body: Any = body_of(owner, call)
-    theirs, ours = str(body.meta["layer_path"]), layer_path(call) or ""
+    theirs, ours = str(body.meta["layer_path"]), module_path(call)
     layer = site_name(call).partition(":")[0] + f":{ours}"
     for node in inline(call, body):
         held = getattr(owner, str(node.target)) if node.op == "get_attr" else None

@@ -31,7 +31,6 @@ from fxrl.analysis.attention import SDPA
 from fxrl.analysis.layers import (
     Layer,
     layer_nodes,
-    layer_path,
     part_views,
     signature,
     split_layer,
@@ -50,6 +49,7 @@ from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice, Keep, Rewrite
 from fxrl.ir.region import Region, region_calls, set_region
 from fxrl.ir.remark import Refusal
+from fxrl.ir.site import module_path
 
 _RARE = 3  # one call in so many may compute gradients that nobody reads
 _MANY_PARTS = 8  # more calls than that in a layer cost what fusing them gives
@@ -172,7 +172,7 @@ def _called(owner: fx.GraphModule, path: str | None) -> Iterator[tuple[fx.GraphM
     """The bodies that a graph calls, as often as it does, with the path of the layer they are."""
     for call in owner.graph.nodes:
         if (body := body_of(owner, call)) is not None:
-            own = path or (layer_path(call) if is_call(call, CALL_LAYER) else None)
+            own = path or (module_path(call) if is_call(call, CALL_LAYER) else None)
             own = own or str(body.meta.get("layer_path", call.name))
             yield body, own
             yield from _called(body, own)

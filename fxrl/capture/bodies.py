@@ -47,7 +47,7 @@ def lower_bodies(gm: fx.GraphModule, lower: Lower, known: dict[Any, fx.GraphModu
         own = known.get((key, marks)) if is_layer else None
         if own is None:
             own = clone(known[key])
-            own.meta["layer_path"] = _path(body, call)
+            own.meta["layer_path"] = body.meta.get("layer_path") or _path(body, call)
             own.meta["not_lowered"] = known[key].meta.get("not_lowered")
             _mark(own, marks)
         if is_layer:

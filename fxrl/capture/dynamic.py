@@ -22,14 +22,16 @@ def mark_batch(batch: Any) -> None:
 
     The index and bool tensors of two or more dims (token ids, masks) say what batch and length are.
     A tensor's dim 0 is the batch when it has that size; dim 1 is a length when the tensor holds
-    integers or bools, or its size is a length seen there (or one less: shifted). Where there are
-    none but vectors, each is a sequence, and dim 0 is its length.
+    integers or bools, or its size is a length seen there (or one less: shifted). In a batch
+    of vectors alone each is a sequence, and dim 0 is its length.
     """
     tensors = [tensor for tensor in _tensors(batch) if not tensor.is_nested]
     index = [t for t in tensors if _is_index(t) and t.dim() > 0]
     tokens = [t for t in index if t.dim() > 1]
     lengths = {t.shape[1] - less for t in tokens for less in (0, 1)}
-    batches = {t.shape[0] for t in tokens} or {t.shape[0] - less for t in index for less in (0, 1)}
+    batches = {t.shape[0] for t in tokens}
+    if all(tensor.dim() < 2 for tensor in tensors):
+        batches = {t.shape[0] - less for t in index for less in (0, 1)}
     for tensor in tensors:
         if tensor.dim() == 0 or tensor.shape[0] not in batches:
             continue

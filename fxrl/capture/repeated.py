@@ -42,6 +42,7 @@ from fxrl.capture._torch import guarded_names, in_graph, written_by_trace
 from fxrl.ir.graph import CALL_LAYER, body_of, inline, modules_of, set_body
 from fxrl.ir.pipeline import clone
 from fxrl.ir.remark import Refusal
+from fxrl.ir.site import module_path, rename_site
 
 _PLAIN = (bool, float, complex, bytes, type(None), type, torch.dtype, torch.device)
 _SDPA = nn.functional.scaled_dot_product_attention
@@ -451,6 +452,7 @@ class _Sharing:
         results = [leaf for leaf in pytree.tree_leaves(end.args[2]) if isinstance(leaf, fx.Node)]
         _check_closed(_LAYERS[token].path, inside, end)
         body, inputs = _cut(frame.gm, inside, results)
+        body.meta["layer_path"] = module_path(end)
         self._bodies[token] = _Body(body, begin.args[1:], inputs, frame, end.args[2])
         _call(frame, end, self._bodies[token], inputs)
         for node in (*reversed(inside), begin):
@@ -577,7 +579,8 @@ def _call(frame: _Frame, old: fx.Node, body: _Body, inputs: list[fx.Node]) -> No
     )
     _stand_for(old, made)
     if not any(n.target is _SDPA for m in modules_of(body.gm) for n in m.graph.nodes):
-        inline(call, body.gm)  # no layer of attention: it may hold what passes look for, as a head
+        for node in inline(call, body.gm):  # it may hold what passes look for, such as a head
+            rename_site(node, str(body.gm.meta["layer_path"]), module_path(call))
 
 
 def _stand_for(old: fx.Node, value: Any) -> None:

@@ -92,7 +92,7 @@ class _Run:
             check_graph(self.gm, after=one.name, values=check_values)
         report = Report(tuple(_folded(one, ran)))
         self.remarks += report.remarks
-        if not isinstance(one, Normalisation):
+        if one.stage in (Stage.FIND, Stage.ACT) and not isinstance(one, Normalisation):
             self.choices |= ran.choices
         self.rewrites += [(one.name, site) for site in ran.rewrites]
         self.told(one.name, report)

@@ -157,6 +157,33 @@ def test_kinds_of_layers(make_model, said):
     assert once(step) == said
 
 
+class Nested(Model):
+    """Stages of layers: a list in a list."""
+
+    def __init__(self, kind=Layer, depth=4):
+        super().__init__(kind, depth)
+        stages = [
+            nn.ModuleDict({"blocks": self.layers[:2]}),
+            nn.ModuleDict({"blocks": self.layers[2:]}),
+        ]
+        del self.layers
+        self.stages = nn.ModuleList(stages)
+
+    def body(self, x):
+        for stage in self.stages:
+            for layer in stage["blocks"]:
+                x = layer(x)
+        return x
+
+
+def test_layers_in_lists_in_lists_are_sites_of_their_own():
+    model = make(model=Nested)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "4 layers were captured as 2"
+    assert {f"0:stages.{s}.blocks.{b}" for s in (0, 1) for b in (0, 1)} <= step.plan.choices.keys()
+
+
 def test_random_numbers_are_drawn_by_each_layer():
     model = make(Dropout)
     step = optimized(model)
