@@ -9,7 +9,7 @@ from typing import Any
 
 from fxrl.config import Config
 from fxrl.errors import ConfigError
-from fxrl.ir.graph_pass import Normalisation, Pass, Stage
+from fxrl.ir.graph_pass import Pass
 from fxrl.ir.pipeline import Pipeline
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
 from fxrl.passes.differentiate_copies import DifferentiateCopies
@@ -72,7 +72,5 @@ def pipeline(config: Config) -> Pipeline:
             raise ConfigError(f"passes: {name!r} is unknown; the passes are {known}")
     named = set(REGISTRY if config.passes is None else config.passes)
     named |= {needed for name in named for needed in REGISTRY[name].requires}
-    always = (Stage.NORMALISE, Stage.CLEAN)
-    named |= {n for n, c in REGISTRY.items() if issubclass(c, Normalisation) or c.stage in always}
-    chosen = [one for name, one in REGISTRY.items() if name in named]
+    chosen = [one for name, one in REGISTRY.items() if name in named or one.respells()]
     return Pipeline(tuple(one.of(config) for one in sorted(chosen, key=lambda one: one.stage)))

@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxrl.ir.graph import CALL_LAYER, body_of, graphs_of, inline, modules_of
+from fxrl.ir.graph import CALL_LAYER, body_of, inline, modules_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
-from fxrl.ir.pipeline import clone
 from fxrl.ir.plan import Choice
 from fxrl.ir.region import region_at, set_region
 from fxrl.ir.site import module_path, rename_site, site_name
@@ -65,15 +64,7 @@ def _inline(call: fx.Node) -> str:
     theirs, ours = str(body.meta["layer_path"]), module_path(call)
     layer = site_name(call).partition(":")[0] + f":{ours}"
     for node in inline(call, body):
-        held = getattr(owner, str(node.target)) if node.op == "get_attr" else None
-        if isinstance(held, fx.GraphModule):  # of a checkpointed call: each layer has its own
-            own = clone(held)
-            setattr(owner, str(node.target), own)
-            nodes = [inner for graph in graphs_of(own) for inner in graph.nodes]
-        else:
-            nodes = [node]
-        for one in nodes:
-            rename_site(one, theirs, ours)
-            if (region := region_at(one)) is not None:
-                set_region(one, replace(region, layer=layer))
+        rename_site(node, theirs, ours)
+        if (region := region_at(node)) is not None:
+            set_region(node, replace(region, layer=layer))
     return theirs

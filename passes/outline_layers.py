@@ -137,19 +137,20 @@ class OutlineLayers(Pass[LayerSite]):
     def rewrite(self, gm: fx.GraphModule, site: LayerSite, choice: Choice) -> Applied:
         regions: list[Region] = []
         failed: list[Refusal] = []
-        calls, times = 0, Counter(owner for owner, _ in site.layers)
-        done = {(owner, layer.parts): (owner, layer) for owner, layer in reversed(site.layers)}
-        for owner, layer in reversed(done.values()):
+        calls, times = 0, {**Counter(owner for owner, _ in site.layers), gm: 1}
+        distinct: dict[Any, Layer] = {}
+        for owner, layer in site.layers:
+            distinct.setdefault((owner, layer.parts), layer)
+        for (owner, _), layer in distinct.items():
             for part in part_views(owner.graph, layer.parts):
                 try:
                     regions.append(outline(owner, part, cut="products", layer=layer.site))
-                    calls += 1 if owner is gm else times[owner]
+                    calls += times[owner]
                 except Refusal as refusal:
                     failed.append(refusal)
         if not regions:
             raise failed[0]
         tidy(gm)
-        times[gm] = 1
         bodies = _share(gm, regions, times)
         left = f"; {len(failed)} parts run op by op: {failed[0]}" if failed else ""
         return Applied(f"{names_of(site)} in {calls} calls of {bodies} compiled bodies{left}")

@@ -62,11 +62,8 @@ class Recompute(Pass[OutlinedLayer]):
         for call in region_calls(gm):
             if layer := call.meta["region"].layer:
                 layers.setdefault(layer, []).append(call)
-        bytes_of = {
-            region.id: bytes_not_saved(region)
-            for region in {c.meta["region"].id: c.meta["region"] for c in region_calls(gm)}.values()
-            if region.layer
-        }
+        found = [call.meta["region"] for calls in layers.values() for call in calls]
+        bytes_of = {i: bytes_not_saved(region) for i, region in {r.id: r for r in found}.items()}
         for layer, calls in layers.items():
             checkpointed = calls[0].graph.owning_module is not gm
             saved = 0 if checkpointed else sum(bytes_of[c.meta["region"].id] for c in calls)

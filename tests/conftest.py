@@ -16,3 +16,13 @@ def _check_every_value():
     from fxrl.ir.pipeline import Pipeline
 
     Pipeline.check_values = True
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing compiled before a test is found in it, and nothing of it later."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

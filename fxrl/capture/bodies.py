@@ -17,12 +17,12 @@ from fxrl.analysis.layers import layer_path, signature
 from fxrl.ir.graph import (
     CALL_LAYER,
     body_of,
+    clone,
     is_call,
     needs_grad,
     propagate_requires_grad,
     set_body,
 )
-from fxrl.ir.pipeline import clone
 
 Lower = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -48,7 +48,6 @@ def lower_bodies(gm: fx.GraphModule, lower: Lower, known: dict[Any, fx.GraphModu
         if own is None:
             own = clone(known[key])
             own.meta["layer_path"] = body.meta.get("layer_path") or _path(body, call)
-            own.meta["not_lowered"] = known[key].meta.get("not_lowered")
             _mark(own, marks)
         if is_layer:
             known[key, marks] = own

@@ -87,9 +87,10 @@ class CapturedLoss:
             reason = "nothing is captured inside torch.func's transforms"
             self._note(RemarkKind.MISSED, "", reason, "call torch.func inside the loss function")
             return self._loss_fn(self._model, batch)
-        self._repeated.refresh()
-        way = _LAYERS_ONCE if self._repeated else _WHOLE
-        way = self._way.get(_kind(batch), way) if self._way else way
+        way = self._way.get(_kind(batch), _LAYERS_ONCE) if self._way else _LAYERS_ONCE
+        if way == _LAYERS_ONCE:
+            self._repeated.refresh()
+            way = _LAYERS_ONCE if self._repeated else _WHOLE
         failure: Exception | None = None
         while way < _AS_WRITTEN:
             try:

@@ -39,8 +39,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import guarded_names, in_graph, written_by_trace
-from fxrl.ir.graph import CALL_LAYER, body_of, inline, modules_of, set_body
-from fxrl.ir.pipeline import clone
+from fxrl.ir.graph import CALL_LAYER, body_of, clone, inline, modules_of, set_body
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path, rename_site
 
@@ -119,7 +118,8 @@ class _Layout:
             self.held.add(id(value.__dict__))
             self._watch(value.__dict__)
             return type(value), *((k, self._fact(k, v)) for k, v in value.__dict__.items())
-        self._watch(value)
+        if not isinstance(value, (tuple, frozenset)):
+            self._watch(value)
         if isinstance(value, dict):
             pairs = ((self._fact(name, k), self._fact(str(k), v)) for k, v in value.items())
             return type(value), *pairs
@@ -276,14 +276,13 @@ class RepeatedLayers:
         self._layers: list[_Layer] = []
         self._forwards: list[Callable[..., Any]] = []
         self.generation = 0
-        self._look()
 
     def __bool__(self) -> bool:
         return bool(self._layers)
 
     def refresh(self) -> None:
-        """Look at the model again if it is not what it was."""
-        if not all(layer.layout.holds() for layer in self._layers):
+        """Look at the model, and again if it is not what it was."""
+        if not self.generation or not all(layer.layout.holds() for layer in self._layers):
             self.generation += 1
             self._look()
 
@@ -292,11 +291,12 @@ class RepeatedLayers:
         """The layers' forwards are those that Dynamo shall see."""
         before = [layer.module.__dict__.get("forward") for layer in self._layers]
         for layer, forward in zip(self._layers, self._forwards, strict=True):
-            layer.result, layer.module.__dict__["forward"] = None, forward
+            layer.module.__dict__["forward"] = forward
         try:
             yield
         finally:
             for layer, own in zip(self._layers, before, strict=True):
+                layer.result = None
                 if own is None:
                     del layer.module.__dict__["forward"]
                 else:
@@ -361,16 +361,12 @@ class _Frame:
             return node
         if node not in self._brought:
             given = self.outer.bring(node)
-            known = [
-                *zip(self.call.args[1:], self.gm.graph.find_nodes(op="placeholder"), strict=True)
-            ]
-            found = next((inner for arg, inner in known if arg is given), None)
-            if found is None:
-                found = _new_input(
-                    self.gm.graph, _input_name(given), given.meta.get("example_value")
-                )
+            inputs = self.gm.graph.find_nodes(op="placeholder")
+            known: dict[Any, fx.Node] = dict(zip(self.call.args[1:], inputs, strict=True))
+            if given not in known:
+                known[given] = _new_input(self.gm.graph, _input_name(given), _example(given))
                 self.call.args = (*self.call.args, given)
-            self._brought[node] = found
+            self._brought[node] = known[given]
         return self._brought[node]
 
 
@@ -382,7 +378,6 @@ class _Body:
         arguments: what the layer was given, of graph values.
         inputs: the values that it reads, in the order of its inputs.
         frame: the graph that they are of.
-        results: the values that it gives, in order.
         result: the layer's result, of graph values.
     """
 
@@ -402,19 +397,23 @@ def share_bodies(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Tensor, ...]
     Raises:
         Refusal: a layer is not what the first of its kind is; the graph is of no use then.
     """
-    if not any(n.target in (ends, again) for m in _graphs(gm) for n in m.graph.nodes):
+    if not _is_marked(gm):
         return gm, ()
     gm = clone(gm)  # Dynamo still needs its own
     sharing = _Sharing(gm)
     sharing.walk(_Frame(gm))
-    for module in _graphs(gm):
+    if _is_marked(gm):
+        raise Refusal("a layer is called inside a graph that its call does not run as it stands")
+    for module in modules_of(gm):
         module.graph.lint()
         module.recompile()
     return gm, tuple(sharing.lifted)
 
 
-def _graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    return (module for module in gm.modules() if isinstance(module, fx.GraphModule))
+def _is_marked(gm: fx.GraphModule) -> bool:
+    """Whether there are marks of layers in any graph, whatever runs it."""
+    graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
+    return any(node.target in (ends, again) for graph in graphs for node in graph.nodes)
 
 
 class _Sharing:
@@ -459,13 +458,12 @@ class _Sharing:
             graph.erase_node(node)
 
     def _share_again(self, frame: _Frame, node: fx.Node) -> None:
-        layer = _LAYERS[node.args[0]]  # type: ignore[index]
+        token: Any = node.args[0]
+        layer = _LAYERS[token]
         body = self._bodies[layer.first.token]
         for name in layer.first.layout.counters(layer.layout):
             if name in self._read:
-                raise Refusal(
-                    f"{layer.first.path} reads its {name}, which {layer.path} has another of"
-                )
+                raise Refusal(f"{layer.first.path} reads its {name}; {layer.path} has another")
         given = _matched(layer, body.arguments, node.args[1:])
         inputs = [self._equal(layer, one, body.frame, frame, given) for one in body.inputs]
         _call(frame, node, body, inputs)
@@ -548,10 +546,8 @@ def _cut(
     for node in inputs:
         places[node] = graph.placeholder(_input_name(node))
         places[node].meta["example_value"] = _example(node)
-    for node in (
-        *(n for n in dict.fromkeys(read) if n not in known and n.op == "get_attr"),
-        *inside,
-    ):
+    constants = [n for n in dict.fromkeys(read) if n not in known and n.op == "get_attr"]
+    for node in (*constants, *inside):
         places[node] = graph.node_copy(node, places.__getitem__)
     graph.output(tuple(places[node] for node in results))
     return fx.GraphModule(gm, graph, class_name="Layer"), inputs
@@ -560,7 +556,7 @@ def _cut(
 def _call(frame: _Frame, old: fx.Node, body: _Body, inputs: list[fx.Node]) -> None:
     """Call ``body`` in the place of ``old``, which has the layer's result."""
     gm = frame.gm
-    results = iter(range(len(body.gm.graph.output_node().args[0])))  # type: ignore[arg-type]
+    results = itertools.count()
     with gm.graph.inserting_before(old):
         call = gm.graph.call_function(CALL_LAYER, (None, *inputs))
         set_body(gm, call, body.gm)

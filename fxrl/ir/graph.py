@@ -189,10 +189,37 @@ def set_body(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
         call.args = (call.graph.get_attr(_hold(gm, body)), *call.args[1:])
 
 
-def inline(call: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
-    """Put the nodes of ``body`` in the place of a call that returns its results; returns them.
+def clone(
+    gm: fx.GraphModule, done: dict[fx.GraphModule, fx.GraphModule] | None = None
+) -> fx.GraphModule:
+    """A copy whose graph, and those of the bodies of its calls, may be changed; tensors are shared.
 
-    Constants and graphs that it holds are held by the calling graph then, under names of its own.
+    Args:
+        done: copies that were made already; a body that several graphs call stays one.
+    """
+    done = {} if done is None else done
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = done[gm] = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    copies = set()
+    for call in graph.nodes:
+        body = body_of(copy, call)
+        if body is not None and body not in copies:
+            made = done[body] if body in done else clone(body, done)
+            setattr(copy, str(call.args[0].target), made)
+            copies.add(made)
+    return copy
+
+
+def inline(call: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
+    """Put the nodes of ``body`` in the place of a call that returns its results.
+
+    The calling graph holds its constants then, and a copy of each graph that it holds: each call's
+    own, since what a pass does to it, or a call asks of it, may differ.
+
+    Returns:
+        The nodes that were made, those of the copies included.
     """
     graph, owner = call.graph, call.graph.owning_module
     assert owner is not None
@@ -206,7 +233,11 @@ def inline(call: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
             copy = places[node] = graph.node_copy(node, places.__getitem__)
             made.append(copy)
             if node.op == "get_attr":
-                copy.target = _hold(owner, getattr(body, str(node.target)))
+                held = getattr(body, str(node.target))
+                if isinstance(held, fx.GraphModule):
+                    held = clone(held)
+                    made += [inner for each in graphs_of(held) for inner in each.nodes]
+                copy.target = _hold(owner, held)
     results: Any = body.graph.output_node().args[0]
     for item in list(call.users):
         item.replace_all_uses_with(places[results[item.args[1]]])
@@ -228,14 +259,11 @@ def _hold(owner: torch.nn.Module, value: Any) -> str:
 
 def modules_of(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """The graph module and the bodies of its calls, each once, whoever calls it first."""
-    found = {gm: None}
-    queue = [gm]
-    for one in queue:
-        for node in one.graph.nodes:
-            if (body := body_of(one, node)) is not None and body not in found:
-                found[body] = None
-                queue.append(body)
-    return list(found)
+    found = [gm]
+    for one in found:
+        bodies = (body_of(one, node) for node in one.graph.nodes)
+        found += dict.fromkeys(body for body in bodies if body is not None and body not in found)
+    return found
 
 
 def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:

@@ -127,6 +127,11 @@ class Pass(ABC, Generic[S]):
         """The pass with the options that a configuration asks for."""
         return cls()
 
+    @classmethod
+    def respells(cls) -> bool:
+        """Whether it only gives another spelling: it runs always, and takes no site of a plan."""
+        return cls.stage in (Stage.NORMALISE, Stage.CLEAN)
+
     @abstractmethod
     def match(self, gm: fx.GraphModule) -> Iterator[S | Miss]:
         """Every place of the idiom, legal or not."""
@@ -195,6 +200,11 @@ class Normalisation(Pass[S]):
     stage: ClassVar[Stage] = Stage.NORMALISE
     applied: ClassVar[RemarkKind] = RemarkKind.ANALYSIS
     missed: ClassVar[RemarkKind] = RemarkKind.ANALYSIS
+
+    @classmethod
+    def respells(cls) -> bool:
+        """Whatever its stage."""
+        return True
 
 
 def tidy(gm: fx.GraphModule) -> None:

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxrl.ir.graph import body_of
-from fxrl.ir.graph_pass import Miss, Normalisation, Pass, Ran, Site, Stage
+from fxrl.ir.graph import clone
+from fxrl.ir.graph_pass import Miss, Pass, Ran, Site, Stage
 from fxrl.ir.plan import Choice, Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.ir.verifier import check_graph
@@ -92,7 +92,7 @@ class _Run:
             check_graph(self.gm, after=one.name, values=check_values)
         report = Report(tuple(_folded(one, ran)))
         self.remarks += report.remarks
-        if one.stage in (Stage.FIND, Stage.ACT) and not isinstance(one, Normalisation):
+        if not one.respells():
             self.choices |= ran.choices
         self.rewrites += [(one.name, site) for site in ran.rewrites]
         self.told(one.name, report)
@@ -116,26 +116,3 @@ def _folded(one: Pass[Any], ran: Ran) -> list[Remark]:
         first if len(rest) == 0 else replace(first, reason=f"{first.reason} (and {len(rest)} more)")
         for first, *rest in folded.values()
     ]
-
-
-def clone(
-    gm: fx.GraphModule, done: dict[fx.GraphModule, fx.GraphModule] | None = None
-) -> fx.GraphModule:
-    """A copy whose graph, and those of the bodies of its calls, may be changed; tensors are shared.
-
-    Args:
-        done: copies that were made already; a body that several graphs call stays one.
-    """
-    done = {} if done is None else done
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    copy = done[gm] = fx.GraphModule(gm, graph)
-    copy.meta = dict(gm.meta)
-    copies = set()
-    for call in graph.nodes:
-        body = body_of(copy, call)
-        if body is not None and body not in copies:
-            made = done[body] if body in done else clone(body, done)
-            setattr(copy, str(call.args[0].target), made)
-            copies.add(made)
-    return copy

@@ -219,6 +219,29 @@ def test_layers_that_checkpoint_themselves_are_captured_once():
     assert once(step) == "4 layers were captured as 2"
 
 
+class Gated(Layer):
+    """No attention, and checkpointed inside."""
+
+    def forward(self, x, bias=None, seen=None):
+        inner = lambda x: x + self.out(self.norm(x))  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+
+
+class CutOff(Model):
+    """The last layer's input needs no gradient, the others' do."""
+
+    def body(self, x):
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        return x + self.layers[-1](x.detach())
+
+
+@pytest.mark.parametrize("kind", [Gated, CheckpointedInside, Layer])
+def test_layers_that_need_other_gradients(kind):
+    model = make(kind, CutOff)
+    check(optimized(model), model)
+
+
 # ---------------------------------------------------------------------------- captured one by one
 class ReadsItsNumber(Layer):
     def forward(self, x, bias=None, seen=None):
@@ -369,25 +392,30 @@ def test_an_update_in_place_needs_no_new_capture():
 
 
 # ---------------------------------------------------------------------------- transformers' layers
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("kinds", [1, 2])
-def test_transformers_layers_with_a_cache(use_cache, kinds):
+def qwen(*layer_types):
     transformers = pytest.importorskip("transformers")
-    types = ["full_attention", "sliding_attention"] if kinds == 2 else ["full_attention"]
     config = transformers.Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=4,
+        num_hidden_layers=len(layer_types),
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=4,
         sliding_window=3,
         use_sliding_window=True,
-        layer_types=(types * 4)[:4],
+        layer_types=[f"{kind}_attention" for kind in layer_types],
     )
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).double()
+    return transformers.AutoModelForCausalLM.from_config(config).double()
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize(
+    ("types", "kinds"), [(("full",) * 4, 1), (("full", "sliding") * 2, 2)], ids=["one", "two"]
+)
+def test_transformers_layers_with_a_cache(use_cache, types, kinds):
+    model = qwen(*types)
 
     def loss(model, batch):
         logits = model(input_ids=batch["ids"], use_cache=use_cache).logits
@@ -400,17 +428,7 @@ def test_transformers_layers_with_a_cache(use_cache, kinds):
 
 
 def test_a_cache_that_the_loss_reads():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).double()
+    model = qwen("full", "full")
 
     def loss(model, batch):
         output = model(input_ids=batch["ids"], use_cache=True)

@@ -62,7 +62,10 @@ def silent(text: str) -> Iterator[Say]:
 class _Told(logging.Handler):
     def __init__(self, say: Say) -> None:
         super().__init__(logging.INFO)
-        self.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(record.getMessage())
 
 
 @contextmanager
