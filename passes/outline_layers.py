@@ -137,7 +137,7 @@ class OutlineLayers(Pass[LayerSite]):
     def rewrite(self, gm: fx.GraphModule, site: LayerSite, choice: Choice) -> Applied:
         regions: list[Region] = []
         failed: list[Refusal] = []
-        calls, times = 0, {**Counter(owner for owner, _ in site.layers), gm: 1}
+        calls, times = 0, Counter([gm, *(body for body, _ in _called(gm, None))])
         distinct: dict[Any, Layer] = {}
         for owner, layer in site.layers:
             distinct.setdefault((owner, layer.parts), layer)
