@@ -9,14 +9,17 @@ All were seen in torch 2.11, 2.13 and 2.15. To read another version's sources: `
 # fmt: off
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
 from torch._decomp import get_decompositions as get_decompositions  # losses opened into their parts
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher  # composite ops over symbols
+from torch._dynamo.callback import callback_handler  # called when a compilation begins and ends
 from torch._dynamo import maybe_mark_dynamic as maybe_mark_dynamic  # a size that varies; a constant stays legal
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
@@ -79,3 +82,28 @@ def written_by_trace() -> set[int]:
     """Ids of the Python objects, older than the trace at hand, that traced code has written into."""
     effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
     return {key for key, held in effects.id_to_variable.items() if isinstance(held.mutation_type, (ValueMutationExisting, AttributeMutationExisting)) and effects.is_modified(held)}
+
+
+@contextmanager
+def compiles_uncollected() -> Iterator[None]:
+    """No garbage is collected while something is compiled, which makes objects by the million.
+
+    Each collection looks at all of them: a third of the first step of 36 layers (20.5 s, 14.6 s).
+    """
+    was_on = gc.isenabled()
+
+    def pause(_: Any) -> None:
+        gc.disable()
+
+    def go_on(_: Any) -> None:
+        if was_on:
+            gc.enable()
+
+    callback_handler.register_start_callback(pause)
+    callback_handler.register_end_callback(go_on)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # torch._dynamo.reset() has removed them
+            callback_handler.remove_start_callback(pause)
+            callback_handler.remove_end_callback(go_on)

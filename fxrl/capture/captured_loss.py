@@ -21,6 +21,7 @@ from fxrl.capture._torch import (
     GuardOnDataDependentSymNode,
     TorchDynamoException,
     compile_counters,
+    compiles_uncollected,
     dynamo_config,
     functorch_level,
     global_hooks,
@@ -124,7 +125,8 @@ class CapturedLoss:
         captures, frames = self._backend.captures, _frames()
         before = len(captures)
         layers = self._repeated.traced() if once else nullcontext()
-        with dynamo_config.patch(_WAYS[way]), breaks_inside() as breaks, layers:
+        settings = dynamo_config.patch(_WAYS[way])
+        with settings, layers, compiles_uncollected(), breaks_inside() as breaks:
             try:
                 result = self.compiled[key](batch)
             except Exception as error:  # a graph can hold anything that PyTorch can

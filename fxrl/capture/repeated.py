@@ -30,7 +30,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -152,6 +152,16 @@ class _Layer:
         self.written: set[int] = set()
         self.token = next(_TOKENS)
         _LAYERS[self.token] = self
+
+    def name_of(self, tensor: Tensor) -> str:
+        """What the layer's modules call it."""
+        return self._names.get(id(tensor), "tensor")
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        module = self.module
+        named = itertools.chain(module.named_parameters(), module.named_buffers())
+        return {id(tensor): name for name, tensor in named}
 
     def traced(self) -> Callable[..., Any]:
         """The forward that Dynamo sees.
@@ -496,17 +506,11 @@ class _Sharing:
                 made = torch.empty_strided(
                     fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
                 )
-            path = _path_in(layer.module, tensor)
-            name = re.sub(r"\W+", "_", f"l_model_{layer.path}_{path}_")
+            name = re.sub(r"\W+", "_", f"l_model_{layer.path}_{layer.name_of(tensor)}_")
             node = _new_input(self._graph, name, made.requires_grad_(tensor.requires_grad))
             self._inputs[id(tensor)] = node
             self.lifted.append(tensor)
         return self._inputs[id(tensor)]
-
-
-def _path_in(module: nn.Module, tensor: Tensor) -> str:
-    named = itertools.chain(module.named_parameters(), module.named_buffers())
-    return next((name for name, held in named if held is tensor), "tensor")
 
 
 def _example(node: fx.Node) -> Any:

@@ -16,7 +16,7 @@ from fxrl.ir.graph import clone
 from fxrl.ir.graph_pass import Miss, Pass, Ran, Site, Stage
 from fxrl.ir.plan import Choice, Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report
-from fxrl.ir.verifier import check_graph
+from fxrl.ir.verifier import GraphCheck
 
 #: Called before the first pass and after each: name of the pass ("" before), graph, its remarks.
 Watch = Callable[[str, fx.GraphModule, Report], None]
@@ -46,8 +46,8 @@ class Pipeline:
 
     Attributes:
         passes: sorted by stage.
-        check_values: after each pass, compute every fake value anew and compare; for tests, since
-            it takes as long as tracing.
+        check_values: after each pass, compute every fake value that it changed anew and compare;
+            for tests, since it takes as long as tracing.
     """
 
     passes: tuple[Pass[Any], ...]
@@ -60,17 +60,18 @@ class Pipeline:
             plan: choices to obey; other sites are decided by the passes' options.
             watch: told of the graph before the first pass and after each.
         """
-        run = _Run(clone(gm), plan, watch)
+        gm = clone(gm)
+        run = _Run(gm, plan, watch, GraphCheck(gm, values=self.check_values))
         run.told("", Report())
         stages = [[p for p in self.passes if p.stage == stage] for stage in Stage]
         normalise, find, act, clean = stages
         for one in (*normalise, *find):
-            run.act(one, list(one.match(run.gm)), self.check_values)
+            run.act(one, list(one.match(run.gm)))
         found: Found = [(one, list(one.match(run.gm))) for one in act]
         for one, places in found:
-            run.act(one, places, self.check_values)
+            run.act(one, places)
         for one in clean:
-            run.act(one, list(one.match(run.gm)), self.check_values)
+            run.act(one, list(one.match(run.gm)))
         return run.result()
 
 
@@ -81,15 +82,16 @@ class _Run:
     gm: fx.GraphModule
     plan: Plan
     watch: Watch | None
+    check: GraphCheck
     remarks: list[Remark] = field(default_factory=list)
     choices: dict[str, Choice] = field(default_factory=dict)
     rewrites: list[tuple[str, str]] = field(default_factory=list)
 
-    def act(self, one: Pass[Any], places: Sequence[Any], check_values: bool) -> None:
+    def act(self, one: Pass[Any], places: Sequence[Any]) -> None:
         known = replace(self.plan, choices={**self.plan.choices, **self.choices})
         ran = one.act(self.gm, places, known)
         if ran.rewrites:
-            check_graph(self.gm, after=one.name, values=check_values)
+            self.check.after(one.name, self.gm)
         report = Report(tuple(_folded(one, ran)))
         self.remarks += report.remarks
         if not one.respells():

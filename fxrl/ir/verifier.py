@@ -7,6 +7,7 @@ here, under the name of the pass that set it, and not three passes later.
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import Any
 
 import torch
@@ -21,35 +22,56 @@ class GraphError(AssertionError):
     """A pass left a graph that is not sound: a defect of the pass, never of the user's code."""
 
 
-def check_graph(gm: fx.GraphModule, *, after: str, values: bool) -> None:
-    """Check the graph and those of checkpointed bodies.
+class GraphCheck:
+    """Checks one graph after each pass that changed it; bodies of its calls are part of it.
 
     Args:
-        after: the pass that is to blame.
-        values: compute every fake value anew, and compare.
-
-    Raises:
-        GraphError: which value is wrong, what it says and what its op gives.
+        gm: the graph before the first pass, which nobody is blamed for.
+        values: also compute every fake value that a pass changed anew, and compare.
     """
-    for graph in graphs_of(gm):
-        try:
-            graph.lint()
-        except RuntimeError as error:
-            raise GraphError(f"after {after}: {error}") from error
-        if values:
-            _check_values(graph, after)
+
+    def __init__(self, gm: fx.GraphModule, *, values: bool) -> None:
+        self._values = values
+        self._sound = {n: _state(n) for graph in graphs_of(gm) for n in graph.nodes if values}
+
+    def after(self, name: str, gm: fx.GraphModule) -> None:
+        """Check what the pass ``name`` made of the graph.
+
+        Raises:
+            GraphError: which value is wrong, what it says and what its op gives.
+        """
+        for graph in graphs_of(gm):
+            try:
+                graph.lint()
+            except RuntimeError as error:
+                raise GraphError(f"after {name}: {error}") from error
+            if self._values:
+                self._check_values(graph, name)
+
+    def _check_values(self, graph: fx.Graph, name: str) -> None:
+        vals = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+        mode = next((val.fake_mode for val in vals if hasattr(val, "fake_mode")), None)
+        if mode is None or mode.shape_env is None:
+            return
+        env = mode.shape_env
+        with mode, torch.no_grad(), env.suppress_guards(), env.ignore_fresh_unbacked_symbols():
+            for node in graph.nodes:
+                if node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
+                    continue
+                state = _state(node)
+                if not _is_same(state, self._sound.get(node, ())):
+                    _check(node, name)
+                    self._sound[node] = state
 
 
-def _check_values(graph: fx.Graph, after: str) -> None:
-    vals = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
-    mode = next((val.fake_mode for val in vals if hasattr(val, "fake_mode")), None)
-    if mode is None or mode.shape_env is None:
-        return
-    env = mode.shape_env
-    with mode, torch.no_grad(), env.suppress_guards(), env.ignore_fresh_unbacked_symbols():
-        for node in graph.nodes:
-            if node.op == "call_function" and not isinstance(node.target, HigherOrderOperator):
-                _check(node, after)
+def _state(node: fx.Node) -> tuple[Any, ...]:
+    """What the check of a node depends on: objects that are replaced and never written into."""
+    vals = (one.meta.get("val") for one in (node, *node.all_input_nodes))
+    return node.target, node.args, node.kwargs, node.meta.get("region"), *vals
+
+
+def _is_same(state: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(state) == len(other) and all(map(operator.is_, state, other))
 
 
 def _check(node: fx.Node, after: str) -> None:
