@@ -65,17 +65,25 @@ class _Layout:
         self.tensors: list[Tensor] = []
         self.held: set[int] = set()
         self._places: dict[int, int] = {}
-        self._watched: list[tuple[Any, list[int]]] = []
+        self._watched: list[Any] = []  # containers, of dicts their values
         self._empty: list[Any] = []
         self.facts = self._fact("", layer)
+        self._sizes = [*map(len, self._watched)]
+        self._values = [*itertools.chain.from_iterable(self._watched)]
         self._looks = [*map(_look, self.tensors)]
 
     def holds(self) -> bool:
-        """Whether the layer's modules still hold what they held, and the tensors look the same."""
+        """Whether the layer's modules still hold what they held, and the tensors look the same.
+
+        Asked at every call of the step of some two thousand values a layer, so without Python code
+        for each.
+        """
+        now = itertools.chain.from_iterable(self._watched)
         return (
-            not any(map(len, self._empty))
-            and all(_ids(container) == ids for container, ids in self._watched)
-            and all(_look(t) == look for t, look in zip(self.tensors, self._looks, strict=True))
+            not any(self._empty)
+            and [*map(len, self._watched)] == self._sizes
+            and all(map(operator.is_, now, self._values))
+            and [*map(_look, self.tensors)] == self._looks
         )
 
     def equals(self, other: _Layout, steps: int) -> bool:
@@ -116,24 +124,18 @@ class _Layout:
             return type(value), *_look(value), value.stride()
         if isinstance(value, nn.Module):
             self.held.add(id(value.__dict__))
-            self._watch(value.__dict__)
+            self._watched.append(value.__dict__.values())
             return type(value), *((k, self._fact(k, v)) for k, v in value.__dict__.items())
-        if not isinstance(value, (tuple, frozenset)):
-            self._watch(value)
+        if not value:
+            self._empty.append(value)
+            return type(value), place
         if isinstance(value, dict):
+            self._watched.append(value.values())
             pairs = ((self._fact(name, k), self._fact(str(k), v)) for k, v in value.items())
             return type(value), *pairs
+        if not isinstance(value, (tuple, frozenset)):
+            self._watched.append(value)
         return type(value), *(self._fact(name, item) for item in value)
-
-    def _watch(self, container: Any) -> None:
-        if container:
-            self._watched.append((container, _ids(container)))
-        else:
-            self._empty.append(container)
-
-
-def _ids(container: Any) -> list[int]:
-    return [*map(id, container.values() if isinstance(container, dict) else container)]
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:
