@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxrl.errors import ConfigError, FxrlError
 
@@ -215,22 +215,17 @@ class Engine(Protocol):
         """Leaves standby before its block ends; does nothing when awake."""
         ...
 
-    def update_weights(
-        self, weights: Mapping[str, Tensor] | None = None, *, policy_version: int
-    ) -> None:
-        """Makes the trainer's weights those that ``generate`` uses, and drops stale caches.
+    def update_weights(self, *, policy_version: int) -> None:
+        """Makes the present weights of the trainer's model those that ``generate`` uses, and drops
+        stale caches.
 
         Args:
-            weights: full weights by the model's parameter names; ``None`` where the engine shares
-                the trainer's storages and only needs to be told.
             policy_version: the version of the new weights, at least the present one.
         """
         ...
 
-    def update_lora(
-        self, adapter: Mapping[str, Tensor] | None = None, *, policy_version: int
-    ) -> None:
-        """Likewise for LoRA factors only, by the names of ``peft.get_peft_model_state_dict``."""
+    def update_lora(self, *, policy_version: int) -> None:
+        """Likewise for the model's LoRA factors only."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

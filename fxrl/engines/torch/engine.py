@@ -29,7 +29,6 @@ from fxrl.engines.engine import (
     newer,
 )
 from fxrl.engines.torch.sampling import sample
-from fxrl.engines.weights.sync import copy_lora, copy_weights
 
 DROP_SHARE = 1 / 8
 """Finished rows are dropped when they are this share of the batch: a drop copies the KV cache,
@@ -395,23 +394,11 @@ class TorchEngine:
         if self._state == "standby":
             self._state = "awake"
 
-    def update_weights(
-        self, weights: Mapping[str, Tensor] | None = None, *, policy_version: int
-    ) -> None:
-        """See ``Engine.update_weights``; ``None`` is usual: the model is the trainer's own."""
-        version = newer(policy_version, self._policy_version)
-        if weights is not None:
-            copy_weights(self.model, weights)
-        self._policy_version = version
+    def update_weights(self, *, policy_version: int) -> None:
+        """Only the version is news: the model is the trainer's own."""
+        self._policy_version = newer(policy_version, self._policy_version)
 
-    def update_lora(
-        self, adapter: Mapping[str, Tensor] | None = None, *, policy_version: int
-    ) -> None:
-        """See ``Engine.update_lora``; ``None`` is usual: the model is the trainer's own."""
-        version = newer(policy_version, self._policy_version)
-        if adapter is not None:
-            copy_lora(self.model, adapter)
-        self._policy_version = version
+    update_lora = update_weights
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Engine.state_dict``; the generator's state is a uint8 tensor."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxrl.engines.engine import (
     Built,
@@ -194,13 +194,7 @@ class VllmEngine:
         if self._state != "awake":
             raise EngineError(f"{what}: the engine is {self._state}; {cures[self._state]}")
 
-    def shared_model(
-        self,
-        dtype: torch.dtype = torch.bfloat16,
-        *,
-        config: Any = None,
-        attn_implementation: str | None = None,
-    ) -> tuple[nn.Module, SharingReport]:
+    def shared_model(self, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, SharingReport]:
         """The trainer's model, made of this engine's weights, and what is shared and what not.
 
         What cannot be shared has a storage of its own, filled from the checkpoint, and is copied to
@@ -216,11 +210,9 @@ class VllmEngine:
         self._must_be_awake("shared_model")
         model, report = share(
             self._handle.model_to_share(),
-            config,
             self.model_path,
             dtype=dtype,
             device=self._handle.symbols.device,
-            attn_implementation=attn_implementation,
             building=self._handle.symbols.quiet_config(),
         )
         if report.shared_bytes or report.mirrors:
@@ -277,23 +269,19 @@ class VllmEngine:
             self._standby.wake()
             self._state = "awake"
 
-    def update_weights(
-        self, weights: Mapping[str, Tensor] | None = None, *, policy_version: int
-    ) -> None:
-        """See ``Engine.update_weights``; ``None`` reads the attached (or shared) model."""
-        self._update(weights, policy_version, lora=False)
+    def update_weights(self, *, policy_version: int) -> None:
+        """See ``Engine.update_weights``; of the attached (or shared) model."""
+        self._update(policy_version, lora=False)
 
-    def update_lora(
-        self, adapter: Mapping[str, Tensor] | None = None, *, policy_version: int
-    ) -> None:
-        """See ``Engine.update_lora``; ``None`` reads the attached model."""
-        self._update(adapter, policy_version, lora=True)
+    def update_lora(self, *, policy_version: int) -> None:
+        """See ``Engine.update_lora``; of the attached model."""
+        self._update(policy_version, lora=True)
 
-    def _update(self, given: Mapping[str, Tensor] | None, version: int, *, lora: bool) -> None:
+    def _update(self, version: int, *, lora: bool) -> None:
         self._must_be_awake("update_lora" if lora else "update_weights")
         newer(version, self._policy_version)
         try:
-            self.weight_sync.update(given, lora=lora)
+            self.weight_sync.update(lora=lora)
         finally:
             self._handle.reset_prefix_cache()  # whatever has got in, old entries are stale
         self._policy_version = version

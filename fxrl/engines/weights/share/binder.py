@@ -53,12 +53,10 @@ log = logging.getLogger(__name__)
 
 def share(
     vllm_model: nn.Module,
-    config: Any,
     checkpoint_dir: Path | str,
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
-    attn_implementation: str | None = None,
     building: AbstractContextManager[Any] | None = None,
 ) -> tuple[nn.Module, SharingReport]:
     """Builds the Hugging Face model of a checkpoint that vLLM has loaded, over vLLM's storages.
@@ -70,11 +68,9 @@ def share(
 
     Args:
         vllm_model: the ``nn.Module`` inside vLLM, unsharded, weights loaded and resident.
-        config: a ``PretrainedConfig``; ``None`` reads the checkpoint's.
         checkpoint_dir: the folder that vLLM has loaded.
         dtype: of the model; parameters that vLLM keeps in another one cannot be shared.
         device: of the model; vLLM's, where anything is to be shared.
-        attn_implementation: as for ``from_pretrained``.
         building: entered while the Hugging Face classes are instantiated. vLLM's own "transformers"
             backend patches those classes for the whole process: they then ask for a current vLLM
             config (one that compiles nothing keeps their ``forward`` as it was).
@@ -94,7 +90,7 @@ def share(
             "that vLLM has loaded (load_format='dummy' leaves nothing to compare with)"
         )
     with building or nullcontext():
-        model = build_skeleton(config, folder, dtype, attn_implementation)
+        model = build_skeleton(folder, dtype)
         checkpoint = CheckpointTensors(folder, model)
         binder = WeightBinder(vllm_model, model, checkpoint, torch.device(device))
         binder.bind_all()
