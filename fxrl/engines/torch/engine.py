@@ -275,12 +275,11 @@ class TorchEngine:
 
     @property
     def policy_version(self) -> int:
-        """See ``Engine.policy_version``."""
         return self._policy_version
 
     @property
     def timings(self) -> Mapping[str, float]:
-        """See ``Engine.timings``; nothing here is worth telling apart."""
+        """Nothing here is worth telling apart."""
         return {}
 
     def generate(
@@ -290,7 +289,6 @@ class TorchEngine:
         *,
         on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
-        """See ``Engine.generate``."""
         if self._state != "awake":
             cure = (
                 "leave its block or call wake()" if self._state == "standby" else "make a new one"
@@ -377,7 +375,7 @@ class TorchEngine:
 
     @contextmanager
     def standby(self) -> Iterator[None]:
-        """See ``Engine.standby``. The KV cache dies with each call; what is given back here is the
+        """The KV cache dies with each call; what is given back here is the
         GPU memory that PyTorch's allocator still holds for it."""
         if self._state != "awake":
             raise EngineError(f"standby: the engine is {self._state}; enter it once, when awake")
@@ -390,7 +388,6 @@ class TorchEngine:
             self.wake()
 
     def wake(self) -> None:
-        """See ``Engine.wake``."""
         if self._state == "standby":
             self._state = "awake"
 
@@ -401,17 +398,16 @@ class TorchEngine:
     update_lora = update_weights
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Engine.state_dict``; the generator's state is a uint8 tensor."""
+        """The generator's state is a uint8 tensor."""
         return {"generator": self._generator.get_state(), "policy_version": self._policy_version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Engine.load_state_dict``."""
         check_state(state, {"generator", "policy_version"})
         self._generator.set_state(state["generator"])
         self._policy_version = int(state["policy_version"])
 
     def close(self) -> None:
-        """See ``Engine.close``; the model is the caller's and stays."""
+        """The model is the caller's and stays."""
         self._state = "closed"
 
 

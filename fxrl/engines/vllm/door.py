@@ -243,12 +243,15 @@ def _attention_backend(place: str, rows: int) -> type:
     from fxrl.kernels.decode_attention import decode_attention as decode
 
     workspace = functools.partial(DecodeWorkspace, rows, device=torch.device("cuda"))
-    classes = decode_attention.FlashClasses(
-        backend=flash_attn.FlashAttentionBackend,
-        impl=flash_attn.FlashAttentionImpl,
-        builder=flash_attn.FlashAttentionMetadataBuilder,
-        decode_graphs=AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+    made = decode_attention.make_backend(
+        flash_attn.FlashAttentionBackend,
+        flash_attn.FlashAttentionImpl,
+        flash_attn.FlashAttentionMetadataBuilder,
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+        decode,
+        workspace,
+        max_rows=rows,
+        name=place,
     )
-    made = decode_attention.make_backend(classes, decode, workspace, max_rows=rows, name=place)
     made.__module__, made.__qualname__ = __name__, f"Decode{place}"  # vLLM imports it by these
     return made

@@ -110,7 +110,6 @@ class VllmEngine:
 
     @property
     def policy_version(self) -> int:
-        """See ``Engine.policy_version``."""
         return self._policy_version
 
     def generate(
@@ -270,11 +269,9 @@ class VllmEngine:
             self._state = "awake"
 
     def update_weights(self, *, policy_version: int) -> None:
-        """See ``Engine.update_weights``; of the attached (or shared) model."""
         self._update(policy_version, lora=False)
 
     def update_lora(self, *, policy_version: int) -> None:
-        """See ``Engine.update_lora``; of the attached model."""
         self._update(policy_version, lora=True)
 
     def _update(self, version: int, *, lora: bool) -> None:
@@ -288,11 +285,10 @@ class VllmEngine:
         self.ledger.record("sync")
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Engine.state_dict``; the number of calls stands for the sampler's random state."""
+        """The number of calls stands for the sampler's random state."""
         return {"calls": self._calls, "policy_version": self._policy_version, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Engine.load_state_dict``."""
         check_state(state, {"calls", "policy_version", "seed"})
         self._calls, self._seed = int(state["calls"]), int(state["seed"])
         self._policy_version = int(state["policy_version"])

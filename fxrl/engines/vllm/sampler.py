@@ -77,7 +77,7 @@ class SamplerParts:
 
 
 class FastSampler:
-    """See the module. ``sampler.fast_steps`` and ``slow_steps`` count which way steps went."""
+    """See the module."""
 
     def __init__(
         self,
@@ -97,8 +97,6 @@ class FastSampler:
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self._stale = True
         self._fits = sampler_fits(inner)
-        self.fast_steps = 0
-        self.slow_steps = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -129,9 +127,7 @@ class FastSampler:
             and bool(self._plain[requests].all())
         )
         if not fast:
-            self.slow_steps += 1
             return self._inner(logits, input_batch)
-        self.fast_steps += 1
         tokens, logprobs = self._sample(
             logits,
             self._temperature,
