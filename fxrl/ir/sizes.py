@@ -178,12 +178,6 @@ class SizeTable:
                 self._rest.append(node)
         self._all: _Known[Place] | None = None
 
-    def know(self, size: Size, value: fx.Node | int) -> None:
-        """``size`` is ``value`` in this graph, whatever else was learnt."""
-        if not isinstance(size, int):
-            self._inputs.sizes[size.node.expr] = value
-            self._all = None
-
     def arg(self, size: Size) -> int | fx.Node | None:
         """``size`` as an argument of a graph call; None when it cannot be expressed.
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxrl.rl.builtin_rewards import last_text
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.drift import DriftWatch, measured, probe_rows
@@ -257,10 +258,6 @@ class Trainer:
         retries, wait_s = self.config.disk_retries, self.config.disk_wait_s
         return keep_trying(action, what, reporter.message, retries=retries, wait_s=wait_s)
 
-    def save(self) -> Path:
-        """Writes a checkpoint of the present state."""
-        return self._save(self._state())
-
     def _state(self) -> dict[str, Any]:
         return {
             "engine": self.parts.engine.state_dict(),
@@ -268,7 +265,9 @@ class Trainer:
             "position": self.parts.stream.position,
         }
 
-    def _save(self, state: Mapping[str, Any]) -> Path:
+    def save(self, state: Mapping[str, Any] | None = None) -> Path:
+        """Writes a checkpoint of ``state``, the present one by default."""
+        state = state or self._state()
         updater = self.parts.updater
         trainer = {
             "position": state["position"],
@@ -329,7 +328,7 @@ class Trainer:
         else:
             which = "; the state before it"
         try:
-            saved = self.for_sure(lambda: self._save(state), "the checkpoint", reporter)
+            saved = self.for_sure(lambda: self.save(state), "the checkpoint", reporter)
             metrics.flush()
         except (StorageError, OSError) as failure:
             error.add_note(
@@ -416,7 +415,7 @@ def sample_completions(rollout: Rollout, wanted: int) -> list[dict[str, Any]]:
     picked = [i * total // count for i in range(count)]
     return [
         {
-            "question": _last_text(rollout.prompts[i]),
+            "question": last_text(rollout.prompts[i]),
             "prompt": rollout.prompts[i],
             "completion": rollout.texts[i],
             "reward": rollout.rewards[i] if math.isfinite(rollout.rewards[i]) else None,
@@ -425,7 +424,3 @@ def sample_completions(rollout: Rollout, wanted: int) -> list[dict[str, Any]]:
         }
         for i in picked
     ]
-
-
-def _last_text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])

@@ -110,7 +110,7 @@ class JsonLines:
         line = json.dumps({k: jsonable(v) for k, v in values.items()}) + "\n"
         self._pending.append(line.encode())
         try:
-            self._write_pending()
+            self.flush()
         except OSError as error:
             self._tell(
                 f"{self.path}: {why(error)}; {len(self._pending)} lines wait in memory, the run "
@@ -123,9 +123,6 @@ class JsonLines:
         Raises:
             OSError: it still cannot be written.
         """
-        self._write_pending()
-
-    def _write_pending(self) -> None:
         while self._pending:
             line = self._pending[0]
             end = os.fstat(self._file.fileno()).st_size

@@ -62,7 +62,8 @@ def test_logprobs_equal_a_full_forward_for_every_architecture(kind):
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
 def test_eager_attention_survives_prompts_of_different_lengths(kind, dtype):
     """A padding token sees no other: its attention row must not turn the real ones to NaN."""
-    model, tokenizer = load_model(f"tiny:{kind}", dtype, attn_implementation="eager")
+    model, tokenizer = load_model(f"tiny:{kind}", dtype)
+    model.set_attn_implementation("eager")
     engine = TorchEngine.from_tokenizer(model, tokenizer)
     groups = engine.generate(PROMPTS, SamplingParams(n=2, max_tokens=40, seed=1))
     assert_logprobs_match(model, groups, atol=1e-4 if dtype == "fp32" else atol_of(model))
