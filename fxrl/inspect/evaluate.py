@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -317,7 +317,7 @@ def _wider_input(leaf: Any, dtype: torch.dtype) -> Any:
 def _require_memory(module: nn.Module, dtype: torch.dtype) -> None:
     """Refuse copies that would take more than half of what a device has left."""
     needed: Counter[torch.device] = Counter()
-    for tensor in _all(module):
+    for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_floating_point() and _is_coarser(tensor.dtype, dtype):
             copies = 2 if tensor.requires_grad else 1  # the second is its gradient
             needed[tensor.device] += copies * tensor.numel() * dtype.itemsize
@@ -328,11 +328,6 @@ def _require_memory(module: nn.Module, dtype: torch.dtype) -> None:
                 f"a {dtype} copy of the model needs {format_bytes(num_bytes)} on {device}, "
                 f"which has {format_bytes(free)} left"
             )
-
-
-def _all(module: nn.Module) -> Iterable[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -112,7 +112,7 @@ def without_fakes(model: nn.Module) -> nn.Module:
 
     Dynamo makes fakes of its own and takes none of another fake mode.
     """
-    held = [*model.parameters(), *model.buffers()]
+    held = list(_tensors(model))
     if not any(isinstance(tensor, FakeTensor) for tensor in held):
         return model
     memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in held}

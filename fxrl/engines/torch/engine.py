@@ -35,21 +35,28 @@ DROP_SHARE = 1 / 8
 which is what the cache's growth costs at every step anyway."""
 
 
-@dataclass(frozen=True, slots=True)
 class Decoded:
-    """What a batch of R rows drew, on the CPU.
+    """What the R rows of a batch drew; gathered on the device, so that no step waits for a copy to
+    the host.
 
     Attributes:
-        tokens: [R, S] int64, S steps; entries at and after ``lengths`` mean nothing.
-        logprobs: [R, S], likewise.
+        tokens: [R, max_tokens] int64; entries at and after ``lengths`` mean nothing.
+        logprobs: [R, max_tokens], likewise.
         lengths: [R] int64, tokens of each row, the stop token included.
-        stopped: [R] bool, ended by a stop token.
     """
 
-    tokens: Tensor
-    logprobs: Tensor
-    lengths: Tensor
-    stopped: Tensor
+    def __init__(self, num_rows: int, max_tokens: int, logits: Tensor) -> None:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        self.tokens = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=logits.device)
+        self.logprobs = torch.zeros(num_rows, max_tokens, dtype=dtype, device=logits.device)
+        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
+
+    def add(
+        self, step: int, rows: Tensor, tokens: Tensor, logprobs: Tensor, running: Tensor
+    ) -> None:
+        self.tokens[rows, step] = tokens
+        self.logprobs[rows, step] = logprobs
+        self.lengths[rows] += running
 
 
 class CausalLM:
@@ -142,7 +149,7 @@ def decode(
     num_rows = len(expand)
     draws = None if uniforms is None else uniforms.to(device)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
-    record = _Record(num_rows, params.max_tokens, logits)
+    drawn = Decoded(num_rows, params.max_tokens, logits)
     rows = torch.arange(num_rows, device=device)  # the row of the request at each batch row
     running = torch.ones(num_rows, dtype=torch.bool, device=device)
     logits = logits[expand]
@@ -155,7 +162,7 @@ def decode(
         banned = stop_ids if step < params.min_tokens else ()
         uniform = None if draws is None else draws[rows, step]
         tokens, logprobs = sample(logits, uniform, params, banned)
-        record.add(step, rows, tokens, logprobs, running)
+        drawn.add(step, rows, tokens, logprobs, running)
         running = running & ~torch.isin(tokens, stops)
         num_running = int(running.sum())
         if num_running == 0 or step + 1 == params.max_tokens:
@@ -170,7 +177,7 @@ def decode(
             tokens[:, None], mask[:, :seen] if padded else None, next_position, cache
         )
         next_position = next_position + 1
-    return record.finish(stops)
+    return drawn
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -182,28 +189,6 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
         ids[row, longest - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
         mask[row, longest - len(prompt) :] = 1
     return ids, mask
-
-
-class _Record:
-    """Gathers what is drawn on the device, so that a step does not wait for a copy to the host."""
-
-    def __init__(self, num_rows: int, max_tokens: int, logits: Tensor) -> None:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        self.tokens = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=logits.device)
-        self.logprobs = torch.zeros(num_rows, max_tokens, dtype=dtype, device=logits.device)
-        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
-
-    def add(
-        self, step: int, rows: Tensor, tokens: Tensor, logprobs: Tensor, running: Tensor
-    ) -> None:
-        self.tokens[rows, step] = tokens
-        self.logprobs[rows, step] = logprobs
-        self.lengths[rows] += running
-
-    def finish(self, stops: Tensor) -> Decoded:
-        last = self.tokens.gather(1, self.lengths[:, None] - 1)[:, 0]
-        stopped = torch.isin(last, stops)
-        return Decoded(self.tokens.cpu(), self.logprobs.cpu(), self.lengths.cpu(), stopped.cpu())
 
 
 class TorchEngine:
@@ -336,7 +321,7 @@ class TorchEngine:
         keys = [(g.prompt, g.first + i) for g in groups for i in range(g.count)]
         flat = [prompt * params.n + sample for prompt, sample in keys]
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
-        done: Decoded = decode(
+        done = decode(
             self._lm,
             [prompts[g.prompt] for g in groups],
             [g.count for g in groups],
@@ -346,15 +331,15 @@ class TorchEngine:
             pad_id=self.pad_token_id,
             device=next(self.model.parameters()).device,
         )
-        tokens, logprobs = done.tokens.tolist(), done.logprobs.tolist()
-        for row, (key, length) in enumerate(zip(keys, done.lengths.tolist(), strict=True)):
+        drawn = (part.tolist() for part in (done.tokens, done.logprobs, done.lengths))
+        for key, tokens, logprobs, length in zip(keys, *drawn, strict=True):
             yield (
                 key,
                 Completion(
                     prompt_token_ids=prompts[key[0]],
-                    token_ids=tuple(tokens[row][:length]),
-                    logprobs=tuple(logprobs[row][:length]),
-                    finish_reason="stop" if done.stopped[row] else "length",
+                    token_ids=tuple(tokens[:length]),
+                    logprobs=tuple(logprobs[:length]),
+                    finish_reason="stop" if tokens[length - 1] in stop_ids else "length",
                     policy_version=self._policy_version,
                 ),
             )

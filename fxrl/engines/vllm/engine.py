@@ -41,7 +41,7 @@ from fxrl.engines.vllm.requests import (
     sampling_arguments,
 )
 from fxrl.engines.vllm.standby import Standby
-from fxrl.engines.weights.share import SharingReport, share
+from fxrl.engines.weights.share.binder import SharingReport, share
 from fxrl.engines.weights.sync import Route, WeightSync
 from fxrl.errors import ConfigError
 

@@ -143,7 +143,10 @@ class Updater:
 
     def _stop(self, batches: Sequence[Batch], step_number: int, loss: float, norm: float) -> None:
         path = self.run_dir / f"nonfinite-step-{step_number}.pt"
-        saved = [{name: _saved(value) for name, value in batch.items()} for batch in batches]
+        saved = [
+            {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
+            for batch in batches
+        ]
         torch.save({"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}, path)
         raise NonFiniteError(
             f"step {step_number}: loss {loss}, gradient norm {norm}: not finite "
@@ -151,10 +154,6 @@ class Updater:
             f"no update was made, the batch is in {path}; lower optim.lr, or look at the reward "
             "and the loss with torch.load"
         )
-
-
-def _saved(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _to_host(rows: Sequence[Sequence[Tensor]]) -> list[list[float]]:

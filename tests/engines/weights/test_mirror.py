@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fxrl.engines.weights.lora.sites import Merge, lora_sites, merge_reference
-from fxrl.engines.weights.share import share
+from fxrl.engines.weights.share.binder import share
 from fxrl.engines.weights.sync import RouteError, WeightSync
 from fxrl.models import lora
 from tests.engines.weights.share.fake_vllm import checkpoint, fake_vllm

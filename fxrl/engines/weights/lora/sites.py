@@ -115,11 +115,20 @@ def lora_sites(model: nn.Module) -> tuple[LoraSite, ...]:
 
 
 def adapted_layers(model: nn.Module) -> tuple[LoraSite, ...]:
-    """All of PEFT's wrappers, whatever is active; what it is made of is not checked here.
+    """All of PEFT's wrappers, LoRA or not, whatever is active; none where PEFT is not installed.
 
     Stays valid until adapters are added to or deleted from the model.
     """
-    return tuple(LoraSite(name, layer) for name, layer in _tuner_layers(model))
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+    except ImportError:
+        return ()
+    return tuple(
+        LoraSite(name.removeprefix(PEFT_PREFIX), module)
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+    )
 
 
 def active_sites(layers: Sequence[LoraSite]) -> tuple[LoraSite, ...]:
@@ -131,18 +140,6 @@ def active_sites(layers: Sequence[LoraSite]) -> tuple[LoraSite, ...]:
                 "engine copy merged weights (route 'copy')"
             )
     return tuple(site for site in layers if site.factors())
-
-
-def _tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """PEFT's wrappers in the model, LoRA or not; none where PEFT is not installed."""
-    try:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper
-    except ImportError:
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            yield name.removeprefix(PEFT_PREFIX), module
 
 
 def _why_not_plain(layer: Any) -> str | None:

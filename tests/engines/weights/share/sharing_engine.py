@@ -36,7 +36,7 @@ def main() -> None:
     import vllm
     import vllm.model_executor.layers.utils as layer_utils
 
-    from fxrl.engines.weights.share import share
+    from fxrl.engines.weights.share.binder import share
 
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"

@@ -164,7 +164,7 @@ def sharing(kind: str, folder: Path, config: Any) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    from fxrl.engines.weights.share import share
+    from fxrl.engines.weights.share.binder import share
 
     with set_current_vllm_config(config):
         vllm_model = get_model(vllm_config=config)

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxrl.engines.engine import EngineError
-from fxrl.engines.weights.share import SharingError, share
+from fxrl.engines.weights.share.binder import SharingError, share
 from fxrl.engines.weights.share.fp8 import Fp8Linear, dequantize
 from fxrl.engines.weights.share.layout import find_by_content
 from fxrl.models import lora

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fxrl.engines.weights.share import share
+from fxrl.engines.weights.share.binder import share
 from fxrl.engines.weights.share.fp8 import Fp8Linear, Fp8Scale
 from tests.engines.weights.share.fake_vllm import FP8, checkpoint, fake_vllm, per_block, per_channel
 
