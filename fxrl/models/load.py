@@ -79,7 +79,9 @@ def build_from_config(
     """
     hf = optional("transformers", "building a model")
     parsed = read_config(config)
-    with torch.random.fork_rng(devices=_cuda_devices(device)), torch.device(device):
+    device = torch.device(device)
+    drawn_on = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=drawn_on), device:
         torch.manual_seed(seed)
         try:
             model = hf.AutoModelForCausalLM.from_config(parsed, dtype=as_dtype(dtype))
@@ -118,11 +120,6 @@ def read_config(config: str | Path | Any) -> Any:
             f"{name!r}: model_type={kind!r} does not work with transformers {hf.__version__} "
             f"({_reason(error)}); correct it, or upgrade transformers"
         ) from error
-
-
-def _cuda_devices(device: str | torch.device) -> list[torch.device]:
-    device = torch.device(device)
-    return [device] if device.type == "cuda" else []
 
 
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

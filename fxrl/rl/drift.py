@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fxrl.losses import FACTORIES, PolicyOptions, importance_weights, kl_estimate
+from fxrl.losses import PolicyOptions, importance_weights, kl_estimate
 from fxrl.losses.reduce import masked_mean
 from fxrl.rl.types import Batch, Metrics
 
@@ -33,16 +33,9 @@ from fxrl.rl.types import Batch, Metrics
 HIGH, SEVERE = 0.02, 0.2
 
 PROBE_TOKENS = 4096
-NEVER_MEASURE = ("dpo", "sft")
-"""fxrl's losses that are no policy losses."""
 _UNCUT = PolicyOptions(
     vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=None
 )
-
-
-def loss_measures(name: str) -> bool:
-    """Whether the loss called ``name`` reports the difference itself."""
-    return name in FACTORIES and name not in NEVER_MEASURE
 
 
 def probe_rows(plan: Sequence[Sequence[int]], totals: Sequence[int]) -> tuple[int, ...]:

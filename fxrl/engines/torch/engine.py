@@ -234,7 +234,8 @@ class TorchEngine:
         self.autocast = autocast
         self._lm = CausalLM(model)
         self._generator = torch.Generator().manual_seed(seed)
-        self._policy_version = 0
+        self.policy_version = 0
+        self.timings: Mapping[str, float] = {}  # nothing here is worth telling apart
         self._state = "awake"
 
     @classmethod
@@ -257,15 +258,6 @@ class TorchEngine:
                 "eos_token_ids and pad_token_id to TorchEngine"
             )
         return cls(model, eos_token_ids=eos, pad_token_id=pad, **options)
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
-
-    @property
-    def timings(self) -> Mapping[str, float]:
-        """Nothing here is worth telling apart."""
-        return {}
 
     def generate(
         self,
@@ -340,7 +332,7 @@ class TorchEngine:
                     token_ids=tuple(tokens[:length]),
                     logprobs=tuple(logprobs[:length]),
                     finish_reason="stop" if tokens[length - 1] in stop_ids else "length",
-                    policy_version=self._policy_version,
+                    policy_version=self.policy_version,
                 ),
             )
 
@@ -378,18 +370,18 @@ class TorchEngine:
 
     def update_weights(self, *, policy_version: int) -> None:
         """Only the version is news: the model is the trainer's own."""
-        self._policy_version = newer(policy_version, self._policy_version)
+        self.policy_version = newer(policy_version, self.policy_version)
 
     update_lora = update_weights
 
     def state_dict(self) -> dict[str, Any]:
         """The generator's state is a uint8 tensor."""
-        return {"generator": self._generator.get_state(), "policy_version": self._policy_version}
+        return {"generator": self._generator.get_state(), "policy_version": self.policy_version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_state(state, {"generator", "policy_version"})
         self._generator.set_state(state["generator"])
-        self._policy_version = int(state["policy_version"])
+        self.policy_version = int(state["policy_version"])
 
     def close(self) -> None:
         """The model is the caller's and stays."""

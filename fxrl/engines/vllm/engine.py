@@ -105,12 +105,8 @@ class VllmEngine:
         drain = functools.partial(self._handle.drain, all_the_way=True)
         way = door.standby_way(symbols, self.options)
         self._standby = Standby(llm, way, self.ledger, drain, self.timings)
-        self._seed, self._calls, self._policy_version = seed, 0, 0
+        self._seed, self._calls, self.policy_version = seed, 0, 0
         self._state = "awake"
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
 
     def generate(
         self,
@@ -137,7 +133,7 @@ class VllmEngine:
             of=f"max_model_len={limit}, which can be raised",
         )  # fmt: skip
         requests = self._requests(given, params)
-        gather = Gather(given, params.n, self._policy_version, on_finished)
+        gather = Gather(given, params.n, self.policy_version, on_finished)
         with self.weight_sync.rollout():
             start = time.perf_counter()
             self._run(requests, gather)
@@ -276,22 +272,22 @@ class VllmEngine:
 
     def _update(self, version: int, *, lora: bool) -> None:
         self._must_be_awake("update_lora" if lora else "update_weights")
-        newer(version, self._policy_version)
+        newer(version, self.policy_version)
         try:
             self.weight_sync.update(lora=lora)
         finally:
             self._handle.reset_prefix_cache()  # whatever has got in, old entries are stale
-        self._policy_version = version
+        self.policy_version = version
         self.ledger.record("sync")
 
     def state_dict(self) -> dict[str, Any]:
         """The number of calls stands for the sampler's random state."""
-        return {"calls": self._calls, "policy_version": self._policy_version, "seed": self._seed}
+        return {"calls": self._calls, "policy_version": self.policy_version, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_state(state, {"calls", "policy_version", "seed"})
         self._calls, self._seed = int(state["calls"]), int(state["seed"])
-        self._policy_version = int(state["policy_version"])
+        self.policy_version = int(state["policy_version"])
 
     def close(self) -> None:
         """See ``Engine.close``. A model made of the engine's weights keeps them alive, and vLLM

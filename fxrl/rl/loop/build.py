@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fxrl import optimize
 from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
-from fxrl.losses import completion_logits, token_stats
+from fxrl.losses import FACTORIES, completion_logits, token_stats
 from fxrl.models import load_model, lora
 from fxrl.models.load import model_folder
 from fxrl.rl.config.named import build_loss
@@ -33,7 +33,6 @@ from fxrl.rl.data.questions import (
     split_rows,
 )
 from fxrl.rl.data.rewards import Reward, build_rewards
-from fxrl.rl.drift import loss_measures
 from fxrl.rl.errors import BadConfigError
 from fxrl.rl.loop.updater import Updater, build_optimizer, build_schedule
 from fxrl.rl.report.progress import Reporter, Stage
@@ -213,7 +212,7 @@ def _around(
         ),
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
-        probe=None if loss_measures(config.loss.name) else old_policy or scorer(model),
+        probe=None if config.loss.name in FACTORIES else old_policy or scorer(model),
         stage=rollouter.stage,
     )
 

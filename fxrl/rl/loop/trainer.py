@@ -108,14 +108,15 @@ class TrainingIteration:
 
     def _batches(self, rollout: Rollout) -> list[Batch]:
         """Micro-batches with the log-probabilities that the loss compares with."""
-        lengths = [(len(c.prompt_token_ids), len(c.token_ids)) for c in rollout.completions]
+        completions = [drawn.completion for drawn in rollout.drawn]
+        lengths = [(len(c.prompt_token_ids), len(c.token_ids)) for c in completions]
         if not lengths:
             return []
         plan = plan_micro_batches(lengths, self.config.micro_batch_tokens)
         parameter = next(self.parts.model.parameters())
         make = functools.partial(
             make_batches,
-            rollout.completions,
+            completions,
             rollout.advantages,
             pad_token_id=self.parts.tokenizer.pad_token_id,
             device=self.device,
@@ -410,17 +411,16 @@ class Trainer:
 
 def sample_completions(rollout: Rollout, wanted: int) -> list[dict[str, Any]]:
     """``wanted`` completions, or all, spread over the step's prompts."""
-    total = len(rollout.texts)
-    count = min(wanted, total)
-    picked = [i * total // count for i in range(count)]
+    pairs = list(zip(rollout.drawn, rollout.advantages, strict=True))
+    count = min(wanted, len(pairs))
     return [
         {
-            "question": last_text(rollout.prompts[i]),
-            "prompt": rollout.prompts[i],
-            "completion": rollout.texts[i],
-            "reward": rollout.rewards[i] if math.isfinite(rollout.rewards[i]) else None,
-            "advantage": rollout.advantages[i],
-            **{f"rewards/{name}": v[i] for name, v in rollout.by_function.items()},
+            "question": last_text(drawn.prompt),
+            "prompt": drawn.prompt,
+            "completion": drawn.text,
+            "reward": drawn.total if math.isfinite(drawn.total) else None,
+            "advantage": advantage,
+            **{f"rewards/{name}": value for name, value in drawn.values.items()},
         }
-        for i in picked
+        for drawn, advantage in (pairs[i * len(pairs) // count] for i in range(count))
     ]

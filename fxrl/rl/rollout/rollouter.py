@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,7 +35,7 @@ from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
 from fxrl.rl.data.rewards import Background, Reward, call_all, combine
 from fxrl.rl.report.progress import Say, Stage, silent
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.types import Metrics, Rollout, Row
+from fxrl.rl.types import Drawn, Metrics, Rollout, Row
 
 ENGINE_SYNC = ("fold", "restore", "sync")
 """Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""
@@ -142,24 +142,6 @@ class Judge:
             "rows": each_row,
             "trainer_state": self.state,
         }
-
-
-class Drawn(NamedTuple):
-    """One completion, judged.
-
-    Attributes:
-        completion: as the engine gave it.
-        text: of it, without special tokens.
-        prompt: as the rewards saw it.
-        values: of each reward function; ``None`` where it does not apply.
-        total: their weighted sum, NaN where none applied.
-    """
-
-    completion: Completion
-    text: str
-    prompt: Prompt
-    values: dict[str, float | None]
-    total: float
 
 
 class Rollouter:
@@ -279,12 +261,8 @@ class Rollouter:
             }
         totals, sampled = [d.total for d in kept], sum(len(d.completion.token_ids) for d in drawn)
         return Rollout(
-            completions=[d.completion for d in kept],
+            kept,
             advantages=_advantages(totals, config),
-            rewards=totals,
-            texts=[d.text for d in kept],
-            prompts=[d.prompt for d in kept],
-            by_function={r.name: [d.values[r.name] for d in kept] for r in self.rewards},
             metrics=metrics,
             num_tokens=sum(len(d.completion.prompt_token_ids) for d in drawn) + sampled,
             num_completion_tokens=sampled,

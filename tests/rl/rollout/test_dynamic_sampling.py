@@ -73,7 +73,7 @@ def rolled(config_file, numbers, *overrides):
 
 
 def prompts_of(rollout):
-    return [c.prompt_token_ids[0] for c in rollout.completions][::3]
+    return [c.prompt_token_ids[0] for c, *_ in rollout.drawn][::3]
 
 
 STEP = "prompts_per_step=4"
@@ -92,9 +92,9 @@ def test_drop_leaves_them_out_and_counts_them(config_file):
     rollout, taken = rolled(config_file, [1, 2, 3, 7], STEP, "dynamic_sampling=drop")
     assert prompts_of(rollout) == [1, 3]
     assert taken == [4]
-    assert len(rollout.advantages) == len(rollout.rewards) == len(rollout.texts) == 6
+    assert len(rollout.advantages) == len(rollout.drawn) == 6
     assert rollout.advantages[0] > 0 > rollout.advantages[1]
-    assert rollout.by_function["mixed"] == [1.0, 0.0, 0.0] * 2
+    assert [one.values["mixed"] for one in rollout.drawn] == [1.0, 0.0, 0.0] * 2
     # reported of all that was drawn
     assert rollout.metrics["dynamic_sampling/num_dropped"] == 2
     assert rollout.metrics["frac_reward_zero_std"] == pytest.approx(0.5)
@@ -116,7 +116,7 @@ def test_refill_stops_at_its_limit(config_file):
     extra = (STEP, "dynamic_sampling=refill", "max_refills=2")
     rollout, taken = rolled(config_file, [2] * 20, *extra)
     assert taken == [4, 4, 4]
-    assert rollout.completions == []
+    assert rollout.drawn == []
     assert rollout.advantages == []
     assert rollout.metrics["dynamic_sampling/num_dropped"] == 12
 
