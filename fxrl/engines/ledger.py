@@ -208,10 +208,12 @@ class MemoryLedger:
         after = self.record("release")
         freed = after.free - before.free
         if frees and freed < kv_bytes - TOLERANCE:
-            self._problem(
+            text = (
                 f"cycle {self.cycle}: releasing the KV cache freed {gib(freed)} of "
                 f"{gib(kv_bytes)}; another process took the rest, or it is still mapped"
             )
+            self.problems.append(text)
+            log.warning("GPU memory: %s", text)
         return after
 
     def entries(self, event: str | None = None) -> list[Entry]:
@@ -279,10 +281,6 @@ class MemoryLedger:
             free=reading.free,
             total=reading.total,
         )
-
-    def _problem(self, text: str) -> None:
-        self.problems.append(text)
-        log.warning("GPU memory: %s", text)
 
 
 def gib(size: int) -> str:

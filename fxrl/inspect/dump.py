@@ -99,11 +99,12 @@ def record_of(capture: Capture) -> CaptureRecord:
 
     AOTAutograd's graphs are made here, for reading: the step itself may run without them.
     """
+    lines = print_graph(capture.dynamo).splitlines()
     running = capture.rewritten.gm if capture.rewritten and capture.running else None
     graphs = {} if running is None else aot_graphs(running)
     return CaptureRecord(
         capture.index,
-        inputs="\n".join(_input_lines(capture.dynamo)),
+        inputs="\n".join(x for x in lines if " = input" in x and x[0] == "%"),
         dynamo=capture.dynamo.print_readable(print_output=False),
         stages=_stages(capture),
         regions=list(_regions(capture)),
@@ -126,12 +127,6 @@ def _stages(capture: Capture) -> list[Stage]:
 
     capture.replay(watch)
     return stages
-
-
-def _input_lines(gm: fx.GraphModule) -> Iterator[str]:
-    for line in print_graph(gm).splitlines():
-        if " = input" in line and not line.startswith(" "):
-            yield line
 
 
 def _regions(capture: Capture) -> Iterator[RegionRecord]:

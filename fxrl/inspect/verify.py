@@ -95,7 +95,10 @@ def verify_step(
 
 def _search(judge: Callable[[Step], VerifyReport], step: Any) -> tuple[tuple[str, ...], str]:
     """Blamed rewrites as ``pass @ site``, and why they are not all or not known."""
-    rewrites = rewrites_of(step)  # known when the step has run
+    # All that was rewritten and runs, normalising passes and bodies of regions included; known
+    # when the step has run.
+    running = (one for one in getattr(step, "captures", ()) if one.running)
+    rewrites = list(dict.fromkeys(pair for one in running for pair in one.rewrites))
     if not rewrites:
         return (), "nothing was rewritten, so no rewrite can be blamed"
 
@@ -157,12 +160,6 @@ def _longest_reduction(params: dict[str, Tensor], batch: Any) -> int:
     dims = [size for parameter in params.values() for size in parameter.shape]
     items = [leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     return max([1, *dims, *items])
-
-
-def rewrites_of(step: Step) -> list[Rewrite]:
-    """All that was rewritten and runs, normalising passes and bodies of regions included."""
-    captures = getattr(step, "captures", ())
-    return list(dict.fromkeys(pair for one in captures if one.running for pair in one.rewrites))
 
 
 S = TypeVar("S", bound=Hashable)

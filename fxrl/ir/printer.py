@@ -173,13 +173,8 @@ class _Printer:
             return "..."
         if callable(value):
             return _callee(value)
-        return _ADDRESS.sub("", str(value) if _is_torch_enum(value) else repr(value)).removeprefix(
-            "torch."
-        )
-
-
-def _is_torch_enum(value: object) -> bool:
-    return isinstance(value, torch.device | torch.layout | torch.memory_format)
+        plain = isinstance(value, torch.device | torch.layout | torch.memory_format)
+        return _ADDRESS.sub("", str(value) if plain else repr(value)).removeprefix("torch.")
 
 
 def _value(node: fx.Node) -> Any:

@@ -19,7 +19,6 @@ amplified.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from fxrl.losses import PolicyOptions, importance_weights, kl_estimate
 from fxrl.losses.reduce import masked_mean
+from fxrl.rl.report.progress import jsonable
 from fxrl.rl.types import Batch, Metrics
 
 # Mean |d| in nat. A ratio's usual clip range is 0.2 wide: a tenth of it, and all of it.
@@ -62,8 +62,7 @@ def measured(logps: Tensor, batch: Batch) -> Metrics:
         return {}
     _, found = importance_weights(ours, theirs, counted, _UNCUT)
     found["sampling/kl"] = masked_mean(kl_estimate(theirs, ours, "k3"), counted)
-    values = {name: float(value) for name, value in found.items()}
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return {name: jsonable(float(value)) for name, value in found.items()}
 
 
 class DriftWatch:

@@ -123,7 +123,12 @@ class WeightSync:
             if route in ("fold", "slots"):
                 raise RouteError(f"attach: route {route!r} needs a LoRA adapter; it has none")
             self.way, self.reason = self._full(is_shared)
-        elif is_shared and route is None and self._is_mirrored(model):
+        elif (
+            is_shared
+            and route is None
+            and self._adapted(model) <= self._mirrors.keys()
+            and not why_not_mergeable(model)
+        ):
             self.way = "mirror"
             self.reason = "merged into the engine's weights, of which the trainer has its own"
         else:
@@ -177,10 +182,6 @@ class WeightSync:
             return why
         apart = sorted(self._adapted(model) & self._copied)
         return f"{len(apart)} adapted weights are not shared ({apart[0]}, ...)" if apart else ""
-
-    def _is_mirrored(self, model: nn.Module) -> bool:
-        """Whether the merged adapter can be written into the engine's own tensors."""
-        return self._adapted(model) <= self._mirrors.keys() and not why_not_mergeable(model)
 
     def _adapted(self, model: nn.Module) -> set[str]:
         """Names of the weights that an adapter changes."""

@@ -214,7 +214,8 @@ class Trainer:
         board = TensorBoard(self.run_dir, self.done + 1, tell) if config.tensorboard else None
         try:
             hand_over(config, self.parts, self.parts.engine.policy_version)
-            self._tell_memory(tell)
+            if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
+                tell(str(ledger))
             if self.done == 0 and config.steps > 0:
                 self._evaluate_untrained(board)
             while self.done < config.steps and not stop:
@@ -349,12 +350,11 @@ class Trainer:
         self.done = number
         record = step.record
         record |= {"num_tokens": self.num_tokens, "epoch": self.parts.stream.epoch}
-        record |= self._evaluation(number)
+        if number == 1:
+            record |= self.initial
+        if self._evaluation_due(number):
+            record |= self._evaluate()
         return record, rollout
-
-    def _evaluation(self, number: int) -> Metrics:
-        found = self._evaluate() if self._evaluation_due(number) else {}
-        return self.initial | found if number == 1 else found
 
     def _evaluation_due(self, number: int) -> bool:
         config = self.config.eval
@@ -385,11 +385,6 @@ class Trainer:
             "eval/initial_accuracy": found["eval/accuracy"],
             "eval/majority_baseline": found["eval/majority_baseline"],
         }
-
-    def _tell_memory(self, tell: Any) -> None:
-        """The engine's account of the GPU's memory, if it keeps one."""
-        if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
-            tell(str(ledger))
 
     def write_ledger(self) -> None:
         """``ledger.json``: the engine's account of the GPU's memory, an entry per transition.

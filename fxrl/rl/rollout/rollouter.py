@@ -33,7 +33,7 @@ from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
 from fxrl.rl.config.tables import SamplingConfig, TrainConfig
 from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
 from fxrl.rl.data.rewards import Background, Reward, call_all, combine
-from fxrl.rl.report.progress import Say, Stage, silent
+from fxrl.rl.report.progress import Say, Stage, jsonable, silent
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.types import Drawn, Metrics, Rollout, Row
 
@@ -319,7 +319,7 @@ def _advantages(totals: Sequence[float], config: TrainConfig) -> list[float]:
 def _metrics(drawn: Sequence[Drawn], num: int) -> Metrics:
     """Reward and length statistics, under TRL's names."""
     totals = torch.tensor([d.total for d in drawn], dtype=torch.float64)
-    metrics: Metrics = {k: _finite(float(v)) for k, v in reward_metrics(totals, num).items()}
+    metrics: Metrics = {k: jsonable(float(v)) for k, v in reward_metrics(totals, num).items()}
     for name in drawn[0].values:
         said = [value for d in drawn if (value := d.values[name]) is not None]
         metrics[f"rewards/{name}/mean"] = statistics.fmean(said) if said else None
@@ -338,10 +338,6 @@ def length_metrics(completions: Sequence[Completion]) -> Metrics:
         metrics[f"completions/max_{name}length"] = float(max(values, default=0))
     metrics["completions/clipped_ratio"] = 1.0 - len(ended) / len(lengths)
     return metrics
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 CPU = torch.device("cpu")
