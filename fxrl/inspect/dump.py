@@ -104,7 +104,7 @@ def record_of(capture: Capture) -> CaptureRecord:
     graphs = {} if running is None else aot_graphs(running)
     return CaptureRecord(
         capture.index,
-        inputs="\n".join(x for x in lines if " = input" in x and x[0] == "%"),
+        inputs="\n".join(line for line in lines if line[:1] == "%" and " = input" in line),
         dynamo=capture.dynamo.print_readable(print_output=False),
         stages=_stages(capture),
         regions=list(_regions(capture)),

@@ -17,7 +17,6 @@ from fxrl.losses.batch import LossConfigError, LossFn, Metrics, Tokens, check_ch
 from fxrl.losses.logprobs import bounded_exp
 from fxrl.losses.options import PolicyKeywords, PolicyOptions, loss_factory
 from fxrl.losses.reduce import (
-    Reduction,
     fixed_length_mean,
     masked_mean,
     masked_sum,
@@ -111,18 +110,6 @@ def clip_metrics(
     }
 
 
-def _clipped_loss(
-    epsilon: float,
-    epsilon_high: float | None,
-    delta: float | None,
-    level: Level,
-    reduction: Reduction,
-    common: PolicyKeywords,
-) -> LossFn:
-    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, level)
-    return policy_loss(surrogate, reduction, PolicyOptions(**common))
-
-
 @loss_factory
 def grpo(
     epsilon: float = 0.2,
@@ -151,8 +138,8 @@ def grpo(
     Raises:
         LossConfigError: a value is out of range.
     """
-    level = importance_sampling_level
-    return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_mean, common)
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
+    return policy_loss(surrogate, sequence_mean_token_mean, PolicyOptions(**common))
 
 
 @loss_factory
@@ -170,8 +157,8 @@ def bnpo(
     Source: TRL's ``loss_type="bnpo"``. It depends on how the update is cut into batches; ``dapo``
     with ``num_items_in_batch`` does not.
     """
-    level = importance_sampling_level
-    return _clipped_loss(epsilon, epsilon_high, delta, level, token_mean, common)
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
+    return policy_loss(surrogate, token_mean, PolicyOptions(**common))
 
 
 @loss_factory
@@ -191,8 +178,9 @@ def dr_grpo(
     divided by their standard deviation: ``group_advantages(scale_rewards="none")``).
     """
     check_positive("max_completion_length", max_completion_length)
-    level, reduction = importance_sampling_level, fixed_length_mean(max_completion_length)
-    return _clipped_loss(epsilon, epsilon_high, delta, level, reduction, common)
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
+    reduction = fixed_length_mean(max_completion_length)
+    return policy_loss(surrogate, reduction, PolicyOptions(**common))
 
 
 @loss_factory
@@ -209,8 +197,8 @@ def dapo(
 
     Source: DAPO, arXiv:2503.14476 eq. 8.
     """
-    level = importance_sampling_level
-    return _clipped_loss(epsilon, epsilon_high, delta, level, token_mean_of_update, common)
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
+    return policy_loss(surrogate, token_mean_of_update, PolicyOptions(**common))
 
 
 @loss_factory
@@ -229,8 +217,8 @@ def gspo(
     Source: arXiv:2507.18071, clip ranges of its section 5.1. For advantages or weights
     that differ from token to token take its GSPO-token, ``"sequence_token"``.
     """
-    level = importance_sampling_level
-    return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_mean, common)
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
+    return policy_loss(surrogate, sequence_mean_token_mean, PolicyOptions(**common))
 
 
 @loss_factory
@@ -247,8 +235,8 @@ def luspo(
 
     Source: arXiv:2602.05261, clip ranges of its section 5.1.
     """
-    level = importance_sampling_level
-    return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_sum, common)
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
+    return policy_loss(surrogate, sequence_mean_token_sum, PolicyOptions(**common))
 
 
 @loss_factory

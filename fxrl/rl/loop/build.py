@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from fxrl import optimize
 from fxrl.engines import Engine, EngineSpec, build_engine
@@ -34,7 +35,7 @@ from fxrl.rl.data.questions import (
 )
 from fxrl.rl.data.rewards import Reward, build_rewards
 from fxrl.rl.errors import BadConfigError
-from fxrl.rl.loop.updater import Updater, build_optimizer, build_schedule
+from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
 from fxrl.rl.report.progress import Reporter, Stage
 from fxrl.rl.rollout.rollouter import Rollouter
 from fxrl.rl.types import Batch
@@ -187,6 +188,7 @@ def _around(
     )
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(config.optim, parameters)
+    num_updates = config.steps * config.num_iterations
     scorer = functools.partial(
         Scorer, optimize=make_step, temperature=sampling.temperature, wrap=wrap
     )
@@ -204,7 +206,7 @@ def _around(
             step=make_step(model, wrap(loss_fn)),
             parameters=parameters,
             optimizer=optimizer,
-            schedule=build_schedule(config.optim, optimizer, config.steps * config.num_iterations),
+            schedule=LambdaLR(optimizer, lambda n: lr_factor(config.optim, n, num_updates)),
             loss=config.loss,
             max_grad_norm=config.optim.max_grad_norm,
             max_nonfinite=config.max_nonfinite,

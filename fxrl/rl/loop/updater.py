@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from fxrl.rl.config.named import optimizer_class
 from fxrl.rl.config.tables import LossConfig, OptimConfig
@@ -36,15 +36,9 @@ def build_optimizer(
         raise BadConfigError(f"optim: {config.name} refuses {options}: {error}") from error
 
 
-def build_schedule(
-    config: OptimConfig, optimizer: torch.optim.Optimizer, num_updates: int
-) -> LambdaLR:
-    """Linear warmup, then constant, linear or cosine; see ``lr_factor``."""
-    return LambdaLR(optimizer, lambda update: lr_factor(config, update, num_updates))
-
-
 def lr_factor(config: OptimConfig, update: int, num_updates: int) -> float:
-    """What the learning rate of update number ``update`` (from 0) is multiplied by.
+    """What the learning rate of update number ``update`` (from 0) is multiplied by: linear warmup,
+    then constant, linear or cosine.
 
     Warmup ends at 1 at update ``warmup_steps``; decay would reach 0 at update ``num_updates``, one
     past the last, so no update is lost.

@@ -1,6 +1,6 @@
 """Where a Hugging Face parameter lies in vLLM's parameters.
 
-``plan_layout`` proposes places from names, packing and shapes; it reads no value, knows no
+``LayoutPlanner`` proposes places from names, packing and shapes; it reads no value, knows no
 architecture and works on the meta device. Whoever binds a place compares the bytes first
 (``equal_bits``). What no name leads to, ``find_by_content`` looks for by its bytes.
 
@@ -55,19 +55,6 @@ class Proposal:
     reason: str
 
 
-def plan_layout(
-    vllm_model: nn.Module, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
-) -> dict[str, Proposal]:
-    """One proposal for every HF parameter.
-
-    Args:
-        vllm_model: the model inside vLLM (one GPU's; tensor-parallel shards fit nothing).
-        tensors: its parameters by name, each as [out, in] (``fp8.logical``).
-        shapes: HF parameter names (ties under each of their names) and shapes.
-    """
-    return _Planner(vllm_model, tensors, shapes).plan()
-
-
 @dataclass(frozen=True, slots=True)
 class _Stack:
     """``shard`` is part number ``position`` of the fused module ``fused``."""
@@ -77,7 +64,15 @@ class _Stack:
     position: int
 
 
-class _Planner:
+class LayoutPlanner:
+    """Proposes places.
+
+    Args:
+        vllm_model: the model inside vLLM (one GPU's; tensor-parallel shards fit nothing).
+        tensors: its parameters by name, each as [out, in] (``fp8.logical``).
+        shapes: HF parameter names (ties under each of their names) and shapes.
+    """
+
     def __init__(
         self, vllm_model: nn.Module, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
     ) -> None:
@@ -89,6 +84,7 @@ class _Planner:
         self.parts: dict[str, dict[int, str]] = {}  # vLLM's name -> position -> HF name
 
     def plan(self) -> dict[str, Proposal]:
+        """One proposal for every HF parameter."""
         targets = {name: self._target(name) for name in self.shapes}
         for name, target in targets.items():
             if target is not None and target[1] is not None:
