@@ -157,7 +157,10 @@ def _stand_in(gm: fx.GraphModule) -> Callable[..., Any]:
     results = [example_of(n) if isinstance(n, fx.Node) else n for n in output.args[0]]
 
     def run(*_: Any) -> list[Any]:
-        return [_zeros(r) if isinstance(r, Tensor) else _number(r) for r in results]
+        return [
+            _zeros(r) if isinstance(r, Tensor) else hint(r) if isinstance(r, torch.SymInt) else r
+            for r in results
+        ]
 
     return run
 
@@ -166,7 +169,3 @@ def _zeros(like: Tensor) -> Tensor:
     """Zeros of this shape over one number of storage."""
     one = torch.zeros((), dtype=like.dtype, device=like.device, requires_grad=like.requires_grad)
     return one.expand(tuple(map(hint, like.shape)))
-
-
-def _number(value: Any) -> Any:
-    return hint(value) if isinstance(value, torch.SymInt) else value

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from fxrl.engines.vllm.build import (
 )
 from fxrl.engines.vllm.handle import VllmSymbols
 from fxrl.engines.vllm.options import VllmOptions
-from fxrl.engines.vllm.sampler import FastSampler, SamplerParts
+from fxrl.engines.vllm.sampler import FastSampler
 from fxrl.engines.vllm.standby import KV_TAG, Way, map_tag, unmap_tag
 
 BACKEND = "fxrl_kv_only"
@@ -79,12 +79,10 @@ def _allocator() -> Any:
     return CuMemAllocator.instance
 
 
-@contextmanager
-def _quiet_config() -> Iterator[None]:
+def _quiet_config() -> Any:
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 
-    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))):
-        yield
+    return set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0)))
 
 
 def standby_way(symbols: VllmSymbols, options: VllmOptions) -> Way:
@@ -203,8 +201,8 @@ def use_fused_sampler(runner: Any) -> None:
     from fxrl.kernels.sample import fused_sample
 
     if isinstance(getattr(runner, "sampler", None), Sampler):
-        parts = SamplerParts(SamplerOutput, LogprobsTensors, count, SamplingParams())
-        runner.sampler = FastSampler(runner.sampler, fused_sample, parts, runner.device)
+        parts = (SamplerOutput, LogprobsTensors, count, SamplingParams())
+        runner.sampler = FastSampler(runner.sampler, fused_sample, *parts, runner.device)
 
 
 def attention(options: VllmOptions, device: str) -> AbstractContextManager[None]:

@@ -214,12 +214,7 @@ class VllmEngine:
             self.weight_sync.share(model, copied=report.copied, mirrors=report.mirrors)
         return model, report
 
-    def attach(
-        self,
-        model: nn.Module,
-        *,
-        route: Route | None = None,
-    ) -> None:
+    def attach(self, model: nn.Module, *, route: Route | None = None) -> None:
         """Serves ``model`` from now on: its adapter, or its weights.
 
         Args:

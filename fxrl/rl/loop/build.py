@@ -282,14 +282,11 @@ def _plain(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[[Batch], A
     return functools.partial(loss_fn, model)
 
 
-Optimize = Callable[[nn.Module, Callable[[nn.Module, Any], Any]], Callable[[Batch], Any]]
-"""``fxrl.optimize`` with its configuration bound, or its plain twin."""
-
-
 class Scorer:
     """``scorer(batch) -> [B, C]`` log-probabilities without gradient.
 
     Args:
+        optimize: ``fxrl.optimize`` with its configuration bound, or its plain twin.
         context: entered around each call, such as PEFT's ``disable_adapter``.
         wrap: around the loss, such as autocast.
 
@@ -301,7 +298,7 @@ class Scorer:
     def __init__(
         self,
         model: nn.Module,
-        optimize: Optimize,
+        optimize: Callable[..., Callable[[Batch], Any]],
         temperature: float,
         *,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -329,9 +326,7 @@ class Scorer:
         return found
 
 
-def reference(
-    model: nn.Module,
-) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
+def reference(model: nn.Module) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
     """The reference policy: ``model`` with its adapter switched off, else a frozen copy."""
     if hasattr(model, "disable_adapter"):
         switch: Any = model.disable_adapter

@@ -12,7 +12,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -171,32 +172,32 @@ class TensorBoard:
         tensorboard = optional("torch.utils.tensorboard", "tensorboard=true")
         folder = str(run_dir / "tensorboard")
         self._tell = tell
-        try:
-            self._writer: Any = tensorboard.SummaryWriter(folder, purge_step=first_step)
-        except OSError as error:
-            self._give_up(error)
+        self._writer: Any = None
+        with self._giving_up():
+            self._writer = tensorboard.SummaryWriter(folder, purge_step=first_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Every finite number, under its own name."""
         if self._writer is None:
             return
-        try:
+        with self._giving_up():
             for name, value in values.items():
                 if isinstance(value, int | float) and math.isfinite(value) and name != "step":
                     self._writer.add_scalar(name, value, step)
             self._writer.flush()
-        except OSError as error:
-            self._give_up(error)
 
     def close(self) -> None:
         """Flushes and closes."""
-        if self._writer is None:
-            return
-        try:
-            self._writer.close()
-        except OSError as error:
-            self._give_up(error)
+        if self._writer is not None:
+            with self._giving_up():
+                self._writer.close()
 
-    def _give_up(self, error: OSError) -> None:
-        self._writer = None
-        self._tell(f"tensorboard: {why(error)}; no further events, metrics.jsonl has the numbers")
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            self._tell(
+                f"tensorboard: {why(error)}; no further events, metrics.jsonl has the numbers"
+            )

@@ -33,7 +33,7 @@ from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
 from fxrl.rl.config.tables import SamplingConfig, TrainConfig
 from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
 from fxrl.rl.data.rewards import Background, Reward, call_all, combine
-from fxrl.rl.report.progress import Say, Stage, jsonable, silent
+from fxrl.rl.report.progress import Say, Stage, jsonable
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.types import Drawn, Metrics, Rollout, Row
 
@@ -154,7 +154,7 @@ class Rollouter:
         rewards: Sequence[Reward],
         config: TrainConfig,
         tokenizer: Any,
-        stage: Stage = silent,
+        stage: Stage,
     ) -> None:
         self.engine, self.builder, self.rewards = engine, builder, rewards
         self.config, self.tokenizer, self.stage = config, tokenizer, stage

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from fxrl.engines import Completion
 from fxrl.rl.config.load import load_config
 from fxrl.rl.data.rewards import Reward
+from fxrl.rl.report.progress import Reporter
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.rollout.rollouter import Rollouter, TrainerState
 from fxrl.rl.train import main
@@ -60,7 +62,8 @@ def mixed(completions, completion_ids):
 def rolled(config_file, numbers, *overrides):
     config = load_config(config_file, ["sampling.num_generations=3", *overrides])
     engine, numbers = Engine(), iter(numbers)
-    rollouter = Rollouter(engine, Builder(), [Reward("mixed", mixed, 1.0)], config, Tokenizer())
+    rewards, stage = [Reward("mixed", mixed, 1.0)], Reporter(Console(quiet=True)).stage
+    rollouter = Rollouter(engine, Builder(), rewards, config, Tokenizer(), stage)
     taken = []
 
     def take(count):

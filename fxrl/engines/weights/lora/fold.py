@@ -3,7 +3,7 @@
 The engine and the trainer read the same storages. vLLM's LoRA kernels cost a quarter to a third of
 a decode step; a weight that already holds W + scaling * B A costs nothing. So, around generation:
 
-    with folded(model):                 # W' = round(float32(W) + scaling * B A), in place
+    with folded(Fold(model)):           # W' = round(float32(W) + scaling * B A), in place
         completions = engine.generate(...)
     # here every weight has its old bytes again, which a checksum has confirmed
 
@@ -214,14 +214,8 @@ class Fold:
 
 
 @contextmanager
-def folded(model: nn.Module | Fold) -> Iterator[Fold]:
-    """Folds for the time of a block, and restores also when the block raises.
-
-    Args:
-        model: a PEFT model, or a ``Fold`` of it that is used again (a host backup is then made
-            only once).
-    """
-    fold = model if isinstance(model, Fold) else Fold(model)
+def folded(fold: Fold) -> Iterator[Fold]:
+    """Folds for the time of a block, and restores also when the block raises."""
     fold.apply()
     try:
         yield fold

@@ -89,7 +89,7 @@ def test_folded_weights_are_the_policy_and_come_back(case, backup):
 def test_it_is_what_peft_merges():
     model = with_lora(llama())
     merged = copy.deepcopy(model).merge_and_unload()
-    with folded(model):
+    with folded(Fold(model)):
         ours = {s: p for s, p in model.named_parameters() if "base_layer.weight" in s}
         for name, parameter in ours.items():
             plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
@@ -116,7 +116,7 @@ def test_several_active_adapters_add_up():
     fill(model)
     model.base_model.set_adapter(["default", "more"])
     want, before = logits(model), snapshot(model)
-    with folded(model):
+    with folded(Fold(model)):
         torch.testing.assert_close(base_logits(model), want, rtol=1e-5, atol=2e-6)
     assert_same_bits(model, before)
 
@@ -124,7 +124,7 @@ def test_several_active_adapters_add_up():
 def test_dropout_plays_no_part():
     model = with_lora(llama(), lora_dropout=0.5)
     want = logits(model.eval())
-    with folded(model.train()):
+    with folded(Fold(model.train())):
         torch.testing.assert_close(base_logits(model.eval()), want, rtol=1e-5, atol=2e-6)
 
 
@@ -171,7 +171,7 @@ def test_shared_storages_are_written_in_place():
         at += rows
     deltas = torch.cat([layer.get_delta_weight("default") for layer in layers]).detach()
     original = fused.clone()
-    with folded(model):
+    with folded(Fold(model)):
         torch.testing.assert_close(fused, original + deltas)
     assert torch.equal(fused, original)
 
@@ -202,7 +202,7 @@ def test_restored_also_when_the_rollout_raises():
         seen.append(base_weights_equal(model, before))
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), folded(model):
+    with pytest.raises(ZeroDivisionError), folded(Fold(model)):
         rollout()
     assert seen == [False]
     assert_same_bits(model, before)
@@ -257,7 +257,7 @@ def test_an_interrupt_during_the_restore_waits_for_its_end(monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(folding.DeviceBackup, "load", interrupted)
-    with pytest.raises(KeyboardInterrupt), folded(model):
+    with pytest.raises(KeyboardInterrupt), folded(Fold(model)):
         pass
     assert_same_bits(model, before)
     require_sound(model)
@@ -266,7 +266,7 @@ def test_an_interrupt_during_the_restore_waits_for_its_end(monkeypatch):
 def test_the_rollouts_own_error_stays_visible_beside_a_failed_restore(monkeypatch):
     model = with_lora(llama())
     monkeypatch.setattr(folding.DeviceBackup, "load", lambda self: None)
-    with pytest.raises(RestoreError) as caught, folded(model):
+    with pytest.raises(RestoreError) as caught, folded(Fold(model)):
         raise ValueError("generation failed")
     assert isinstance(caught.value.__context__, ValueError)
 
