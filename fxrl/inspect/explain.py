@@ -73,7 +73,9 @@ def explained(
     except _NEEDS_NUMBERS as error:
         if not backend.captures:
             raise
-        captured_all = Report((_unfinished(error),))
+        reason = f"code after a graph break needs real numbers: {str(error).splitlines()[0][:200]}"
+        cure = "look at step.report after one real step"
+        captured_all = Report((Remark(RemarkKind.MISSED, "capture", "graph", "", reason, cure),))
     return step.report + captured_all, backend.captures
 
 
@@ -99,12 +101,6 @@ def _without_kv_cache(model: nn.Module) -> Iterator[None]:
 
 #: What stand-ins cannot serve: code outside of the captured graphs that reads numbers.
 _NEEDS_NUMBERS = (NotImplementedError, RuntimeError, ValueError, IndexError)
-
-
-def _unfinished(error: Exception) -> Remark:
-    reason = f"code after a graph break needs real numbers: {str(error).splitlines()[0][:200]}"
-    cure = "look at step.report after one real step"
-    return Remark(RemarkKind.MISSED, "capture", "graph", "", reason, cure)
 
 
 def without_fakes(model: nn.Module) -> nn.Module:

@@ -78,7 +78,6 @@ class Fold:
 
     Attributes:
         names: the folded modules, as in the checkpoint.
-        num_bytes: of the folded weights, which is what a backup takes.
         timings: seconds of the last ``"fold"`` and ``"restore"``, device time included.
 
     Raises:
@@ -92,7 +91,6 @@ class Fold:
         self._weights = [site.weight for site in self._sites]
         check_storages(model, self._sites)
         self.names = tuple(site.name for site in self._sites)
-        self.num_bytes = sum(weight.nbytes for weight in self._weights)
         self.timings: dict[str, float] = {}
         self._sums = BitSums(self._weights)
         self._backup = WeightBackup(self._weights)
