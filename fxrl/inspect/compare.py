@@ -140,7 +140,8 @@ class _Judge:
             scale = self.scale_of(wanted_, total)
             error = _distance(eager_, wanted_) / scale if self._truth else None
             row = self._row(name, "gradient", ours_, wanted_, scale, (error, typical))
-            rows.append(_with_note(row, ours, eager))
+            missing = "the step" if ours is None else "eager" if eager is None else ""
+            rows.append(replace(row, note=f"no gradient in {missing}" if missing else ""))
             coarsest = max(coarsest, eager_.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         if rows:
             rel = self._distance_of_all(self._ours) / (total or 1.0)
@@ -219,12 +220,6 @@ def _norm(tensor: Tensor) -> float:
 
 def _or_zeros(tensor: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if tensor is None else tensor
-
-
-def _with_note(row: VerifyRow, ours: Tensor | None, eager: Tensor | None) -> VerifyRow:
-    if ours is None:
-        return replace(row, note="no gradient in the step")
-    return replace(row, note="no gradient in eager") if eager is None else row
 
 
 def _described(value: Tensor | None) -> str:

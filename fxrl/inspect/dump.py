@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import fx
@@ -99,11 +99,12 @@ def record_of(capture: Capture) -> CaptureRecord:
 
     AOTAutograd's graphs are made here, for reading: the step itself may run without them.
     """
+    lines = print_graph(capture.dynamo).splitlines()
     running = capture.rewritten.gm if capture.rewritten and capture.running else None
     graphs = {} if running is None else aot_graphs(running)
     return CaptureRecord(
         capture.index,
-        inputs="\n".join(_input_lines(capture.dynamo)),
+        inputs="\n".join(line for line in lines if line[:1] == "%" and " = input" in line),
         dynamo=capture.dynamo.print_readable(print_output=False),
         stages=_stages(capture),
         regions=list(_regions(capture)),
@@ -126,12 +127,6 @@ def _stages(capture: Capture) -> list[Stage]:
 
     capture.replay(watch)
     return stages
-
-
-def _input_lines(gm: fx.GraphModule) -> Iterator[str]:
-    for line in print_graph(gm).splitlines():
-        if " = input" in line and not line.startswith(" "):
-            yield line
 
 
 def _regions(capture: Capture) -> Iterator[RegionRecord]:
@@ -195,8 +190,14 @@ def write_dump(
             else has a name that the dump needs. Nothing is written then.
     """
     root = Path(directory)
-    depyf, notes = _decompiled(functions)
-    _write(root, render(records, report, depyf=depyf, notes=notes))
+    depyf: dict[str, str] = {}
+    notes: list[str] = []
+    for function in functions:
+        try:
+            depyf |= decompile_dynamo(function)
+        except DecompileError as error:
+            notes.append(str(error))
+    _write(root, render(records, report, depyf=depyf, notes=list(dict.fromkeys(notes))))
     return root / "index.md"
 
 
@@ -344,18 +345,6 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
-def _decompiled(functions: Sequence[Callable[..., Any]]) -> tuple[dict[str, str], list[str]]:
-    """Decompiled sources, and why one is missing."""
-    sources: dict[str, str] = {}
-    notes: list[str] = []
-    for function in functions:
-        try:
-            sources |= decompile_dynamo(function)
-        except DecompileError as error:
-            notes.append(str(error))
-    return sources, list(dict.fromkeys(notes))
-
-
 def _write(root: Path, texts: Mapping[str, str]) -> None:
     if root.exists() and not root.is_dir():
         raise DumpError(f"{root} is a file, and a dump is a folder; choose another path")
@@ -421,8 +410,8 @@ class DecompileError(FxrlError):
     """Bytecode cannot be shown as source: depyf is missing, or does not know the bytecode."""
 
 
-def decompile(function: Callable[..., Any] | CodeType) -> str:
-    """Python source of ``function`` or of a code object, ending in a newline.
+def decompile(code: CodeType) -> str:
+    """Python source of a code object, ending in a newline.
 
     Raises:
         DecompileError: depyf is not installed, or fails on this code.
@@ -434,7 +423,6 @@ def decompile(function: Callable[..., Any] | CodeType) -> str:
             f"depyf is not installed ({error}), so Dynamo's bytecode is not decompiled; "
             "cure: pip install depyf"
         ) from error
-    code = function if isinstance(function, CodeType) else _code_of(function)
     try:
         source = str(depyf.decompile(code))
     except Exception as error:  # depyf raises whatever its many bytecode handlers meet
@@ -455,36 +443,24 @@ def decompile_dynamo(function: Callable[..., Any]) -> dict[str, str]:
         DecompileError: as ``decompile``.
     """
     sources: dict[str, str] = {}
-    todo: list[Callable[..., Any]] = [_plain(function)]
+    todo = [_plain(function)]
     seen: set[CodeType] = set()
     while todo:
         current = todo.pop(0)
-        code = _code_of(current)
+        code = current.__code__
         if code in seen:
             continue
         seen.add(code)
         for index, entry in enumerate(cache_entries(code)):
             sources[f"{code.co_name.strip('<>')}.{index}.py"] = decompile(entry.code)
-            todo += _resumed(current, entry.code)
+            scope = current.__globals__
+            resumed = (n for n in entry.code.co_names if n.startswith(_RESUME) and n in scope)
+            todo += [_plain(scope[name]) for name in resumed]
     return sources
 
 
-def _resumed(function: Callable[..., Any], code: CodeType) -> list[Callable[..., Any]]:
-    """Functions that ``code`` jumps to after a graph break."""
-    scope = getattr(function, "__globals__", {})
-    return [scope[n] for n in code.co_names if n.startswith(_RESUME) and n in scope]
-
-
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+def _plain(function: Any) -> FunctionType:
     """The user's function under a ``torch.compile`` wrapper and a bound method."""
     function = getattr(function, "_torchdynamo_orig_callable", function)
-    return getattr(function, "__func__", function)
-
-
-def _code_of(function: Callable[..., Any]) -> CodeType:
-    code = getattr(_plain(function), "__code__", None)
-    if not isinstance(code, CodeType):
-        raise DecompileError(
-            f"{function!r} has no bytecode; cure: pass a Python function or a code object"
-        )
-    return code
+    plain: FunctionType = getattr(function, "__func__", function)
+    return plain

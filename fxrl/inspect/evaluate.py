@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,16 +85,17 @@ def evaluate(step: Step, model: nn.Module, params: Mapping[str, Tensor], batch: 
     wanted = {**params, **leaves}
     versions = [(name, t, t._version) for name, t in _tensors(batch)]
     with preserved(model, wanted.values()) as buffers:
-        before = torch.get_rng_state(), _device_rng_states()
+        before = [torch.get_rng_state(), *_device_rng_states()]
         loss, metrics = split_result(step(batch))
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
+        after = [torch.get_rng_state(), *_device_rng_states()]
         outcome = Outcome(
             loss=_copy(loss),
             metrics={name: _copy(value) for name, value in metrics.items()},
             grads={n: None if t.grad is None else _copy(t.grad) for n, t in wanted.items()},
             buffers=_changed(model, buffers),
-            drew_random=not _same_rng(before, (torch.get_rng_state(), _device_rng_states())),
+            drew_random=not all(map(torch.equal, before, after)),
         )
     for name, tensor, version in versions:
         if tensor._version != version:
@@ -228,11 +229,6 @@ def _device_rng_states() -> list[Tensor]:
     return torch.cuda.get_rng_state_all() if used else []
 
 
-def _same_rng(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]]) -> bool:
-    pairs = zip([a[0], *a[1]], [b[0], *b[1]], strict=True)
-    return all(torch.equal(left, right) for left, right in pairs)
-
-
 def _refuse_optimizer_in_backward(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -279,7 +275,9 @@ def evaluate_wider(model: nn.Module, loss_fn: LossFn, batch: Any, dtype: torch.d
     for name, buffer in together.named_buffers():
         wide = _wider(buffer, dtype)  # a copy in any case: the run may write into it
         lent[name] = wide.clone() if wide.data_ptr() == buffer.data_ptr() else wide
-    wide_batch = pytree.tree_map(lambda leaf: _wider_input(leaf, dtype), batch)
+    wide_batch = pytree.tree_map_only(
+        Tensor, lambda leaf: _wider(leaf, dtype).requires_grad_(leaf.requires_grad), batch
+    )
 
     def run(batch: Any) -> Any:
         return torch.func.functional_call(together, lent, (batch,))
@@ -308,16 +306,10 @@ def _wider(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(dtype) if widen else tensor.detach()
 
 
-def _wider_input(leaf: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return _wider(leaf, dtype).requires_grad_(leaf.requires_grad)
-
-
 def _require_memory(module: nn.Module, dtype: torch.dtype) -> None:
     """Refuse copies that would take more than half of what a device has left."""
     needed: Counter[torch.device] = Counter()
-    for tensor in _all(module):
+    for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_floating_point() and _is_coarser(tensor.dtype, dtype):
             copies = 2 if tensor.requires_grad else 1  # the second is its gradient
             needed[tensor.device] += copies * tensor.numel() * dtype.itemsize
@@ -328,11 +320,6 @@ def _require_memory(module: nn.Module, dtype: torch.dtype) -> None:
                 f"a {dtype} copy of the model needs {format_bytes(num_bytes)} on {device}, "
                 f"which has {format_bytes(free)} left"
             )
-
-
-def _all(module: nn.Module) -> Iterable[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -73,7 +73,9 @@ def explained(
     except _NEEDS_NUMBERS as error:
         if not backend.captures:
             raise
-        captured_all = Report((_unfinished(error),))
+        reason = f"code after a graph break needs real numbers: {str(error).splitlines()[0][:200]}"
+        cure = "look at step.report after one real step"
+        captured_all = Report((Remark(RemarkKind.MISSED, "capture", "graph", "", reason, cure),))
     return step.report + captured_all, backend.captures
 
 
@@ -101,18 +103,12 @@ def _without_kv_cache(model: nn.Module) -> Iterator[None]:
 _NEEDS_NUMBERS = (NotImplementedError, RuntimeError, ValueError, IndexError)
 
 
-def _unfinished(error: Exception) -> Remark:
-    reason = f"code after a graph break needs real numbers: {str(error).splitlines()[0][:200]}"
-    cure = "look at step.report after one real step"
-    return Remark(RemarkKind.MISSED, "capture", "graph", "", reason, cure)
-
-
 def without_fakes(model: nn.Module) -> nn.Module:
     """The model itself; or, if it holds fake tensors, a twin of it on ``meta``.
 
     Dynamo makes fakes of its own and takes none of another fake mode.
     """
-    held = [*model.parameters(), *model.buffers()]
+    held = list(_tensors(model))
     if not any(isinstance(tensor, FakeTensor) for tensor in held):
         return model
     memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in held}
@@ -157,7 +153,10 @@ def _stand_in(gm: fx.GraphModule) -> Callable[..., Any]:
     results = [example_of(n) if isinstance(n, fx.Node) else n for n in output.args[0]]
 
     def run(*_: Any) -> list[Any]:
-        return [_zeros(r) if isinstance(r, Tensor) else _number(r) for r in results]
+        return [
+            _zeros(r) if isinstance(r, Tensor) else hint(r) if isinstance(r, torch.SymInt) else r
+            for r in results
+        ]
 
     return run
 
@@ -166,7 +165,3 @@ def _zeros(like: Tensor) -> Tensor:
     """Zeros of this shape over one number of storage."""
     one = torch.zeros((), dtype=like.dtype, device=like.device, requires_grad=like.requires_grad)
     return one.expand(tuple(map(hint, like.shape)))
-
-
-def _number(value: Any) -> Any:
-    return hint(value) if isinstance(value, torch.SymInt) else value

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from fxrl.inspect.evaluate import (
 
 Reference = Literal["auto", "eager", "float32", "float64"]
 Rewrite = tuple[str, str]
-_REFERENCES = ("auto", "eager", "float32", "float64")
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -65,8 +64,8 @@ def verify_step(
         TruthError: ``reference`` names a dtype, and the model cannot run in it.
         ConfigError: ``reference`` is none of the four.
     """
-    if reference not in _REFERENCES:
-        raise ConfigError(f"reference={reference!r} is not one of {', '.join(_REFERENCES)}")
+    if reference not in get_args(Reference):
+        raise ConfigError(f"reference={reference!r} is not one of {', '.join(get_args(Reference))}")
     params = named_trainable(model, loss_fn)
     eager, precision = _evaluate_eager(model, loss_fn, params, batch)
     truth, used, notes = _reference_run(model, loss_fn, batch, reference, eager, precision)
@@ -95,7 +94,10 @@ def verify_step(
 
 def _search(judge: Callable[[Step], VerifyReport], step: Any) -> tuple[tuple[str, ...], str]:
     """Blamed rewrites as ``pass @ site``, and why they are not all or not known."""
-    rewrites = rewrites_of(step)  # known when the step has run
+    # All that was rewritten and runs, normalising passes and bodies of regions included; known
+    # when the step has run.
+    running = (one for one in getattr(step, "captures", ()) if one.running)
+    rewrites = list(dict.fromkeys(pair for one in running for pair in one.rewrites))
     if not rewrites:
         return (), "nothing was rewritten, so no rewrite can be blamed"
 
@@ -159,35 +161,12 @@ def _longest_reduction(params: dict[str, Tensor], batch: Any) -> int:
     return max([1, *dims, *items])
 
 
-def rewrites_of(step: Step) -> list[Rewrite]:
-    """All that was rewritten and runs, normalising passes and bodies of regions included."""
-    captures = getattr(step, "captures", ())
-    return list(dict.fromkeys(pair for one in captures if one.running for pair in one.rewrites))
-
-
 S = TypeVar("S", bound=Hashable)
 MAX_TRIALS = 64  # each compiles the step anew
 
 
 class _TrialsSpent(Exception):
     """No trial is left; the search keeps what it has."""
-
-
-class _Trials(Generic[S]):
-    """``fails``, remembered and counted."""
-
-    def __init__(self, fails: Callable[[frozenset[S]], bool], limit: int) -> None:
-        self._fails, self._left = fails, limit
-        self._known: dict[frozenset[S], bool] = {}
-
-    def __call__(self, enabled: Sequence[S]) -> bool:
-        key = frozenset(enabled)
-        if key not in self._known:
-            if self._left <= 0:
-                raise _TrialsSpent
-            self._left -= 1
-            self._known[key] = self._fails(key)
-        return self._known[key]
 
 
 def find_blame(
@@ -203,17 +182,27 @@ def find_blame(
         fails: whether the step is wrong when just these sites are rewritten.
         max_trials: upper bound of calls to ``fails``.
     """
-    trials: _Trials[S] = _Trials(fails, max_trials)
+    known: dict[frozenset[S], bool] = {}
+
+    def trial(enabled: Sequence[S]) -> bool:
+        """``fails``, remembered and counted."""
+        key = frozenset(enabled)
+        if key not in known:
+            if len(known) >= max_trials:
+                raise _TrialsSpent
+            known[key] = fails(key)
+        return known[key]
+
     blamed: list[S] = []
     suspects = list(dict.fromkeys(sites))
     try:
-        if trials([]):
+        if trial([]):
             return (), "the step is wrong with every rewrite left out: the capture is to blame"
-        while trials(suspects):
+        while trial(suspects):
             # Narrowed down in place, so that a stop leaves what the search has reached.
             group = list(suspects)
             try:
-                _minimal(group, trials)
+                _minimal(group, trial)
             except _TrialsSpent:
                 blamed += group if len(group) < len(suspects) else []
                 raise
@@ -226,15 +215,15 @@ def find_blame(
     return _ordered(sites, blamed), ""
 
 
-def _minimal(group: list[S], trials: _Trials[S]) -> None:
+def _minimal(group: list[S], fails: Callable[[Sequence[S]], bool]) -> None:
     """Shrink a failing ``group`` in place until no part of it can be left out."""
     parts = 2
     while len(group) > 1:
         chunks = _split(group, parts)
         rests = [[s for s in group if s not in chunk] for chunk in chunks] if parts > 2 else []
-        if smaller := next(filter(trials, chunks), None):
+        if smaller := next(filter(fails, chunks), None):
             parts = 2
-        elif smaller := next(filter(trials, rests), None):
+        elif smaller := next(filter(fails, rests), None):
             parts = max(parts - 1, 2)
         elif parts >= len(group):
             return

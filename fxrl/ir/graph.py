@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import operator
 from collections.abc import Container, Iterable, Iterator
@@ -346,21 +347,17 @@ def draws_random(node: fx.Node) -> bool:
 
 def _kahn(
     order: dict[fx.Node, int], pending: dict[fx.Node, int], draws: dict[fx.Node, fx.Node]
-) -> Iterator[fx.Node]:
-    import heapq
-
+) -> list[fx.Node]:
     by_index = {index: node for node, index in order.items()}
     ready = [order[node] for node, count in pending.items() if count == 0]
     heapq.heapify(ready)
-    emitted = 0
     result: list[fx.Node] = []
     while ready:
         node = by_index[heapq.heappop(ready)]
         result.append(node)
-        emitted += 1
         for user in (*node.users, *([draws[node]] if node in draws else ())):
             pending[user] -= 1
             if pending[user] == 0:
                 heapq.heappush(ready, order[user])
-    assert emitted == len(order), "the graph has a cycle"
-    return iter(result)
+    assert len(result) == len(order), "the graph has a cycle"
+    return result

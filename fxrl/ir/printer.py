@@ -24,23 +24,19 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import fx
 
-from fxrl.ir.source import user_source
-
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _DYNAMO_NAME = re.compile(r"^[lg]_(?P<path>.*[^_])_+(?:_\d+)?$", re.IGNORECASE)
 _OVERLOAD, _PACKET = type(torch.ops.aten.mm.default), type(torch.ops.aten.mm)
 _MODULE_STEP = re.compile(r"_+(?:modules|parameters|buffers)_+")
 
 
-def print_graph(graph: fx.GraphModule | fx.Graph, *, source: bool = False) -> str:
+def print_graph(graph: fx.GraphModule | fx.Graph) -> str:
     """``graph`` as stable text; submodules that it calls follow as ``@name:`` blocks.
 
-    Args:
-        graph: any FX graph; types come from ``meta["val"]`` (or Dynamo's ``"example_value"``).
-        source: append the user's ``# file.py:12`` to every line where it is known.
+    Types come from ``meta["val"]`` (or Dynamo's ``"example_value"``).
     """
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
-    return "\n".join(_Printer(source).lines(graph))
+    return "\n".join(_Printer().lines(graph))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -91,8 +87,7 @@ class Symbols:
 
 
 class _Printer:
-    def __init__(self, source: bool) -> None:
-        self._source = source
+    def __init__(self) -> None:
         self._symbols = Symbols()
 
     def lines(self, graph: fx.Graph) -> list[str]:
@@ -126,9 +121,7 @@ class _Printer:
             line += f" : {self.type_of(value)}"
         if node.op in ("placeholder", "get_attr") and getattr(value, "requires_grad", False):
             line += " grad"
-        shown = self._source and node.op != "placeholder"  # inputs carry the call, not a place
-        where = user_source(node) if shown else ""
-        return f"{line}  # {where}" if where else line
+        return line
 
     def _expression(self, node: fx.Node, names: dict[fx.Node, str]) -> str:
         if node.op == "placeholder":
@@ -180,13 +173,8 @@ class _Printer:
             return "..."
         if callable(value):
             return _callee(value)
-        return _ADDRESS.sub("", str(value) if _is_torch_enum(value) else repr(value)).removeprefix(
-            "torch."
-        )
-
-
-def _is_torch_enum(value: object) -> bool:
-    return isinstance(value, torch.device | torch.layout | torch.memory_format)
+        plain = isinstance(value, torch.device | torch.layout | torch.memory_format)
+        return _ADDRESS.sub("", str(value) if plain else repr(value)).removeprefix("torch.")
 
 
 def _value(node: fx.Node) -> Any:

@@ -57,11 +57,6 @@ def _value(formula: Any, apply: Callable[[Any, Any, Any], Any], known: Callable[
     return formula if isinstance(formula, int) else known(formula)
 
 
-def _compute(function: Callable[[Any, Any], Any], left: Size, right: Size) -> Size:
-    size: Size = function(left, right)
-    return size
-
-
 @dataclass(slots=True)
 class _Known(Generic[V]):
     """Known sizes by their expressions, and the formulas of what follows from them."""
@@ -178,12 +173,6 @@ class SizeTable:
                 self._rest.append(node)
         self._all: _Known[Place] | None = None
 
-    def know(self, size: Size, value: fx.Node | int) -> None:
-        """``size`` is ``value`` in this graph, whatever else was learnt."""
-        if not isinstance(size, int):
-            self._inputs.sizes[size.node.expr] = value
-            self._all = None
-
     def arg(self, size: Size) -> int | fx.Node | None:
         """``size`` as an argument of a graph call; None when it cannot be expressed.
 
@@ -278,7 +267,7 @@ class BoundSizes:
         def dim(place: tuple[int, int]) -> Size:
             return inputs[place[0]].shape[place[1]]
 
-        return tuple(_value(place, _compute, dim) for place in self._places)
+        return tuple(_value(place, operator.call, dim) for place in self._places)
 
     def evaluate(self, size: Size, sizes: Mapping[str, Size]) -> Size | None:
         """A size of the outer graph where the names are ``sizes`` (numbers, or symbols again).
@@ -286,7 +275,7 @@ class BoundSizes:
         None where the names do not tell.
         """
         formula = self._given.formula(size)
-        return None if formula is None else _value(formula, _compute, sizes.__getitem__)
+        return None if formula is None else _value(formula, operator.call, sizes.__getitem__)
 
     def size(self, size: Size, sizes: Mapping[str, Size]) -> Size:
         """``evaluate`` of a size of an input's dims, which the names always tell."""

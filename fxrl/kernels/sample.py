@@ -38,7 +38,6 @@ from fxrl.kernels.jit import jit, on_device
 BLOCK = 2048  # logits of one program, all in registers; which token a seed draws depends on it
 _WARPS = 4
 _CHOOSE_WARPS = 4
-EARLY = True
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -87,7 +86,7 @@ def fused_sample(
     if rows == 0:
         return tokens, logprobs
     blocks = triton.cdiv(vocab, BLOCK)
-    early = EARLY and logits.is_cuda and torch.cuda.get_device_capability(logits.device) >= (9, 0)
+    early = logits.is_cuda and torch.cuda.get_device_capability(logits.device) >= (9, 0)
     partial = torch.empty(rows, blocks, 2, dtype=torch.float32, device=logits.device)
     with on_device(logits):
         summarise[(blocks, rows)](

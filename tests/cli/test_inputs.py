@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxrl.cli import inputs, main, parse
-from fxrl.cli.inputs import make_batch, vocabulary
+from fxrl.cli.inputs import make_batch
 from fxrl.config import Config
 from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES
@@ -95,7 +95,7 @@ def test_batch_shapes_masks_and_seed():
     assert batch["completion_mask"].shape == batch["old_logps"].shape == (5, 9)
     assert batch["attention_mask"][:, -9:].all(), "padding stands left of the prompt"
     assert (batch["completion_mask"].sum(1) >= 1).all()
-    assert int(batch["input_ids"].max()) < vocabulary(model)
+    assert int(batch["input_ids"].max()) < model.config.vocab_size
     torch.testing.assert_close(batch, make_batch(args, model))
 
 

@@ -80,12 +80,12 @@ def test_symbols_count_from_zero_however_old_the_shape_env_is():
     assert print_graph(graph).startswith("%b_1 = input : f32[s0, s1]\n%a_1 = input : f32[s2, s3]\n")
 
 
-def captured(function, *args, **options):
+def captured(function, *args):
     """The graph as Dynamo delivers it."""
     graphs = []
 
     def backend(gm, _):
-        graphs.append(print_graph(gm, **options))
+        graphs.append(print_graph(gm))
         return gm.forward
 
     torch.compile(function, backend=backend, fullgraph=True)(*args)
@@ -113,18 +113,6 @@ def test_dynamo_names_and_grad():
 %sum_1 = %mul.sum() : f32[]
 return %sum_1""",
     )
-
-
-def test_source_lines():
-    def loss(x):
-        y = x.exp()
-        return y.sum()
-
-    lines = captured(loss, torch.ones(3), source=True).splitlines()
-    here, first = "tests/ir/test_printer.py", loss.__code__.co_firstlineno
-    assert "#" not in lines[0]
-    assert lines[1].endswith(f"# {here}:{first + 1}"), lines
-    assert lines[2].endswith(f"# {here}:{first + 2}")
 
 
 def hand_made():

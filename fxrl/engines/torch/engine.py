@@ -29,28 +29,34 @@ from fxrl.engines.engine import (
     newer,
 )
 from fxrl.engines.torch.sampling import sample
-from fxrl.engines.weights.sync import copy_lora, copy_weights
 
 DROP_SHARE = 1 / 8
 """Finished rows are dropped when they are this share of the batch: a drop copies the KV cache,
 which is what the cache's growth costs at every step anyway."""
 
 
-@dataclass(frozen=True, slots=True)
 class Decoded:
-    """What a batch of R rows drew, on the CPU.
+    """What the R rows of a batch drew; gathered on the device, so that no step waits for a copy to
+    the host.
 
     Attributes:
-        tokens: [R, S] int64, S steps; entries at and after ``lengths`` mean nothing.
-        logprobs: [R, S], likewise.
+        tokens: [R, max_tokens] int64; entries at and after ``lengths`` mean nothing.
+        logprobs: [R, max_tokens], likewise.
         lengths: [R] int64, tokens of each row, the stop token included.
-        stopped: [R] bool, ended by a stop token.
     """
 
-    tokens: Tensor
-    logprobs: Tensor
-    lengths: Tensor
-    stopped: Tensor
+    def __init__(self, num_rows: int, max_tokens: int, logits: Tensor) -> None:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        self.tokens = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=logits.device)
+        self.logprobs = torch.zeros(num_rows, max_tokens, dtype=dtype, device=logits.device)
+        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
+
+    def add(
+        self, step: int, rows: Tensor, tokens: Tensor, logprobs: Tensor, running: Tensor
+    ) -> None:
+        self.tokens[rows, step] = tokens
+        self.logprobs[rows, step] = logprobs
+        self.lengths[rows] += running
 
 
 class CausalLM:
@@ -143,7 +149,7 @@ def decode(
     num_rows = len(expand)
     draws = None if uniforms is None else uniforms.to(device)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
-    record = _Record(num_rows, params.max_tokens, logits)
+    drawn = Decoded(num_rows, params.max_tokens, logits)
     rows = torch.arange(num_rows, device=device)  # the row of the request at each batch row
     running = torch.ones(num_rows, dtype=torch.bool, device=device)
     logits = logits[expand]
@@ -156,7 +162,7 @@ def decode(
         banned = stop_ids if step < params.min_tokens else ()
         uniform = None if draws is None else draws[rows, step]
         tokens, logprobs = sample(logits, uniform, params, banned)
-        record.add(step, rows, tokens, logprobs, running)
+        drawn.add(step, rows, tokens, logprobs, running)
         running = running & ~torch.isin(tokens, stops)
         num_running = int(running.sum())
         if num_running == 0 or step + 1 == params.max_tokens:
@@ -171,7 +177,7 @@ def decode(
             tokens[:, None], mask[:, :seen] if padded else None, next_position, cache
         )
         next_position = next_position + 1
-    return record.finish(stops)
+    return drawn
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -183,28 +189,6 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
         ids[row, longest - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
         mask[row, longest - len(prompt) :] = 1
     return ids, mask
-
-
-class _Record:
-    """Gathers what is drawn on the device, so that a step does not wait for a copy to the host."""
-
-    def __init__(self, num_rows: int, max_tokens: int, logits: Tensor) -> None:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        self.tokens = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=logits.device)
-        self.logprobs = torch.zeros(num_rows, max_tokens, dtype=dtype, device=logits.device)
-        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
-
-    def add(
-        self, step: int, rows: Tensor, tokens: Tensor, logprobs: Tensor, running: Tensor
-    ) -> None:
-        self.tokens[rows, step] = tokens
-        self.logprobs[rows, step] = logprobs
-        self.lengths[rows] += running
-
-    def finish(self, stops: Tensor) -> Decoded:
-        last = self.tokens.gather(1, self.lengths[:, None] - 1)[:, 0]
-        stopped = torch.isin(last, stops)
-        return Decoded(self.tokens.cpu(), self.logprobs.cpu(), self.lengths.cpu(), stopped.cpu())
 
 
 class TorchEngine:
@@ -250,7 +234,8 @@ class TorchEngine:
         self.autocast = autocast
         self._lm = CausalLM(model)
         self._generator = torch.Generator().manual_seed(seed)
-        self._policy_version = 0
+        self.policy_version = 0
+        self.timings: Mapping[str, float] = {}  # nothing here is worth telling apart
         self._state = "awake"
 
     @classmethod
@@ -274,16 +259,6 @@ class TorchEngine:
             )
         return cls(model, eos_token_ids=eos, pad_token_id=pad, **options)
 
-    @property
-    def policy_version(self) -> int:
-        """See ``Engine.policy_version``."""
-        return self._policy_version
-
-    @property
-    def timings(self) -> Mapping[str, float]:
-        """See ``Engine.timings``; nothing here is worth telling apart."""
-        return {}
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -291,7 +266,6 @@ class TorchEngine:
         *,
         on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
-        """See ``Engine.generate``."""
         if self._state != "awake":
             cure = (
                 "leave its block or call wake()" if self._state == "standby" else "make a new one"
@@ -339,7 +313,7 @@ class TorchEngine:
         keys = [(g.prompt, g.first + i) for g in groups for i in range(g.count)]
         flat = [prompt * params.n + sample for prompt, sample in keys]
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
-        done: Decoded = decode(
+        done = decode(
             self._lm,
             [prompts[g.prompt] for g in groups],
             [g.count for g in groups],
@@ -349,16 +323,16 @@ class TorchEngine:
             pad_id=self.pad_token_id,
             device=next(self.model.parameters()).device,
         )
-        tokens, logprobs = done.tokens.tolist(), done.logprobs.tolist()
-        for row, (key, length) in enumerate(zip(keys, done.lengths.tolist(), strict=True)):
+        drawn = (part.tolist() for part in (done.tokens, done.logprobs, done.lengths))
+        for key, tokens, logprobs, length in zip(keys, *drawn, strict=True):
             yield (
                 key,
                 Completion(
                     prompt_token_ids=prompts[key[0]],
-                    token_ids=tuple(tokens[row][:length]),
-                    logprobs=tuple(logprobs[row][:length]),
-                    finish_reason="stop" if done.stopped[row] else "length",
-                    policy_version=self._policy_version,
+                    token_ids=tuple(tokens[:length]),
+                    logprobs=tuple(logprobs[:length]),
+                    finish_reason="stop" if tokens[length - 1] in stop_ids else "length",
+                    policy_version=self.policy_version,
                 ),
             )
 
@@ -378,7 +352,7 @@ class TorchEngine:
 
     @contextmanager
     def standby(self) -> Iterator[None]:
-        """See ``Engine.standby``. The KV cache dies with each call; what is given back here is the
+        """The KV cache dies with each call; what is given back here is the
         GPU memory that PyTorch's allocator still holds for it."""
         if self._state != "awake":
             raise EngineError(f"standby: the engine is {self._state}; enter it once, when awake")
@@ -391,40 +365,26 @@ class TorchEngine:
             self.wake()
 
     def wake(self) -> None:
-        """See ``Engine.wake``."""
         if self._state == "standby":
             self._state = "awake"
 
-    def update_weights(
-        self, weights: Mapping[str, Tensor] | None = None, *, policy_version: int
-    ) -> None:
-        """See ``Engine.update_weights``; ``None`` is usual: the model is the trainer's own."""
-        version = newer(policy_version, self._policy_version)
-        if weights is not None:
-            copy_weights(self.model, weights)
-        self._policy_version = version
+    def update_weights(self, *, policy_version: int) -> None:
+        """Only the version is news: the model is the trainer's own."""
+        self.policy_version = newer(policy_version, self.policy_version)
 
-    def update_lora(
-        self, adapter: Mapping[str, Tensor] | None = None, *, policy_version: int
-    ) -> None:
-        """See ``Engine.update_lora``; ``None`` is usual: the model is the trainer's own."""
-        version = newer(policy_version, self._policy_version)
-        if adapter is not None:
-            copy_lora(self.model, adapter)
-        self._policy_version = version
+    update_lora = update_weights
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Engine.state_dict``; the generator's state is a uint8 tensor."""
-        return {"generator": self._generator.get_state(), "policy_version": self._policy_version}
+        """The generator's state is a uint8 tensor."""
+        return {"generator": self._generator.get_state(), "policy_version": self.policy_version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Engine.load_state_dict``."""
         check_state(state, {"generator", "policy_version"})
         self._generator.set_state(state["generator"])
-        self._policy_version = int(state["policy_version"])
+        self.policy_version = int(state["policy_version"])
 
     def close(self) -> None:
-        """See ``Engine.close``; the model is the caller's and stays."""
+        """The model is the caller's and stays."""
         self._state = "closed"
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,22 +29,9 @@ class SamplingError(EngineError, ArithmeticError):
     """The logits of a row are no distribution."""
 
 
-class Sampled(NamedTuple):
-    """One token for each row.
-
-    Attributes:
-        tokens: [R] int64.
-        logprobs: [R], log softmax(logits / temperature) at ``tokens``, unfiltered (NOTE [Which
-            log-probability] in ``fxrl/engines/engine.py``).
-    """
-
-    tokens: Tensor
-    logprobs: Tensor
-
-
 def sample(
     logits: Tensor, uniforms: Tensor | None, params: SamplingParams, banned: Sequence[int] = ()
-) -> Sampled:
+) -> tuple[Tensor, Tensor]:
     """Draws one token for each row.
 
     Args:
@@ -53,6 +39,10 @@ def sample(
         uniforms: [R] float64 in [0, 1); may be ``None`` for greedy decoding.
         params: temperature and filters; the rest is not read.
         banned: token ids that cannot be drawn now. Reported log-probabilities do not know of it.
+
+    Returns:
+        Tokens [R] int64, and log softmax(logits / temperature) at them, [R], unfiltered (NOTE
+        [Which log-probability] in ``fxrl/engines/engine.py``).
 
     Raises:
         SamplingError: a row holds NaN or +inf, or nothing above -inf, or all of it is banned.
@@ -68,7 +58,7 @@ def sample(
         assert uniforms is not None, "only greedy decoding needs no random numbers"
         kept = filter_tokens(allowed, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
         tokens = inverse_cdf(kept, uniforms)
-    return Sampled(tokens, logprobs.gather(1, tokens[:, None])[:, 0])
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
 def log_probs(logits: Tensor, temperature: float) -> Tensor:

@@ -92,7 +92,7 @@ def build_llm(
         model=str(path),
         seed=seed,
         device=symbols.device,
-        utilization=_share(options, ledger.probe.read()) if symbols.device == "cuda" else 0.0,
+        utilization=utilization(options, ledger.probe.read()) if symbols.device == "cuda" else 0.0,
         worker_cls=worker_cls,
         has_tokenizer=any((path / name).is_file() for name in _TOKENIZER_FILES),
     )
@@ -135,16 +135,6 @@ def _release(error: BaseException, newest_worker: Callable[[], Any], before: int
     free_unheld()
 
 
-def _share(options: VllmOptions, reading: Reading) -> float:
-    return utilization(
-        total=reading.total,
-        free=reading.free,
-        held=reading.reserved,
-        gpu_memory=None if options.gpu_memory is None else parse_bytes(options.gpu_memory),
-        trainer_reserve=parse_bytes(options.trainer_reserve),
-    )
-
-
 CONTEXT_BYTES = 512 * MiB
 """What the CUDA context, cuBLAS and NCCL take between our look at the free memory and vLLM's."""
 
@@ -153,31 +143,25 @@ class KvBudgetError(EngineError):
     """The KV cache does not fit beside everything else."""
 
 
-def utilization(
-    *, total: int, free: int, held: int, gpu_memory: int | None, trainer_reserve: int
-) -> float:
+def utilization(options: VllmOptions, reading: Reading) -> float:
     """vLLM's ``gpu_memory_utilization``: its share of the whole GPU, weights and cache together.
-
-    Args:
-        total, free: bytes of the GPU.
-        held: bytes that this process's PyTorch has reserved already.
-        gpu_memory: the most that this process may hold; ``None`` is no limit.
-        trainer_reserve: bytes of it kept for the trainer.
 
     Raises:
         KvBudgetError: nothing is left.
     """
-    allowed = free if gpu_memory is None else min(free, gpu_memory - held)
-    left = allowed - trainer_reserve - CONTEXT_BYTES
+    limit, allowed, reserve = "", reading.free, parse_bytes(options.trainer_reserve)
+    if options.gpu_memory is not None:
+        most = parse_bytes(options.gpu_memory)
+        limit, allowed = f", gpu_memory={gib(most)}", min(allowed, most - reading.reserved)
+    left = allowed - reserve - CONTEXT_BYTES
     if left <= 0:
-        limit = "" if gpu_memory is None else f", gpu_memory={gib(gpu_memory)}"
         raise KvBudgetError(
-            f"vLLM has no GPU memory: {gib(free)} of {gib(total)} free, {gib(held)} held by "
-            f"PyTorch already{limit}, trainer_reserve={gib(trainer_reserve)} and "
-            f"{gib(CONTEXT_BYTES)} for the CUDA context; free memory, raise gpu_memory or lower "
-            "trainer_reserve"
+            f"vLLM has no GPU memory: {gib(reading.free)} of {gib(reading.total)} free, "
+            f"{gib(reading.reserved)} held by PyTorch already{limit}, "
+            f"trainer_reserve={gib(reserve)} and {gib(CONTEXT_BYTES)} for the CUDA context; free "
+            "memory, raise gpu_memory or lower trainer_reserve"
         )
-    return int(left / total * 10_000) / 10_000  # down, so that vLLM's own check agrees
+    return int(left / reading.total * 10_000) / 10_000  # down, so that vLLM's own check agrees
 
 
 def cache_bytes(

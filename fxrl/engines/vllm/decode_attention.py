@@ -38,7 +38,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -154,23 +153,11 @@ def registered(
         forget()
 
 
-@dataclass(frozen=True, slots=True)
-class FlashClasses:
-    """vLLM's own, from ``vllm.v1.attention.backends.flash_attn`` and ``...attention.backend``.
-
-    backend, impl, builder: ``FlashAttentionBackend``, ``FlashAttentionImpl``,
-        ``FlashAttentionMetadataBuilder``.
-    decode_graphs: ``AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE``.
-    """
-
-    backend: Any
-    impl: Any
-    builder: Any
-    decode_graphs: Any
-
-
 def make_backend(
-    classes: FlashClasses,
+    backend: Any,
+    impl: Any,
+    builder: Any,
+    decode_graphs: Any,
     decode: Callable[..., Tensor],
     make_workspace: Callable[[int, int, int], Any],
     *,
@@ -180,7 +167,9 @@ def make_backend(
     """A class for ``register_backend(AttentionBackendEnum[name], <its import path>)``.
 
     Args:
-        classes: what to derive from.
+        backend, impl, builder: what to derive from, vLLM's ``FlashAttentionBackend``,
+            ``FlashAttentionImpl`` and ``FlashAttentionMetadataBuilder``.
+        decode_graphs: ``AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE``.
         decode: ``fxrl.kernels.decode_attention.decode_attention``.
         make_workspace: of (query heads, KV heads, head dimension), for up to ``max_rows`` rows, on
             the device; called once for each such triple while the model is built. The layers alone
@@ -189,12 +178,9 @@ def make_backend(
         name: the member of vLLM's enumeration, which looks its backends up by it.
     """
     workspaces: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()
-    pair = _pair_dimension(classes.backend)
-    base_impl: Any = classes.impl
-    base_builder: Any = classes.builder
-    base_backend: Any = classes.backend
+    pair = _pair_dimension(backend)
 
-    class FastImpl(base_impl):  # type: ignore[misc]
+    class FastImpl(impl):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.fxrl_workspace: Any = None
@@ -242,8 +228,8 @@ def make_backend(
             )
             return output
 
-    class FastBuilder(base_builder):  # type: ignore[misc]
-        _cudagraph_support = classes.decode_graphs
+    class FastBuilder(builder):  # type: ignore[misc]
+        _cudagraph_support = decode_graphs
 
         def build(
             self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -256,7 +242,7 @@ def make_backend(
             )
             return super().build(common_prefix_len, common_attn_metadata, fast_build or ours)
 
-    class FastBackend(base_backend):  # type: ignore[misc]
+    class FastBackend(backend):  # type: ignore[misc]
         @staticmethod
         def get_name() -> str:
             return name

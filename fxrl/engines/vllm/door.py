@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from fxrl.engines.vllm.build import (
 )
 from fxrl.engines.vllm.handle import VllmSymbols
 from fxrl.engines.vllm.options import VllmOptions
-from fxrl.engines.vllm.sampler import FastSampler, SamplerParts
+from fxrl.engines.vllm.sampler import FastSampler
 from fxrl.engines.vllm.standby import KV_TAG, Way, map_tag, unmap_tag
 
 BACKEND = "fxrl_kv_only"
@@ -79,12 +79,10 @@ def _allocator() -> Any:
     return CuMemAllocator.instance
 
 
-@contextmanager
-def _quiet_config() -> Iterator[None]:
+def _quiet_config() -> Any:
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 
-    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))):
-        yield
+    return set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0)))
 
 
 def standby_way(symbols: VllmSymbols, options: VllmOptions) -> Way:
@@ -203,8 +201,8 @@ def use_fused_sampler(runner: Any) -> None:
     from fxrl.kernels.sample import fused_sample
 
     if isinstance(getattr(runner, "sampler", None), Sampler):
-        parts = SamplerParts(SamplerOutput, LogprobsTensors, count, SamplingParams())
-        runner.sampler = FastSampler(runner.sampler, fused_sample, parts, runner.device)
+        parts = (SamplerOutput, LogprobsTensors, count, SamplingParams())
+        runner.sampler = FastSampler(runner.sampler, fused_sample, *parts, runner.device)
 
 
 def attention(options: VllmOptions, device: str) -> AbstractContextManager[None]:
@@ -243,12 +241,15 @@ def _attention_backend(place: str, rows: int) -> type:
     from fxrl.kernels.decode_attention import decode_attention as decode
 
     workspace = functools.partial(DecodeWorkspace, rows, device=torch.device("cuda"))
-    classes = decode_attention.FlashClasses(
-        backend=flash_attn.FlashAttentionBackend,
-        impl=flash_attn.FlashAttentionImpl,
-        builder=flash_attn.FlashAttentionMetadataBuilder,
-        decode_graphs=AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+    made = decode_attention.make_backend(
+        flash_attn.FlashAttentionBackend,
+        flash_attn.FlashAttentionImpl,
+        flash_attn.FlashAttentionMetadataBuilder,
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+        decode,
+        workspace,
+        max_rows=rows,
+        name=place,
     )
-    made = decode_attention.make_backend(classes, decode, workspace, max_rows=rows, name=place)
     made.__module__, made.__qualname__ = __name__, f"Decode{place}"  # vLLM imports it by these
     return made

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxrl.engines.engine import (
     Built,
@@ -41,7 +41,7 @@ from fxrl.engines.vllm.requests import (
     sampling_arguments,
 )
 from fxrl.engines.vllm.standby import Standby
-from fxrl.engines.weights.share import SharingReport, share
+from fxrl.engines.weights.share.binder import SharingReport, share
 from fxrl.engines.weights.sync import Route, WeightSync
 from fxrl.errors import ConfigError
 
@@ -105,13 +105,8 @@ class VllmEngine:
         drain = functools.partial(self._handle.drain, all_the_way=True)
         way = door.standby_way(symbols, self.options)
         self._standby = Standby(llm, way, self.ledger, drain, self.timings)
-        self._seed, self._calls, self._policy_version = seed, 0, 0
+        self._seed, self._calls, self.policy_version = seed, 0, 0
         self._state = "awake"
-
-    @property
-    def policy_version(self) -> int:
-        """See ``Engine.policy_version``."""
-        return self._policy_version
 
     def generate(
         self,
@@ -138,7 +133,7 @@ class VllmEngine:
             of=f"max_model_len={limit}, which can be raised",
         )  # fmt: skip
         requests = self._requests(given, params)
-        gather = Gather(given, params.n, self._policy_version, on_finished)
+        gather = Gather(given, params.n, self.policy_version, on_finished)
         with self.weight_sync.rollout():
             start = time.perf_counter()
             self._run(requests, gather)
@@ -194,13 +189,7 @@ class VllmEngine:
         if self._state != "awake":
             raise EngineError(f"{what}: the engine is {self._state}; {cures[self._state]}")
 
-    def shared_model(
-        self,
-        dtype: torch.dtype = torch.bfloat16,
-        *,
-        config: Any = None,
-        attn_implementation: str | None = None,
-    ) -> tuple[nn.Module, SharingReport]:
+    def shared_model(self, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, SharingReport]:
         """The trainer's model, made of this engine's weights, and what is shared and what not.
 
         What cannot be shared has a storage of its own, filled from the checkpoint, and is copied to
@@ -216,23 +205,16 @@ class VllmEngine:
         self._must_be_awake("shared_model")
         model, report = share(
             self._handle.model_to_share(),
-            config,
             self.model_path,
             dtype=dtype,
             device=self._handle.symbols.device,
-            attn_implementation=attn_implementation,
             building=self._handle.symbols.quiet_config(),
         )
         if report.shared_bytes or report.mirrors:
             self.weight_sync.share(model, copied=report.copied, mirrors=report.mirrors)
         return model, report
 
-    def attach(
-        self,
-        model: nn.Module,
-        *,
-        route: Route | None = None,
-    ) -> None:
+    def attach(self, model: nn.Module, *, route: Route | None = None) -> None:
         """Serves ``model`` from now on: its adapter, or its weights.
 
         Args:
@@ -277,37 +259,30 @@ class VllmEngine:
             self._standby.wake()
             self._state = "awake"
 
-    def update_weights(
-        self, weights: Mapping[str, Tensor] | None = None, *, policy_version: int
-    ) -> None:
-        """See ``Engine.update_weights``; ``None`` reads the attached (or shared) model."""
-        self._update(weights, policy_version, lora=False)
+    def update_weights(self, *, policy_version: int) -> None:
+        self._update(policy_version, lora=False)
 
-    def update_lora(
-        self, adapter: Mapping[str, Tensor] | None = None, *, policy_version: int
-    ) -> None:
-        """See ``Engine.update_lora``; ``None`` reads the attached model."""
-        self._update(adapter, policy_version, lora=True)
+    def update_lora(self, *, policy_version: int) -> None:
+        self._update(policy_version, lora=True)
 
-    def _update(self, given: Mapping[str, Tensor] | None, version: int, *, lora: bool) -> None:
+    def _update(self, version: int, *, lora: bool) -> None:
         self._must_be_awake("update_lora" if lora else "update_weights")
-        newer(version, self._policy_version)
+        newer(version, self.policy_version)
         try:
-            self.weight_sync.update(given, lora=lora)
+            self.weight_sync.update(lora=lora)
         finally:
             self._handle.reset_prefix_cache()  # whatever has got in, old entries are stale
-        self._policy_version = version
+        self.policy_version = version
         self.ledger.record("sync")
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Engine.state_dict``; the number of calls stands for the sampler's random state."""
-        return {"calls": self._calls, "policy_version": self._policy_version, "seed": self._seed}
+        """The number of calls stands for the sampler's random state."""
+        return {"calls": self._calls, "policy_version": self.policy_version, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Engine.load_state_dict``."""
         check_state(state, {"calls", "policy_version", "seed"})
         self._calls, self._seed = int(state["calls"]), int(state["seed"])
-        self._policy_version = int(state["policy_version"])
+        self.policy_version = int(state["policy_version"])
 
     def close(self) -> None:
         """See ``Engine.close``. A model made of the engine's weights keeps them alive, and vLLM

@@ -199,20 +199,18 @@ class VllmHandle:
 
     @property
     def takes_adapters(self) -> str:
-        """See ``weights.sync.Served``."""
         if self._max_lora_rank is None:
             return "the engine was built without LoRA slots (max_lora_rank=None)"
         return "" if self._ranks == 1 else "vLLM's slots are in other processes"
 
     def set_adapter(self, sites: tuple[LoraSite, ...]) -> None:
-        """See ``weights.sync.Served``."""
         symbols = self.symbols
         put_adapter(
             self.worker, sites, lora_model=symbols.lora_model, peft_helper=symbols.peft_helper
         )
 
     def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """See ``weights.sync.Served``; to other processes tensors travel through host memory.
+        """To other processes tensors travel through host memory.
 
         Raises:
             EngineError: vLLM does not know a name, or a shape does not fit.

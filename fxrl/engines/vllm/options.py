@@ -205,7 +205,7 @@ def engine_arguments(
     Args:
         known: fields of the installed ``EngineArgs``.
         device: ``"cuda"`` or ``"cpu"``.
-        utilization: share of the GPU that vLLM may take in all, from ``kv_budget``.
+        utilization: share of the GPU that vLLM may take in all, from ``build.utilization``.
         worker_cls: import path of the worker class.
 
     Raises:

@@ -43,7 +43,7 @@ OWNED_SAMPLING: Mapping[str, str] = MappingProxyType(
         "logprobs": "every completion has the log-probability of each of its tokens",
         "prompt_logprobs": "completions have no place for them",
         "logprob_token_ids": "completions have no place for them",
-        "flat_logprobs": "it is a matter of speed, and on where there is one",
+        "flat_logprobs": "it is a matter of speed, and on",
         "detokenize": "engines never see text",
         "stop": "engines never see text; give stop_token_ids",
         "include_stop_str_in_output": "engines never see text",
@@ -269,21 +269,11 @@ def completion(prompt: tuple[int, ...], output: Any, policy_version: int) -> Com
             f"vLLM ended a completion of {len(output.token_ids)} tokens with "
             f"{output.finish_reason!r} instead of a stop token or the length limit; see its log"
         )
-    token_ids = tuple(output.token_ids)
+    flat = output.logprobs
     return Completion(
         prompt_token_ids=prompt,
-        token_ids=token_ids,
-        logprobs=_logprobs(token_ids, output.logprobs),
+        token_ids=tuple(output.token_ids),
+        logprobs=tuple(flat.logprobs[at] for at in flat.start_indices),  # the sampled token's
         finish_reason=reason,
         policy_version=policy_version,
     )
-
-
-def _logprobs(token_ids: tuple[int, ...], given: Any) -> tuple[float, ...]:
-    """One number per token, from vLLM's flat form (0.11 on) or its list of dicts."""
-    flat = getattr(given, "logprobs", None)
-    if flat is None:
-        return tuple(at[token].logprob for token, at in zip(token_ids, given, strict=True))
-    if len(flat) == len(token_ids):
-        return tuple(flat)
-    return tuple(flat[start] for start in given.start_indices)  # the sampled token comes first

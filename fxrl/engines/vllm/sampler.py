@@ -20,7 +20,6 @@ needs vLLM's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,36 +59,31 @@ HARMLESS = frozenset(
 _OWN_MODULES = "vllm.v1.worker.gpu.sample."
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerParts:
-    """vLLM's types and functions that a result is made of.
-
-    output: ``vllm.v1.worker.gpu.sample.output.SamplerOutput``.
-    logprobs: ``vllm.v1.outputs.LogprobsTensors``.
-    count: ``vllm.v1.worker.gpu.input_batch.get_num_sampled_and_rejected``.
-    default_params: ``vllm.SamplingParams()``.
-    """
-
-    output: Any
-    logprobs: Any
-    count: Callable[..., tuple[Tensor, Tensor]]
-    default_params: Any
-
-
 class FastSampler:
-    """See the module. ``sampler.fast_steps`` and ``slow_steps`` count which way steps went."""
+    """See the module.
+
+    Args:
+        inner: vLLM's sampler.
+        sample: ``fxrl.kernels.sample.fused_sample``.
+        output: ``vllm.v1.worker.gpu.sample.output.SamplerOutput``.
+        logprobs: ``vllm.v1.outputs.LogprobsTensors``.
+        count: ``vllm.v1.worker.gpu.input_batch.get_num_sampled_and_rejected``.
+        default_params: ``vllm.SamplingParams()``.
+    """
 
     def __init__(
         self,
         inner: Any,
         sample: Callable[..., tuple[Tensor, Tensor]],
-        parts: SamplerParts,
+        output: Any,
+        logprobs: Any,
+        count: Callable[..., tuple[Tensor, Tensor]],
+        default_params: Any,
         device: torch.device,
     ) -> None:
-        """Wraps vLLM's sampler ``inner``; ``sample`` is ``fxrl.kernels.sample.fused_sample``."""
-        self._inner = inner
-        self._sample = sample
-        self._parts = parts
+        self._inner, self._sample = inner, sample
+        self._output, self._logprobs, self._count = output, logprobs, count
+        self._default_params = default_params
         self._plain = np.zeros(len(inner.sampling_states.temperature.np), dtype=bool)
         rows = len(self._plain)
         # vLLM's own are in the host's memory, which each program of a kernel would read anew.
@@ -97,8 +91,6 @@ class FastSampler:
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self._stale = True
         self._fits = sampler_fits(inner)
-        self.fast_steps = 0
-        self.slow_steps = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -107,7 +99,7 @@ class FastSampler:
         """vLLM's own, and notes whether the request is plain."""
         self._inner.add_request(req_idx, *args)
         vocab = self._inner.sampling_states.vocab_size
-        self._plain[req_idx] = is_plain(args[-1], self._parts.default_params, vocab)
+        self._plain[req_idx] = is_plain(args[-1], self._default_params, vocab)
         self._stale = True
 
     def apply_staged_writes(self) -> None:
@@ -129,9 +121,7 @@ class FastSampler:
             and bool(self._plain[requests].all())
         )
         if not fast:
-            self.slow_steps += 1
             return self._inner(logits, input_batch)
-        self.fast_steps += 1
         tokens, logprobs = self._sample(
             logits,
             self._temperature,
@@ -141,26 +131,26 @@ class FastSampler:
             position_rows=input_batch.logits_indices,
         )
         wanted = self._inner.sampling_states.max_num_logprobs(requests) >= 0
-        num_sampled, num_rejected = self._parts.count(
+        num_sampled, num_rejected = self._count(
             input_batch.seq_lens.new_ones(input_batch.num_reqs),
             input_batch.seq_lens,
             input_batch.cu_num_logits,
             input_batch.idx_mapping,
             self._inner.req_states.prefill_len.gpu,
         )
-        return self._parts.output(
+        made = None
+        if wanted:
+            made = self._logprobs(
+                logprob_token_ids=tokens.view(-1, 1),
+                logprobs=logprobs.view(-1, 1),
+                selected_token_ranks=torch.zeros_like(tokens),
+            )
+        return self._output(
             sampled_token_ids=tokens.view(-1, 1),
-            logprobs_tensors=self._logprobs(tokens, logprobs) if wanted else None,
+            logprobs_tensors=made,
             num_nans=None,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
-        )
-
-    def _logprobs(self, tokens: Tensor, logprobs: Tensor) -> Any:
-        return self._parts.logprobs(
-            logprob_token_ids=tokens.view(-1, 1),
-            logprobs=logprobs.view(-1, 1),
-            selected_token_ranks=torch.zeros_like(tokens),
         )
 
 

@@ -44,15 +44,12 @@ class Allocation(Protocol):
     is_asleep: bool
 
 
-def unmap_tag(allocations: Iterable[Allocation], tag: str, unmap: Callable[[Any], None]) -> int:
-    """Unmaps what ``tag`` has mapped; addresses stay reserved. Returns the bytes."""
-    size = 0
+def unmap_tag(allocations: Iterable[Allocation], tag: str, unmap: Callable[[Any], None]) -> None:
+    """Unmaps what ``tag`` has mapped; addresses stay reserved."""
     for allocation in allocations:
         if allocation.tag == tag and not allocation.is_asleep:
             unmap(allocation.handle)
             allocation.is_asleep = True
-            size += int(allocation.handle[1])
-    return size
 
 
 def map_tag(
@@ -60,7 +57,7 @@ def map_tag(
     tag: str,
     create: Callable[[Any], None],
     unmap: Callable[[Any], None],
-) -> int:
+) -> None:
     """Maps fresh memory where ``unmap_tag`` took it; all of it or, on an error, none of it."""
     done: list[Allocation] = []
     try:
@@ -74,7 +71,6 @@ def map_tag(
             unmap(allocation.handle)
             allocation.is_asleep = True
         raise
-    return sum(int(allocation.handle[1]) for allocation in done)
 
 
 @dataclass(slots=True)

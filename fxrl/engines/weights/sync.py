@@ -123,7 +123,12 @@ class WeightSync:
             if route in ("fold", "slots"):
                 raise RouteError(f"attach: route {route!r} needs a LoRA adapter; it has none")
             self.way, self.reason = self._full(is_shared)
-        elif is_shared and route is None and self._is_mirrored(model):
+        elif (
+            is_shared
+            and route is None
+            and self._adapted(model) <= self._mirrors.keys()
+            and not why_not_mergeable(model)
+        ):
             self.way = "mirror"
             self.reason = "merged into the engine's weights, of which the trainer has its own"
         else:
@@ -178,10 +183,6 @@ class WeightSync:
         apart = sorted(self._adapted(model) & self._copied)
         return f"{len(apart)} adapted weights are not shared ({apart[0]}, ...)" if apart else ""
 
-    def _is_mirrored(self, model: nn.Module) -> bool:
-        """Whether the merged adapter can be written into the engine's own tensors."""
-        return self._adapted(model) <= self._mirrors.keys() and not why_not_mergeable(model)
-
     def _adapted(self, model: nn.Module) -> set[str]:
         """Names of the weights that an adapter changes."""
         return {f"{site.name}.weight" for site in adapted_layers(model)}
@@ -201,30 +202,21 @@ class WeightSync:
             yield
         self._timings |= self._fold.timings
 
-    def update(self, given: Mapping[str, Tensor] | None, *, lora: bool) -> None:
-        """New values: ``given``, or those that the attached model has by now.
+    def update(self, *, lora: bool) -> None:
+        """New values: those that the attached model has by now.
 
         Raises:
-            EngineError: nothing is attached and nothing given, or names do not fit.
+            EngineError: nothing is attached, or no adapter where one is to be updated.
         """
         start = time.perf_counter()
         what = "update_lora" if lora else "update_weights"
         if self._model is None:
-            if given is None:
-                raise EngineError(f"{what}: no model is attached, so pass the tensors, or attach()")
-            if lora:
-                raise EngineError(f"{what}: attach() the model first, the adapter's shape is there")
-            self._engine.reload(iter(given.items()))
-        else:
-            require_sound(self._model)
-            if given is not None:
-                (copy_lora if lora else copy_weights)(self._model, given)
-            if lora and self.way == "shared":
-                raise EngineError(
-                    f"{what}: the attached model has no LoRA adapter; update_weights()"
-                )
-            self._unsent = self._model
-            self._bring()
+            raise EngineError(f"{what}: no model is attached; attach() the trainer's first")
+        require_sound(self._model)
+        if lora and self.way == "shared":
+            raise EngineError(f"{what}: the attached model has no LoRA adapter; update_weights()")
+        self._unsent = self._model
+        self._bring()
         self._timings["sync"] = time.perf_counter() - start
 
     def _bring(self) -> None:
@@ -250,48 +242,3 @@ def _why_not(check: Callable[[], object]) -> str:
     except AdapterError as error:
         return str(error)
     return ""
-
-
-@torch.no_grad()
-def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copies into a model in place, so that every view and optimizer keeps its storage.
-
-    Goes by parameter name; names that are left out keep their values.
-
-    Raises:
-        EngineError: a name is unknown or a shape differs; nothing has been copied then.
-    """
-    # Tied weights go by each of their names.
-    own: dict[str, Tensor] = {}
-    own.update(model.named_parameters(remove_duplicate=False))
-    own.update(model.named_buffers(remove_duplicate=False))
-    for name, value in weights.items():
-        if name not in own:
-            raise EngineError(f"weights: the model has no {name!r}; use its named_parameters()")
-        if own[name].shape != value.shape:
-            raise EngineError(
-                f"weights: {name!r} has shape {tuple(value.shape)}, the model's has "
-                f"{tuple(own[name].shape)}; both must be the same architecture"
-            )
-    for name, value in weights.items():
-        if own[name].data_ptr() != value.data_ptr():
-            own[name].copy_(value)
-
-
-def copy_lora(model: nn.Module, adapter: Mapping[str, Tensor]) -> None:
-    """Copies LoRA factors by the names of ``peft.get_peft_model_state_dict``.
-
-    Those are the parameters' names without the adapter's own, ``default``.
-
-    Raises:
-        EngineError: as ``copy_weights``.
-    """
-    inner = ".default."
-    full = {
-        name.replace(inner, "."): name
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if ".lora_" in name and inner in name
-    }
-    if not full:
-        raise EngineError("adapter: the model has no LoRA adapter 'default'; add one first")
-    copy_weights(model, {full.get(name, name): value for name, value in adapter.items()})

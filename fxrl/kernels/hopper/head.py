@@ -264,7 +264,7 @@ def _padded(matrix: Tensor) -> Tensor:
 
 _MOMENTS = {"entropy", "sum_p2", "mean_logit"}
 _LEAST_ROWS, _LEAST_VOCAB = 64, 1000
-_LOG2E, _LN2 = 1 / math.log(2), math.log(2)
+_LN2 = math.log(2)
 
 
 def serves(head: LossHead) -> bool:

@@ -129,17 +129,7 @@ class RowValues(NamedTuple):
 
     def of(self, rows: Rows) -> RowValues:
         """The values of ``rows``, each ``[R, 1]``."""
-
-        def cut(value: Tensor) -> Tensor:
-            return value[rows].unsqueeze(1)
-
-        logprob, lse, entropy, sum_p2 = self
-        return RowValues(
-            cut(logprob),
-            cut(lse),
-            None if entropy is None else cut(entropy),
-            None if sum_p2 is None else cut(sum_p2),
-        )
+        return RowValues._make(None if v is None else v[rows].unsqueeze(1) for v in self)
 
 
 _HEAD, _VALUES = len(LossHead._fields), len(RowValues._fields)

@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import MISSING
 from typing import Any, Literal, TypeVar
 
 from fxrl.errors import ConfigError
@@ -156,7 +157,8 @@ def bind(
                 values[key] = _fit(hints[key], value)
             except TypeError:
                 problems.append(f"{name}={plain!r} is not {_spell(hints[key])}")
-    missing = [key for key in fields if key not in values and _required(fields[key])]
+    required = (key for key, f in fields.items() if f.default is f.default_factory is MISSING)
+    missing = [key for key in required if key not in values]
     problems += [f"{path}{key}: missing; it has no default" for key in missing if key not in table]
     if missing:
         return None
@@ -193,10 +195,6 @@ def _suggester(cls: type[Any]) -> Callable[[str], str]:
         return f"; did you mean {near!r}?" if near else ""
 
     return suggest
-
-
-def _required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is field.default_factory is dataclasses.MISSING
 
 
 def _dataclass_in(hint: Any) -> type[Any] | None:

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fxrl.engines.vllm.options import VllmOptions
 from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
 from fxrl.rl.config.named import importable_from
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.errors import BadConfigError
+
+MOST_SEQUENCES = 1024
+"""At once: beyond it a decode step's time and the sampler's memory grow with the sequences."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -44,20 +46,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise BadConfigError("\n".join([f"{path}: {count}", *(f"  {line}" for line in problems)]))
     given = table.get("vllm", {})
     if "max_num_seqs" not in (given.value if isinstance(given, Text) else given):
-        config = dataclasses.replace(config, vllm=_all_at_once(config))
+        completions = config.prompts_per_step * config.sampling.num_generations
+        vllm = dataclasses.replace(config.vllm, max_num_seqs=min(completions, MOST_SEQUENCES))
+        config = dataclasses.replace(config, vllm=vllm)  # all of a step at the same time
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     return config
-
-
-MOST_SEQUENCES = 1024
-"""At once: beyond it a decode step's time and the sampler's memory grow with the sequences."""
-
-
-def _all_at_once(config: TrainConfig) -> VllmOptions:
-    """vLLM decodes all completions of a step at the same time, where nothing else is asked for."""
-    completions = config.prompts_per_step * config.sampling.num_generations
-    return dataclasses.replace(config.vllm, max_num_seqs=min(completions, MOST_SEQUENCES))
 
 
 def as_table(config: TrainConfig) -> dict[str, Any]:

@@ -133,7 +133,6 @@ class DataConfig(Table):
     shuffle: bool = True
 
     def problems(self) -> Iterator[str]:
-        """See ``Table``."""
         given = [n for n in ("path", "dataset", "reasoning_gym") if getattr(self, n) is not None]
         if len(given) != 1:
             sources = " and ".join(given) or "none of them"
@@ -175,7 +174,6 @@ class RewardConfig(Table):
     per_group: bool = False
 
     def problems(self) -> Iterator[str]:
-        """See ``Table``."""
         if not self.functions:
             yield "functions is empty; name at least one reward"
         if self.weights is not None and len(self.weights) != len(self.functions):
@@ -198,7 +196,6 @@ class LossConfig(Table):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
 
     def problems(self) -> Iterator[str]:
-        """See ``Table``."""
         yield from loss_problems(self.name, self.options)
 
 
@@ -224,7 +221,6 @@ class SamplingConfig(Table):
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def problems(self) -> Iterator[str]:
-        """See ``Table``."""
         if self.min_tokens > self.max_tokens:
             yield f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}"
 
@@ -245,7 +241,6 @@ class OptimConfig(Table):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
 
     def problems(self) -> Iterator[str]:
-        """See ``Table``."""
         yield from optimizer_problems(self.name, self.options)
 
 
@@ -355,7 +350,6 @@ class TrainConfig(Table):
     tensorboard: bool = True
 
     def problems(self) -> Iterator[str]:
-        """See ``Table``."""
         if self.engine != "vllm" and self.sampling.extra:
             yield (
                 f"sampling.extra={dict(self.sampling.extra)!r} are vLLM's own parameters; leave "

@@ -83,15 +83,6 @@ class Background(Generic[T]):
         return "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
 
 
-def call_with_limit(function: Callable[[], T], seconds: float | None, name: str) -> T:
-    """``function()``, in this thread where there is no limit.
-
-    Raises:
-        TimeLimitError: it has not come back after ``seconds``.
-    """
-    return function() if seconds is None else Background(function, name).result(seconds)
-
-
 GRACE_S = 1.0
 """An async function gets so long to be cancelled before its thread is given up."""
 
@@ -161,7 +152,8 @@ class Reward:
             return asyncio.run(_result(values, limit)) if inspect.isawaitable(values) else values
 
         try:
-            values = call_with_limit(call, outer, f"reward {self.name}")
+            name = f"reward {self.name}"
+            values = call() if outer is None else Background(call, name).result(outer)
         except TimeLimitError as error:
             raise CallFailed(
                 f"reward {self.name!r} did not come back within reward.timeout_s={limit:g}"

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from fxrl import optimize
 from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
-from fxrl.losses import completion_logits, token_stats
+from fxrl.losses import FACTORIES, completion_logits, token_stats
 from fxrl.models import load_model, lora
 from fxrl.models.load import model_folder
 from fxrl.rl.config.named import build_loss
@@ -33,9 +34,8 @@ from fxrl.rl.data.questions import (
     split_rows,
 )
 from fxrl.rl.data.rewards import Reward, build_rewards
-from fxrl.rl.drift import loss_measures
 from fxrl.rl.errors import BadConfigError
-from fxrl.rl.loop.updater import Updater, build_optimizer, build_schedule
+from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
 from fxrl.rl.report.progress import Reporter, Stage
 from fxrl.rl.rollout.rollouter import Rollouter
 from fxrl.rl.types import Batch
@@ -188,6 +188,7 @@ def _around(
     )
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(config.optim, parameters)
+    num_updates = config.steps * config.num_iterations
     scorer = functools.partial(
         Scorer, optimize=make_step, temperature=sampling.temperature, wrap=wrap
     )
@@ -205,7 +206,7 @@ def _around(
             step=make_step(model, wrap(loss_fn)),
             parameters=parameters,
             optimizer=optimizer,
-            schedule=build_schedule(config.optim, optimizer, config.steps * config.num_iterations),
+            schedule=LambdaLR(optimizer, lambda n: lr_factor(config.optim, n, num_updates)),
             loss=config.loss,
             max_grad_norm=config.optim.max_grad_norm,
             max_nonfinite=config.max_nonfinite,
@@ -213,7 +214,7 @@ def _around(
         ),
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
-        probe=None if loss_measures(config.loss.name) else old_policy or scorer(model),
+        probe=None if config.loss.name in FACTORIES else old_policy or scorer(model),
         stage=rollouter.stage,
     )
 
@@ -281,14 +282,11 @@ def _plain(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[[Batch], A
     return functools.partial(loss_fn, model)
 
 
-Optimize = Callable[[nn.Module, Callable[[nn.Module, Any], Any]], Callable[[Batch], Any]]
-"""``fxrl.optimize`` with its configuration bound, or its plain twin."""
-
-
 class Scorer:
     """``scorer(batch) -> [B, C]`` log-probabilities without gradient.
 
     Args:
+        optimize: ``fxrl.optimize`` with its configuration bound, or its plain twin.
         context: entered around each call, such as PEFT's ``disable_adapter``.
         wrap: around the loss, such as autocast.
 
@@ -300,7 +298,7 @@ class Scorer:
     def __init__(
         self,
         model: nn.Module,
-        optimize: Optimize,
+        optimize: Callable[..., Callable[[Batch], Any]],
         temperature: float,
         *,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -328,9 +326,7 @@ class Scorer:
         return found
 
 
-def reference(
-    model: nn.Module,
-) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
+def reference(model: nn.Module) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
     """The reference policy: ``model`` with its adapter switched off, else a frozen copy."""
     if hasattr(model, "disable_adapter"):
         switch: Any = model.disable_adapter

@@ -129,11 +129,11 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / FOLDER).glob("step-????????"))
 
 
-def find_checkpoint(run_dir: Path, resume: str | bool) -> Path | None:
+def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
     """The folder to resume from: the newest of ``run_dir``, or the one named.
 
     Args:
-        resume: ``True`` or an empty text for the newest; else a checkpoint or a run's folder.
+        resume: an empty text for the newest; else a checkpoint or a run's folder.
 
     Returns:
         ``None`` where the newest was asked for and there is none yet.
@@ -141,10 +141,10 @@ def find_checkpoint(run_dir: Path, resume: str | bool) -> Path | None:
     Raises:
         CheckpointError: the one named is none.
     """
-    if resume is True or resume == "":
+    if not resume:
         found = list_checkpoints(run_dir)
         return found[-1] if found else None
-    path = Path(str(resume))
+    path = Path(resume)
     if (path / "trainer.json").is_file():
         return path
     if found := list_checkpoints(path):

@@ -31,7 +31,7 @@ class Task(NamedTuple):
 
 
 def prepare(
-    config_path: str, overrides: Sequence[str], resume: bool | str, reporter: Reporter
+    config_path: str, overrides: Sequence[str], resume: str | None, reporter: Reporter
 ) -> Task:
     """Reads configuration, checkpoint and data; loads no model.
 
@@ -151,14 +151,14 @@ def _mean(records: Sequence[dict[str, Any]], key: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _where_to_start(config: TrainConfig, resume: bool | str) -> Path | None:
+def _where_to_start(config: TrainConfig, resume: str | None) -> Path | None:
     """The checkpoint to go on from; ``None`` for the beginning.
 
     Raises:
         BadConfigError: a new run would overwrite another one.
     """
     run_dir = Path(config.run_dir)
-    if resume is not False:
+    if resume is not None:
         return checkpoint.find_checkpoint(run_dir, resume)
     lines = read_lines(run_dir / METRICS)
     if lines or checkpoint.list_checkpoints(run_dir):

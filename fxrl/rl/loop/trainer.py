@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxrl.rl.builtin_rewards import last_text
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.drift import DriftWatch, measured, probe_rows
@@ -107,14 +108,15 @@ class TrainingIteration:
 
     def _batches(self, rollout: Rollout) -> list[Batch]:
         """Micro-batches with the log-probabilities that the loss compares with."""
-        lengths = [(len(c.prompt_token_ids), len(c.token_ids)) for c in rollout.completions]
+        completions = [drawn.completion for drawn in rollout.drawn]
+        lengths = [(len(c.prompt_token_ids), len(c.token_ids)) for c in completions]
         if not lengths:
             return []
         plan = plan_micro_batches(lengths, self.config.micro_batch_tokens)
         parameter = next(self.parts.model.parameters())
         make = functools.partial(
             make_batches,
-            rollout.completions,
+            completions,
             rollout.advantages,
             pad_token_id=self.parts.tokenizer.pad_token_id,
             device=self.device,
@@ -212,7 +214,8 @@ class Trainer:
         board = TensorBoard(self.run_dir, self.done + 1, tell) if config.tensorboard else None
         try:
             hand_over(config, self.parts, self.parts.engine.policy_version)
-            self._tell_memory(tell)
+            if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
+                tell(str(ledger))
             if self.done == 0 and config.steps > 0:
                 self._evaluate_untrained(board)
             while self.done < config.steps and not stop:
@@ -257,10 +260,6 @@ class Trainer:
         retries, wait_s = self.config.disk_retries, self.config.disk_wait_s
         return keep_trying(action, what, reporter.message, retries=retries, wait_s=wait_s)
 
-    def save(self) -> Path:
-        """Writes a checkpoint of the present state."""
-        return self._save(self._state())
-
     def _state(self) -> dict[str, Any]:
         return {
             "engine": self.parts.engine.state_dict(),
@@ -268,7 +267,9 @@ class Trainer:
             "position": self.parts.stream.position,
         }
 
-    def _save(self, state: Mapping[str, Any]) -> Path:
+    def save(self, state: Mapping[str, Any] | None = None) -> Path:
+        """Writes a checkpoint of ``state``, the present one by default."""
+        state = state or self._state()
         updater = self.parts.updater
         trainer = {
             "position": state["position"],
@@ -329,7 +330,7 @@ class Trainer:
         else:
             which = "; the state before it"
         try:
-            saved = self.for_sure(lambda: self._save(state), "the checkpoint", reporter)
+            saved = self.for_sure(lambda: self.save(state), "the checkpoint", reporter)
             metrics.flush()
         except (StorageError, OSError) as failure:
             error.add_note(
@@ -349,12 +350,11 @@ class Trainer:
         self.done = number
         record = step.record
         record |= {"num_tokens": self.num_tokens, "epoch": self.parts.stream.epoch}
-        record |= self._evaluation(number)
+        if number == 1:
+            record |= self.initial
+        if self._evaluation_due(number):
+            record |= self._evaluate()
         return record, rollout
-
-    def _evaluation(self, number: int) -> Metrics:
-        found = self._evaluate() if self._evaluation_due(number) else {}
-        return self.initial | found if number == 1 else found
 
     def _evaluation_due(self, number: int) -> bool:
         config = self.config.eval
@@ -386,11 +386,6 @@ class Trainer:
             "eval/majority_baseline": found["eval/majority_baseline"],
         }
 
-    def _tell_memory(self, tell: Any) -> None:
-        """The engine's account of the GPU's memory, if it keeps one."""
-        if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
-            tell(str(ledger))
-
     def write_ledger(self) -> None:
         """``ledger.json``: the engine's account of the GPU's memory, an entry per transition.
 
@@ -411,21 +406,16 @@ class Trainer:
 
 def sample_completions(rollout: Rollout, wanted: int) -> list[dict[str, Any]]:
     """``wanted`` completions, or all, spread over the step's prompts."""
-    total = len(rollout.texts)
-    count = min(wanted, total)
-    picked = [i * total // count for i in range(count)]
+    pairs = list(zip(rollout.drawn, rollout.advantages, strict=True))
+    count = min(wanted, len(pairs))
     return [
         {
-            "question": _last_text(rollout.prompts[i]),
-            "prompt": rollout.prompts[i],
-            "completion": rollout.texts[i],
-            "reward": rollout.rewards[i] if math.isfinite(rollout.rewards[i]) else None,
-            "advantage": rollout.advantages[i],
-            **{f"rewards/{name}": v[i] for name, v in rollout.by_function.items()},
+            "question": last_text(drawn.prompt),
+            "prompt": drawn.prompt,
+            "completion": drawn.text,
+            "reward": drawn.total if math.isfinite(drawn.total) else None,
+            "advantage": advantage,
+            **{f"rewards/{name}": value for name, value in drawn.values.items()},
         }
-        for i in picked
+        for drawn, advantage in (pairs[i * len(pairs) // count] for i in range(count))
     ]
-
-
-def _last_text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from fxrl.rl.config.named import optimizer_class
 from fxrl.rl.config.tables import LossConfig, OptimConfig
@@ -36,15 +36,9 @@ def build_optimizer(
         raise BadConfigError(f"optim: {config.name} refuses {options}: {error}") from error
 
 
-def build_schedule(
-    config: OptimConfig, optimizer: torch.optim.Optimizer, num_updates: int
-) -> LambdaLR:
-    """Linear warmup, then constant, linear or cosine; see ``lr_factor``."""
-    return LambdaLR(optimizer, lambda update: lr_factor(config, update, num_updates))
-
-
 def lr_factor(config: OptimConfig, update: int, num_updates: int) -> float:
-    """What the learning rate of update number ``update`` (from 0) is multiplied by.
+    """What the learning rate of update number ``update`` (from 0) is multiplied by: linear warmup,
+    then constant, linear or cosine.
 
     Warmup ends at 1 at update ``warmup_steps``; decay would reach 0 at update ``num_updates``, one
     past the last, so no update is lost.
@@ -143,7 +137,10 @@ class Updater:
 
     def _stop(self, batches: Sequence[Batch], step_number: int, loss: float, norm: float) -> None:
         path = self.run_dir / f"nonfinite-step-{step_number}.pt"
-        saved = [{name: _saved(value) for name, value in batch.items()} for batch in batches]
+        saved = [
+            {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
+            for batch in batches
+        ]
         torch.save({"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}, path)
         raise NonFiniteError(
             f"step {step_number}: loss {loss}, gradient norm {norm}: not finite "
@@ -151,10 +148,6 @@ class Updater:
             f"no update was made, the batch is in {path}; lower optim.lr, or look at the reward "
             "and the loss with torch.load"
         )
-
-
-def _saved(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _to_host(rows: Sequence[Sequence[Tensor]]) -> list[list[float]]:

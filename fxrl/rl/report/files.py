@@ -12,7 +12,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,7 +111,7 @@ class JsonLines:
         line = json.dumps({k: jsonable(v) for k, v in values.items()}) + "\n"
         self._pending.append(line.encode())
         try:
-            self._write_pending()
+            self.flush()
         except OSError as error:
             self._tell(
                 f"{self.path}: {why(error)}; {len(self._pending)} lines wait in memory, the run "
@@ -123,9 +124,6 @@ class JsonLines:
         Raises:
             OSError: it still cannot be written.
         """
-        self._write_pending()
-
-    def _write_pending(self) -> None:
         while self._pending:
             line = self._pending[0]
             end = os.fstat(self._file.fileno()).st_size
@@ -174,32 +172,32 @@ class TensorBoard:
         tensorboard = optional("torch.utils.tensorboard", "tensorboard=true")
         folder = str(run_dir / "tensorboard")
         self._tell = tell
-        try:
-            self._writer: Any = tensorboard.SummaryWriter(folder, purge_step=first_step)
-        except OSError as error:
-            self._give_up(error)
+        self._writer: Any = None
+        with self._giving_up():
+            self._writer = tensorboard.SummaryWriter(folder, purge_step=first_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Every finite number, under its own name."""
         if self._writer is None:
             return
-        try:
+        with self._giving_up():
             for name, value in values.items():
                 if isinstance(value, int | float) and math.isfinite(value) and name != "step":
                     self._writer.add_scalar(name, value, step)
             self._writer.flush()
-        except OSError as error:
-            self._give_up(error)
 
     def close(self) -> None:
         """Flushes and closes."""
-        if self._writer is None:
-            return
-        try:
-            self._writer.close()
-        except OSError as error:
-            self._give_up(error)
+        if self._writer is not None:
+            with self._giving_up():
+                self._writer.close()
 
-    def _give_up(self, error: OSError) -> None:
-        self._writer = None
-        self._tell(f"tensorboard: {why(error)}; no further events, metrics.jsonl has the numbers")
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            self._tell(
+                f"tensorboard: {why(error)}; no further events, metrics.jsonl has the numbers"
+            )

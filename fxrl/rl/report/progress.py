@@ -53,12 +53,6 @@ COLUMNS = (
 RECENT_STEPS = 8
 
 
-@contextmanager
-def silent(text: str) -> Iterator[Say]:
-    """A ``Stage`` that nobody hears of."""
-    yield lambda words: None
-
-
 class _Told(logging.Handler):
     def __init__(self, say: Say) -> None:
         super().__init__(logging.INFO)

@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,9 +33,9 @@ from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
 from fxrl.rl.config.tables import SamplingConfig, TrainConfig
 from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
 from fxrl.rl.data.rewards import Background, Reward, call_all, combine
-from fxrl.rl.report.progress import Say, Stage, silent
+from fxrl.rl.report.progress import Say, Stage, jsonable
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.types import Metrics, Rollout, Row
+from fxrl.rl.types import Drawn, Metrics, Rollout, Row
 
 ENGINE_SYNC = ("fold", "restore", "sync")
 """Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""
@@ -144,24 +144,6 @@ class Judge:
         }
 
 
-class Drawn(NamedTuple):
-    """One completion, judged.
-
-    Attributes:
-        completion: as the engine gave it.
-        text: of it, without special tokens.
-        prompt: as the rewards saw it.
-        values: of each reward function; ``None`` where it does not apply.
-        total: their weighted sum, NaN where none applied.
-    """
-
-    completion: Completion
-    text: str
-    prompt: Prompt
-    values: dict[str, float | None]
-    total: float
-
-
 class Rollouter:
     """Generates and judges completions of dataset rows."""
 
@@ -172,7 +154,7 @@ class Rollouter:
         rewards: Sequence[Reward],
         config: TrainConfig,
         tokenizer: Any,
-        stage: Stage = silent,
+        stage: Stage,
     ) -> None:
         self.engine, self.builder, self.rewards = engine, builder, rewards
         self.config, self.tokenizer, self.stage = config, tokenizer, stage
@@ -279,12 +261,8 @@ class Rollouter:
             }
         totals, sampled = [d.total for d in kept], sum(len(d.completion.token_ids) for d in drawn)
         return Rollout(
-            completions=[d.completion for d in kept],
+            kept,
             advantages=_advantages(totals, config),
-            rewards=totals,
-            texts=[d.text for d in kept],
-            prompts=[d.prompt for d in kept],
-            by_function={r.name: [d.values[r.name] for d in kept] for r in self.rewards},
             metrics=metrics,
             num_tokens=sum(len(d.completion.prompt_token_ids) for d in drawn) + sampled,
             num_completion_tokens=sampled,
@@ -341,7 +319,7 @@ def _advantages(totals: Sequence[float], config: TrainConfig) -> list[float]:
 def _metrics(drawn: Sequence[Drawn], num: int) -> Metrics:
     """Reward and length statistics, under TRL's names."""
     totals = torch.tensor([d.total for d in drawn], dtype=torch.float64)
-    metrics: Metrics = {k: _finite(float(v)) for k, v in reward_metrics(totals, num).items()}
+    metrics: Metrics = {k: jsonable(float(v)) for k, v in reward_metrics(totals, num).items()}
     for name in drawn[0].values:
         said = [value for d in drawn if (value := d.values[name]) is not None]
         metrics[f"rewards/{name}/mean"] = statistics.fmean(said) if said else None
@@ -360,10 +338,6 @@ def length_metrics(completions: Sequence[Completion]) -> Metrics:
         metrics[f"completions/max_{name}length"] = float(max(values, default=0))
     metrics["completions/clipped_ratio"] = 1.0 - len(ended) / len(lengths)
     return metrics
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 CPU = torch.device("cpu")

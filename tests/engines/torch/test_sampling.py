@@ -53,19 +53,17 @@ def test_draws_follow_the_filtered_softmax(temperature, top_k, top_p, min_p):
     logits = torch.randn(VOCAB, generator=generator, dtype=torch.float64)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     uniforms = torch.rand(NUM_DRAWS, generator=generator, dtype=torch.float64)
-    drawn = sample(logits.expand(NUM_DRAWS, -1), uniforms, params)
+    tokens, logprobs = sample(logits.expand(NUM_DRAWS, -1), uniforms, params)
 
     probs = (logits / temperature).softmax(-1).tolist()
     kept = sorted(reference_filter(probs, top_k, top_p, min_p))
-    counts = torch.bincount(drawn.tokens, minlength=VOCAB).tolist()
+    counts = torch.bincount(tokens, minlength=VOCAB).tolist()
     assert sum(counts[i] for i in kept) == NUM_DRAWS, "a cut token was drawn"
     mass = sum(probs[i] for i in kept)
     expected = [NUM_DRAWS * probs[i] / mass for i in kept]
     chi2 = sum((counts[i] - e) ** 2 / e for i, e in zip(kept, expected, strict=True))
     assert chi2 < CHI2_LIMIT[len(kept) - 1]
-    torch.testing.assert_close(
-        drawn.logprobs, torch.tensor(probs, dtype=torch.float64).log()[drawn.tokens]
-    )
+    torch.testing.assert_close(logprobs, torch.tensor(probs, dtype=torch.float64).log()[tokens])
 
 
 @settings(max_examples=200, deadline=None)
@@ -144,17 +142,17 @@ def test_math_runs_in_float32_or_wider(dtype):
 
 def test_greedy_takes_the_first_of_the_largest_and_needs_no_random_numbers():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
-    drawn = sample(logits, None, SamplingParams(temperature=0, top_p=0.1, top_k=2))
-    assert drawn.tokens.tolist() == [1]
-    torch.testing.assert_close(drawn.logprobs, logits.log_softmax(-1)[:, 1])
+    tokens, logprobs = sample(logits, None, SamplingParams(temperature=0, top_p=0.1, top_k=2))
+    assert tokens.tolist() == [1]
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[:, 1])
 
 
 def test_banned_tokens_are_not_drawn_and_log_probabilities_do_not_know():
     logits = torch.tensor([[200.0, 0.0, 1.0]])  # what is left underflows float32 next to token 0
     uniforms = torch.linspace(0, 0.999, 50, dtype=torch.float64)
-    drawn = sample(logits.expand(50, -1), uniforms, SamplingParams(top_k=2), banned=[0])
-    assert set(drawn.tokens.tolist()) == {1, 2}
-    torch.testing.assert_close(drawn.logprobs, logits.log_softmax(-1)[0, drawn.tokens])
+    tokens, logprobs = sample(logits.expand(50, -1), uniforms, SamplingParams(top_k=2), banned=[0])
+    assert set(tokens.tolist()) == {1, 2}
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[0, tokens])
 
 
 @pytest.mark.parametrize("bad", [[math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf]])

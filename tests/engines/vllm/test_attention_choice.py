@@ -18,7 +18,7 @@ import torch
 
 from fxrl.engines import SamplingParams
 from fxrl.engines.vllm import decode_attention, door
-from fxrl.engines.vllm.decode_attention import AUTO_ROWS, FlashClasses, make_backend
+from fxrl.engines.vllm.decode_attention import AUTO_ROWS, make_backend
 from tests.engines.conftest import MAX_MODEL_LEN, build_engine
 
 pytestmark = pytest.mark.vllm
@@ -117,13 +117,13 @@ def place_on_cpu(monkeypatch):
 
     @functools.cache
     def backend(place, rows):
-        classes = FlashClasses(
+        classes = (
             cpu_attn.CPUAttentionBackend,
             cpu_attn.CPUAttentionBackendImpl,
             cpu_attn.CPUAttentionMetadataBuilder,
-            cpu_attn.CPUAttentionMetadataBuilder._cudagraph_support,
         )
-        made = make_backend(classes, None, Scratch, max_rows=rows, name=place)
+        graphs = cpu_attn.CPUAttentionMetadataBuilder._cudagraph_support
+        made = make_backend(*classes, graphs, None, Scratch, max_rows=rows, name=place)
         made.__module__, made.__qualname__ = door.__name__, f"Decode{place}"
         return made
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxrl.engines.engine import EngineError
-from fxrl.engines.vllm.decode_attention import FlashClasses, make_backend
+from fxrl.engines.vllm.decode_attention import make_backend
 
 
 class Impl:
@@ -50,8 +50,10 @@ def backend(calls=None, max_rows=3):
         args[6].fill_(1.0)
         return args[6]
 
-    classes = FlashClasses(Backend, Impl, Builder, "decode graphs")
-    return make_backend(classes, decode, lambda *heads: Scratch([heads]), max_rows=max_rows)
+    classes = (Backend, Impl, Builder)
+    return make_backend(
+        *classes, "decode graphs", decode, lambda *heads: Scratch([heads]), max_rows=max_rows
+    )
 
 
 def step(**changes):

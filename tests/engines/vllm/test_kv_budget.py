@@ -2,20 +2,16 @@
 
 import pytest
 
+from fxrl.engines.ledger import Reading
 from fxrl.engines.vllm.build import CONTEXT_BYTES, KvBudgetError, cache_bytes, utilization
+from fxrl.engines.vllm.options import VllmOptions
 
 GiB = 2**30
 
 
-def share(**given):
-    defaults = {
-        "total": 140 * GiB,
-        "free": 139 * GiB,
-        "held": 0,
-        "gpu_memory": None,
-        "trainer_reserve": 2 * GiB,
-    }
-    return utilization(**defaults | given)
+def share(*, free=139 * GiB, held=0, gpu_memory=None):
+    options = VllmOptions(gpu_memory=gpu_memory, trainer_reserve="2GiB")
+    return utilization(options, Reading(total=140 * GiB, free=free, reserved=held))
 
 
 def test_everything_free_but_the_reserve_and_the_context():

@@ -44,10 +44,6 @@ def test_what_every_request_has():
     assert not {"n", "seed"} & given.keys()
 
 
-def test_an_older_vllm_without_flat_logprobs_is_fine():
-    assert "flat_logprobs" not in arguments(known=KNOWN - {"flat_logprobs"})
-
-
 @pytest.mark.parametrize("name", OWNED_SAMPLING)
 def test_owned_parameters_are_refused_with_the_reason(name):
     with pytest.raises(VllmOptionError, match=f"'{name}' is fxrl's own: "):
@@ -67,23 +63,6 @@ def test_temperatures_that_vllm_would_change_are_refused(temperature):
     assert arguments(temperature=0.01)["temperature"] == 0.01
 
 
-@pytest.mark.parametrize(
-    ("params", "filtered"),
-    [
-        ({}, False),
-        ({"temperature": 0, "top_k": 5}, False),
-        ({"temperature": 0.7, "stop_token_ids": (3,)}, False),
-        ({"top_k": 5}, True),
-        ({"top_p": 0.9}, True),
-        ({"min_p": 0.1}, True),
-        ({"min_tokens": 3}, True),
-        ({"extra": {"repetition_penalty": 1.2}}, True),
-    ],
-)
-def test_filtered(params, filtered):
-    assert SamplingParams(**params).filtered is filtered
-
-
 def test_seeds_are_all_different_and_spread():
     seeds = {sample_seed(b, c, i) for b in range(5) for c in range(20) for i in range(100)}
     assert len(seeds) == 5 * 20 * 100
@@ -99,11 +78,8 @@ def output(token_ids, finish_reason="length"):
     return SimpleNamespace(token_ids=token_ids, logprobs=logprobs, finish_reason=finish_reason)
 
 
-def test_completions_of_flat_and_of_listed_logprobs():
+def test_completions_of_flat_logprobs():
     flat = completion((1,), output([5, 6]), 3)
-    listed = output([5, 6])
-    listed.logprobs = [{5: SimpleNamespace(logprob=-5.0)}, {6: SimpleNamespace(logprob=-6.0)}]
-    assert completion((1,), listed, 3) == flat
     assert flat.logprobs == (-5.0, -6.0)
     assert (flat.finish_reason, flat.policy_version) == ("length", 3)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fxrl.engines.weights.lora.sites import Merge, lora_sites, merge_reference
-from fxrl.engines.weights.share import share
+from fxrl.engines.weights.share.binder import share
 from fxrl.engines.weights.sync import RouteError, WeightSync
 from fxrl.models import lora
 from tests.engines.weights.share.fake_vllm import checkpoint, fake_vllm
@@ -13,7 +13,7 @@ from tests.engines.weights.test_sync import Engine, move_adapter
 
 def made(tmp_path, **fake_options):
     fake = fake_vllm(checkpoint(tmp_path, "qwen3"), **fake_options)
-    model, report = share(fake, None, tmp_path, device="cpu", dtype=torch.float32)
+    model, report = share(fake, tmp_path, device="cpu", dtype=torch.float32)
     engine = Engine("none built")
     sync = WeightSync(engine, {})
     sync.share(model, copied=report.copied, mirrors=report.mirrors)
@@ -45,7 +45,7 @@ def test_an_optimizer_step_reaches_the_engine_at_the_update(tmp_path):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.01)
     before = parts(fake).clone()
-    sync.update(None, lora=False)
+    sync.update(lora=False)
     wanted = torch.cat([p.detach() for p in qkv(model)]).to(torch.bfloat16)
     assert torch.equal(parts(fake), wanted)
     assert not torch.equal(before, wanted)
@@ -100,14 +100,14 @@ def test_what_is_neither_shared_nor_mirrored_makes_all_be_copied(tmp_path):
     sync.attach(model)
     assert sync.way == "copy"
     assert sorted(apart)[0] in sync.reason
-    sync.update(None, lora=False)
+    sync.update(lora=False)
     assert engine.weights[-1].keys() == dict(model.named_parameters()).keys()
 
 
 def test_an_adapter_on_weights_that_are_not_shared_is_not_folded(tmp_path):
     """Folding would change the trainer's copy, which the engine never reads."""
     fake = fake_vllm(checkpoint(tmp_path, "qwen3"), fuse=shuffled)
-    base, report = share(fake, None, tmp_path, device="cpu")
+    base, report = share(fake, tmp_path, device="cpu")
     assert 0 < report.copied_bytes < report.shared_bytes + report.copied_bytes
     sync = WeightSync(Engine("none built"), {})
     sync.share(base, copied=report.copied, mirrors=report.mirrors)

@@ -91,24 +91,6 @@ def test_folded_adapter(trainer):
     adapted.unload()
 
 
-def test_an_adapter_given_as_tensors(trainer):
-    """``update_lora(adapter)``: from another model's ``get_peft_model_state_dict``."""
-    from peft import get_peft_model_state_dict
-
-    engine, model = trainer
-    adapted = lora(model, r=4, seed=0).eval()
-    engine.attach(adapted)
-    given = {
-        name: torch.randn_like(value) * 0.1
-        for name, value in get_peft_model_state_dict(adapted).items()
-    }
-    engine.update_lora(given, policy_version=engine.policy_version + 1)
-    for name, value in get_peft_model_state_dict(adapted).items():
-        assert torch.equal(value, given[name])
-    assert_agrees(adapted, engine.generate(PROMPTS, SAMPLED))
-    adapted.unload()
-
-
 def test_copying_over_shared_weights_is_refused(trainer):
     engine, model = trainer
     adapted = lora(model, r=4, seed=0)

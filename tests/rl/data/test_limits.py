@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from fxrl.rl.data.rewards import Background, TimeLimitError, call_with_limit
+from fxrl.rl.data.rewards import Background, Reward, TimeLimitError
 
 
 def hang(gate):
@@ -14,22 +14,25 @@ def hang(gate):
 
 @pytest.mark.parametrize("seconds", [None, 5.0])
 def test_results_and_errors_pass_through(seconds):
-    assert call_with_limit(lambda: 3, seconds, "x") == 3
+    assert Background(lambda: 3, "x").result(seconds) == 3
     with pytest.raises(ZeroDivisionError):
-        call_with_limit(lambda: 1 // 0, seconds, "x")
+        Background(lambda: 1 // 0, "x").result(seconds)
 
 
-def test_without_a_limit_it_stays_in_this_thread():
-    here = threading.current_thread()
-    assert call_with_limit(threading.current_thread, None, "x") is here
-    assert call_with_limit(threading.current_thread, 5.0, "x") is not here
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+def test_without_a_limit_a_reward_stays_in_this_thread(timeout_s):
+    seen = []
+    reward = Reward("x", lambda **_: [seen.append(threading.current_thread())], 1.0,
+                    timeout_s=timeout_s)  # fmt: skip
+    assert reward(1, {}) == [None]
+    assert (seen == [threading.current_thread()]) is (timeout_s is None)
 
 
 def test_a_hanging_call_is_left_and_says_where():
     gate = threading.Event()
     start = time.monotonic()
     with pytest.raises(TimeLimitError, match=r"within 0\.05 s") as caught:
-        call_with_limit(lambda: hang(gate), 0.05, "hanging")
+        Background(lambda: hang(gate), "hanging").result(0.05)
     assert time.monotonic() - start < 5
     assert "gate.wait(20)" in caught.value.stack
     [left] = [thread for thread in threading.enumerate() if thread.name == "hanging"]

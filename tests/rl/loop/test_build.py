@@ -40,13 +40,13 @@ class FakeVllm(TorchEngine):
         CALLS.append(("attach", model))
         self.model = model
 
-    def update_lora(self, adapter=None, *, policy_version):
+    def update_lora(self, *, policy_version):
         CALLS.append(("update_lora", policy_version))
-        super().update_lora(adapter, policy_version=policy_version)
+        super().update_lora(policy_version=policy_version)
 
-    def update_weights(self, weights=None, *, policy_version):
+    def update_weights(self, *, policy_version):
         CALLS.append(("update_weights", policy_version))
-        super().update_weights(weights, policy_version=policy_version)
+        super().update_weights(policy_version=policy_version)
 
     def close(self):
         CALLS.append(("close",))

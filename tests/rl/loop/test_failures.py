@@ -43,9 +43,9 @@ class FailingEngine(TorchEngine):
             yield
         self.fail_at("wake")
 
-    def update_lora(self, adapter=None, *, policy_version):
+    def update_lora(self, *, policy_version):
         self.fail_at("sync")
-        super().update_lora(adapter, policy_version=policy_version)
+        super().update_lora(policy_version=policy_version)
 
     def close(self):
         self.closed += 1

@@ -5,17 +5,18 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from fxrl.errors import ConfigError
 from fxrl.rl.config.tables import OptimConfig
-from fxrl.rl.loop.updater import build_optimizer, build_schedule, lr_factor
+from fxrl.rl.loop.updater import build_optimizer, lr_factor
 
 
 def rates(num_updates, **options):
     config = OptimConfig(lr=1.0, **options)
     weight = nn.Parameter(torch.zeros(1))
     optimizer = build_optimizer(config, [weight])
-    schedule = build_schedule(config, optimizer, num_updates)
+    schedule = LambdaLR(optimizer, lambda update: lr_factor(config, update, num_updates))
     found = []
     for _ in range(num_updates):
         found.append(schedule.get_last_lr()[0])

@@ -117,7 +117,7 @@ def test_lines_after_the_last_checkpoint_are_written_once(config_file, monkeypat
     assert len(metrics("parts")) == 3  # step 3 is newer than the checkpoint of step 2
     with Path("parts/metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "los')
-    assert train(config_file, "parts", resume=True) == 0
+    assert train(config_file, "parts", resume="") == 0
     assert metrics("parts") == metrics("whole")
     steps = [
         json.loads(t)["step"] for t in Path("parts/completions.jsonl").read_text().splitlines()
@@ -126,7 +126,7 @@ def test_lines_after_the_last_checkpoint_are_written_once(config_file, monkeypat
 
 
 def test_resume_of_nothing_starts_and_more_steps_go_on(config_file):
-    assert train(config_file, "out", "steps=2", resume=True) == 0
+    assert train(config_file, "out", "steps=2", resume="") == 0
     assert train(config_file, "out", "steps=3", resume="out") == 0
     assert len(metrics("out")) == 3
     assert train(config_file, "out", "steps=3", resume="") == 0  # nothing left to do
@@ -218,7 +218,7 @@ def test_a_prompt_that_is_too_long_and_a_model_without_chat_template(config_file
 
 
 def test_the_rich_view_in_a_log_file(config_file, capsys):
-    assert main(str(config_file), ["run_dir=out", "steps=2"], resume=False, json=False) == 0
+    assert main(str(config_file), ["run_dir=out", "steps=2"], resume=None, json=False) == 0
     out = capsys.readouterr().out
     assert "step 1/2  reward" in out
     assert "sample completions" in out

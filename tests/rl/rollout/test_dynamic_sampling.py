@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from fxrl.engines import Completion
 from fxrl.rl.config.load import load_config
 from fxrl.rl.data.rewards import Reward
+from fxrl.rl.report.progress import Reporter
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.rollout.rollouter import Rollouter, TrainerState
 from fxrl.rl.train import main
@@ -60,7 +62,8 @@ def mixed(completions, completion_ids):
 def rolled(config_file, numbers, *overrides):
     config = load_config(config_file, ["sampling.num_generations=3", *overrides])
     engine, numbers = Engine(), iter(numbers)
-    rollouter = Rollouter(engine, Builder(), [Reward("mixed", mixed, 1.0)], config, Tokenizer())
+    rewards, stage = [Reward("mixed", mixed, 1.0)], Reporter(Console(quiet=True)).stage
+    rollouter = Rollouter(engine, Builder(), rewards, config, Tokenizer(), stage)
     taken = []
 
     def take(count):
@@ -73,7 +76,7 @@ def rolled(config_file, numbers, *overrides):
 
 
 def prompts_of(rollout):
-    return [c.prompt_token_ids[0] for c in rollout.completions][::3]
+    return [c.prompt_token_ids[0] for c, *_ in rollout.drawn][::3]
 
 
 STEP = "prompts_per_step=4"
@@ -92,9 +95,9 @@ def test_drop_leaves_them_out_and_counts_them(config_file):
     rollout, taken = rolled(config_file, [1, 2, 3, 7], STEP, "dynamic_sampling=drop")
     assert prompts_of(rollout) == [1, 3]
     assert taken == [4]
-    assert len(rollout.advantages) == len(rollout.rewards) == len(rollout.texts) == 6
+    assert len(rollout.advantages) == len(rollout.drawn) == 6
     assert rollout.advantages[0] > 0 > rollout.advantages[1]
-    assert rollout.by_function["mixed"] == [1.0, 0.0, 0.0] * 2
+    assert [one.values["mixed"] for one in rollout.drawn] == [1.0, 0.0, 0.0] * 2
     # reported of all that was drawn
     assert rollout.metrics["dynamic_sampling/num_dropped"] == 2
     assert rollout.metrics["frac_reward_zero_std"] == pytest.approx(0.5)
@@ -116,7 +119,7 @@ def test_refill_stops_at_its_limit(config_file):
     extra = (STEP, "dynamic_sampling=refill", "max_refills=2")
     rollout, taken = rolled(config_file, [2] * 20, *extra)
     assert taken == [4, 4, 4]
-    assert rollout.completions == []
+    assert rollout.drawn == []
     assert rollout.advantages == []
     assert rollout.metrics["dynamic_sampling/num_dropped"] == 12
 

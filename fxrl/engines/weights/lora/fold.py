@@ -3,7 +3,7 @@
 The engine and the trainer read the same storages. vLLM's LoRA kernels cost a quarter to a third of
 a decode step; a weight that already holds W + scaling * B A costs nothing. So, around generation:
 
-    with folded(model):                 # W' = round(float32(W) + scaling * B A), in place
+    with folded(Fold(model)):           # W' = round(float32(W) + scaling * B A), in place
         completions = engine.generate(...)
     # here every weight has its old bytes again, which a checksum has confirmed
 
@@ -28,7 +28,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,41 +75,31 @@ class Fold:
 
     Args:
         model: a PEFT model with plain LoRA on linear layers.
-        backup: where the original bytes wait. ``"device"``: on the GPU, during the rollout only;
-            ``"host"``: in pinned host memory, kept; ``"auto"``: on the device where it has the
-            room at the time of ``apply``, else on the host (see ``backup_place``).
 
     Attributes:
         names: the folded modules, as in the checkpoint.
-        num_bytes: of the folded weights, which is what a backup takes.
         timings: seconds of the last ``"fold"`` and ``"restore"``, device time included.
 
     Raises:
         AdapterError: see ``lora_sites``; also a weight that a second parameter reads too.
     """
 
-    def __init__(self, model: nn.Module, *, backup: WantedPlace = "auto") -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._sites = lora_sites(model)
         self._layers, self._configs = adapted_layers(model), _configs(model)
         self._weights = [site.weight for site in self._sites]
         check_storages(model, self._sites)
         self.names = tuple(site.name for site in self._sites)
-        self.num_bytes = sum(weight.nbytes for weight in self._weights)
         self.timings: dict[str, float] = {}
         self._sums = BitSums(self._weights)
-        self._backup = WeightBackup(self._weights, backup)
+        self._backup = WeightBackup(self._weights)
         self._expected: Tensor | None = None  # sums of the bits while the backup is in use
 
     @property
     def is_applied(self) -> bool:
         """Whether the weights hold the adapter now."""
         return self._expected is not None
-
-    @property
-    def backup_place(self) -> Place | None:
-        """Where the backup lies now; ``None`` before the first ``apply`` or once it is freed."""
-        return self._backup.place
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -222,14 +212,8 @@ class Fold:
 
 
 @contextmanager
-def folded(model: nn.Module | Fold) -> Iterator[Fold]:
-    """Folds for the time of a block, and restores also when the block raises.
-
-    Args:
-        model: a PEFT model, or a ``Fold`` of it that is used again (a host backup is then made
-            only once).
-    """
-    fold = model if isinstance(model, Fold) else Fold(model)
+def folded(fold: Fold) -> Iterator[Fold]:
+    """Folds for the time of a block, and restores also when the block raises."""
     fold.apply()
     try:
         yield fold
@@ -290,10 +274,7 @@ def _words(tensor: Tensor) -> Tensor:
     return matrix.view(word)
 
 
-Place = Literal["device", "host"]
-WantedPlace = Literal["auto", "device", "host"]
-
-# What an automatic choice leaves free on the device: the merge's own scratch and a margin.
+# What stays free on the device: the merge's own scratch and a margin.
 _MARGIN_BYTES = 2**29
 
 # Pinned blocks are rounded up to a power of two, so the copy is cut into blocks of that size.
@@ -305,23 +286,14 @@ class BackupError(EngineError):
 
 
 class WeightBackup:
-    """Keeps the bytes of a fixed list of weights where there is room."""
+    """Keeps the bytes of a fixed list of weights: on the device where it has the room, during the
+    rollout only; else in pinned host memory, for good."""
 
-    def __init__(self, tensors: Sequence[Tensor], wanted: WantedPlace) -> None:
-        if wanted not in get_args(WantedPlace):
-            raise BackupError(f"backup={wanted!r} is unknown; use one of {get_args(WantedPlace)}")
-        self._tensors, self._wanted = list(tensors), wanted
-        self._num_bytes = sum(tensor.nbytes for tensor in tensors)
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
         self._on_device: DeviceBackup | None = None
         self._on_host: HostBackup | None = None
         self._host_sums: Tensor | None = None  # of the bytes that the host has
-
-    @property
-    def place(self) -> Place | None:
-        """Where a copy lies now; the host's stays, the device's goes with ``release``."""
-        if self._on_device is not None:
-            return "device"
-        return "host" if self._on_host is not None else None
 
     def save(self, sums: Tensor) -> None:
         """Copies the tensors; from the device to the host only where the host has other bytes.
@@ -332,8 +304,7 @@ class WeightBackup:
         Raises:
             BackupError: no memory.
         """
-        if self._choose() == "device":
-            self._on_device = self._new_device_backup()
+        self._on_device = self._new_device_backup()
         if self._on_device is not None:
             self._on_device.save()
         elif self._host_sums is None or not torch.equal(sums, self._host_sums):
@@ -352,32 +323,28 @@ class WeightBackup:
         """Frees the device's copy."""
         self._on_device = None
 
-    def _choose(self) -> Place:
-        if self._wanted != "auto":
-            return self._wanted
-        free = free_device_bytes(self._tensors[0].device)
-        return "device" if free is None or free >= self._num_bytes + _MARGIN_BYTES else "host"
-
     def _new_device_backup(self) -> DeviceBackup | None:
-        """None where the memory is too fragmented for it and the host may do."""
+        """None where the device has too little memory for it, or too fragmented."""
+        free = free_device_bytes(self._tensors[0].device)
+        if free is not None and free < self._num_bytes() + _MARGIN_BYTES:
+            return None
         try:
             return DeviceBackup(self._tensors)
-        except torch.OutOfMemoryError as error:
-            if self._wanted == "auto":
-                return None
-            raise BackupError(
-                f"no room for a backup of {self._num_bytes} bytes of weights on the device; give "
-                "the KV cache less, or use backup='host'"
-            ) from error
+        except torch.OutOfMemoryError:
+            return None
 
     def _new_host_backup(self) -> HostBackup:
         try:
             return HostBackup(self._tensors)
         except RuntimeError as error:  # what torch raises where the host's memory does not do
             raise BackupError(
-                f"no room for a backup of {self._num_bytes} bytes of weights in pinned host memory "
-                f"({str(error).splitlines()[0]}); use backup='device', or the engine's LoRA"
+                f"no room for a backup of {self._num_bytes()} bytes of weights, neither on the "
+                f"device nor in pinned host memory ({str(error).splitlines()[0]}); give the KV "
+                "cache less, or use the engine's LoRA"
             ) from error
+
+    def _num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)
 
 
 class DeviceBackup:

@@ -103,8 +103,11 @@ def lora_sites(model: nn.Module) -> tuple[LoraSite, ...]:
             convolutions, quantized bases, merged or disabled adapters). The message names the
             module, the reason and the cure.
     """
-    if reason := _bias_reason(model):
-        raise AdapterError(f"lora: {reason}")
+    for name, config in getattr(model, "peft_config", {}).items():
+        if (bias := getattr(config, "bias", "none")) != "none":
+            raise AdapterError(
+                f"lora: adapter {name!r} trains biases too (bias={bias!r}); set bias='none'"
+            )
     sites = active_sites(adapted_layers(model))
     if not sites:
         raise AdapterError(
@@ -115,11 +118,20 @@ def lora_sites(model: nn.Module) -> tuple[LoraSite, ...]:
 
 
 def adapted_layers(model: nn.Module) -> tuple[LoraSite, ...]:
-    """All of PEFT's wrappers, whatever is active; what it is made of is not checked here.
+    """All of PEFT's wrappers, LoRA or not, whatever is active; none where PEFT is not installed.
 
     Stays valid until adapters are added to or deleted from the model.
     """
-    return tuple(LoraSite(name, layer) for name, layer in _tuner_layers(model))
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+    except ImportError:
+        return ()
+    return tuple(
+        LoraSite(name.removeprefix(PEFT_PREFIX), module)
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+    )
 
 
 def active_sites(layers: Sequence[LoraSite]) -> tuple[LoraSite, ...]:
@@ -131,18 +143,6 @@ def active_sites(layers: Sequence[LoraSite]) -> tuple[LoraSite, ...]:
                 "engine copy merged weights (route 'copy')"
             )
     return tuple(site for site in layers if site.factors())
-
-
-def _tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """PEFT's wrappers in the model, LoRA or not; none where PEFT is not installed."""
-    try:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper
-    except ImportError:
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            yield name.removeprefix(PEFT_PREFIX), module
 
 
 def _why_not_plain(layer: Any) -> str | None:
@@ -176,13 +176,6 @@ def _why_not_a_weight(layer: Any) -> str | None:
         return f"its weight is {weight.dtype} {tuple(weight.shape)}, not an unquantized matrix"
     if weight.is_meta:
         return "its weight is on the meta device (offloaded or never loaded)"
-    return None
-
-
-def _bias_reason(model: nn.Module) -> str | None:
-    for name, config in getattr(model, "peft_config", {}).items():
-        if (bias := getattr(config, "bias", "none")) != "none":
-            return f"adapter {name!r} trains biases too (bias={bias!r}); set bias='none'"
     return None
 
 
@@ -270,7 +263,8 @@ def merge_all(merges: Sequence[Merge], *, by_gemm: bool | None = None) -> None:
             only = merge.factors[0]
             _accumulate(merge, only.b, only.a, only.scaling)
         else:
-            split[_shape_key(merge)].append(merge)
+            shapes = tuple((f.a.shape, f.b.shape) for f in merge.factors)
+            split[merge.weight.dtype, merge.weight.device, shapes].append(merge)
     for group in split.values():
         elements = sum(f.a.numel() + f.b.numel() for f in group[0].factors)
         step = max(1, _SCRATCH_ELEMENTS // elements)
@@ -282,11 +276,6 @@ def _is_ready(merge: Merge) -> bool:
     """One pair of the weight's own dtype; several would round once each."""
     only, *others = merge.factors
     return not others and only.a.dtype == only.b.dtype == merge.weight.dtype
-
-
-def _shape_key(merge: Merge) -> tuple[object, ...]:
-    shapes = tuple((f.a.shape, f.b.shape) for f in merge.factors)
-    return (merge.weight.dtype, merge.weight.device, shapes)
 
 
 def _merge_split(group: Sequence[Merge]) -> None:
@@ -352,7 +341,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     merged: dict[str, dict[str, Tensor]] = {}
     seen: set[int] = set()
     for full, value in model.state_dict().items():
-        name = _checkpoint_name(full)
+        name = full.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
         module, _, leaf = name.rpartition(".")
         if module in layers and ".base_layer." not in full:
             continue  # the adapter's own
@@ -389,7 +378,3 @@ def _inside_adapter(name: str, layers: dict[str, LoraSite]) -> bool:
     """Whether ``name`` is of a module that PEFT has put into one of its layers."""
     parts = name.split(".")
     return any(".".join(parts[:i]) in layers for i in range(1, len(parts) - 1))
-
-
-def _checkpoint_name(name: str) -> str:
-    return name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")

@@ -41,11 +41,11 @@ from fxrl.engines.weights.share.fp8 import (
     why_not_quantized,
 )
 from fxrl.engines.weights.share.layout import (
+    LayoutPlanner,
     Placement,
     Proposal,
     equal_bits,
     find_by_content,
-    plan_layout,
 )
 
 log = logging.getLogger(__name__)
@@ -53,12 +53,10 @@ log = logging.getLogger(__name__)
 
 def share(
     vllm_model: nn.Module,
-    config: Any,
     checkpoint_dir: Path | str,
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
-    attn_implementation: str | None = None,
     building: AbstractContextManager[Any] | None = None,
 ) -> tuple[nn.Module, SharingReport]:
     """Builds the Hugging Face model of a checkpoint that vLLM has loaded, over vLLM's storages.
@@ -70,11 +68,9 @@ def share(
 
     Args:
         vllm_model: the ``nn.Module`` inside vLLM, unsharded, weights loaded and resident.
-        config: a ``PretrainedConfig``; ``None`` reads the checkpoint's.
         checkpoint_dir: the folder that vLLM has loaded.
         dtype: of the model; parameters that vLLM keeps in another one cannot be shared.
         device: of the model; vLLM's, where anything is to be shared.
-        attn_implementation: as for ``from_pretrained``.
         building: entered while the Hugging Face classes are instantiated. vLLM's own "transformers"
             backend patches those classes for the whole process: they then ask for a current vLLM
             config (one that compiles nothing keeps their ``forward`` as it was).
@@ -94,7 +90,7 @@ def share(
             "that vLLM has loaded (load_format='dummy' leaves nothing to compare with)"
         )
     with building or nullcontext():
-        model = build_skeleton(config, folder, dtype, attn_implementation)
+        model = build_skeleton(folder, dtype)
         checkpoint = CheckpointTensors(folder, model)
         binder = WeightBinder(vllm_model, model, checkpoint, torch.device(device))
         binder.bind_all()
@@ -154,7 +150,6 @@ class SharingRow:
     Attributes:
         name: of the HF parameter; tied ones have more names, see ``also``.
         vllm_name: of the vLLM parameter it lies in, "" if it was copied.
-        rows: first row and number of rows there; ``None`` if it was copied.
         nbytes: its size.
         shared: one storage with vLLM, byte for byte what the checkpoint says.
         reason: how the place was found, or why the tensor has a storage of its own.
@@ -163,7 +158,6 @@ class SharingRow:
 
     name: str
     vllm_name: str
-    rows: tuple[int, int] | None
     nbytes: int
     shared: bool
     reason: str
@@ -314,7 +308,7 @@ class WeightBinder:
         self.tensors = {name: logical(value) for name, value in named.items()}
         wanted = dict(model.named_parameters(remove_duplicate=False))
         shapes = {name: value.shape for name, value in wanted.items()}
-        self.plan: Mapping[str, Proposal] = plan_layout(vllm_model, self.tensors, shapes)
+        self.plan: Mapping[str, Proposal] = LayoutPlanner(vllm_model, self.tensors, shapes).plan()
         self.taken: dict[tuple[int, int], str] = {}  # address range -> HF name
         self.rows: list[SharingRow] = []
         self.bindings: list[Binding] = []
@@ -343,8 +337,7 @@ class WeightBinder:
             self._record(names, module, attribute, place, value)
         else:
             value = reference.to(self.device, wanted.dtype, copy=True)
-            nbytes = value.numel() * value.element_size()
-            self.rows.append(SharingRow(names[0], "", None, nbytes, False, place, names[1:]))
+            self.rows.append(SharingRow(names[0], "", value.nbytes, False, place, names[1:]))
         parameter = nn.Parameter(value)
         for name in names:
             owner, leaf = owner_of(self.model, name)
@@ -397,7 +390,7 @@ class WeightBinder:
             return f"vLLM's {place.name} is on {view.device}, the model on {self.device}"
         if view.shape != wanted.shape:
             return f"vLLM's {place.name} gives {list(view.shape)}, not {list(wanted.shape)}"
-        start, end = view.data_ptr(), view.data_ptr() + view.numel() * view.element_size()
+        start, end = view.data_ptr(), view.data_ptr() + view.nbytes
         for (low, high), other in self.taken.items():
             if start < high and low < end:
                 return f"{place.name} is shared with {other} already, which is not tied to it"
@@ -436,13 +429,12 @@ class WeightBinder:
         place: Placement,
         value: Tensor,
     ) -> None:
-        nbytes, start = value.numel() * value.element_size(), value.data_ptr()
+        nbytes, start = value.nbytes, value.data_ptr()
         self.taken[start, start + nbytes] = names[0]
         self.bindings.append(
             Binding(names[0], module, attribute, place.name, lambda own: place.view(logical(own)))
         )
-        rows = (place.start, place.length)
-        self.rows.append(SharingRow(names[0], place.name, rows, nbytes, True, place.how, names[1:]))
+        self.rows.append(SharingRow(names[0], place.name, nbytes, True, place.how, names[1:]))
 
     def _record_scale(self, name: str, vllm_name: str, module: Fp8Linear, place: Placement) -> None:
         def view(_: Tensor) -> Tensor:
@@ -452,8 +444,7 @@ class WeightBinder:
 
         values = module.weight_scale
         self.bindings.append(Binding(name, module, "weight_scale", vllm_name, view))
-        nbytes, rows = values.numel() * values.element_size(), (0, values.shape[0])
-        self.rows.append(SharingRow(name, vllm_name, rows, nbytes, True, "FP8 scales"))
+        self.rows.append(SharingRow(name, vllm_name, values.nbytes, True, "FP8 scales"))
 
     def _fill_buffers(self) -> None:
         """Persistent buffers (routing biases) are small, and the checkpoint's values count."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +17,7 @@ from fxrl.errors import optional
 _PURPOSE = "sharing vLLM's weights"
 
 
-def build_skeleton(
-    config: Any,
-    checkpoint_dir: Path,
-    dtype: torch.dtype,
-    attn_implementation: str | None = None,
-) -> nn.Module:
+def build_skeleton(checkpoint_dir: Path, dtype: torch.dtype) -> nn.Module:
     """The model that ``AutoModelForCausalLM.from_pretrained`` would make, before its weights.
 
     NOTE [Why buffers are made for real]
@@ -32,10 +26,8 @@ def build_skeleton(
     computed on the CPU, where ``from_pretrained`` computes them: the bits are the same.
 
     Args:
-        config: a ``PretrainedConfig``; ``None`` reads the checkpoint's. It is copied.
         checkpoint_dir: a folder with ``config.json`` and, maybe, ``generation_config.json``.
         dtype: of the parameters.
-        attn_implementation: as ``from_pretrained``; ``None`` lets transformers choose.
 
     Raises:
         EngineError: the folder has no readable configuration, or it makes no causal LM.
@@ -43,17 +35,14 @@ def build_skeleton(
     hf, accelerate = optional("transformers", _PURPOSE), optional("accelerate", _PURPOSE)
     where = str(checkpoint_dir)
     try:
-        if config is None:
-            config = hf.AutoConfig.from_pretrained(where, local_files_only=True)
-        config = copy.deepcopy(config)
+        config = hf.AutoConfig.from_pretrained(where, local_files_only=True)
         config._name_or_path = where  # what PEFT writes into an adapter as its base
-        extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
         with (
             torch.random.fork_rng(devices=[]),
             torch.device("cpu"),
             accelerate.init_empty_weights(include_buffers=False),
         ):
-            model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype, **extra)
+            model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (OSError, ValueError, AssertionError) as error:
         raise EngineError(
             f"{where!r}: transformers {hf.__version__} makes no causal LM of its configuration "

@@ -1,6 +1,6 @@
 """Where a Hugging Face parameter lies in vLLM's parameters.
 
-``plan_layout`` proposes places from names, packing and shapes; it reads no value, knows no
+``LayoutPlanner`` proposes places from names, packing and shapes; it reads no value, knows no
 architecture and works on the meta device. Whoever binds a place compares the bytes first
 (``equal_bits``). What no name leads to, ``find_by_content`` looks for by its bytes.
 
@@ -55,24 +55,6 @@ class Proposal:
     reason: str
 
 
-def plain_name(name: str) -> str:
-    """vLLM's name of a parameter before LoRA wrapped its layer."""
-    return name.replace(".base_layer.", ".")
-
-
-def plan_layout(
-    vllm_model: nn.Module, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
-) -> dict[str, Proposal]:
-    """One proposal for every HF parameter.
-
-    Args:
-        vllm_model: the model inside vLLM (one GPU's; tensor-parallel shards fit nothing).
-        tensors: its parameters by name, each as [out, in] (``fp8.logical``).
-        shapes: HF parameter names (ties under each of their names) and shapes.
-    """
-    return _Planner(vllm_model, tensors, shapes).plan()
-
-
 @dataclass(frozen=True, slots=True)
 class _Stack:
     """``shard`` is part number ``position`` of the fused module ``fused``."""
@@ -82,17 +64,27 @@ class _Stack:
     position: int
 
 
-class _Planner:
+class LayoutPlanner:
+    """Proposes places.
+
+    Args:
+        vllm_model: the model inside vLLM (one GPU's; tensor-parallel shards fit nothing).
+        tensors: its parameters by name, each as [out, in] (``fp8.logical``).
+        shapes: HF parameter names (ties under each of their names) and shapes.
+    """
+
     def __init__(
         self, vllm_model: nn.Module, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
     ) -> None:
         self.model, self.tensors, self.shapes = vllm_model, tensors, shapes
-        self.by_plain = {plain_name(name): name for name in tensors}
+        # By the names that parameters had before LoRA wrapped their layers.
+        self.by_plain = {name.replace(".base_layer.", "."): name for name in tensors}
         self.rename = _renamer(vllm_model)
         self.stacks = _stacks_of(vllm_model)
         self.parts: dict[str, dict[int, str]] = {}  # vLLM's name -> position -> HF name
 
     def plan(self) -> dict[str, Proposal]:
+        """One proposal for every HF parameter."""
         targets = {name: self._target(name) for name in self.shapes}
         for name, target in targets.items():
             if target is not None and target[1] is not None:
@@ -131,7 +123,8 @@ class _Planner:
 
     def _part(self, hf_name: str, name: str, stack: _Stack) -> Proposal:
         """Rows of a fused parameter: the parts lie one after the other, in the packed order."""
-        parts, count = self.parts[name], self._number_of_parts(stack.fused)
+        parts = self.parts[name]
+        count = 1 + max(one.position for one in self.stacks if one.fused == stack.fused)
         if sorted(parts) != list(range(count)):
             return Proposal((), f"vLLM fuses {count} parts into {name}, {len(parts)} are known")
         sizes = [_rows(self.shapes[parts[position]]) for position in range(count)]
@@ -144,9 +137,6 @@ class _Planner:
             return Proposal((), f"vLLM splits {name} into {list(own)}, its parts have {sizes} rows")
         start = sum(sizes[: stack.position])
         return Proposal((Placement(name, start, sizes[stack.position], False, "packed"),), "")
-
-    def _number_of_parts(self, fused: str) -> int:
-        return 1 + max(stack.position for stack in self.stacks if stack.fused == fused)
 
     def _is_padded_vocabulary(self, name: str, theirs: torch.Size, ours: torch.Size) -> bool:
         longer = len(theirs) == len(ours) > 0 and theirs[0] > ours[0] and theirs[1:] == ours[1:]

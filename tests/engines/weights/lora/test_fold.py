@@ -56,18 +56,31 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backup", ["device", "host", "auto"])
+@pytest.fixture
+def full_device(monkeypatch):
+    monkeypatch.setattr(folding, "free_device_bytes", lambda device: 2**20)
+
+
+@pytest.fixture(params=["device", "host"])
+def backup(request):
+    """The class of the backup that there is room for."""
+    if request.param == "device":
+        return folding.DeviceBackup
+    request.getfixturevalue("full_device")
+    return folding.HostBackup
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_folded_weights_are_the_policy_and_come_back(case, backup):
     model = CASES[case]()
     want, base, before = logits(model), base_logits(model), snapshot(model)
     assert not torch.allclose(want, base, atol=1e-3)
-    with folded(Fold(model, backup=backup)) as fold:
+    with folded(Fold(model)) as fold:
         assert fold.is_applied
-        assert fold.backup_place == ("host" if backup == "host" else "device")
+        assert isinstance(fold._backup._on_device or fold._backup._on_host, backup)
         torch.testing.assert_close(base_logits(model), want, rtol=1e-5, atol=2e-6)
     assert not fold.is_applied
-    assert fold.backup_place == ("host" if backup == "host" else None)
+    assert fold._backup._on_device is None
     assert_same_bits(model, before)
     assert torch.equal(base_logits(model), base)
     assert set(fold.timings) == {"fold", "restore"}
@@ -76,7 +89,7 @@ def test_folded_weights_are_the_policy_and_come_back(case, backup):
 def test_it_is_what_peft_merges():
     model = with_lora(llama())
     merged = copy.deepcopy(model).merge_and_unload()
-    with folded(model):
+    with folded(Fold(model)):
         ours = {s: p for s, p in model.named_parameters() if "base_layer.weight" in s}
         for name, parameter in ours.items():
             plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
@@ -103,7 +116,7 @@ def test_several_active_adapters_add_up():
     fill(model)
     model.base_model.set_adapter(["default", "more"])
     want, before = logits(model), snapshot(model)
-    with folded(model):
+    with folded(Fold(model)):
         torch.testing.assert_close(base_logits(model), want, rtol=1e-5, atol=2e-6)
     assert_same_bits(model, before)
 
@@ -111,17 +124,18 @@ def test_several_active_adapters_add_up():
 def test_dropout_plays_no_part():
     model = with_lora(llama(), lora_dropout=0.5)
     want = logits(model.eval())
-    with folded(model.train()):
+    with folded(Fold(model.train())):
         torch.testing.assert_close(base_logits(model.eval()), want, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.usefixtures("full_device")
 def test_the_factors_are_read_at_each_fold_and_a_host_copy_is_made_once(monkeypatch):
     model = with_lora(llama(torch.bfloat16))
     before = snapshot(model)
     saves = []
     save = folding.HostBackup.save
     monkeypatch.setattr(folding.HostBackup, "save", lambda self: (saves.append(1), save(self)))
-    fold = Fold(model, backup="host")
+    fold = Fold(model)
     seen = []
     for seed in range(3):
         fill(model, seed)
@@ -157,7 +171,7 @@ def test_shared_storages_are_written_in_place():
         at += rows
     deltas = torch.cat([layer.get_delta_weight("default") for layer in layers]).detach()
     original = fused.clone()
-    with folded(model):
+    with folded(Fold(model)):
         torch.testing.assert_close(fused, original + deltas)
     assert torch.equal(fused, original)
 
@@ -188,7 +202,7 @@ def test_restored_also_when_the_rollout_raises():
         seen.append(base_weights_equal(model, before))
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), folded(model):
+    with pytest.raises(ZeroDivisionError), folded(Fold(model)):
         rollout()
     assert seen == [False]
     assert_same_bits(model, before)
@@ -212,19 +226,17 @@ def test_restored_when_the_fold_itself_raises_half_way(interrupt, monkeypatch):
     require_sound(model)
 
 
-@pytest.mark.parametrize("backup", ["device", "host"])
 def test_a_restore_that_missed_a_bit_poisons_the_model(backup, monkeypatch):
     model = with_lora(llama(torch.bfloat16))
-    kind = folding.DeviceBackup if backup == "device" else folding.HostBackup
-    load = kind.load
-    fold = Fold(model, backup=backup)
+    load = backup.load
+    fold = Fold(model)
     victim = fold._sites[5]
 
     def spoiled(self):
         load(self)
         victim.weight.view(torch.int16)[3, 7] ^= 1
 
-    monkeypatch.setattr(kind, "load", spoiled)
+    monkeypatch.setattr(backup, "load", spoiled)
     with pytest.raises(RestoreError, match=victim.name.replace(".", r"\.")), folded(fold):
         pass
     for attempt in (lambda: require_sound(model), fold.apply, Fold(model).apply):
@@ -245,7 +257,7 @@ def test_an_interrupt_during_the_restore_waits_for_its_end(monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(folding.DeviceBackup, "load", interrupted)
-    with pytest.raises(KeyboardInterrupt), folded(model):
+    with pytest.raises(KeyboardInterrupt), folded(Fold(model)):
         pass
     assert_same_bits(model, before)
     require_sound(model)
@@ -254,7 +266,7 @@ def test_an_interrupt_during_the_restore_waits_for_its_end(monkeypatch):
 def test_the_rollouts_own_error_stays_visible_beside_a_failed_restore(monkeypatch):
     model = with_lora(llama())
     monkeypatch.setattr(folding.DeviceBackup, "load", lambda self: None)
-    with pytest.raises(RestoreError) as caught, folded(model):
+    with pytest.raises(RestoreError) as caught, folded(Fold(model)):
         raise ValueError("generation failed")
     assert isinstance(caught.value.__context__, ValueError)
 
@@ -303,20 +315,6 @@ def test_a_tied_weight_is_not_folded():
         Fold(with_lora(llama(tie_word_embeddings=True), target_modules=["lm_head"]))
 
 
-def test_an_unknown_place_is_named():
-    with pytest.raises(BackupError, match="'disk'"):
-        Fold(with_lora(llama()), backup="disk")
-
-
-def test_the_host_serves_where_the_device_is_full(monkeypatch):
-    model = with_lora(llama())
-    before = snapshot(model)
-    monkeypatch.setattr(folding, "free_device_bytes", lambda device: 2**20)
-    with folded(Fold(model)) as fold:
-        assert fold.backup_place == "host"
-    assert_same_bits(model, before)
-
-
 def test_no_memory_at_all_says_so_and_changes_nothing(monkeypatch):
     model = with_lora(llama())
     before = snapshot(model)
@@ -325,12 +323,10 @@ def test_no_memory_at_all_says_so_and_changes_nothing(monkeypatch):
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(folding, "DeviceBackup", full)
-    with pytest.raises(BackupError, match="give the KV cache less"):
-        Fold(model, backup="device").apply()
-    with folded(Fold(model, backup="auto")) as fold:  # fragmented: the host does
-        assert fold.backup_place == "host"
+    with folded(Fold(model)) as fold:  # fragmented: the host does
+        assert fold._backup._on_host is not None
     monkeypatch.setattr(folding, "HostBackup", full)
-    with pytest.raises(BackupError, match="pinned host memory"):
-        Fold(model, backup="host").apply()
+    with pytest.raises(BackupError, match=r"pinned host memory.*; give the KV cache less"):
+        Fold(model).apply()
     assert_same_bits(model, before)
     require_sound(model)

@@ -36,7 +36,7 @@ def main() -> None:
     import vllm
     import vllm.model_executor.layers.utils as layer_utils
 
-    from fxrl.engines.weights.share import share
+    from fxrl.engines.weights.share.binder import share
 
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
@@ -60,7 +60,7 @@ def main() -> None:
         **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30} if on_gpu else {}),
     )
     inside = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
-    model, report = share(inside, None, arguments.folder, dtype=dtype, device=device)
+    model, report = share(inside, arguments.folder, dtype=dtype, device=device)
     facts: dict[str, Any] = {
         "complete": report.complete,
         "report": str(report),

@@ -164,13 +164,13 @@ def sharing(kind: str, folder: Path, config: Any) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    from fxrl.engines.weights.share import share
+    from fxrl.engines.weights.share.binder import share
 
     with set_current_vllm_config(config):
         vllm_model = get_model(vllm_config=config)
         plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     building = set_current_vllm_config(config)
-    model, report = share(vllm_model, None, folder, device="cpu", building=building)
+    model, report = share(vllm_model, folder, device="cpu", building=building)
     report.verify_again()
     ids = torch.randint(3, 300, (2, 17))
     with torch.no_grad():

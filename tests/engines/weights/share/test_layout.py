@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fxrl.engines.weights.share.layout import Placement, plan_layout
+from fxrl.engines.weights.share.layout import LayoutPlanner, Placement
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
@@ -31,7 +31,8 @@ def layer(name: str, *shape: int, root: nn.Module | None = None, **attributes) -
 
 def plan(model: nn.Module, **shapes):
     shapes = {name.replace("__", "."): torch.Size(shape) for name, shape in shapes.items()}
-    return plan_layout(model, dict(model.named_parameters(remove_duplicate=False)), shapes)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    return LayoutPlanner(model, own, shapes).plan()
 
 
 @given(

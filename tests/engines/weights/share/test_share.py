@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxrl.engines.engine import EngineError
-from fxrl.engines.weights.share import SharingError, share
+from fxrl.engines.weights.share.binder import SharingError, share
 from fxrl.engines.weights.share.fp8 import Fp8Linear, dequantize
 from fxrl.engines.weights.share.layout import find_by_content
 from fxrl.models import lora
@@ -24,7 +24,7 @@ IDS = torch.randint(3, 300, (2, 11), generator=torch.Generator().manual_seed(0))
 
 
 def bound(tmp_path, fake, **options):
-    return share(fake, None, tmp_path, device="cpu", **options)
+    return share(fake, tmp_path, device="cpu", **options)
 
 
 def storages(module):
@@ -234,7 +234,7 @@ def test_a_rearranged_copy_inside_vllm_is_told(tmp_path):
 def test_checkpoint_faults(tmp_path):
     fake = fake_vllm(checkpoint(tmp_path))
     with pytest.raises(EngineError, match="no such folder"):
-        share(fake, None, tmp_path / "nowhere", device="cpu")
+        share(fake, tmp_path / "nowhere", device="cpu")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(EngineError, match="transformers cannot load it"):
         bound(tmp_path, fake)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fxrl.engines.weights.share import share
+from fxrl.engines.weights.share.binder import share
 from fxrl.engines.weights.share.fp8 import Fp8Linear, Fp8Scale
 from tests.engines.weights.share.fake_vllm import FP8, checkpoint, fake_vllm, per_block, per_channel
 
@@ -27,7 +27,7 @@ def test_one_copy_of_the_weights(tmp_path, quantize):
     original = checkpoint(tmp_path, hidden=1024, intermediate=2048, heads=16, head_dim=64)
     fake = fake_vllm(original, quantize=quantize).to(DEVICE)
     before = allocated()
-    model, report = share(fake, None, tmp_path, device=DEVICE)
+    model, report = share(fake, tmp_path, device=DEVICE)
     assert report.complete, str(report)
     assert allocated() - before < 0.01 * report.shared_bytes
     report.verify_again()
