@@ -27,6 +27,7 @@ from fxrl.ir.graph import (
     hint,
     is_call,
     is_tensor,
+    is_view,
     shape_of,
     with_arguments,
 )
@@ -89,7 +90,14 @@ def _is_loop(parts: Any) -> bool:
 
 def _slices(node: fx.Node) -> set[tuple[Any, Any]]:
     selects = [n for n in ancestors([node]) if is_call(n, aten.select.int) and n.args[1] == 0]
-    return {(n.args[0], n.args[2]) for n in selects}
+    return {(_seen_as(n.args[0]), n.args[2]) for n in selects}
+
+
+def _seen_as(node: Any) -> Any:
+    """What equal views of one value share: a write into it leaves each reader a view of its own."""
+    if not is_view(node) or node.kwargs:
+        return node
+    return node.target, _seen_as(node.args[0]), str(node.args[1:])
 
 
 class _Loop:
@@ -111,7 +119,9 @@ class _Loop:
             return None
         source: Any = first.args[0]
         for index, node in enumerate(nodes):
-            if not is_call(node, aten.select.int) or node.args != (source, 0, index):
+            if not is_call(node, aten.select.int) or node.args[1:] != (0, index):
+                return None
+            if _seen_as(node.args[0]) != _seen_as(source):
                 return None
         # A symbolic size that is this number now becomes a guard: other batches are captured anew.
         if hint(shape_of(source)[0]) != self.count or not bool(shape_of(source)[0] == self.count):

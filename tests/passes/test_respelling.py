@@ -106,6 +106,16 @@ return %logsumexp_default""",
     assert_expected_inline(reasons(report), """a loop over 3 sequences runs on all at once""")
 
 
+def test_a_loop_after_a_write_into_a_view_is_a_loop():
+    def loop(x):
+        rows = (x * 1).view(1, 6, 5).squeeze(0)
+        rows.div_(0.7)
+        return torch.stack([torch.logsumexp(row, -1) for row in rows])
+
+    _, report = rewritten(RebatchLoops(), loop, draw(2, 3, 5))
+    assert_expected_inline(reasons(report), """a loop over 6 sequences runs on all at once""")
+
+
 @pytest.mark.parametrize(
     ("loop", "reason"),
     [
