@@ -40,7 +40,7 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
     (compute.copy_of, COPIES),
     (compute.filled, (
         aten.full_like.default, aten.zeros_like.default, aten.ones_like.default,
-        aten.new_full.default, aten.new_zeros.default, aten.new_ones.default)),
+        aten.empty_like.default)),
     (compute.reduction, (
         aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
         aten.logsumexp.default, aten.prod.dim_int, aten.any.dim, aten.any.dims, aten.all.dim,
