@@ -216,6 +216,12 @@ def rows_selected_before_the_loss(m, b):
 
 
 @shape
+def selected_rows_counted(m, b):
+    logits, ids = (x[b["mask"]] for x in shifted(m, b))
+    return F.cross_entropy(logits, ids, reduction="sum") / max(logits.shape[0], 1)
+
+
+@shape
 def unpadded_and_padded_again(m, b):
     at = b["mask"].flatten().nonzero().flatten()
     logits, ids = shifted(m, b)
@@ -271,5 +277,7 @@ def test_shape(name):
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-11)
     applied = {remark.pass_name for remark in step.report.of_kind("applied")}
+    missed = {remark.pass_name for remark in step.report.of_kind("missed")}
     assert applied & HEADS, step.report
+    assert "chunk-vocab-region" not in missed, "after fuse-linear-logprob no logits are left"
     assert not open_misses(step.report)

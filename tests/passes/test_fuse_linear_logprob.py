@@ -240,6 +240,13 @@ def test_missed_with_its_reason_and_the_graph_unchanged(loss):
     assert print_graph(gm) == before
 
 
+def test_missed_when_there_are_no_more_classes_than_features():
+    hidden, weight, ids = inputs()
+    gm = lowered(logprob, hidden, weight[:3], ids % 3)
+    (remark,) = FuseLinearLogprob().run(gm).remarks
+    assert (remark.kind, remark.reason) == ("missed", "3 classes of 4 features: nothing to save")
+
+
 def test_missed_when_it_saves_too_little():
     gm = lowered(logprob, *inputs())
     report = FuseLinearLogprob(min_saved_bytes=2**20).run(gm)
