@@ -82,6 +82,7 @@ class ChunkVocabRegion(Pass[HeadCluster]):
             plans = [_feed(emitter, program) for program in site.head.programs]
             for program, inputs in zip(site.head.programs, plans, strict=True):
                 _replace(gm, emitter, program, inputs, tile)
+            emitter.count_rows(site.head.wide)
         shape = " x ".join(str(size) for size in shape_of(site.anchor))
         return Applied(
             f"logits [{shape}] live in tiles of {tile} rows",

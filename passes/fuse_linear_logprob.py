@@ -112,6 +112,7 @@ class FuseLinearLogprob(Pass[LogprobSite]):
                 emitter.check_restorable(output.value for output in fused.program.outputs)
             for fused in site.fused:
                 _Emission(emitter, fused, tile_tokens).run()
+            emitter.count_rows(site.head.wide)
         tile = tile_rows(per_row, val_of(site.anchor).device, tile_tokens)
         stats = sorted({name for fused in site.fused for name in fused.algebra.stats})
         shape = " x ".join(str(size) for size in shape_of(site.anchor))

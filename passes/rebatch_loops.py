@@ -1,17 +1,20 @@
-"""Undo loops over the batch: one op on all sequences instead of one per sequence.
+"""Undo loops over the batch: one op on all tokens instead of one per sequence or chunk.
 
     stack([logsumexp(select(x, 0, 0)), logsumexp(select(x, 0, 1)), ...])
-becomes
+    cat([logsumexp(slice(x, 0, 0, 7)), logsumexp(slice(x, 0, 7, 14)), ...])
+    slice_scatter(slice_scatter(buffer, logsumexp(slice(x, 0, 0, 7)), 0, 0, 7), ...)
+become
     logsumexp(x)
 
-Code that walks ``for row in logits`` (to bound its eager memory) is unrolled by tracing. The
-results are stacked again, so the same ops on the whole tensor compute the same values; a loss head
-then is one site instead of one per sequence.
+Code that walks ``for row in logits``, or chunks of them (to bound its eager memory), is unrolled by
+tracing. The results are put together again, so the same ops on the whole tensor compute the same
+values; a loss head then is one site, projected once, instead of one per sequence or chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,11 +25,13 @@ from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
     OpOverload,
+    Size,
     ancestors,
     bound,
     hint,
     is_call,
     is_tensor,
+    is_view,
     shape_of,
     with_arguments,
 )
@@ -36,6 +41,7 @@ from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 #: Ops that act within one sequence, along ``dim``.
 _ALONG_A_DIM = (
     aten.logsumexp.default,
@@ -50,33 +56,52 @@ _ALONG_A_DIM = (
     aten.select.int,
     aten.slice.Tensor,
     aten.argmax.default,
+    aten.cumsum.default,
+    aten.sort.default,
+    aten.scatter.src,
+    aten.scatter.value,
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Loop(Site):
+    """What the rounds of a loop gave, stacked (dim is None) or put one after the other."""
+
+    parts: tuple[fx.Node, ...]
+    dim: int | None
+
+
 @dataclass(frozen=True)
-class RebatchLoops(Normalisation[Site]):
-    """Replace stacks of per-sequence results by the batched computation, where it is one."""
+class RebatchLoops(Normalisation[Loop]):
+    """Replace per-sequence and per-chunk results by the batched computation, where it is one."""
 
     name: ClassVar[str] = "rebatch-loops"
     doc: ClassVar[PassDoc] = PassDoc(
-        "`torch.stack([f(row) for row in logits])`, unrolled by tracing",
-        "an op per sequence; the loss head is one site instead of one per sequence",
+        "`torch.stack([f(row) for row in logits])`, and chunks in `cat` or a buffer, unrolled",
+        "an op per sequence or chunk; the loss head is one site, projected once",
         "nothing",
         "the sequences are computed differently, or by an op that knows no batch",
     )
 
-    def match(self, gm: fx.GraphModule) -> Iterator[Site]:
-        for stack in gm.graph.find_nodes(op="call_function", target=aten.stack.default):
-            if bound(stack)["dim"] == 0 and _is_loop(stack.args[0]):
-                yield Site(stack, 0)
+    def match(self, gm: fx.GraphModule) -> Iterator[Loop]:
+        for node in gm.graph.nodes:
+            if is_call(node, aten.stack.default):
+                parts = tuple(bound(node)["tensors"])
+                if bound(node)["dim"] == 0 and _is_loop(parts):
+                    yield Loop(node, 0, parts, None)
+            elif is_call(node, aten.cat.default, aten.slice_scatter.default):
+                given = bound(node)
+                dim = given["dim"] % len(shape_of(node))
+                parts = _written(node, dim) if "src" in given else tuple(given["tensors"])
+                if len(parts) > 1 and all(_chunk(parts[at], dim) == at for at in (0, 1)):
+                    yield Loop(node, 0, parts, dim)
 
-    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
-        stack = site.anchor
-        parts: Any = stack.args[0]
-        with gm.graph.inserting_before(stack):
-            batched = _Loop(gm.graph, len(parts)).batch(tuple(parts))
-        stack.replace_all_uses_with(batched)
-        return Applied(f"a loop over {len(parts)} sequences runs on all at once")
+    def rewrite(self, gm: fx.GraphModule, site: Loop, choice: Choice) -> Applied:
+        with gm.graph.inserting_before(site.anchor):
+            batched = _Loop(gm.graph, len(site.parts), site.dim).batch(site.parts)
+        site.anchor.replace_all_uses_with(batched)
+        what = "sequences" if site.dim is None else "chunks"
+        return Applied(f"a loop over {len(site.parts)} {what} runs on all at once")
 
 
 def _is_loop(parts: Any) -> bool:
@@ -89,19 +114,66 @@ def _is_loop(parts: Any) -> bool:
 
 def _slices(node: fx.Node) -> set[tuple[Any, Any]]:
     selects = [n for n in ancestors([node]) if is_call(n, aten.select.int) and n.args[1] == 0]
-    return {(n.args[0], n.args[2]) for n in selects}
+    return {(_seen_as(n.args[0]), n.args[2]) for n in selects}
+
+
+def _chunk(node: Any, dim: int) -> int | None:
+    """0 for what is computed from a first chunk along ``dim``, 1 for that of a later one."""
+    while isinstance(node, fx.Node) and node.args:
+        if is_call(node, aten.slice.Tensor) and node.args[1:2] == (dim,):
+            return int(bound(node)["start"] not in (0, None))
+        if is_call(node, operator.getitem) and is_call(node.args[0], *_SPLITS):
+            return min(int(node.args[1]), 1)  # type: ignore[arg-type]
+        node = node.args[0]
+    return None
+
+
+def _written(node: fx.Node, dim: int) -> tuple[fx.Node, ...]:
+    """What writes of one slice after another put into all of a buffer; else nothing."""
+    total, writes = shape_of(node)[dim], list[dict[str, Any]]()
+    while is_call(node, aten.slice_scatter.default) and bound(node)["step"] == 1:
+        writes.insert(0, bound(node))
+        node = writes[0]["self"]
+    parts = tuple(write["src"] for write in writes)
+    here = all(write["dim"] % len(shape_of(node)) == dim for write in writes)
+    starts = [write["start"] or 0 for write in writes]
+    return parts if here and _follow(starts, parts, dim, total) else ()
+
+
+def _follow(starts: list[Any], parts: Sequence[fx.Node], dim: int, total: Size) -> bool:
+    """Whether parts that begin there along ``dim`` are all of ``total`` entries, in order."""
+    at: Size = 0
+    for start, part in zip(starts, parts, strict=False):
+        if not _equal(start.meta["val"] if isinstance(start, fx.Node) else start, at):
+            return False
+        at = at + shape_of(part)[dim]
+    return len(starts) == len(parts) and _equal(at, total)
+
+
+def _equal(left: Size, right: Size) -> bool:
+    """By a guard where it is so now: other batches are captured anew."""
+    known = all(isinstance(size, int) or size.node.has_hint() for size in (left, right))
+    return str(left) == str(right) or (known and hint(left) == hint(right) and bool(left == right))
+
+
+def _seen_as(node: Any) -> Any:
+    """What equal views of one value share: a write into it leaves each reader a view of its own."""
+    if not is_view(node) or node.kwargs:
+        return node
+    return node.target, _seen_as(node.args[0]), str(node.args[1:])
 
 
 class _Loop:
-    def __init__(self, graph: fx.Graph, count: int) -> None:
+    def __init__(self, graph: fx.Graph, count: int, dim: int | None) -> None:
         self.graph = graph
         self.count = count
+        self.dim = dim
         self.done: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     def batch(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
-        """The value whose slices along a new dim 0 are ``nodes``."""
+        """The value whose slices along the loop's dim (None: a new first one) are ``nodes``."""
         if nodes not in self.done:
-            source = self._selected(nodes)
+            source = self._selected(nodes) if self.dim is None else self._chunked(nodes, self.dim)
             self.done[nodes] = self._repeat(nodes) if source is None else source
         return self.done[nodes]
 
@@ -111,20 +183,46 @@ class _Loop:
             return None
         source: Any = first.args[0]
         for index, node in enumerate(nodes):
-            if not is_call(node, aten.select.int) or node.args != (source, 0, index):
+            if not is_call(node, aten.select.int) or node.args[1:] != (0, index):
                 return None
-        # A symbolic size that is this number now becomes a guard: other batches are captured anew.
-        if hint(shape_of(source)[0]) != self.count or not bool(shape_of(source)[0] == self.count):
+            if _seen_as(node.args[0]) != _seen_as(source):
+                return None
+        return source if _equal(shape_of(source)[0], self.count) else None
+
+    def _chunked(self, nodes: tuple[fx.Node, ...], dim: int) -> fx.Node | None:
+        first = nodes[0]
+        if is_call(first, operator.getitem) and is_call(first.args[0], *_SPLITS):
+            given = bound(first.args[0])
+            whole = len(first.args[0].meta["val"]) == self.count
+            picks = [node.args == (first.args[0], at) for at, node in enumerate(nodes)]
+            here = given["dim"] % len(shape_of(given["self"])) == dim
+            return given["self"] if whole and here and all(picks) else None
+        if not is_call(first, aten.slice.Tensor) or bound(first)["dim"] != dim:
             return None
+        source: Any = first.args[0]
+        slices = [bound(node) for node in nodes if is_call(node, aten.slice.Tensor)]
+        kinds = {(_seen_as(one["self"]), one["dim"], one["step"]) for one in slices}
+        starts = [one["start"] or 0 for one in slices]
+        if kinds != {(_seen_as(source), dim, 1)} or not _follow(
+            starts, nodes, dim, shape_of(source)[dim]
+        ):
+            raise Refusal("the chunks are not all of one tensor, one after another", at=first)
         return source  # type: ignore[no-any-return]
 
     def _repeat(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
         first = nodes[0]
         if any(node.op != "call_function" or node.target != first.target for node in nodes):
             raise Refusal("the sequences are not computed by the same ops", at=first)
-        if not is_tensor(first) or not _known(first):
+        if first.target is operator.getitem and len({node.args[1] for node in nodes}) == 1:
+            several: Any = tuple(node.args[0] for node in nodes)
+            return Builder(self.graph, first).call(
+                operator.getitem, self.batch(several), first.args[1]
+            )
+        if not _known(first):
             raise Refusal(f"{first.target} is not known to act within one sequence", at=first)
         given = [bound(node) for node in nodes]
+        if self.dim is not None and not all(_aligned(one.values(), self.dim) for one in given):
+            raise Refusal("a chunk's values meet fewer rows of another tensor", at=first)
         changed = {
             name: self._argument(first, name, [arguments[name] for arguments in given])
             for name in given[0]
@@ -134,10 +232,12 @@ class _Loop:
         return Builder(self.graph, first).call(first.target, *args, **kwargs)
 
     def _argument(self, node: fx.Node, name: str, given: list[Any]) -> Any:
-        rank = len(shape_of(node))
+        operand: Any = node.args[0]
+        rank = len(shape_of(node if is_tensor(node) else operand))
         if is_tensor(given[0]):
             same = all(item is given[0] for item in given)
-            if same and given[0] is not node.args[0] and len(shape_of(given[0])) <= rank:
+            free = rank if self.dim is None else rank - self.dim - 1  # dims behind that of the loop
+            if same and given[0] is not node.args[0] and len(shape_of(given[0])) <= free:
                 return given[0]  # read alike by every sequence: broadcasting stays right-aligned
             width = len(shape_of(given[0]))
             if node.target not in _ALONG_A_DIM and width != rank:
@@ -146,8 +246,25 @@ class _Loop:
         if any(item != given[0] for item in given):
             raise Refusal("the sequences are computed with different arguments", at=node)
         if name == "dim" and node.target in _ALONG_A_DIM:
-            return _from_the_end(node, given[0])
+            return self._from_the_end(node, given[0])
         return given[0]
+
+    def _from_the_end(self, node: fx.Node, dims: Any) -> Any:
+        """Dims counted from the end, so that a new first dim does not shift them."""
+        if dims is None or dims == []:
+            raise Refusal("a sequence's values are all reduced at once", at=node)
+        several, source = isinstance(dims, (list, tuple)), bound(node)["self"]
+        rank = len(shape_of(source)) + (node.target is aten.unsqueeze.default)
+        counted = [int(d) % rank - rank for d in (dims if several else [dims])]
+        if self.dim is not None and min(counted) <= self.dim - rank:
+            raise Refusal("what is computed runs along the chunks", at=node)
+        return counted if several else counted[0]
+
+
+def _aligned(arguments: Iterable[Any], dim: int) -> bool:
+    """Whether the operands of most dims have as many entries along ``dim``."""
+    shapes = [shape_of(value) for value in arguments if is_tensor(value)]
+    return len({str(s[dim]) for s in shapes if len(s) == max(map(len, shapes))}) <= 1
 
 
 def _known(node: fx.Node) -> bool:
@@ -157,14 +274,3 @@ def _known(node: fx.Node) -> bool:
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     return torch.Tag.pointwise in target.tags
-
-
-def _from_the_end(node: fx.Node, dims: Any) -> Any:
-    """Dims counted from the end, so that a new first dim does not shift them."""
-    if dims is None or dims == []:
-        raise Refusal("a sequence's values are all reduced at once", at=node)
-    source: Any = node.args[0]
-    rank = len(shape_of(source)) + (node.target is aten.unsqueeze.default)
-    if isinstance(dims, (list, tuple)):
-        return [int(d) % rank - rank for d in dims]
-    return int(dims) % rank - rank

@@ -58,7 +58,8 @@ _IN_PLACE = frozenset(
 #: ``x.detach()`` and ``x.data``: writes into them are writes into x that autograd does not see.
 _DETACHES = ("detach", "_get_data_attr")
 
-#: Losses that reduce over vocabulary and tokens at once, opened so that rows are visible.
+#: Losses that reduce over vocabulary and tokens at once, opened so that rows are visible; constants
+#: that read a tensor for its dtype and device alone, which then need not be there.
 _OPENED: Any = get_decompositions(
     [
         aten.nll_loss_forward,
@@ -68,6 +69,10 @@ _OPENED: Any = get_decompositions(
         aten.huber_loss,
         aten.binary_cross_entropy,
         aten.binary_cross_entropy_with_logits,
+        aten.new_zeros,
+        aten.new_ones,
+        aten.new_full,
+        aten.new_empty,
     ]
 )
 

@@ -121,6 +121,21 @@ def summed_at_once(hidden, weight, ids):
     return F.linear(hidden, weight).log_softmax(-1).sum()
 
 
+def statistics_of_divided_logits(hidden, weight, ids):
+    """A number divides the logits: what is linear in them is read as a statistic of the quotient."""
+    logits = F.linear(hidden, weight) / 0.7
+    logp = pick(logits, ids) - logits.logsumexp(-1)
+    entropy = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+    hits = (logits.argmax(-1) == ids).to(logits) + logits.mean(-1)
+    return (logp + 0.1 * entropy + 0.01 * hits).sum()
+
+
+def statistics_of_both(hidden, weight, ids):
+    """The quotient's own statistic, then one of the logits that is linear."""
+    logits = F.linear(hidden, weight)
+    return (logits.log_softmax(-1).mean(-1) - pick(logits / 0.7, ids)).sum()
+
+
 def logs_statistics_of_all_logits(hidden, weight, ids):
     logits = F.linear(hidden, weight)
     with torch.no_grad():
@@ -135,6 +150,8 @@ def logs_statistics_of_all_logits(hidden, weight, ids):
         entropy_bonus,
         summed_at_once,
         logs_statistics_of_all_logits,
+        statistics_of_divided_logits,
+        statistics_of_both,
         everything_at_once,
         stable_by_hand,
         categorical,
@@ -221,6 +238,13 @@ def test_missed_with_its_reason_and_the_graph_unchanged(loss):
     assert {(remark.kind, remark.reason) for remark in report.remarks} == {("missed", MISSES[loss])}
     assert all("test_fuse_linear_logprob.py:" in remark.source for remark in report.remarks)
     assert print_graph(gm) == before
+
+
+def test_missed_when_there_are_no_more_classes_than_features():
+    hidden, weight, ids = inputs()
+    gm = lowered(logprob, hidden, weight[:3], ids % 3)
+    (remark,) = FuseLinearLogprob().run(gm).remarks
+    assert (remark.kind, remark.reason) == ("missed", "3 classes of 4 features: nothing to save")
 
 
 def test_missed_when_it_saves_too_little():

@@ -9,6 +9,7 @@ from expecttest import assert_expected_inline
 from torch.utils.checkpoint import checkpoint
 
 from fxrl.ir.printer import print_graph
+from fxrl.passes.differentiate_copies import DifferentiateCopies
 from fxrl.passes.drop_unused_inputs import DropUnusedInputs
 from fxrl.passes.eliminate_noops import EliminateNoops
 from fxrl.passes.fold_broadcast_products import FoldBroadcastProducts
@@ -106,13 +107,23 @@ return %logsumexp_default""",
     assert_expected_inline(reasons(report), """a loop over 3 sequences runs on all at once""")
 
 
+def test_a_loop_after_a_write_into_a_view_is_a_loop():
+    def loop(x):
+        rows = (x * 1).view(1, 6, 5).squeeze(0)
+        rows.div_(0.7)
+        return torch.stack([torch.logsumexp(row, -1) for row in rows])
+
+    _, report = rewritten(RebatchLoops(), loop, draw(2, 3, 5))
+    assert_expected_inline(reasons(report), """a loop over 6 sequences runs on all at once""")
+
+
 @pytest.mark.parametrize(
     ("loop", "reason"),
     [
         (lambda x: torch.stack([x[0].exp(), x[1].sin()]), "not computed by the same ops"),
         (lambda x: torch.stack([x[0].sum(-1), x[1].sum(0)[:4]]), "not computed by the same ops"),
         (lambda x: torch.stack([x[0] * 2, x[1] * 3]), "different arguments"),
-        (lambda x: torch.stack([x[0].cumsum(0), x[1].cumsum(0)]), "not known to act within"),
+        (lambda x: torch.stack([x[0].flip(0), x[1].flip(0)]), "not known to act within"),
         (lambda x: torch.stack([x[0].sum(0) * x[0], x[1].sum(0) * x[1]]), "broadcast against"),
     ],
 )
@@ -126,6 +137,69 @@ def test_other_stacks_stay_and_say_why(loop, reason):
     gm.graph.eliminate_dead_code()
     assert reason in reasons(report)
     assert body(gm) == before
+
+
+def buffered(x, ids):
+    """Chunks of rows into a buffer; a chunk's last one is shorter."""
+    out = x.new_empty(8)
+    for s in range(0, 8, 3):
+        rows = x[s : s + 3].sort(-1).values.cumsum(-1)
+        out[s : s + 3] = rows.gather(-1, ids[s : s + 3, None])[:, 0] - rows.logsumexp(-1)
+    return out
+
+
+def joined(x, ids):
+    parts = zip(x.split(3), ids.split(3), strict=True)
+    return torch.cat([(p * 2).softmax(-1).gather(1, i.unsqueeze(-1)).sum(1) for p, i in parts])
+
+
+def zeros(x):
+    return (x > 9).long()
+
+
+def columns(x, ids):
+    parts = zip(x.split([2, 3], 1), ids.split([2, 3], 1), strict=True)
+    return torch.cat([p.exp() * i for p, i in parts], 1).sum(1)
+
+
+@pytest.mark.parametrize(("loop", "chunks"), [(buffered, 3), (joined, 3), (columns, 2)])
+def test_a_loop_over_chunks_runs_on_all(loop, chunks):
+    ids = torch.arange(40).view(8, 5) % 5 if loop is columns else torch.arange(8) % 5
+    args = (draw(8, 5), ids)
+    gm = lowered(loop, *args, respelled=False)
+    DifferentiateCopies().run(gm)
+    report = RebatchLoops().run(gm)
+    assert reasons(report) == f"a loop over {chunks} chunks runs on all at once"
+    assert_equals_eager(gm, loop, args)
+    gm.graph.eliminate_dead_code()
+    assert not {"slice_scatter.default", "cat.default", "split.Tensor"} & {
+        str(n.target).removeprefix("aten.") for n in gm.graph.nodes
+    }
+
+
+@pytest.mark.parametrize(
+    ("loop", "reason"),
+    [
+        (lambda x: torch.cat([x[:3].softmax(0), x[3:].softmax(0)]), "runs along the chunks"),
+        (lambda x: torch.cat([x[:3] - x[:3].mean(), x[3:] - x[3:].mean()]), "broadcast against"),
+        (lambda x: torch.cat([x[:3] * x[0], x[3:] * x[1]]), "broadcast against"),
+        (lambda x: torch.cat([x[:4] * x[:1], x[4:] * x[1:2]]), "fewer rows"),
+        (
+            lambda x: torch.cat([x[:4].gather(0, zeros(x[:2])), x[4:].gather(0, zeros(x[2:4]))]),
+            "fewer rows",
+        ),
+        (
+            lambda x: torch.cat([x[:4].gather(1, zeros(x[:2])), x[4:].gather(1, zeros(x[2:4]))]),
+            "fewer rows",
+        ),
+        (lambda x: torch.cat([x[:3].exp(), x[2:].exp()]), "one after another"),
+        (lambda x: torch.cat([x[:3].exp(), x[3:5].exp()]), "one after another"),
+        (lambda x: torch.cat([x[:4] * x[:4, :1], x[4:] * x[:4, :1]]), "one after another"),
+    ],
+)
+def test_other_chunks_stay_and_say_why(loop, reason):
+    _, report = rewritten(RebatchLoops(), lambda x: loop(x), draw(8, 5))
+    assert reason in reasons(report)
 
 
 def test_a_stack_of_other_things_is_no_loop():

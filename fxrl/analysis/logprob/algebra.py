@@ -126,6 +126,14 @@ class LogprobAlgebra:
             raise Refusal("log-probabilities are scaled before they are normalised again")
         return Affine(moved, 1.0, 0.0, r, form.attached)
 
+    def fitted(self, form: Affine, transform: Transform | None) -> Affine:
+        """``a z`` as plain logits of ``transform``, where these are ``a`` times as large as z."""
+        if form.a == 1 or form.k or form.r is not None:
+            return form
+        scaled = self.unit(form)
+        fits = transform is None or scaled.transform.key() == transform.key()
+        return scaled if fits else form
+
     def reads_head(self, expr: RowExpr) -> bool:
         """Whether the head's logits are among what ``expr`` is computed from."""
         seen: set[int] = set()
@@ -193,7 +201,7 @@ class LogprobAlgebra:
         left, right = expr.args
         for best, ids in ((left, right), (right, left)):
             if best.target is aten.argmax.default and not self.reads_head(ids):
-                form = self.affine(best.args[0], False)
+                form = self.fitted(self.affine(best.args[0], False), self.transform)
                 if form.a <= 0 or not self.same_target(ids):
                     raise Refusal("argmax over the vocabulary is another statistic")
                 self.stat("argmax_hit", form.transform, False)
@@ -524,6 +532,7 @@ def _product_total(algebra: LogprobAlgebra, form: Product) -> RowExpr:
             raise Refusal("a sum of products of unnormalised probabilities")
         _same_logits(left, right)
         return algebra.stat("sum_p2", left.transform, left.attached)
+    right = algebra.fitted(right, left.transform)
     _same_logits(left, right)
     entropy = algebra.stat("entropy", left.transform, left.attached)
     negative = algebra.pool.call(aten.neg.default, entropy)
@@ -548,6 +557,7 @@ def _mean(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
 
 
 def _mean_of(algebra: LogprobAlgebra, form: Affine) -> RowExpr:
+    form = algebra.fitted(form, algebra.transform)
     mean = algebra.stat("mean_logit", form.transform, form.attached)
     result = algebra.scale(algebra.add(mean, algebra.lse(form, form.k), form.r), form.a)
     assert result is not None
@@ -556,7 +566,7 @@ def _mean_of(algebra: LogprobAlgebra, form: Affine) -> RowExpr:
 
 def _amax(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
     _vocab_dim_only(algebra, expr)
-    form = algebra.affine(expr.args[0], attached)
+    form = algebra.fitted(algebra.affine(expr.args[0], attached), algebra.transform)
     if form.a <= 0:
         raise Refusal("a minimum over the vocabulary")
     top = algebra.stat("max_logit", form.transform, form.attached)
@@ -588,6 +598,7 @@ def _gather(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
 
 def _picked(algebra: LogprobAlgebra, form: Affine) -> RowExpr:
     """``a (z_y + k lse + r) = a (logprob + (1 + k) lse + r)``."""
+    form = algebra.fitted(form, algebra.transform)
     logprob = algebra.stat("logprob", form.transform, form.attached)
     total = algebra.add(logprob, algebra.lse(form, 1 + form.k), form.r)
     result = algebra.scale(total, form.a)

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxrl.analysis.rows import compute, layout
 from fxrl.analysis.rows.expr import PATCHED, RowExpr, RowValue, leaves, walk
-from fxrl.analysis.rows.heads import factors, find_heads
+from fxrl.analysis.rows.heads import factors, find_heads, narrow_heads
 from fxrl.analysis.rows.rules import RowRules, Rule
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import COPIES, RESHAPES, TRANSPOSES, ancestors, hint, is_call, shape_of
@@ -40,7 +40,7 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
     (compute.copy_of, COPIES),
     (compute.filled, (
         aten.full_like.default, aten.zeros_like.default, aten.ones_like.default,
-        aten.new_full.default, aten.new_zeros.default, aten.new_ones.default)),
+        aten.empty_like.default)),
     (compute.reduction, (
         aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
         aten.logsumexp.default, aten.prod.dim_int, aten.any.dim, aten.any.dims, aten.all.dim,
@@ -133,6 +133,9 @@ def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
     """Every loss head of the graph, as a site or as a miss."""
     heads = find_heads(graph)
     if not heads:
+        for node in narrow_heads(graph):
+            wide, features = shape_of(node)[-1], shape_of(factors(node)[0])[-1]
+            yield Miss(node, Refusal(f"{wide} classes of {features} features: nothing to save"))
         return
     walked = _Walk(graph, heads)
     for cluster in walked.clusters():

@@ -94,15 +94,12 @@ def copy_of(rules: RowRules, node: fx.Node) -> RowValue:
 
 
 def filled(rules: RowRules, node: fx.Node) -> RowValue:
-    """``zeros_like(logits)`` or ``logits.new_zeros(logits.shape)``: a constant for each row."""
-    value, sizes, given = sole_row(rules, node), shape_of(node), bound(node)
-    if list(map(str, sizes)) != list(map(str, value.sizes)):
-        what = f"{op_name(node)} reads the logits for their dtype only"
-        raise Refusal(what, "make it with torch.full")
-    fill = given.get("fill_value", int("ones" in op_name(node)))
+    """``zeros_like(logits)``: a constant for each row."""
+    value = sole_row(rules, node)
+    fill = bound(node).get("fill_value", int("ones" in op_name(node)))
     dtype = val_of(node).dtype
     expr = rules.pool.call(aten.full_like.default, value.expr, fill, dtype=dtype)
-    return RowValue(expr, value.tags, sizes)
+    return RowValue(expr, value.tags, value.sizes)
 
 
 # ---------------------------------------------------------------------------- functions of a row

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxrl.analysis.rows.expr import Leaf, RowExpr, RowStep, RowValue, walk
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import Size, hint, shape_of, val_of
+from fxrl.ir.graph import Size, hint, is_call, shape_of, val_of
 from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
@@ -61,6 +61,7 @@ class RowEmitter:
         self.builder = Builder(graph)
         self.sizes = SizeTable(graph)
         self._made: dict[Any, fx.Node] = {}
+        self._counted: dict[str, tuple[fx.Node, int]] = {}
 
     def call(self, target: Any, *args: Any) -> fx.Node:
         """A call that is made once however often it is asked for."""
@@ -138,7 +139,18 @@ class RowEmitter:
         val = val_of(node)
         made = self.builder.graph.call_function(aten.index.Tensor, (node, list(step.args)))
         made.meta["val"] = val.new_empty((*step.result, *val.shape[len(step.sizes) :]))
+        self._counted |= {str(size): (made, dim) for dim, size in enumerate(step.result)}
         return made
+
+    def count_rows(self, wide: Iterable[fx.Node]) -> None:
+        """Read counts of selected rows off what feeds the program, no longer off ``wide`` values.
+
+        A count is read to check or to divide by; it alone would keep all logits alive.
+        """
+        for reader in [user for value in wide for user in value.users]:
+            place = self._counted.get(str(reader.meta.get("val")))
+            if place is not None and is_call(reader, aten.sym_size.int):
+                reader.replace_all_uses_with(self.builder.call(aten.sym_size.int, *place))
 
     # -- the way out
     def check_restorable(self, values: Iterable[RowValue]) -> None:

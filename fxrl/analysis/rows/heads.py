@@ -68,6 +68,18 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
     return heads
 
 
+def narrow_heads(graph: fx.Graph) -> list[fx.Node]:
+    """What would be loss heads, had they more classes than features."""
+    products = [node for node in graph.nodes if _is_layer(node)]
+    after = _downstream(graph, products)
+    return [
+        node
+        for node in products
+        if is_call(node, aten.mm.default, aten.addmm.default) and not is_amplifier(node)
+        if hint(shape_of(node)[-1]) > 1 and after[node].bit_count() == 1 and _feeds_class_op(node)
+    ]
+
+
 def is_amplifier(node: fx.Node) -> bool:
     """Whether a product widens its rows: more columns out than features in, one batch."""
     if not is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default):
