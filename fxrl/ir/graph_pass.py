@@ -71,10 +71,15 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A recognised place where the rewrite is illegal."""
+    """A recognised place where the rewrite is illegal.
+
+    Attributes:
+        loses: whether something is lost by that; else the remark is a fact.
+    """
 
     anchor: fx.Node
     refusal: Refusal
+    loses: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,8 @@ class Pass(ABC, Generic[S]):
 
     def _visit(self, gm: fx.GraphModule, found: S | Miss, plan: Plan, ran: Ran) -> Remark:
         if isinstance(found, Miss):
-            return self._refused(found.anchor, site_name(found.anchor), found.refusal)
+            kind = self.missed if found.loses else RemarkKind.ANALYSIS
+            return self._refused(found.anchor, site_name(found.anchor), found.refusal, kind)
         name = found.name
         choice = plan.choices.get(name) or self.decide(found)
         if (self.name, name) in plan.switched_off:
@@ -178,15 +184,15 @@ class Pass(ABC, Generic[S]):
             did = self.rewrite(gm, found, choice)
         except Refusal as refusal:
             ran.choices[name] = Keep(refusal.reason)
-            return self._refused(found.anchor, name, refusal)
+            return self._refused(found.anchor, name, refusal, self.missed)
         ran.rewrites.append(name)
         return self._remark(self.applied, found.anchor, name, did.what, "", did.saved_bytes)
 
-    def _refused(self, anchor: fx.Node, name: str, refusal: Refusal) -> Remark:
+    def _refused(self, anchor: fx.Node, name: str, refusal: Refusal, kind: RemarkKind) -> Remark:
         reason, at = refusal.reason, refusal.at
         if at is not None and at is not anchor:
             reason += f" (at %{at})"
-        return self._remark(self.missed, at or anchor, name, reason, refusal.cure)
+        return self._remark(kind, at or anchor, name, reason, refusal.cure)
 
     def _remark(
         self, kind: RemarkKind, at: fx.Node, name: str, reason: str, cure: str = "", saved: int = 0

@@ -240,11 +240,11 @@ def test_missed_with_its_reason_and_the_graph_unchanged(loss):
     assert print_graph(gm) == before
 
 
-def test_missed_when_there_are_no_more_classes_than_features():
+def test_a_head_of_no_more_classes_than_features_is_a_fact():
     hidden, weight, ids = inputs()
     gm = lowered(logprob, hidden, weight[:3], ids % 3)
     (remark,) = FuseLinearLogprob().run(gm).remarks
-    assert (remark.kind, remark.reason) == ("missed", "3 classes of 4 features: nothing to save")
+    assert (remark.kind, remark.reason) == ("analysis", "3 classes of 4 features: nothing to save")
 
 
 def test_missed_when_it_saves_too_little():

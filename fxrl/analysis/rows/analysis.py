@@ -135,7 +135,8 @@ def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
     if not heads:
         for node in narrow_heads(graph):
             wide, features = shape_of(node)[-1], shape_of(factors(node)[0])[-1]
-            yield Miss(node, Refusal(f"{wide} classes of {features} features: nothing to save"))
+            reason = f"{wide} classes of {features} features: nothing to save"
+            yield Miss(node, Refusal(reason), loses=False)
         return
     walked = _Walk(graph, heads)
     for cluster in walked.clusters():
