@@ -73,6 +73,8 @@ def place_of(frames: Iterable[FrameSummary]) -> tuple[str, str]:
 def in_one_line(message: str) -> str:
     """Dynamo's many lines as its title and explanation."""
     title, *_ = message.strip().splitlines() or [""]
+    if title.startswith("generic_jump"):  # Dynamo's word, with the names of its own classes
+        return "data-dependent branching: Python decides by a tensor's value"
     explanation = _EXPLANATION.search(message)
     return (f"{title}: {explanation[1]}" if explanation else title)[:300].rstrip(".")
 

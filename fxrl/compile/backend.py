@@ -25,7 +25,7 @@ from fxrl.config import Config
 from fxrl.errors import FxrlError
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, body_of
-from fxrl.ir.on_miss import judge_misses
+from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import region_calls
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
@@ -72,9 +72,11 @@ class Backend:
         capture = Capture(len(self.captures), gm)
         self.captures.append(capture)
         capture.graph_breaks += break_of(gm)
-        capture.remarks += break_remarks(capture.graph_breaks, f"{capture.index}:graph")
         _note_checkpoints(capture)
         rewritten = self._rewrite(capture)
+        lost = rewritten is None or open_misses(capture.report)  # else the break costs no head
+        kind = RemarkKind.MISSED if lost else RemarkKind.ANALYSIS
+        capture.remarks += break_remarks(capture.graph_breaks, f"{capture.index}:graph", kind)
         if rewritten is None:
             return _as_written(gm)
         judge_misses(capture.report, self.config.on_miss)
