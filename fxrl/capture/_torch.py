@@ -9,6 +9,7 @@ All were seen in torch 2.11, 2.13 and 2.15. To read another version's sources: `
 # fmt: off
 from __future__ import annotations
 
+import dis
 import gc
 import re
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch._decomp import get_decompositions as get_decompositions  # losses ope
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher  # composite ops over symbols
 from torch._dynamo.callback import callback_handler  # called when a compilation begins and ends
 from torch._dynamo import maybe_mark_dynamic as maybe_mark_dynamic  # a size that varies; a constant stays legal
+from torch._dynamo.exc import raise_observed_exception  # what traced code would raise here, for it to catch
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
@@ -107,3 +109,34 @@ def compiles_uncollected() -> Iterator[None]:
         with suppress(ValueError):  # torch._dynamo.reset() has removed them
             callback_handler.remove_start_callback(pause)
             callback_handler.remove_end_callback(go_on)
+
+
+_IMPORT = dis.opmap["IMPORT_NAME"]
+_TRANSLATORS: tuple[Any, ...] = (torch._dynamo.symbolic_convert.InstructionTranslator, torch._dynamo.symbolic_convert.InliningInstructionTranslator, torch._dynamo.symbolic_convert.InliningGeneratorInstructionTranslator)
+
+
+@contextmanager
+def failed_imports_raise() -> Iterator[None]:
+    """An import that fails in captured code raises there, as in Python; Dynamo ends the graph.
+
+    Libraries try a faster package inside of a loss's function, and go on without it.
+    """
+    before = [one.dispatch_table[_IMPORT] for one in _TRANSLATORS]
+    for one in _TRANSLATORS:
+        one.dispatch_table[_IMPORT] = _import_name
+    try:
+        yield
+    finally:
+        for one, own in zip(_TRANSLATORS, before, strict=True):
+            one.dispatch_table[_IMPORT] = own
+
+
+def _import_name(translator: Any, instruction: Any) -> None:
+    level, names = (value.as_python_constant() for value in translator.stack[-2:])
+    try:
+        __import__(instruction.argval, translator.f_globals, None, names, level)
+    except ImportError as error:
+        translator.popn(2)
+        known = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+        raise_observed_exception(known, translator, args=[str(error)])
+    translator.IMPORT_NAME(instruction)

@@ -23,6 +23,7 @@ from fxrl.capture._torch import (
     compile_counters,
     compiles_uncollected,
     dynamo_config,
+    failed_imports_raise,
     functorch_level,
     global_hooks,
 )
@@ -126,8 +127,13 @@ class CapturedLoss:
         captures, frames = self._backend.captures, _frames()
         before = len(captures)
         layers = self._repeated.traced() if once else nullcontext()
-        settings = dynamo_config.patch(_WAYS[way])
-        with settings, layers, compiles_uncollected(), breaks_inside() as breaks:
+        with (
+            dynamo_config.patch(_WAYS[way]),
+            layers,
+            failed_imports_raise(),
+            compiles_uncollected(),
+            breaks_inside() as breaks,
+        ):
             try:
                 result = self.compiled[key](batch)
             except Exception as error:  # a graph can hold anything that PyTorch can

@@ -166,3 +166,46 @@ def test_nested_tensors_run_as_written_with_a_remark(loss_fn: Any) -> None:
     assert "nested" in remark.reason
     assert remark.cure
     assert "test_breaks.py" in remark.source
+
+
+def logps_by(logits: Tensor, ids: Tensor) -> Tensor:
+    """A library's helper, which tries a package for the job first."""
+    try:
+        from no_such_package.of_anyone import logps  # type: ignore[import-not-found]
+    except ImportError:
+        logps = token_logps
+    return logps(logits, ids)
+
+
+def logps_scaled(logits: Tensor, ids: Tensor) -> Tensor:
+    scale = 1.0
+    try:
+        import no_such_package
+
+        scale = no_such_package.scale
+    except ModuleNotFoundError as error:
+        scale = 2.0 if "no_such_package" in str(error) else 3.0
+    return scale * token_logps(logits, ids)
+
+
+@pytest.mark.parametrize("helper", [logps_by, logps_scaled])
+def test_an_import_that_fails_ends_no_graph(helper: Any) -> None:
+    model, batch = make_model(), make_batch()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return -helper(model(batch["ids"]), batch["ids"]).mean()
+
+    step = optimize(model, loss, CONFIG)
+    assert_matches_eager(step, loss, model, batch)
+    assert len(step.captures) == 1
+    assert fused(step)
+
+
+def test_an_import_that_nobody_catches_is_the_users_error() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        import no_such_package
+
+        return no_such_package.loss(model, batch)
+
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        optimize(make_model(), loss, QUIET)(make_batch())
