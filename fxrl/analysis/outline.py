@@ -22,6 +22,7 @@ from fxrl.ir.graph import (
     OpOverload,
     ancestors,
     draws_random,
+    graph_module,
     is_call,
     is_tensor,
     needs_grad,
@@ -197,7 +198,7 @@ def _body(gm: fx.GraphModule, found: Outline) -> fx.GraphModule:
     graph.output(tuple(places[node] for node in found.outputs))
     topological_sort(graph)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return graph_module(gm, graph)
 
 
 # ---------------------------------------------------------------------------- the call

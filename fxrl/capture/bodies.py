@@ -43,17 +43,39 @@ def lower_bodies(gm: fx.GraphModule, lower: Lower, known: dict[Any, fx.GraphModu
         key = body if is_layer else signature(body.graph.nodes)
         if key not in known:
             known[key] = lower(body) if is_layer else _lowered(body, lower)
-        marks = tuple(map(needs_grad, call.args[1:]))
-        own = known.get((key, marks)) if is_layer else None
-        if own is None:
-            own = clone(known[key])
-            own.meta["layer_path"] = body.meta.get("layer_path") or _path(body, call)
-            _mark(own, marks)
-        if is_layer:
-            known[key, marks] = own
-            set_body(gm, call, own)
-        else:
-            setattr(gm, str(call.args[0].target), own)
+            known[key].meta["layer_path"] = body.meta.get("layer_path")
+        own = _give_body(gm, call, known[key], known)
+        own.meta["layer_path"] = own.meta["layer_path"] or _path(body, call)
+
+
+def _give_body(
+    gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, known: dict[Any, fx.GraphModule]
+) -> fx.GraphModule:
+    """Let a call run a copy of ``body`` that knows which inputs need a gradient here."""
+    marks = tuple(map(needs_grad, call.args[1:]))
+    if not is_call(call, CALL_LAYER):
+        own = _marked(body, marks, known)
+        setattr(gm, str(call.args[0].target), own)
+        return own
+    if (body, marks) not in known:
+        known[body, marks] = _marked(body, marks, known)
+    set_body(gm, call, known[body, marks])
+    return known[body, marks]
+
+
+def _marked(
+    body: fx.GraphModule, marks: tuple[bool, ...], known: dict[Any, fx.GraphModule]
+) -> fx.GraphModule:
+    """A copy with these marks; the calls inside get theirs."""
+    inside = (body_of(body, call) for call in body.graph.nodes)
+    own = clone(body, {inner: inner for inner in inside if inner is not None})
+    for node, mark in zip(own.graph.find_nodes(op="placeholder"), marks, strict=True):
+        node.meta["requires_grad"] = mark
+    propagate_requires_grad(own.graph)
+    for call in list(own.graph.nodes):
+        if (inner := body_of(own, call)) is not None:
+            _give_body(own, call, inner, known)
+    return own
 
 
 def _lowered(body: fx.GraphModule, lower: Lower) -> fx.GraphModule:
@@ -68,13 +90,3 @@ def _lowered(body: fx.GraphModule, lower: Lower) -> fx.GraphModule:
 def _path(body: fx.GraphModule, call: fx.Node) -> str:
     return next((found for n in body.graph.nodes if (found := layer_path(n))), call.name)
 
-
-def _mark(body: fx.GraphModule, marks: tuple[bool, ...]) -> None:
-    """Which inputs need a gradient is known at the call; in the bodies inside, too."""
-    inputs = body.graph.find_nodes(op="placeholder")
-    for node, mark in zip(inputs, marks, strict=True):
-        node.meta["requires_grad"] = mark
-    propagate_requires_grad(body.graph)
-    for call in body.graph.nodes:
-        if (inner := body_of(body, call)) is not None:
-            _mark(inner, tuple(map(needs_grad, call.args[1:])))

@@ -39,7 +39,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import guarded_names, in_graph, written_by_trace
-from fxrl.ir.graph import CALL_LAYER, body_of, clone, inline, modules_of, set_body
+from fxrl.ir.graph import CALL_LAYER, body_of, clone, graph_module, inline, modules_of, set_body
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path, rename_site
 
@@ -556,7 +556,7 @@ def _cut(
     for node in (*constants, *inside):
         places[node] = graph.node_copy(node, places.__getitem__)
     graph.output(tuple(places[node] for node in results))
-    return fx.GraphModule(gm, graph, class_name="Layer"), inputs
+    return graph_module(gm, graph, "Layer"), inputs
 
 
 def _call(frame: _Frame, old: fx.Node, body: _Body, inputs: list[fx.Node]) -> None:

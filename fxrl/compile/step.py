@@ -18,6 +18,7 @@ from fxrl.capture.captured_loss import CapturedLoss
 from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
+from fxrl.compile.bodies.inductor import start_workers
 from fxrl.config import Config
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.ir.capture_record import Capture, plan_of
@@ -196,4 +197,7 @@ def optimize(
             f"plan is a {type(plan).__name__}; optimize needs a fxrl.Plan, such as "
             "fxrl.Plan.from_json(text)"
         )
-    return TrainStep(model, loss_fn, config or Config(), plan)
+    config = config or Config()
+    if config.compile_regions and any(weight.is_cuda for weight in model.parameters()):
+        start_workers()
+    return TrainStep(model, loss_fn, config, plan)

@@ -71,6 +71,17 @@ def compile_body(
     return compiled
 
 
+def start_workers() -> None:
+    """Start the processes in which Inductor compiles Triton kernels, and do not wait for them.
+
+    NOTE [Why early]: ``torch.compile(backend="inductor")`` does the same; a compile call of its own
+    does not. Until they are up, kernels are compiled in this process, one after the other.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
 def generated_source(compiled: object) -> str:
     """The source that Inductor generated for a compiled body: the wrapper, kernels inside.
 
