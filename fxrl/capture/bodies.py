@@ -89,4 +89,3 @@ def _lowered(body: fx.GraphModule, lower: Lower) -> fx.GraphModule:
 
 def _path(body: fx.GraphModule, call: fx.Node) -> str:
     return next((found for n in body.graph.nodes if (found := layer_path(n))), call.name)
-
