@@ -39,6 +39,7 @@ _SETTINGS: dict[str, Any] = {
     "fail_on_recompile_limit_hit": True,  # never run eager in silence
     "skip_nnmodule_hook_guards": False,  # hooks that come or go later are honoured
     "nested_graph_breaks": True,  # a break in a helper ends the graph there, not where it is called
+    "fake_tensor_cache_enabled": False,  # with sizes that vary a found entry is dearer than the op
 }
 _DATA = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 #: The ways to capture, in the order in which they are tried: equal layers once; every layer; and

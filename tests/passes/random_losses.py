@@ -286,6 +286,7 @@ def rewrite(
     """Lower ``gm`` on fake inputs, run the passes, build the regions op by op."""
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
+    mode.cache_enabled = False  # as a step captures
     placeholders = gm.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, make_inputs(), strict=True):
         rows = (
