@@ -54,8 +54,9 @@ def _give_body(
     """Let a call run a copy of ``body`` that knows which inputs need a gradient here."""
     marks = tuple(map(needs_grad, call.args[1:]))
     if not is_call(call, CALL_LAYER):
-        own = _marked(body, marks, known)
-        setattr(gm, str(call.args[0].target), own)
+        own, held = _marked(body, marks, known), call.args[0]
+        assert isinstance(held, fx.Node)
+        setattr(gm, str(held.target), own)
         return own
     if (body, marks) not in known:
         known[body, marks] = _marked(body, marks, known)
