@@ -23,6 +23,7 @@ from fxrl.ir.graph import (
     propagate_requires_grad,
     set_body,
 )
+from fxrl.ir.site import rename_site
 
 Lower = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -40,12 +41,13 @@ def lower_bodies(gm: fx.GraphModule, lower: Lower, known: dict[Any, fx.GraphModu
         if (body := body_of(gm, call)) is None:
             continue
         is_layer = is_call(call, CALL_LAYER)
-        key = body if is_layer else signature(body.graph.nodes)
+        key, path = body if is_layer else signature(body.graph.nodes), _path(body, call)
         if key not in known:
             known[key] = lower(body) if is_layer else _lowered(body, lower)
-            known[key].meta["layer_path"] = body.meta.get("layer_path")
+            known[key].meta["layer_path"] = path
         own = _give_body(gm, call, known[key], known)
-        own.meta["layer_path"] = own.meta["layer_path"] or _path(body, call)
+        if not is_layer:
+            _move(own, path)
 
 
 def _give_body(
@@ -89,4 +91,13 @@ def _lowered(body: fx.GraphModule, lower: Lower) -> fx.GraphModule:
 
 
 def _path(body: fx.GraphModule, call: fx.Node) -> str:
-    return next((found for n in body.graph.nodes if (found := layer_path(n))), call.name)
+    """The layer that a body is of."""
+    inside = (found for node in body.graph.nodes if (found := layer_path(node)))
+    return str(body.meta.get("layer_path") or next(inside, call.name))
+
+
+def _move(own: fx.GraphModule, path: str) -> None:
+    """Let a copy of a checkpointed body be the one of the layer at ``path``."""
+    theirs, own.meta["layer_path"] = str(own.meta["layer_path"]), path
+    for node in own.graph.nodes if theirs != path else ():
+        rename_site(node, theirs, path)

@@ -23,6 +23,9 @@ def test_numerics_and_gradients(checkpointed):
     for shape in ((2, 5), (3, 7), (4, 9)):
         assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
     (capture,) = step.captures
+    assert [site for site in step.plan.choices if "/" not in site and "-" not in site] == [
+        f"0:blocks.{i}" for i in range(3)
+    ]
     assert len(capture.kernels) == 2
     for kernels in capture.kernels.values():
         assert len(kernels.variants) == 1, "one body for every shape"
