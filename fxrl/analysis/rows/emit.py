@@ -17,7 +17,7 @@ from torch import fx
 
 from fxrl.analysis.rows.expr import Leaf, RowExpr, RowStep, RowValue, walk
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import Size, graph_module, hint, is_call, shape_of, val_of
+from fxrl.ir.graph import Size, hint, is_call, shape_of, val_of
 from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
@@ -41,7 +41,7 @@ def body_graph(roots: list[RowExpr], inputs: list[RowExpr]) -> fx.GraphModule:
             env[id(expr)] = graph.call_function(expr.target, args, kwargs)
     graph.output(tuple(env[id(root)] for root in roots))
     graph.lint()
-    return graph_module({}, graph)
+    return fx.GraphModule({}, graph)
 
 
 def as_argument(arg: Any, env: Mapping[int, fx.Node]) -> Any:
