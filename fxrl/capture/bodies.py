@@ -98,6 +98,8 @@ def _path(body: fx.GraphModule, call: fx.Node) -> str:
 
 def _move(own: fx.GraphModule, path: str) -> None:
     """Let a copy of a checkpointed body be the one of the layer at ``path``."""
-    theirs, own.meta["layer_path"] = str(own.meta["layer_path"]), path
-    for node in own.graph.nodes if theirs != path else ():
-        rename_site(node, theirs, path)
+    theirs = str(own.meta["layer_path"])
+    if theirs != path:
+        own.meta["layer_path"] = path
+        for node in own.graph.nodes:
+            rename_site(node, theirs, path)

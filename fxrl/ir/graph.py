@@ -194,8 +194,8 @@ def graph_module(gm: fx.GraphModule, graph: fx.Graph, name: str = "GraphModule")
     """A graph module of ``graph`` and what it names in ``gm``, of the same kind as ``gm``.
 
     NOTE [Why of the same kind]: while it compiles, torch makes graph modules whose code is written
-    when they first run. Others write theirs anew, with that of all graphs inside, at each change: a
-    third of the passes' time at 36 layers.
+    when they first run. Others write theirs anew, with that of all graphs inside, at each change:
+    25 of the first step's 52 s at 36 checkpointed layers, both under a profiler.
     """
     kind = type(gm).__mro__[1]  # each has a class of its own
     made: fx.GraphModule = kind(gm, graph, name)
@@ -309,15 +309,16 @@ def last_input(graph: fx.Graph) -> fx.Node:
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase what nobody reads, and graphs that nobody calls; writes into inputs, assertions stay.
 
-    Unlike ``fx.Graph.eliminate_dead_code`` it leaves submodules alone: the bodies of higher-order
-    ops hold in-place calls whose results nobody reads.
+    Unlike ``fx.Graph.eliminate_dead_code`` it leaves graphs that are called as they are: the bodies
+    of higher-order ops hold in-place calls whose results nobody reads.
     """
     for node in reversed(list(graph.nodes)):
         if not node.users and not _has_effect(node):
             graph.erase_node(node)
-    owner = graph.owning_module
+    if (owner := graph.owning_module) is None:
+        return
     read = {str(node.target).partition(".")[0] for node in graph.find_nodes(op="get_attr")}
-    for name, held in () if owner is None else [*owner.named_children()]:
+    for name, held in list(owner.named_children()):
         if isinstance(held, fx.GraphModule) and name not in read:
             delattr(owner, name)
 
