@@ -20,6 +20,7 @@ from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
 from fxrl.passes.group_queries import GroupQueries
 from fxrl.passes.inline_layers import InlineLayers
 from fxrl.passes.merge_adapter_products import MergeAdapterProducts
+from fxrl.passes.open_layer_checkpoints import OpenLayerCheckpoints
 from fxrl.passes.open_loss_checkpoints import OpenLossCheckpoints
 from fxrl.passes.outline_layers import OutlineLayers
 from fxrl.passes.rebatch_loops import RebatchLoops
@@ -44,6 +45,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         ChunkVocabRegion,
         OutlineLayers,
         InlineLayers,
+        OpenLayerCheckpoints,
         # here the plan is made; what follows obeys it
         Recompute,
         # nothing is left behind

@@ -4,18 +4,15 @@
     %o = scaled_dot_product_attention(%q, %k, %v)
     %y = ...(%o, %x, %w_o, ...)              projection, residual, norm, MLP, residual
 becomes
-    %q, %k, %v = fxrl.region([%x, %w_q, ...])
-    %o = scaled_dot_product_attention(%q, %k, %v)
-    %y = fxrl.region([%o, %x, %w_o, ...])
+    %y = fxrl.region([%x, %w_q, ..., %w_o, ...])
 
 A layer runs op by op otherwise, and autograd keeps whatever each op asks for. A region's body is
-fused; what its backward gets is the plan's choice (``recompute``). Where the user switched
-activation checkpointing on, the regions stand inside the checkpointed body.
+fused, attention is a call inside of it, and what its backward gets is the plan's choice
+(``recompute``). Random numbers, writes and data-dependent sizes stay outside and split the layer.
 
-NOTE [Why attention stays outside]: which kernel runs it is decided by the call's own sizes, the
-device and the user's ``sdpa_kernel``; a body could only freeze one choice. Outside, attention keeps
-its own output and log-sum-exp and is never computed twice, dropout draws what it draws in eager
-mode, and what is left of a layer is token-wise, so that one body serves every batch and length.
+NOTE [Why attention stands inside]: its output and log-sum-exp are values of the body then, which
+the cut keeps or runs again on purpose; outside, whatever ran the layer again ran attention again.
+What it costs: a kernel is chosen where the body is built (``compile.bodies.attention``).
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from typing import Any, ClassVar, Self
 
 from torch import fx
 
-from fxrl.analysis.attention import SDPA
 from fxrl.analysis.layers import (
     Layer,
     layer_nodes,
@@ -93,8 +89,8 @@ class OutlineLayers(Pass[LayerSite]):
     doc: ClassVar[PassDoc] = PassDoc(
         "the model's repeated layers (members of a module list), or the bodies of activation "
         "checkpointing that is switched on",
-        "an op at a time: a layer becomes compiled bodies around its attention call, compiled once "
-        "for all layers that are alike",
+        "an op at a time: a layer becomes a compiled body, attention inside, compiled once for all "
+        "layers that are alike",
         "seconds of compilation",
         "random numbers, writes and data-dependent sizes cut a layer into more than eight parts "
         "(they run op by op in between), or a checkpointed body cannot be lowered",
@@ -163,10 +159,10 @@ def _layers(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Layer]]:
     for body, path in _called(gm, None):
         if body not in known:
             inner = [n for n in body.graph.nodes if n.op == "call_function"]
-            known[body] = split_layer(path, inner, stays_outside)
+            known[body] = split_layer(path, inner, illegal)
         yield body, known[body].at(path)
     for path, nodes in layer_nodes(gm.graph).items():
-        yield gm, split_layer(path, nodes, stays_outside)
+        yield gm, split_layer(path, nodes, illegal)
 
 
 def _called(owner: fx.GraphModule, path: str | None) -> Iterator[tuple[fx.GraphModule, str]]:
@@ -177,11 +173,6 @@ def _called(owner: fx.GraphModule, path: str | None) -> Iterator[tuple[fx.GraphM
             own = own or str(body.meta.get("layer_path", call.name))
             yield body, own
             yield from _called(body, own)
-
-
-def stays_outside(node: fx.Node) -> str | None:
-    """Why a call of a layer is no part of a body; None where it can be."""
-    return "is attention, whose kernel the call chooses" if is_call(node, SDPA) else illegal(node)
 
 
 def _judged(layers: tuple[tuple[fx.GraphModule, Layer], ...]) -> Iterator[LayerSite | Miss]:

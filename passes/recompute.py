@@ -1,11 +1,14 @@
-"""Set what the backward of each outlined layer gets: its matrix products, or only its inputs.
+"""Set what the backward of each outlined layer gets: products, attention, or only its inputs.
 
     fxrl.region([...], cut=products)         the forward keeps products; the backward computes norms
                                              and activations again
-    fxrl.region([...], cut=inputs)           the backward runs the layer's part again, products too
+    fxrl.region([...], cut=attention)        it keeps what attention returned; the backward runs all
+                                             else again
+    fxrl.region([...], cut=inputs)           the backward runs the layer again, attention too
 
 The plan chooses, layer by layer. Where nothing is planned, products are kept: they are what takes
-time. Inside a body that the user checkpoints, only the layer's input is kept in any case.
+time; a layer that the user checkpoints keeps its inputs. Where a part of such a layer runs op by
+op, the checkpointed call stays, and keeps only its input in any case.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import fx
 from fxrl.analysis.saved_tensors import bytes_not_saved
 from fxrl.ir.graph_pass import Applied, Pass, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice, CutLayer
-from fxrl.ir.region import region_calls, set_region
+from fxrl.ir.region import Cut, region_calls, set_region
 from fxrl.ir.remark import Refusal
 
 
@@ -30,12 +33,14 @@ class OutlinedLayer(Site):
     Attributes:
         layer: the layer's name.
         calls: its region calls, in order.
-        checkpointed: the user's checkpointing runs the layer again.
+        inside: the user's checkpointing runs the layer again.
+        opened: it did, and was taken over.
     """
 
     layer: str
     calls: tuple[fx.Node, ...]
-    checkpointed: bool
+    inside: bool
+    opened: bool
 
     @property
     def name(self) -> str:
@@ -65,21 +70,28 @@ class Recompute(Pass[OutlinedLayer]):
         found = [call.meta["region"] for calls in layers.values() for call in calls]
         bytes_of = {i: bytes_not_saved(region) for i, region in {r.id: r for r in found}.items()}
         for layer, calls in layers.items():
-            checkpointed = calls[0].graph.owning_module is not gm
-            saved = 0 if checkpointed else sum(bytes_of[c.meta["region"].id] for c in calls)
-            yield OutlinedLayer(calls[0], saved, layer, tuple(calls), checkpointed)
+            inside = calls[0].graph.owning_module is not gm
+            opened = "checkpointed" in calls[0].meta
+            saved = sum(bytes_of[call.meta["region"].id] for call in calls)
+            saved = 0 if inside or opened else saved
+            yield OutlinedLayer(calls[0], saved, layer, tuple(calls), inside, opened)
 
     def decide(self, site: OutlinedLayer) -> Choice:
-        """Products are kept: what may be computed again in no time is."""
-        return CutLayer("products")
+        """What the user checkpoints is run again; elsewhere products are kept."""
+        return CutLayer("inputs" if site.opened else "products")
 
     def rewrite(self, gm: fx.GraphModule, site: OutlinedLayer, choice: Choice) -> Applied:
         if not isinstance(choice, CutLayer):
             raise Refusal(f"the plan's choice for a layer is {choice}, which is for another site")
         for call in site.calls:
             set_region(call, replace(call.meta["region"], cut=choice.kept))
-        if site.checkpointed:
+        if site.inside:
             return Applied("recompute: the user's checkpointing keeps only its input")
-        if choice.kept == "inputs":
-            return Applied("recompute: only its inputs are kept", site.saved_bytes)
-        return Applied("keep: matrix products; norms and activations run again", site.saved_bytes)
+        return Applied(_DONE[choice.kept], site.saved_bytes)
+
+
+_DONE: dict[Cut, str] = {
+    "products": "keep: matrix products; norms and activations run again",
+    "attention": "recompute: only its inputs and what attention returned are kept",
+    "inputs": "recompute: only its inputs are kept",
+}

@@ -1,11 +1,11 @@
 """The layers of a captured model, told from its structure: what repeats, and its parts.
 
-    layers.0: norm, qkv, rope | attention | o_proj, residual, norm, mlp, residual
-              part 0            stays       part 1
+    layers.0: norm, qkv, rope, attention | dropout | o_proj, residual, norm, mlp, residual
+              part 0                       stays     part 1
 
 A layer is what one numbered member of a module list or a sequence made (outermost number first).
-What cannot stand inside a compiled body (attention, random numbers, writes, data-dependent sizes)
-stays outside of it and splits the layer; a part is all that runs between two such calls.
+What cannot stand inside a compiled body (random numbers, writes, data-dependent sizes) stays
+outside of it and splits the layer; a part is all that runs between two such calls.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ report, dump and verify.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,6 +126,7 @@ class Backend:
                 owned[region.id] = build_region(region, options, self.plan)
             call.update_arg(1, owned[region.id].key)
         capture.kernels = dict(owned)
+        capture.remarks += _attention(owned.values())
         capture.body_rewrites = [pair for one in owned.values() for pair in one.traced.rewrites]
         log.info("running the step for the first time")
         return run_outer(gm, examples)
@@ -210,6 +211,19 @@ def _attach_kernels() -> Report:
     reason = "the fused head runs as plain PyTorch on this GPU: Triton is not installed"
     cure = "pip install triton"
     return Report((Remark(RemarkKind.ANALYSIS, "kernels", "linear_logprob", "", reason, cure),))
+
+
+def _attention(regions: Iterable[CompiledRegion]) -> Report:
+    """By which kernels the layers' attention runs."""
+    return Report(
+        tuple(
+            Remark(
+                RemarkKind.ANALYSIS, "kernels", one.region.layer, "", f"attention: {one.attention}"
+            )
+            for one in regions
+            if one.attention
+        )
+    )
 
 
 def _is_rewritten(capture: Capture) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, get_args
 
 from fxrl.errors import PlanError
+from fxrl.ir.region import Cut
 from fxrl.ir.remark import Refusal, format_bytes
 
 _VERSION = 1
@@ -47,9 +48,10 @@ class TileHead:
 
 @dataclass(frozen=True, slots=True)
 class CutLayer:
-    """What a layer's backward gets: its matrix ``products``, or its ``inputs`` to run again."""
+    """What a layer's backward gets: its matrix ``products``, its inputs and what ``attention``
+    returned, or its ``inputs`` alone; the rest runs again."""
 
-    kept: Literal["products", "inputs"] = "products"
+    kept: Cut = "products"
 
 
 Choice = Keep | Rewrite | TileHead | CutLayer
@@ -135,6 +137,11 @@ class Plan:
         return "\n".join([*shown, *lines]) or "no sites: nothing is captured yet"
 
 
+_KEPT: dict[Cut, str] = {
+    "products": "matrix products are kept",
+    "attention": "inputs and what attention returned are kept",
+    "inputs": "only inputs are kept",
+}
 _NUMBERS = ("peak_gpu_bytes", "peak_host_bytes", "step_seconds", "max_context")
 
 
@@ -143,8 +150,7 @@ def describe(choice: Choice) -> str:
     if isinstance(choice, Keep):
         return f"stays as it is: {choice.reason}"
     if isinstance(choice, CutLayer):
-        what = "matrix products are kept" if choice.kept == "products" else "only inputs are kept"
-        return f"layer: {what} for the backward"
+        return f"layer: {_KEPT[choice.kept]} for the backward"
     if isinstance(choice, TileHead):
         return f"{choice.by}, rows per tile: {choice.tile_tokens or 'by bytes'}"
     return choice.by
@@ -181,5 +187,5 @@ def _check(what: str, value: object, kind: str) -> None:
     elif kind in ("str", "bool"):
         if type(value).__name__ != kind:
             raise PlanError(f"{what}={value!r} is no {kind}")
-    elif value not in ("products", "inputs"):
-        raise PlanError(f'{what}={value!r} is neither "products" nor "inputs"')
+    elif value not in get_args(Cut):
+        raise PlanError(f"{what}={value!r} is none of {', '.join(get_args(Cut))}")

@@ -5,8 +5,9 @@ compiler derives the backward from it as the region's cut says, compiles both on
 body and keeps them under a key made of content and options.
 
 What a region's backward needs of its forward is the region's **cut**: its ``inputs`` (the backward
-runs the forward again, inside one graph, so what it does not need is dead code), or the
-``products`` (the forward hands over its matrix products; norms and activations are computed again).
+runs the forward again, inside one graph, so what it does not need is dead code), these and what
+``attention`` returned, or the ``products`` (the forward hands over its matrix products; norms and
+activations are computed again).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import fx
 from fxrl.ir.graph import graphs_of, is_call
 from fxrl.ir.printer import Symbols, print_graph
 
-Cut = Literal["inputs", "products"]
+Cut = Literal["inputs", "attention", "products"]
 
 #: Bodies as text, each printed once: the layers of a model share one, and have many lines.
 _TEXTS: WeakKeyDictionary[fx.GraphModule, str] = WeakKeyDictionary()

@@ -1,17 +1,18 @@
-"""The cut "products": a joint graph, split where little is kept for the backward.
+"""The cuts "products" and "attention": a joint graph, split where little is kept for the backward.
 
     joint      inputs, gradients -> outputs, gradients of the inputs
     forward    inputs            -> outputs, kept values
     backward   kept values, ...  -> gradients of the inputs
 
 The cut is PyTorch's own (``min_cut_rematerialization_partition``): matrix products are kept,
-elementwise ops and norms are computed again where that is less memory.
+elementwise ops and norms are computed again where that is less memory. For the cut "attention" it
+is told to compute all but attention again.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,11 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
 
-from fxrl.ir.graph import Size, is_view
+from fxrl.compile.bodies.attention import KERNELS
+from fxrl.ir.graph import Size, is_call, is_view
+from fxrl.ir.region import Cut
 
 Source = tuple[str, int]
 
@@ -35,18 +39,36 @@ class Halves:
     sizes: tuple[Size, ...]
 
 
-def partition(joint: fx.GraphModule, num_outputs: int, alive: Sequence[int]) -> Halves:
+def partition(
+    joint: fx.GraphModule, num_outputs: int, alive: Sequence[int], *, cut: Cut = "products"
+) -> Halves:
     """Split a joint graph whose placeholders are named ``primals`` and ``tangents``.
 
     Args:
         num_outputs: outputs of the forward, before the gradients.
         alive: inputs that live until the backward in any case.
+        cut: ``"products"``, or ``"attention"``: nothing but what attention calls return.
     """
+    if cut == "attention":
+        _keep_attention(joint)
     with functorch_config.patch(activation_memory_budget=1.0):
         pair = min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=list(alive)
         )
     return _Settling(*pair, num_outputs).settle()
+
+
+def _keep_attention(joint: fx.GraphModule) -> None:
+    """Tell the partitioner to compute again all of the forward but attention calls."""
+    late: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if str(node.target).startswith("tangents") or any(a in late for a in node.all_input_nodes):
+            late.add(node)
+        elif node.op == "call_function":
+            made_by = node.args[0] if is_call(node, operator.getitem) else node
+            kept = is_call(made_by, *KERNELS)
+            policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+            node.meta |= {"recompute": policy, "ac_graph_id": 0}
 
 
 class _Settling:
@@ -86,23 +108,20 @@ class _Settling:
         return Halves(self.forward, self.backward, tuple(sources), tuple(sizes))
 
     def _recompute_views(self) -> None:
-        """A kept value that is a view of an input (a weight's transpose): keep the input."""
+        """A kept value that looks at an input (a weight's transpose) or at another kept value
+        (attention's output as rows): keep that one alone."""
         graph = self.backward.graph
         places = {node.name: node for node in graph.nodes}
-        for kept in graph.find_nodes(op="placeholder"):
+        given = graph.find_nodes(op="placeholder")
+        names = {node.name for node in given}
+        for kept in given:
             twin = self._nodes.get(kept.name)
-            if twin is None or not self._is_view_of_input(twin):
+            if twin is None or not _looks_at(twin, names):
                 continue
             rest = next(n for n in graph.nodes if n.op != "placeholder")
             with graph.inserting_before(rest):
                 kept.replace_all_uses_with(self._place(graph, twin, places, anew=True))
             graph.erase_node(kept)
-
-    def _is_view_of_input(self, node: fx.Node) -> bool:
-        steps = 0
-        while is_view(node) and isinstance(node.args[0], fx.Node):
-            node, steps = node.args[0], steps + 1
-        return node.op == "placeholder" and steps > 0
 
     def _place(
         self, graph: fx.Graph, node: fx.Node, places: dict[str, fx.Node], *, anew: bool = False
@@ -118,6 +137,15 @@ class _Settling:
         place.meta = dict(node.meta)
         places[node.name] = place
         return place
+
+
+def _looks_at(node: fx.Node, names: Container[str]) -> bool:
+    """Whether a value is a view of an input, or of one of these that is no view itself."""
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        if node.op == "placeholder" or (node.name in names and not is_view(node)):
+            return True
+    return False
 
 
 def writes(gm: fx.GraphModule) -> bool:

@@ -4,6 +4,7 @@
                     backward: inputs, gradients -> gradients of the inputs; the forward runs inside
     cut products    forward:  inputs -> outputs, kept values
                     backward: kept values, ..., gradients -> gradients of the inputs
+    cut attention   likewise; kept are the inputs, and what attention returned
 
 Both are traced over fake tensors in a shape environment of their own, sizes that vary as symbols,
 so one body serves every batch. Dead code elimination then keeps only what the gradients need.
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from fxrl.compile.bodies.attention import fastest
 from fxrl.compile.bodies.partition import Halves, partition, writes
 from fxrl.ir.graph import Size, hint
 from fxrl.ir.pipeline import Pipeline
@@ -92,8 +94,8 @@ class TracedBody:
         self.sizes: tuple[Size, ...] = ()
         if any(spec.needs_grad for spec in region.inputs) and self.grad_outputs:
             given = [outputs[i] for i in self.grad_outputs]
-            (self._keep_products if region.cut == "products" else self._keep_inputs)(given)
-        if region.cut == "products":
+            (self._keep_inputs if region.cut == "inputs" else self._keep_values)(given)
+        if region.cut != "inputs":
             self.forward = self._passed(HALF_PIPELINE, self.forward)
             self.backward = self.backward and self._passed(HALF_PIPELINE, self.backward)
 
@@ -106,7 +108,7 @@ class TracedBody:
         inputs = (("input", i) for i in range(len(self.region.inputs)))
         self.sources = (*inputs, *(("grad", i) for i in range(len(self.grad_examples))))
 
-    def _keep_products(self, outputs: Sequence[Tensor]) -> None:
+    def _keep_values(self, outputs: Sequence[Tensor]) -> None:
         from torch._inductor.decomposition import select_decomp_table
 
         self.grad_examples = [self._like(output) for output in outputs]
@@ -119,7 +121,7 @@ class TracedBody:
         joint = self._passed(JOINT_PIPELINE, joint)
         alive = [i for i, spec in enumerate(self.region.inputs) if spec.alive]
         with self.mode:
-            halves: Halves = partition(joint, self.num_outputs, alive)
+            halves: Halves = partition(joint, self.num_outputs, alive, cut=self.region.cut)
         self.forward, self.backward = halves.forward, halves.backward
         self.sources, self.sizes = halves.sources, halves.sizes
 
@@ -254,6 +256,7 @@ class TracedBody:
             enable_python_dispatcher(),
             torch.no_grad(),
             torch._C._DisableAutocast(),
+            fastest(self.region.inputs[0].example.device),
         ):
             gm = make_fx(function, decomposition_table=decompositions)(*inputs)
         gm.graph.eliminate_dead_code()

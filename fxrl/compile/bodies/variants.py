@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fxrl.compile.bodies.attention import allowed, calls_attention, kernels_of
 from fxrl.compile.bodies.inductor import InductorOptions, compile_body, generated_source
 from fxrl.compile.bodies.trace import TracedBody
 from fxrl.ir.graph import Size
@@ -81,6 +82,11 @@ class CompiledRegion(RegionKernels):
         """The halves of the first variant, for people."""
         return self.variants[0].traced
 
+    @property
+    def attention(self) -> str:
+        """Names of the kernels that run the first variant's attention."""
+        return ", ".join(kernels_of(self.traced.forward))
+
     def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[Size, ...]:
         return self._bound.read(inputs)
 
@@ -95,7 +101,7 @@ class CompiledRegion(RegionKernels):
         return self._bodies[key]
 
     def fake_outputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        kept = self.region.cut == "products"
+        kept = self.region.cut != "inputs"
         forward = self.traced.forward if kept else self.region.forward
         outputs: Sequence[Tensor] = forward(*inputs)
         return outputs
@@ -172,7 +178,8 @@ def build_region(
 
 
 def _key(region: Region, options: InductorOptions | None, plan: Plan) -> str:
-    """Content, options and what is switched off inside."""
+    """Content, options, what is switched off inside, and which kernels attention may take."""
     off = sorted(pair for pair in plan.switched_off if pair[1].startswith(region.id))
-    made = hashlib.sha256(f"{options} {off}".encode()).hexdigest()[:8]
+    kernels = allowed() if calls_attention(region.forward) else ()
+    made = hashlib.sha256(f"{options} {off} {kernels}".encode()).hexdigest()[:8]
     return f"{region.id}-{made}"

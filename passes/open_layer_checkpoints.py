@@ -1,0 +1,66 @@
+"""Take the user's checkpointing of layers over: fxrl's own cut of a layer stands in its place.
+
+    %y = checkpoint(@layer, %x, %w)             the whole layer runs again, op by op or region by
+                                                region, before its backward
+becomes
+    %y = fxrl.region([%x, %w], cut=inputs)      the backward runs again what it needs, in one graph
+
+What the user saved is saved as before; what a plan may choose instead is one layer's business.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxrl.ir.graph import CHECKPOINT, body_of, inline, is_call, is_view
+from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
+from fxrl.ir.plan import Choice
+from fxrl.ir.region import region_at, set_region
+
+
+class OpenLayerCheckpoints(Normalisation[Site]):
+    """Inline checkpointed bodies that hold a layer's regions and nothing else."""
+
+    name: ClassVar[str] = "open-layer-checkpoints"
+    stage: ClassVar[Stage] = Stage.FIND
+    doc: ClassVar[PassDoc] = PassDoc(
+        "`torch.utils.checkpoint` around a layer that was outlined whole",
+        "running again what the backward does not need; the plan may keep more where there is room",
+        "nothing",
+        "something of the layer runs op by op: the checkpointed call stays as it is",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[Site]:
+        for call in gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
+            body = body_of(gm, call)
+            if body is not None and _is_outlined(body.graph):
+                yield Site(call, 0)
+
+    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+        body = body_of(gm, site.anchor)
+        assert body is not None
+        for node in inline(site.anchor, body):
+            if (region := region_at(node)) is not None:
+                set_region(node, replace(region, cut="inputs"))
+                node.meta["checkpointed"] = True
+        return Applied("the user's checkpointing of a layer is taken over")
+
+
+def _is_outlined(graph: fx.Graph) -> bool:
+    """Whether regions do all the work of a body."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    regions = [node for node in calls if (region := region_at(node)) is not None and region.layer]
+    return bool(regions) and all(
+        node in regions or is_call(node, operator.getitem) or is_view(node) or not _computes(node)
+        for node in calls
+    )
+
+
+def _computes(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
