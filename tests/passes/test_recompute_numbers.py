@@ -1,9 +1,12 @@
 """``recompute`` at run time: float64 numbers and gradients of eager, what is kept, what is shown."""
 
+import itertools
+
 import pytest
 import torch
 
 import fxrl
+from fxrl.ir.plan import CutLayer, Plan
 from tests.compile.region_cases import assert_same, saved_bytes
 from tests.passes.layered import ids_batch, make_stack, square_loss
 
@@ -29,6 +32,36 @@ def test_numerics_and_gradients(checkpointed):
     assert len(capture.kernels) == 1
     for kernels in capture.kernels.values():
         assert len(kernels.variants) == 1, "one body for every shape"
+
+
+CUTS = ("products", "attention", "inputs")
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["open", "checkpointed"])
+@pytest.mark.parametrize("cuts", list(itertools.product(CUTS, repeat=2)), ids="-".join)
+def test_any_choice_for_any_layer_has_eagers_numbers(cuts, checkpointed):
+    """Also that it keeps what it says: attention runs twice only where inputs alone are kept."""
+    model = make_stack(2, checkpointed=checkpointed)
+    plan = Plan({f"0:blocks.{i}": CutLayer(cut) for i, cut in enumerate(cuts)})
+    step = fxrl.optimize(model, square_loss, ONLY, plan=plan)
+    for shape in ((2, 5), (3, 7)):
+        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
+    assert [step.plan.choices[f"0:blocks.{i}"].kept for i in range(2)] == list(cuts)
+    for kernels in step.captures[0].kernels.values():
+        again = str(kernels.traced.backward.graph).count("flash_attention_for_cpu.default")
+        assert again == (kernels.region.cut == "inputs")
+
+
+def test_the_more_is_kept_the_more_is_kept():
+    model, batch, sizes = make_stack(3), ids_batch(4, 32), []
+    for cut in CUTS:
+        plan = Plan({f"0:blocks.{i}": CutLayer(cut) for i in range(3)})
+        step = fxrl.optimize(model, square_loss, ONLY, plan=plan)
+        step(batch)
+        sizes.append(activations(model, step, batch))
+    assert sizes[0] > sizes[1] > sizes[2]
+    # attention: the output, of the layer's width, and a log-sum-exp per head, both of 8 bytes
+    assert sizes[1] - sizes[2] == 3 * 4 * 32 * (8 + 2) * 8
 
 
 def weighted(outputs, mask):
