@@ -20,6 +20,7 @@ from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
 from fxrl.passes.group_queries import GroupQueries
 from fxrl.passes.inline_layers import InlineLayers
 from fxrl.passes.merge_adapter_products import MergeAdapterProducts
+from fxrl.passes.offload import Offload
 from fxrl.passes.open_layer_checkpoints import OpenLayerCheckpoints
 from fxrl.passes.open_loss_checkpoints import OpenLossCheckpoints
 from fxrl.passes.outline_layers import OutlineLayers
@@ -48,6 +49,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         OpenLayerCheckpoints,
         # here the plan is made; what follows obeys it
         Recompute,
+        Offload,
         # nothing is left behind
         EliminateNoops,
         DropUnusedInputs,

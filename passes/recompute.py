@@ -63,18 +63,7 @@ class Recompute(Pass[OutlinedLayer]):
     )
 
     def match(self, gm: fx.GraphModule) -> Iterator[OutlinedLayer]:
-        layers: dict[str, list[fx.Node]] = {}
-        for call in region_calls(gm):
-            if layer := call.meta["region"].layer:
-                layers.setdefault(layer, []).append(call)
-        found = [call.meta["region"] for calls in layers.values() for call in calls]
-        bytes_of = {i: bytes_not_saved(region) for i, region in {r.id: r for r in found}.items()}
-        for layer, calls in layers.items():
-            inside = calls[0].graph.owning_module is not gm
-            opened = "checkpointed" in calls[0].meta
-            saved = sum(bytes_of[call.meta["region"].id] for call in calls)
-            saved = 0 if inside or opened else saved
-            yield OutlinedLayer(calls[0], saved, layer, tuple(calls), inside, opened)
+        return outlined_layers(gm)
 
     def decide(self, site: OutlinedLayer) -> Choice:
         """What the user checkpoints is run again; elsewhere products are kept."""
@@ -95,3 +84,19 @@ _DONE: dict[Cut, str] = {
     "attention": "recompute: only its inputs and what attention returned are kept",
     "inputs": "recompute: only its inputs are kept",
 }
+
+
+def outlined_layers(gm: fx.GraphModule) -> Iterator[OutlinedLayer]:
+    """The layers that are regions, in order."""
+    layers: dict[str, list[fx.Node]] = {}
+    for call in region_calls(gm):
+        if layer := call.meta["region"].layer:
+            layers.setdefault(layer, []).append(call)
+    found = [call.meta["region"] for calls in layers.values() for call in calls]
+    bytes_of = {i: bytes_not_saved(region) for i, region in {r.id: r for r in found}.items()}
+    for layer, calls in layers.items():
+        inside = calls[0].graph.owning_module is not gm
+        opened = "checkpointed" in calls[0].meta
+        saved = sum(bytes_of[call.meta["region"].id] for call in calls)
+        saved = 0 if inside or opened else saved
+        yield OutlinedLayer(calls[0], saved, layer, tuple(calls), inside, opened)

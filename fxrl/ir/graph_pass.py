@@ -146,8 +146,9 @@ class Pass(ABC, Generic[S]):
         return Rewrite(self.name)
 
     @abstractmethod
-    def rewrite(self, gm: fx.GraphModule, site: S, choice: Choice) -> Applied:
-        """Rewrite one site; raise ``Refusal`` (with the graph unchanged but for dead nodes)."""
+    def rewrite(self, gm: fx.GraphModule, site: S, choice: Choice) -> Applied | None:
+        """Rewrite one site; None where the choice asks for nothing. Raise ``Refusal`` with the
+        graph unchanged but for dead nodes."""
 
     @final
     def run(self, gm: fx.GraphModule, plan: Plan | None = None) -> Report:
@@ -185,6 +186,10 @@ class Pass(ABC, Generic[S]):
         except Refusal as refusal:
             ran.choices[name] = Keep(refusal.reason)
             return self._refused(found.anchor, name, refusal, self.missed)
+        if did is None:
+            return self._remark(
+                RemarkKind.ANALYSIS, found.anchor, name, "the plan asks for nothing"
+            )
         ran.rewrites.append(name)
         return self._remark(self.applied, found.anchor, name, did.what, "", did.saved_bytes)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from fxrl.errors import PlanError
 from fxrl.ir.region import Cut
 from fxrl.ir.remark import Refusal, format_bytes
 
+Place = Literal["gpu", "host"]
 _VERSION = 1
 
 
@@ -48,10 +49,18 @@ class TileHead:
 
 @dataclass(frozen=True, slots=True)
 class CutLayer:
-    """What a layer's backward gets: its matrix ``products``, its inputs and what ``attention``
-    returned, or its ``inputs`` alone; the rest runs again."""
+    """What a layer's backward gets; the rest runs again.
+
+    Attributes:
+        kept: its matrix ``products``, its inputs and what ``attention`` returned, or its ``inputs``
+            alone.
+        inputs_on: where the layer's own input waits for the backward, ``"gpu"`` or ``"host"``.
+        kept_on: where all else that is kept waits.
+    """
 
     kept: Cut = "products"
+    inputs_on: Place = "gpu"
+    kept_on: Place = "gpu"
 
 
 Choice = Keep | Rewrite | TileHead | CutLayer
@@ -150,10 +159,17 @@ def describe(choice: Choice) -> str:
     if isinstance(choice, Keep):
         return f"stays as it is: {choice.reason}"
     if isinstance(choice, CutLayer):
-        return f"layer: {_KEPT[choice.kept]} for the backward"
+        away = [what for what, on in places(choice) if on == "host"]
+        where = f", {' and '.join(away)} on the host" if away else ""
+        return f"layer: {_KEPT[choice.kept]} for the backward{where}"
     if isinstance(choice, TileHead):
         return f"{choice.by}, rows per tile: {choice.tile_tokens or 'by bytes'}"
     return choice.by
+
+
+def places(choice: CutLayer) -> tuple[tuple[str, Place], ...]:
+    """What waits for the backward, in words, and where."""
+    return ("its input", choice.inputs_on), ("what is kept", choice.kept_on)
 
 
 def _number(name: str, value: Any) -> Any:
@@ -187,5 +203,5 @@ def _check(what: str, value: object, kind: str) -> None:
     elif kind in ("str", "bool"):
         if type(value).__name__ != kind:
             raise PlanError(f"{what}={value!r} is no {kind}")
-    elif value not in get_args(Cut):
-        raise PlanError(f"{what}={value!r} is none of {', '.join(get_args(Cut))}")
+    elif value not in (allowed := get_args({"Cut": Cut, "Place": Place}[kind])):
+        raise PlanError(f"{what}={value!r} is none of {', '.join(allowed)}")

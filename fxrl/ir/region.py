@@ -140,6 +140,11 @@ def set_region(call: fx.Node, region: Region) -> None:
     call.update_arg(1, region.id)
 
 
+def send_to_host(call: fx.Node, inputs: Sequence[int], *, kept: bool) -> None:
+    """Let these inputs of a call, and all values that it keeps, wait in host memory."""
+    call.args = (*call.args[:3], [*inputs, *([-1] if kept else [])])
+
+
 def region_calls(gm: fx.GraphModule) -> list[fx.Node]:
     """Every region call of a graph and of its checkpointed bodies, in order."""
     return [node for graph in graphs_of(gm) for node in graph.nodes if region_at(node) is not None]

@@ -30,6 +30,7 @@ from torch import Tensor
 from fxrl.ir.graph import Size
 from fxrl.ir.region import Region
 from fxrl.ops import once_differentiable
+from fxrl.ops.host_memory import can_wait, pool_of
 
 TensorFunction = Callable[..., Sequence[Tensor]]
 Strides = tuple[int, ...]
@@ -117,10 +118,14 @@ def lookup(key: str) -> RegionKernels:
 @torch.library.custom_op(
     "fxrl::region",
     mutates_args=(),
-    schema="(Tensor[] inputs, str key, SymInt tile) -> Tensor[]",
+    schema="(Tensor[] inputs, str key, SymInt tile, int[] host=[]) -> Tensor[]",
 )
-def region(inputs: list[Tensor], key: str, tile: int) -> list[Tensor]:
-    """Run a region's forward, whole or in tiles of ``tile`` rows; outputs, then kept values."""
+def region(inputs: list[Tensor], key: str, tile: int, host: Sequence[int] = ()) -> list[Tensor]:
+    """Run a region's forward, whole or in tiles of ``tile`` rows; outputs, then kept values.
+
+    Args:
+        host: inputs that wait in host memory for the backward; -1 stands for all kept values.
+    """
     kernels = lookup(key)
     # Bodies already contain the casts that autocast asked for when they were captured.
     with torch.autocast(inputs[0].device.type, enabled=False):
@@ -132,7 +137,7 @@ def region(inputs: list[Tensor], key: str, tile: int) -> list[Tensor]:
 
 
 @region.register_fake
-def _(inputs: list[Tensor], key: str, tile: int) -> list[Tensor]:
+def _(inputs: list[Tensor], key: str, tile: int, host: Sequence[int] = ()) -> list[Tensor]:
     return [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         for x in lookup(key).fake_outputs(inputs)
@@ -205,34 +210,51 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
-    tensors, ctx.key, ctx.tile = inputs
+    tensors, ctx.key, ctx.tile, host = inputs
     kernels = lookup(ctx.key)
     ctx.kernels = kernels  # a backward may outlive the capture
     ctx.sizes = kernels.sizes_of(tensors)
     count = len(output)
     if kernels.region.tiled:
-        ctx.save_for_backward(*tensors)
+        _keep(ctx, [(x, False) for x in tensors])
     else:
         body = kernels.body(ctx.sizes)
         kept = {"input": tensors, "output": output}
-        ctx.save_for_backward(*(kept[kind][i] for kind, i in body.sources if kind in kept))
+        asked = {("input", i) for i in host}
+        asked |= {("output", i) for i in range(len(output)) if -1 in host}
+        sources = [source for source in body.sources if source[0] in kept]
+        _keep(ctx, [(kept[kind][i], (kind, i) in asked) for kind, i in sources])
         count = body.num_outputs
     ctx.results = [(tuple(o.shape), o.dtype, o.device) for o in output[:count]]
     ctx.mark_non_differentiable(*output[count:])
     ctx.set_materialize_grads(False)
 
 
-def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None, None]:
+def _keep(ctx: Any, values: Sequence[tuple[Tensor, bool]]) -> None:
+    """Save values for the backward, those that are marked in host memory."""
+    away = [asked and can_wait(x) for x, asked in values]
+    gone = [x for (x, _), is_away in zip(values, away, strict=True) if is_away]
+    ctx.away, ctx.stored = away, pool_of(gone[0].device).store(gone) if gone else None
+    ctx.save_for_backward(*(x for (x, _), is_away in zip(values, away, strict=True) if not is_away))
+
+
+def _kept(ctx: Any) -> list[Tensor]:
+    """What ``_keep`` saved."""
+    here, back = iter(ctx.saved_tensors), iter(ctx.stored.fetch() if ctx.stored else ())
+    return [next(back) if is_away else next(here) for is_away in ctx.away]
+
+
+def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None, None, None]:
     kernels: RegionKernels = ctx.kernels
     given = []
     for index in kernels.grad_outputs:
         grad, (shape, dtype, device) = grads[index], ctx.results[index]
         given.append(torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad)
-    kept = list(ctx.saved_tensors)
+    kept = _kept(ctx)
     vjp = torch.ops.fxrl.region_vjp
     found = iter(vjp(kept, given, list(ctx.sizes), ctx.key, ctx.tile))
     result = [next(found) if spec.needs_grad else None for spec in kernels.region.inputs]
-    return result, None, None
+    return result, None, None, None
 
 
 region.register_autograd(_from_context, setup_context=_setup_context)

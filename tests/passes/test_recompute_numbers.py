@@ -7,10 +7,11 @@ import torch
 
 import fxrl
 from fxrl.ir.plan import CutLayer, Plan
-from tests.compile.region_cases import assert_same, saved_bytes
+from tests.compile.region_cases import assert_same, run, saved_bytes
 from tests.passes.layered import ids_batch, make_stack, square_loss
 
 ONLY = fxrl.Config(passes=("recompute",), compile_regions=False, on_miss="error")
+HOST = fxrl.Config(passes=("offload",), compile_regions=False, on_miss="error")
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,36 @@ def test_any_choice_for_any_layer_has_eagers_numbers(cuts, checkpointed):
     for kernels in step.captures[0].kernels.values():
         again = str(kernels.traced.backward.graph).count("flash_attention_for_cpu.default")
         assert again == (kernels.region.cut == "inputs")
+
+
+PLACES = ("gpu", "host")
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("places", list(itertools.product(PLACES, repeat=2)), ids="-".join)
+def test_what_waits_on_the_host_comes_back_bit_for_bit(cut, places):
+    model, batch, found = make_stack(3), ids_batch(4, 32), []
+    for inputs_on, kept_on in (("gpu", "gpu"), places):
+        plan = Plan({f"0:blocks.{i}": CutLayer(cut, inputs_on, kept_on) for i in range(3)})
+        step = fxrl.optimize(model, square_loss, HOST, plan=plan)
+        loss, grads = run(step, model, batch)
+        found.append((loss, grads, activations(model, step, batch)))
+    (loss, grads, size), (its_loss, its_grads, its_size) = found
+    assert torch.equal(loss, its_loss)
+    assert all(torch.equal(grads[name], its_grads[name]) for name in grads)
+    of_inputs = 3 * 4 * 32 * 8 * 8
+    wanted = size if places[1] == "gpu" else only_inputs(model, batch)
+    assert its_size == wanted - (of_inputs if places[0] == "host" else 0)
+    report = [r.reason for r in step.report.of_kind("applied") if r.pass_name == "offload"]
+    assert len(report) == (3 if "host" in places else 0)
+
+
+def only_inputs(model, batch):
+    """Bytes kept where layers keep their inputs alone."""
+    plan = Plan({f"0:blocks.{i}": CutLayer("inputs") for i in range(3)})
+    step = fxrl.optimize(model, square_loss, ONLY, plan=plan)
+    step(batch)
+    return activations(model, step, batch)
 
 
 def test_the_more_is_kept_the_more_is_kept():

@@ -1,0 +1,172 @@
+"""Tensors that wait in host memory between forward and backward, moved while the GPU computes.
+
+    forward    y = layer_i(x)        x, o  --side stream-->  pages of pinned host memory
+    backward   grad of layer_i       x, o  <--side stream--  begun while layer i+1's gradient runs
+
+Values come back bit for bit. What was stored last is asked for first; whoever is fetched starts the
+way back of the one stored before it, so a transfer hides behind a layer's backward where the link
+keeps up. On a CPU the pages are plain memory and copies are done when they are asked for.
+
+NOTE [Why pages]: batches differ in length, so buffers of a tensor's size would never fit again, and
+PyTorch's own pinned allocator rounds up to powers of two. The tensors of one store lie behind each
+other in pages of one size; what is wasted is less than a page a store.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+PAGE = 16 * 2**20
+#: Stores that may be on their way at once; their GPU memory is held until they have arrived.
+_ON_THEIR_WAY = 2
+_POOLS: dict[torch.device, HostPool] = {}
+_LOCK = threading.RLock()
+
+
+def pool_of(device: torch.device) -> HostPool:
+    """The pages that belong to a device; they live as long as the process."""
+    with _LOCK:
+        return _POOLS.setdefault(device, HostPool(device))
+
+
+class HostPool:
+    """Pages of host memory for the tensors of one device.
+
+    Attributes:
+        bytes: of all pages, in use or free.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes = 0
+        self._free: list[Tensor] = []
+        self._sent: deque[tuple[torch.Event, list[Tensor]]] = deque()
+        self._last: weakref.ref[Stored] | None = None
+        self._stream = torch.Stream(device) if device.type == "cuda" else None
+
+    def store(self, tensors: Sequence[Tensor]) -> Stored:
+        """Begin to copy tensors to the host; the caller may drop them at once."""
+        flats = [_flat(x) for x in tensors]
+        with _LOCK:
+            pages = self._take(sum(flat.numel() for flat in flats))
+            self._send(flats, pages)
+            stored = Stored(self, tensors, pages, self._last)
+            self._last = weakref.ref(stored)
+        return stored
+
+    def take_back(self, pages: Sequence[Tensor]) -> None:
+        """Pages that nobody reads any more."""
+        with _LOCK:
+            self._free += pages
+
+    def copy(self, flats: Sequence[Tensor], pages: Sequence[Tensor]) -> torch.Event | None:
+        """Begin to copy pages into flat tensors; the event says when they are there."""
+        if self._stream is None:
+            for flat, place in _pieces(flats, pages):
+                flat.copy_(place)
+            return None
+        while self._sent and self._sent[0][0].query():
+            self._sent.popleft()
+        arrived = torch.Event(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # it may use the memory
+        with self._stream:
+            for flat, place in _pieces(flats, pages):
+                flat.copy_(place, non_blocking=True)
+            arrived.record(self._stream)
+        return arrived
+
+    def _send(self, flats: list[Tensor], pages: Sequence[Tensor]) -> None:
+        if self._stream is None:
+            for flat, place in _pieces(flats, pages):
+                place.copy_(flat)
+            return
+        while len(self._sent) >= _ON_THEIR_WAY:
+            event, _ = self._sent.popleft()
+            torch.cuda.current_stream(self.device).wait_event(event)  # then the memory is free
+        arrived = torch.Event(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self._stream:
+            for flat, place in _pieces(flats, pages):
+                place.copy_(flat, non_blocking=True)
+            arrived.record(self._stream)
+        self._sent.append((arrived, flats))
+
+    def _take(self, size: int) -> list[Tensor]:
+        count = -(-size // PAGE)
+        while len(self._free) < count:
+            pinned = self._stream is not None
+            self._free.append(torch.empty(PAGE, dtype=torch.uint8, pin_memory=pinned))
+            self.bytes += PAGE
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+
+class Stored:
+    """What one layer keeps, on the host."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        tensors: Sequence[Tensor],
+        pages: list[Tensor],
+        before: weakref.ref[Stored] | None,
+    ) -> None:
+        self._pool, self._pages, self._before = pool, pages, before
+        self._looks = [(x.shape, x.stride(), x.dtype) for x in tensors]
+        self._found: list[Tensor] | None = None
+        self._arrived: torch.Event | None = None
+
+    def start(self) -> None:
+        """Begin the way back, where it has not begun."""
+        with _LOCK:
+            if self._found is None:
+                self._found = [
+                    torch.empty_strided(shape, stride, dtype=dtype, device=self._pool.device)
+                    for shape, stride, dtype in self._looks
+                ]
+                self._arrived = self._pool.copy([_flat(x) for x in self._found], self._pages)
+
+    def fetch(self) -> list[Tensor]:
+        """The tensors as they were; those stored before them start their way back."""
+        self.start()
+        found, self._found = self._found, None  # the caller's; another backward copies again
+        assert found is not None
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._pool.device).wait_event(self._arrived)
+        before = self._before() if self._before is not None else None
+        if before is not None:
+            before.start()
+        return found
+
+    def __del__(self) -> None:
+        self._pool.take_back(self._pages)
+
+
+def can_wait(x: Tensor) -> bool:
+    """Whether a tensor is memory that can be moved: no gaps in it, and no stand-in for a tensor."""
+    pairs = zip(x.shape, x.stride(), strict=True)
+    plain = type(x) in (Tensor, torch.nn.Parameter)
+    return plain and x.numel() == 1 + sum((size - 1) * stride for size, stride in pairs)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A dense tensor's memory as bytes, whatever the order of its dims."""
+    return x.as_strided((x.numel(),), (1,), x.storage_offset()).view(torch.uint8)
+
+
+def _pieces(flats: Sequence[Tensor], pages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of the tensors and where in the pages they lie."""
+    place = 0
+    for flat in flats:
+        at = 0
+        while at < flat.numel():
+            page, offset = divmod(place, PAGE)
+            size = min(PAGE - offset, flat.numel() - at)
+            yield flat[at : at + size], pages[page][offset : offset + size]
+            at, place = at + size, place + size

@@ -1,0 +1,68 @@
+"""Let what a layer keeps for its backward wait in host memory, where the plan says so.
+
+fxrl.region([%x, ...], cut=attention)          %x and attention's output stay on the GPU
+fxrl.region([%x, ...], cut=attention, host)    they are copied to pinned memory while the next
+                                               layer runs, and come back, bit for bit, while the
+                                               backward of the layer behind runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxrl.ir.graph_pass import Applied, Pass, PassDoc, Stage
+from fxrl.ir.plan import Choice, CutLayer, places
+from fxrl.ir.region import send_to_host
+from fxrl.ir.remark import Refusal
+from fxrl.passes.recompute import OutlinedLayer, outlined_layers
+
+
+@dataclass(frozen=True)
+class Offload(Pass[OutlinedLayer]):
+    """Say of each layer's region what waits on the host."""
+
+    name: ClassVar[str] = "offload"
+    stage: ClassVar[Stage] = Stage.ACT
+    requires: ClassVar[tuple[str, ...]] = ("recompute",)
+    doc: ClassVar[PassDoc] = PassDoc(
+        "a layer that was outlined and whose plan says `host`",
+        "the layer's input, and what its cut keeps, on the GPU between forward and backward",
+        "host memory; time where the link to the host is slower than a layer",
+        "the layer was not outlined, or the user's checkpointing of it stays",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[OutlinedLayer]:
+        return outlined_layers(gm)
+
+    def decide(self, site: OutlinedLayer) -> Choice:
+        return CutLayer()
+
+    def rewrite(self, gm: fx.GraphModule, site: OutlinedLayer, choice: Choice) -> Applied | None:
+        if not isinstance(choice, CutLayer):
+            raise Refusal(f"the plan's choice for a layer is {choice}, which is for another site")
+        if "host" not in (choice.inputs_on, choice.kept_on):
+            return None
+        if site.inside:
+            raise Refusal(
+                "the user's checkpointing of this layer runs it as a whole",
+                "let the plan choose: switch activation checkpointing off",
+            )
+        for call in site.calls:
+            own = _own_inputs(call, site.calls) if choice.inputs_on == "host" else []
+            send_to_host(call, own, kept=choice.kept_on == "host")
+        away = [what for what, on in places(choice) if on == "host"]
+        return Applied(f"{' and '.join(away)} waits on the host", site.saved_bytes)
+
+
+def _own_inputs(call: fx.Node, calls: tuple[fx.Node, ...]) -> list[int]:
+    """Positions of the inputs that nobody but this layer reads."""
+    inputs: Any = call.args[0]
+    return [
+        position
+        for position, node in enumerate(inputs)
+        if node.op == "call_function" and all(user in calls for user in node.users)
+    ]

@@ -1,0 +1,120 @@
+"""Tensors that wait on the host: they come back bit for bit, and their pages are used again."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxrl.ops.host_memory import PAGE, HostPool, can_wait, pool_of
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
+
+
+def drawn(shape, dtype, order=None, seed=0):
+    """Random bits, NaNs among them, laid out in this order of dims."""
+    order = order or range(len(shape))
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [shape[d] for d in order]
+    if dtype == torch.bool:
+        x = torch.randint(0, 2, sizes, generator=generator).bool()
+    else:
+        count = torch.Size(sizes).numel() * dtype.itemsize
+        raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+        x = raw.view(dtype).view(sizes)
+    return x.permute([list(order).index(d) for d in range(len(shape))])
+
+
+def same(found, wanted):
+    bits = [x.contiguous().view(torch.uint8) if x.numel() else x for x in (found, wanted)]
+    return found.stride() == wanted.stride() and found.dtype == wanted.dtype and torch.equal(*bits)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 7), min_size=1, max_size=4),
+            st.sampled_from(DTYPES),
+            st.randoms(use_true_random=False),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_what_is_stored_comes_back(specs):
+    tensors = []
+    for seed, (shape, dtype, random) in enumerate(specs):
+        order = list(range(len(shape)))
+        random.shuffle(order)
+        tensors.append(drawn(shape, dtype, order, seed))
+    wanted = [x.clone(memory_format=torch.preserve_format) for x in tensors]
+    stored = HostPool(CPU).store([x for x in tensors if can_wait(x)])
+    wanted = [w for w, x in zip(wanted, tensors, strict=True) if can_wait(x)]
+    for x in tensors:
+        x.zero_()
+    for _ in range(2):  # a second backward asks again
+        assert all(map(same, stored.fetch(), wanted))
+
+
+def test_a_store_may_lie_across_pages():
+    pool = HostPool(CPU)
+    tensors = [drawn((PAGE // 4 + 3,), torch.int64, seed=1), drawn((5, 7), torch.float32, seed=2)]
+    stored = pool.store(tensors)
+    assert pool.bytes == 3 * PAGE
+    assert all(map(same, stored.fetch(), tensors))
+
+
+def test_pages_are_used_again_whatever_the_lengths():
+    pool, seen = HostPool(CPU), []
+    for step in range(20):
+        rows = [1 + (step * 7 + i) % 13 for i in range(4)]
+        layers = [drawn((count, PAGE // 8), torch.float32, seed=count) for count in rows]
+        stored = [pool.store([x]) for x in layers]
+        for one, x in zip(reversed(stored), reversed(layers), strict=True):
+            assert same(one.fetch()[0], x)
+        del one, stored
+        gc.collect()
+        seen.append(pool.bytes)
+    assert seen[-1] == max(seen[:13]), "no page more once every length was seen"
+
+
+def test_who_is_fetched_starts_the_one_before():
+    pool = HostPool(CPU)
+    first, second = pool.store([torch.ones(3)]), pool.store([torch.zeros(3)])
+    second.fetch()
+    assert first._found is not None
+    assert torch.equal(first.fetch()[0], torch.ones(3))
+
+
+def test_a_store_that_is_gone_is_not_started():
+    pool = HostPool(CPU)
+    first, second = pool.store([torch.ones(3)]), pool.store([torch.zeros(3)])
+    del first
+    gc.collect()
+    assert torch.equal(second.fetch()[0], torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("x", "waits"),
+    [
+        (torch.ones(3, 4), True),
+        (torch.ones(3, 4).t(), True),
+        (torch.nn.Parameter(torch.ones(3)), True),
+        (torch.ones(3, 4)[:, :2], False),
+        (torch.ones(3, 1).expand(3, 4), False),
+    ],
+)
+def test_what_can_wait(x, waits):
+    assert can_wait(x) == waits
+
+
+def test_a_stand_in_cannot_wait():
+    with FakeTensorMode():
+        assert not can_wait(torch.ones(3))
+
+
+def test_a_device_has_one_pool():
+    assert pool_of(CPU) is pool_of(CPU)
