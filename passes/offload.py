@@ -27,7 +27,7 @@ class Offload(Pass[OutlinedLayer]):
 
     name: ClassVar[str] = "offload"
     stage: ClassVar[Stage] = Stage.ACT
-    requires: ClassVar[tuple[str, ...]] = ("recompute",)
+    requires: ClassVar[tuple[str, ...]] = ("outline-layers", "recompute")
     doc: ClassVar[PassDoc] = PassDoc(
         "a layer that was outlined and whose plan says `host`",
         "the layer's input, and what its cut keeps, on the GPU between forward and backward",

@@ -117,7 +117,7 @@ def call_region(
     Returns:
         One graph value per output.
     """
-    call = graph.call_function(torch.ops.fxrl.region.default, (inputs, region.id, tile))
+    call = graph.call_function(torch.ops.fxrl.region.default, (inputs, region.id, tile, []))
     call.meta["val"] = list(results)
     call.meta["region"] = region
     values = []

@@ -118,9 +118,9 @@ def lookup(key: str) -> RegionKernels:
 @torch.library.custom_op(
     "fxrl::region",
     mutates_args=(),
-    schema="(Tensor[] inputs, str key, SymInt tile, int[] host=[]) -> Tensor[]",
+    schema="(Tensor[] inputs, str key, SymInt tile, int[] host) -> Tensor[]",
 )
-def region(inputs: list[Tensor], key: str, tile: int, host: Sequence[int] = ()) -> list[Tensor]:
+def region(inputs: list[Tensor], key: str, tile: int, host: Sequence[int]) -> list[Tensor]:
     """Run a region's forward, whole or in tiles of ``tile`` rows; outputs, then kept values.
 
     Args:
@@ -137,7 +137,7 @@ def region(inputs: list[Tensor], key: str, tile: int, host: Sequence[int] = ()) 
 
 
 @region.register_fake
-def _(inputs: list[Tensor], key: str, tile: int, host: Sequence[int] = ()) -> list[Tensor]:
+def _(inputs: list[Tensor], key: str, tile: int, host: Sequence[int]) -> list[Tensor]:
     return [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         for x in lookup(key).fake_outputs(inputs)
@@ -211,6 +211,7 @@ def _(
 
 def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
     tensors, ctx.key, ctx.tile, host = inputs
+    ctx.grad_of_host = None if host else []  # torch takes an empty list for one of tensors
     kernels = lookup(ctx.key)
     ctx.kernels = kernels  # a backward may outlive the capture
     ctx.sizes = kernels.sizes_of(tensors)
@@ -244,7 +245,7 @@ def _kept(ctx: Any) -> list[Tensor]:
     return [next(back) if is_away else next(here) for is_away in ctx.away]
 
 
-def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None, None, None]:
+def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None, None, Any]:
     kernels: RegionKernels = ctx.kernels
     given = []
     for index in kernels.grad_outputs:
@@ -254,7 +255,7 @@ def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None, None
     vjp = torch.ops.fxrl.region_vjp
     found = iter(vjp(kept, given, list(ctx.sizes), ctx.key, ctx.tile))
     result = [next(found) if spec.needs_grad else None for spec in kernels.region.inputs]
-    return result, None, None, None
+    return result, None, None, ctx.grad_of_host
 
 
 region.register_autograd(_from_context, setup_context=_setup_context)

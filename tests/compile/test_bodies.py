@@ -83,7 +83,7 @@ def test_the_op_pair(options):
     kernels = build_region(region, options)
 
     def run(live):
-        return torch.ops.fxrl.region(live, kernels.key, 0)
+        return torch.ops.fxrl.region(live, kernels.key, 0, [])
 
     wanted = gradients(lambda live: layer(*live), inputs(), NEEDS)
     assert_equal(gradients(run, inputs(), NEEDS), wanted, 1e-12 if options is None else 1e-6)
@@ -97,7 +97,7 @@ def test_operands_of_other_strides_are_taken():
 
     def run(live):
         first = live[0].transpose(0, 1).contiguous().transpose(0, 1)
-        return torch.ops.fxrl.region([first, *live[1:]], kernels.key, 0)
+        return torch.ops.fxrl.region([first, *live[1:]], kernels.key, 0, [])
 
     assert not turned.is_contiguous()
     wanted = gradients(lambda live: layer(*live), [x, *rest], NEEDS)
@@ -108,7 +108,7 @@ def test_only_outputs_carry_a_gradient():
     region = region_of(layer, inputs(), NEEDS)
     kernels = build_region(region, None)
     live = [x.requires_grad_(need) for x, need in zip(inputs(), NEEDS, strict=True)]
-    first, second, *kept = torch.ops.fxrl.region(live, kernels.key, 0)
+    first, second, *kept = torch.ops.fxrl.region(live, kernels.key, 0, [])
     assert first.requires_grad
     assert second.requires_grad
     assert kept
@@ -125,7 +125,7 @@ def test_an_autograd_formula_that_writes_is_made_functional():
     region = region_of(indexed, examples, (True, True))
     kernels = build_region(region, None)
     live = [x.clone().requires_grad_() for x in examples]
-    (out,) = torch.ops.fxrl.region(live, kernels.key, 0)[:1]
+    (out,) = torch.ops.fxrl.region(live, kernels.key, 0, [])[:1]
     wanted = torch.autograd.grad(indexed(*live)[0].sum(), live)
     torch.testing.assert_close(torch.autograd.grad(out.sum(), live), wanted)
 
@@ -133,7 +133,7 @@ def test_an_autograd_formula_that_writes_is_made_functional():
 def test_a_region_that_needs_no_gradient_has_a_forward_alone():
     region = region_of(layer, inputs(), (False,) * 6)
     kernels = build_region(region, None)
-    first, second = torch.ops.fxrl.region(inputs(), kernels.key, 0)
+    first, second = torch.ops.fxrl.region(inputs(), kernels.key, 0, [])
     wanted = layer(*inputs())
     torch.testing.assert_close([first, second], wanted, rtol=1e-12, atol=1e-12)
 

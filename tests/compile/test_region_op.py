@@ -21,7 +21,7 @@ def region_of(function, examples, tiled, needs_grad):
 
 
 def call(kernels, inputs, tile):
-    return torch.ops.fxrl.region(inputs, kernels.key, tile)
+    return torch.ops.fxrl.region(inputs, kernels.key, tile, [])
 
 
 @pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])

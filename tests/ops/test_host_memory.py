@@ -29,7 +29,7 @@ def drawn(shape, dtype, order=None, seed=0):
 
 
 def same(found, wanted):
-    bits = [x.contiguous().view(torch.uint8) if x.numel() else x for x in (found, wanted)]
+    bits = [x.reshape(-1).view(torch.uint8) for x in (found.contiguous(), wanted.contiguous())]
     return found.stride() == wanted.stride() and found.dtype == wanted.dtype and torch.equal(*bits)
 
 
