@@ -73,7 +73,7 @@ def test_applied():
 %slice_tensor = aten.slice.Tensor(%hidden, 0, 0, -1) : f64[5, 4]
 %slice_2 = aten.slice.Tensor(%ids, 0, 1, 9223372036854775807) : i64[5]
 %unsqueeze = aten.unsqueeze.default(%slice_2, 1) : i64[5, 1]
-%region_default = fxrl.region.default([%slice_tensor, %unsqueeze, %weight], 'ID', 2) : (f64[5, 1], f64[5])
+%region_default = fxrl.region.default([%slice_tensor, %unsqueeze, %weight], 'ID', 2, []) : (f64[5, 1], f64[5])
 %getitem_1 = operator.getitem(%region_default, 1) : f64[5]
 %getitem = operator.getitem(%region_default, 0) : f64[5, 1]
 %select = aten.select.int(%getitem, 1, 0) : f64[5]
@@ -113,7 +113,7 @@ def test_reduction_over_tokens_and_vocabulary_keeps_the_token_part_outside():
         """\
 %hidden = input : f64[6, 4]
 %weight = input : f64[32, 4]
-%region_default = fxrl.region.default([%hidden, %weight], 'ID', 2) : (f64[6, 1])
+%region_default = fxrl.region.default([%hidden, %weight], 'ID', 2, []) : (f64[6, 1])
 %getitem = operator.getitem(%region_default, 0) : f64[6, 1]
 %mean = aten.mean.default(%getitem) : f64[]
 return %mean""",

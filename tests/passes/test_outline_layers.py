@@ -45,9 +45,9 @@ def test_applied():
         "\n".join(line for line in printed(gm).splitlines() if "= input" not in line),
         """\
 %embedding = aten.embedding.default(%model.embed.weight, %b_ids) : f64[2, 5, 8]
-%region_default = fxrl.region.default([%embedding, %model.blocks.0.norm, %model.blocks.0.qkv.q.weight, %model.blocks.0.qkv.k.weight, %model.blocks.0.qkv.v.weight, %model.blocks.0.out.weight, %model.blocks.0.up.weight, %model.blocks.0.up.bias, %model.blocks.0.down.weight, %model.blocks.0.down.bias], 'ID', 0) : (f64[2, 5, 8])
+%region_default = fxrl.region.default([%embedding, %model.blocks.0.norm, %model.blocks.0.qkv.q.weight, %model.blocks.0.qkv.k.weight, %model.blocks.0.qkv.v.weight, %model.blocks.0.out.weight, %model.blocks.0.up.weight, %model.blocks.0.up.bias, %model.blocks.0.down.weight, %model.blocks.0.down.bias], 'ID', 0, []) : (f64[2, 5, 8])
 %getitem = operator.getitem(%region_default, 0) : f64[2, 5, 8]
-%region_default_1 = fxrl.region.default([%getitem, %model.blocks.1.norm, %model.blocks.1.qkv.q.weight, %model.blocks.1.qkv.k.weight, %model.blocks.1.qkv.v.weight, %model.blocks.1.out.weight, %model.blocks.1.up.weight, %model.blocks.1.up.bias, %model.blocks.1.down.weight, %model.blocks.1.down.bias], 'ID', 0) : (f64[2, 5, 8])
+%region_default_1 = fxrl.region.default([%getitem, %model.blocks.1.norm, %model.blocks.1.qkv.q.weight, %model.blocks.1.qkv.k.weight, %model.blocks.1.qkv.v.weight, %model.blocks.1.out.weight, %model.blocks.1.up.weight, %model.blocks.1.up.bias, %model.blocks.1.down.weight, %model.blocks.1.down.bias], 'ID', 0, []) : (f64[2, 5, 8])
 %getitem_1 = operator.getitem(%region_default_1, 0) : f64[2, 5, 8]
 %view_24 = aten.view.default(%getitem_1, [10, 8]) : f64[10, 8]
 %t_12 = aten.t.default(%model.head.weight) : f64[8, 3]
