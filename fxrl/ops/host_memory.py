@@ -145,6 +145,8 @@ class Stored:
         return found
 
     def __del__(self) -> None:
+        if self._found is not None and self._arrived is not None:  # begun, and nobody asked
+            torch.cuda.current_stream(self._pool.device).wait_event(self._arrived)
         self._pool.take_back(self._pages)
 
 

@@ -1,0 +1,80 @@
+"""Layer regions on a GPU: the kernel that runs attention, every cut's numbers, offload's bits."""
+
+import itertools
+
+import pytest
+import torch
+
+import fxrl
+from fxrl.ir.plan import CutLayer, Plan
+from tests.compile.region_cases import run
+from tests.passes.layered import ids_batch, make_stack, square_loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+LAYERS, LENGTHS = 3, (200, 64, 513)
+CUTS = ("products", "attention", "inputs")
+PLACES = tuple(itertools.product(("gpu", "host"), repeat=2))
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=[False, True], ids=["open", "checkpointed"])
+def model(request):
+    stack = make_stack(LAYERS, width=128, heads=2, checkpointed=request.param)
+    return stack.to(device="cuda", dtype=torch.bfloat16)
+
+
+def batch_of(length):
+    return {"ids": ids_batch(2, length)["ids"].cuda()}
+
+
+def planned(model, cut, inputs_on="gpu", kept_on="gpu"):
+    choice = CutLayer(cut, inputs_on, kept_on)
+    plan = Plan({f"0:blocks.{i}": choice for i in range(LAYERS)})
+    config = fxrl.Config(passes=("offload",), on_miss="error")
+    return fxrl.optimize(model, square_loss, config, plan=plan)
+
+
+def distance(found, true):
+    """Of all gradients at once, relative."""
+    off = torch.stack([(found[name].double() - g).norm() for name, g in true.items()]).norm()
+    return off / torch.stack([g.norm() for g in true.values()]).norm()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_gradients_are_as_near_to_fp32_as_eagers(model, cut):
+    """No further than eager bf16, with a fifth for the other order of sums."""
+    step = planned(model, cut)
+    exact = make_stack(LAYERS, width=128, heads=2).to("cuda")
+    exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+    for length in LENGTHS:
+        batch = batch_of(length)
+        _, true = run(lambda b: square_loss(exact, b), exact, batch)
+        _, eager = run(lambda b: square_loss(model, b), model, batch)
+        _, ours = run(step, model, batch)
+        assert distance(ours, true) <= 1.2 * distance(eager, true)
+
+
+def test_hopper_takes_cudnn(model):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs an sm_90 GPU")
+    step = planned(model, "attention")
+    run(step, model, batch_of(200))
+    assert "attention: cuDNN attention" in str(step.report)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_offload_is_exact_at_every_length(model, cut):
+    steps = {places: planned(model, cut, *places) for places in PLACES}
+    for length in (*LENGTHS, LENGTHS[0]):
+        found = {places: run(step, model, batch_of(length)) for places, step in steps.items()}
+        loss, grads = found["gpu", "gpu"]
+        for its_loss, its_grads in found.values():
+            assert torch.equal(loss, its_loss)
+            assert all(torch.equal(grads[name], its_grads[name]) for name in grads)
