@@ -52,10 +52,10 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def make_stack(layers=3, *, seed=0, checkpointed=False, **options):
+def make_stack(layers=3, *, width=8, seed=0, checkpointed=False, **options):
     torch.manual_seed(seed)
-    blocks = [Block(**options) for _ in range(layers)]
-    return Stack(blocks, checkpointed=checkpointed).double()
+    blocks = [Block(width, **options) for _ in range(layers)]
+    return Stack(blocks, width=width, checkpointed=checkpointed).double()
 
 
 def ids_batch(rows=2, length=5, seed=1):

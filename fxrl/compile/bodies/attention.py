@@ -42,7 +42,12 @@ def calls_attention(gm: fx.GraphModule) -> bool:
 
 def allowed() -> tuple[str, ...]:
     """What the user allows now (``torch.nn.attention.sdpa_kernel``), by name."""
-    return tuple(backend.name for backend, enabled in _FLAGS.items() if enabled())  # type: ignore[no-untyped-call]
+    return tuple(backend.name for backend in _allowed())
+
+
+def _allowed() -> list[SDPBackend]:
+    """The fastest first."""
+    return [backend for backend, enabled in _FLAGS.items() if enabled()]  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -56,7 +61,7 @@ def fastest(device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _HOPPER:
         yield
         return
-    with sdpa_kernel([SDPBackend[name] for name in allowed()], set_priority=True):
+    with sdpa_kernel(_allowed(), set_priority=True):
         yield
 
 
