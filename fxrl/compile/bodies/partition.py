@@ -1,12 +1,13 @@
-"""The cuts "products" and "attention": a joint graph, split where little is kept for the backward.
+"""A layer's cut: a joint graph, split where no more is kept for the backward than the cut says.
 
     joint      inputs, gradients -> outputs, gradients of the inputs
     forward    inputs            -> outputs, kept values
     backward   kept values, ...  -> gradients of the inputs
 
-The cut is PyTorch's own (``min_cut_rematerialization_partition``): matrix products are kept,
-elementwise ops and norms are computed again where that is less memory. For the cut "attention" it
-is told to compute all but attention again.
+The cuts "products" and "attention" are PyTorch's own (``min_cut_rematerialization_partition``):
+matrix products are kept, elementwise ops and norms are computed again where that is less memory;
+for "attention" it is told to compute all else again. With "inputs" the backward runs the forward
+again. What runs again does so as late as the gradients allow: little is alive at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrl.compile.bodies.attention import KERNELS
-from fxrl.ir.graph import Size, is_call, is_view
+from fxrl.ir.graph import Size, graph_module, is_call, is_view
 from fxrl.ir.region import Cut
 
 Source = tuple[str, int]
@@ -47,8 +48,10 @@ def partition(
     Args:
         num_outputs: outputs of the forward, before the gradients.
         alive: inputs that live until the backward in any case.
-        cut: ``"products"``, or ``"attention"``: nothing but what attention calls return.
+        cut: see ``ir.region``.
     """
+    if cut == "inputs":
+        return _Settling(*_run_again(joint, num_outputs), num_outputs).settle()
     if cut == "attention":
         _keep_attention(joint)
     with functorch_config.patch(activation_memory_budget=1.0):
@@ -60,15 +63,65 @@ def partition(
 
 def _keep_attention(joint: fx.GraphModule) -> None:
     """Tell the partitioner to compute again all of the forward but attention calls."""
-    late: set[fx.Node] = set()
+    late = _backward_of(joint)
     for node in joint.graph.nodes:
-        if str(node.target).startswith("tangents") or any(a in late for a in node.all_input_nodes):
-            late.add(node)
-        elif node.op == "call_function":
+        if node.op == "call_function" and node not in late:
             made_by = node.args[0] if is_call(node, operator.getitem) else node
             kept = is_call(made_by, *KERNELS)
             policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
             node.meta |= {"recompute": policy, "ac_graph_id": 0}
+
+
+def _run_again(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Nothing kept: the forward's graph, and the gradients' with what they need of it.
+
+    NOTE [Why not the partitioner]: told to compute attention again, it wants to replay its random
+    numbers, of which there are none.
+    """
+    (output,) = joint.graph.find_nodes(op="output")
+    outputs, grads = output.args[0][:num_outputs], output.args[0][num_outputs:]
+    order = {node: place for place, node in enumerate(joint.graph.nodes)}
+    late, done = _backward_of(joint), set[fx.Node]()
+    wanted = _needed(grads, order, set())
+    backward = [n for node in wanted if node in late for n in _needed([node], order, done)]
+    backward += _needed(grads, order, done)
+    inputs = [n for n in order if n.op == "placeholder" and n not in late]
+    forward = [*inputs, *_needed(outputs, order, set(inputs))]
+    return _graph_of(joint, forward, outputs), _graph_of(joint, backward, grads)
+
+
+def _backward_of(joint: fx.GraphModule) -> set[fx.Node]:
+    """What depends on the incoming gradients, and these."""
+    late: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if str(node.target).startswith("tangents") or any(a in late for a in node.all_input_nodes):
+            late.add(node)
+    return late - set(joint.graph.find_nodes(op="output"))
+
+
+def _needed(wanted: Sequence[Any], order: dict[fx.Node, int], done: set[fx.Node]) -> list[fx.Node]:
+    """These values and what they are computed from, less what is done; and note it as done."""
+    found: list[fx.Node] = []
+    stack = [node for node in wanted if isinstance(node, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in done:
+            done.add(node)
+            found.append(node)
+            stack += node.all_input_nodes
+    return sorted(found, key=order.__getitem__)
+
+
+def _graph_of(
+    joint: fx.GraphModule, nodes: Sequence[fx.Node], results: Sequence[Any]
+) -> fx.GraphModule:
+    """A graph of these nodes in this order, arguments first."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in sorted(nodes, key=lambda node: node.op != "placeholder"):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[r] if isinstance(r, fx.Node) else r for r in results])
+    return graph_module(joint, graph)
 
 
 class _Settling:

@@ -1,10 +1,9 @@
 """A region's two halves as graphs: the forward, and the backward that its cut asks for.
 
-    cut inputs      forward:  inputs -> outputs
-                    backward: inputs, gradients -> gradients of the inputs; the forward runs inside
-    cut products    forward:  inputs -> outputs, kept values
+    a layer         forward:  inputs -> outputs, kept values
                     backward: kept values, ..., gradients -> gradients of the inputs
-    cut attention   likewise; kept are the inputs, and what attention returned
+    a tile          forward:  inputs -> outputs
+                    backward: inputs, gradients -> gradients of the inputs; the forward runs inside
 
 Both are traced over fake tensors in a shape environment of their own, sizes that vary as symbols,
 so one body serves every batch. Dead code elimination then keeps only what the gradients need.
@@ -94,8 +93,8 @@ class TracedBody:
         self.sizes: tuple[Size, ...] = ()
         if any(spec.needs_grad for spec in region.inputs) and self.grad_outputs:
             given = [outputs[i] for i in self.grad_outputs]
-            (self._keep_inputs if region.cut == "inputs" else self._keep_values)(given)
-        if region.cut != "inputs":
+            (self._keep_inputs if region.tiled else self._keep_values)(given)
+        if not region.tiled:
             self.forward = self._passed(HALF_PIPELINE, self.forward)
             self.backward = self.backward and self._passed(HALF_PIPELINE, self.backward)
 

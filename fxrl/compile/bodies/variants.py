@@ -101,8 +101,7 @@ class CompiledRegion(RegionKernels):
         return self._bodies[key]
 
     def fake_outputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        kept = self.region.cut != "inputs"
-        forward = self.traced.forward if kept else self.region.forward
+        forward = self.region.forward if self.region.tiled else self.traced.forward
         outputs: Sequence[Tensor] = forward(*inputs)
         return outputs
 
