@@ -28,6 +28,7 @@ from fxrl.passes.rebatch_loops import RebatchLoops
 from fxrl.passes.recompute import Recompute
 from fxrl.passes.restore_causal_attention import RestoreCausalAttention
 from fxrl.passes.tensorize_floats import TensorizeFloats
+from fxrl.passes.tile_tokens import TileTokens
 
 #: Every pass over a captured graph by name. They run in this order, the special before the general.
 REGISTRY: dict[str, type[Pass[Any]]] = {
@@ -49,6 +50,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         OpenLayerCheckpoints,
         # here the plan is made; what follows obeys it
         Recompute,
+        TileTokens,
         Offload,
         # nothing is left behind
         EliminateNoops,

@@ -77,17 +77,26 @@ class ChunkVocabRegion(Pass[HeadCluster]):
         tile_tokens = tokens_per_tile(choice)
         per_row = row_bytes(site.head)
         tile = tile_rows(per_row, val_of(site.anchor).device, tile_tokens)
-        with gm.graph.inserting_after(last_input(gm.graph)):
-            emitter = RowEmitter(gm.graph)
-            plans = [_feed(emitter, program) for program in site.head.programs]
-            for program, inputs in zip(site.head.programs, plans, strict=True):
-                _replace(gm, emitter, program, inputs, tile)
-            emitter.count_rows(site.head.wide)
+        run_by_tiles(gm, site.head, tile)
         shape = " x ".join(str(size) for size in shape_of(site.anchor))
         return Applied(
             f"logits [{shape}] live in tiles of {tile} rows",
             max(0, site.saved_bytes - 3 * tile * per_row),
         )
+
+
+def run_by_tiles(gm: fx.GraphModule, head: HeadSite, tile: int) -> None:
+    """Put regions of ``tile`` rows a tile in place of a site's row programs; ``tidy`` afterwards.
+
+    Raises:
+        Refusal: a size is not known where it is needed; the graph has dead nodes more.
+    """
+    with gm.graph.inserting_after(last_input(gm.graph)):
+        emitter = RowEmitter(gm.graph)
+        plans = [_feed(emitter, program) for program in head.programs]
+        for program, inputs in zip(head.programs, plans, strict=True):
+            _replace(gm, emitter, program, inputs, tile)
+        emitter.count_rows(head.wide)
 
 
 def _feed(emitter: RowEmitter, program: RowProgram) -> Feeds:

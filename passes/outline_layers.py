@@ -99,7 +99,7 @@ class OutlineLayers(Pass[LayerSite]):
     @classmethod
     def of(cls, config: Config) -> Self:
         """Layers too small to pay are left alone, unless the configuration asks for them."""
-        if {"outline-layers", "recompute", "offload"} & {*(config.passes or ())}:
+        if {"outline-layers", "recompute", "tile-tokens", "offload"} & {*(config.passes or ())}:
             return cls()
         return cls(dict(_LEAST_HIDDEN), config.compile_regions)
 

@@ -56,11 +56,13 @@ class CutLayer:
             alone.
         inputs_on: where the layer's own input waits for the backward, ``"gpu"`` or ``"host"``.
         kept_on: where all else that is kept waits.
+        tile_tokens: rows per tile of its MLP, which keeps nothing then; 0 for all at once.
     """
 
     kept: Cut = "products"
     inputs_on: Place = "gpu"
     kept_on: Place = "gpu"
+    tile_tokens: int = 0
 
 
 Choice = Keep | Rewrite | TileHead | CutLayer
@@ -161,7 +163,8 @@ def describe(choice: Choice) -> str:
     if isinstance(choice, CutLayer):
         away = [what for what, on in places(choice) if on == "host"]
         where = f", {' and '.join(away)} on the host" if away else ""
-        return f"layer: {_KEPT[choice.kept]} for the backward{where}"
+        tiles = f", MLP in tiles of {choice.tile_tokens} rows" if choice.tile_tokens else ""
+        return f"layer: {_KEPT[choice.kept]} for the backward{where}{tiles}"
     if isinstance(choice, TileHead):
         return f"{choice.by}, rows per tile: {choice.tile_tokens or 'by bytes'}"
     return choice.by

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxrl.analysis.rows import compute, layout
 from fxrl.analysis.rows.expr import PATCHED, RowExpr, RowValue, leaves, walk
-from fxrl.analysis.rows.heads import factors, find_heads, narrow_heads
+from fxrl.analysis.rows.heads import factors, find_heads, find_wide_products, narrow_heads
 from fxrl.analysis.rows.rules import RowRules, Rule
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import COPIES, RESHAPES, TRANSPOSES, ancestors, hint, is_call, shape_of
@@ -132,13 +132,24 @@ class HeadSite:
 def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
     """Every loss head of the graph, as a site or as a miss."""
     heads = find_heads(graph)
+    wide = (min(map(_width, heads), default=0) + 1) // 2  # half a vocabulary is: logits are split
+    yield from _judged(_Walk(graph, heads, wide))
     if not heads:
         for node in narrow_heads(graph):
             wide, features = shape_of(node)[-1], shape_of(factors(node)[0])[-1]
             reason = f"{wide} classes of {features} features: nothing to save"
             yield Miss(node, Refusal(reason), loses=False)
-        return
-    walked = _Walk(graph, heads)
+
+
+def analyse_layer(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
+    """What of a layer is wider than what it returns, from the products that widen it, until it is
+    narrow again, as sites or as misses."""
+    (output,) = graph.find_nodes(op="output")
+    width = max(hint(shape_of(node)[-1]) for node in output.all_input_nodes)
+    yield from _judged(_Walk(graph, find_wide_products(graph, width), width + 1))
+
+
+def _judged(walked: _Walk) -> Iterator[HeadSite | Miss]:
     for cluster in walked.clusters():
         try:
             yield walked.judge(cluster)
@@ -146,18 +157,21 @@ def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
             yield Miss(cluster[0], refusal)
 
 
+def _width(product: fx.Node) -> int:
+    return hint(shape_of(product)[-1])
+
+
 class _Walk:
     """One pass over the graph with the rules, and the questions asked of it afterwards."""
 
-    def __init__(self, graph: fx.Graph, heads: list[fx.Node]) -> None:
-        vocab = min(hint(shape_of(head)[-1]) for head in heads)
-        self.rules = RowRules(vocab, RULES, compute.pointwise)
+    def __init__(self, graph: fx.Graph, heads: list[fx.Node], wide: int) -> None:
+        self.rules = RowRules(wide, RULES, compute.pointwise)
         self.heads = heads
         self.refused: dict[fx.Node, Refusal] = {}
         self.first_steps: dict[fx.Node, tuple[RowValue, compute.SecondStep]] = {}
         self._heads_of: dict[int, frozenset[fx.Node]] = {}
         self._head_exprs: dict[tuple[fx.Node, int], fx.Node] = {}
-        for node in graph.nodes:
+        for node in graph.nodes if heads else ():
             self._visit(node)
 
     # -- the walk

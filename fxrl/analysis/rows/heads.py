@@ -80,6 +80,16 @@ def narrow_heads(graph: fx.Graph) -> list[fx.Node]:
     ]
 
 
+def find_wide_products(graph: fx.Graph, width: int) -> list[fx.Node]:
+    """Products with weights that give more than ``width`` columns (an MLP's gate and up
+    projections, and those of their adapters)."""
+    return [
+        node
+        for node in graph.nodes
+        if is_amplifier(node) and hint(shape_of(node)[-1]) > width and not _from_activations(node)
+    ]
+
+
 def is_amplifier(node: fx.Node) -> bool:
     """Whether a product widens its rows: more columns out than features in, one batch."""
     if not is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default):

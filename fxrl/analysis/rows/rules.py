@@ -55,12 +55,12 @@ class RowRules:
 
     Attributes:
         values: row value of each node that is one; a tuple for ops with several outputs.
-        vocab: the size of the vocabulary, which tells wide local dims from small ones.
+        wide: from which size on a local dim counts as vocabulary-sized.
     """
 
-    def __init__(self, vocab: int, table: Mapping[Any, Rule], pointwise: Rule) -> None:
+    def __init__(self, wide: int, table: Mapping[Any, Rule], pointwise: Rule) -> None:
         self.pool = ExprPool()
-        self.vocab = vocab
+        self._wide = wide
         self.values: dict[fx.Node, Rows] = {}
         self._table = table
         self._pointwise = pointwise
@@ -92,7 +92,7 @@ class RowRules:
 
     def tag_of_size(self, size: Size) -> Tag:
         """A local dim's tag by its size."""
-        return VOCAB if 2 * hint(size) >= self.vocab else LOCAL
+        return VOCAB if hint(size) >= self._wide else LOCAL
 
     def call(self, node: fx.Node, tags: tuple[Tag, ...], /, **changed: Any) -> RowValue:
         """``node`` as the same op on rows, with some arguments (by name) others."""

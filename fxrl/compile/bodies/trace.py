@@ -59,6 +59,7 @@ class TracedBody:
     def __init__(
         self,
         region: Region,
+        forward: fx.GraphModule | None = None,
         sizes: Mapping[str, int] | None = None,
         *,
         decompose: bool = False,
@@ -67,11 +68,12 @@ class TracedBody:
         """Trace a region for ``sizes`` (by name; see ``BoundSizes``) and all alike them.
 
         Args:
+            forward: its graph, where regions inside of it are called by the keys of built ones.
             decompose: ops as Inductor's own where the cut is to be found, so that it sees what is
                 cheap; otherwise they are eager's kernels and as exact.
             plan: says which rewrites of the halves are switched off.
         """
-        self.region = region
+        self.region, self._run = region, forward or region.forward
         self.rewrites: list[tuple[str, str]] = []
         self._decompose, self._plan = decompose, plan or Plan()
         self.mode = FakeTensorMode(
@@ -206,7 +208,7 @@ class TracedBody:
 
     # -- the functions that are traced
     def _forward(self, *inputs: Tensor) -> list[Tensor]:
-        return list(self.region.forward(*inputs))
+        return list(self._run(*inputs))
 
     def _vjp(self, *values: Tensor) -> list[Tensor]:
         count = len(self.region.inputs)
@@ -230,7 +232,7 @@ class TracedBody:
                 x.detach().requires_grad_(spec.needs_grad)
                 for x, spec in zip(inputs, specs, strict=True)
             ]
-            outputs = list(self.region.forward(*live))
+            outputs = list(self._run(*live))
             pairs = [
                 (outputs[i], g)
                 for i, g in zip(self.grad_outputs, grads, strict=True)

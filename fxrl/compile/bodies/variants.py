@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxrl.compile.bodies.attention import allowed, calls_attention, kernels_of
 from fxrl.compile.bodies.inductor import InductorOptions, compile_body, generated_source
 from fxrl.compile.bodies.trace import TracedBody
-from fxrl.ir.graph import Size
+from fxrl.ir.graph import Size, clone
 from fxrl.ir.plan import Plan
-from fxrl.ir.region import Region
+from fxrl.ir.region import Region, region_calls, regions_of
 from fxrl.ops.region import Body, RegionKernels, Strides, TensorFunction, register, registered
 
 #: More variants than this of one region hint at a size that should not have been specialised.
@@ -63,6 +63,7 @@ class CompiledRegion(RegionKernels):
 
     Attributes:
         variants: one for each kind of sizes met so far.
+        inside: the regions that this one calls, by id.
     """
 
     def __init__(
@@ -70,6 +71,11 @@ class CompiledRegion(RegionKernels):
     ) -> None:
         self.key, self.region = key, region
         self._options, self._plan = options, plan
+        self.inside = {
+            inner.id: build_region(inner, options, plan)
+            for inner in regions_of(region.forward).values()
+        }
+        self._forward = self._linked(region.forward)
         self.min_rows = 1 if options is None else 2
         self.variants = [self._build(None)]
         first = self.variants[0].traced
@@ -144,9 +150,18 @@ class CompiledRegion(RegionKernels):
             )
         return self.variants[-1]
 
+    def _linked(self, forward: fx.GraphModule) -> fx.GraphModule:
+        """The graph with calls of what was built in place of calls by content."""
+        if self.inside:
+            forward = clone(forward)
+            for call in region_calls(forward):
+                call.update_arg(1, self.inside[call.meta["region"].id].key)
+            forward.recompile()
+        return forward
+
     def _build(self, sizes: dict[str, int] | None) -> _Variant:
         compiled = self._options is not None
-        traced = TracedBody(self.region, sizes, decompose=compiled, plan=self._plan)
+        traced = TracedBody(self.region, self._forward, sizes, decompose=compiled, plan=self._plan)
         if self._options is None:
             return _Variant(traced, traced.forward, traced.backward)
         forward = compile_body(traced.forward, traced.mode, self._options)

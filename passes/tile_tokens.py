@@ -1,0 +1,109 @@
+"""Run the widest stretch of a layer, its MLP, in tiles of tokens, where the plan says so.
+
+    %gate = mm(%x, %w_gate)                [N, W]   each of them three times a layer's width
+    %h    = mul(silu(%gate), %up)          [N, W]
+    %y    = mm(%h, %w_down)                [N, H]
+becomes, inside the layer's region,
+    %y    = fxrl.region([%x, %w_gate, %w_up, %w_down])     one tile of rows at a time
+
+A region inside a region: it owns its backward, which computes a tile's wide values again. What is
+wide is found as a loss head's logits are: rows that need no other row, from the products that widen
+them to those that make them narrow again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from torch import fx
+
+from fxrl.analysis.rows.analysis import analyse_layer
+from fxrl.ir.graph import clone, is_view, propagate_requires_grad
+from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Stage, tidy
+from fxrl.ir.plan import Choice, CutLayer
+from fxrl.ir.region import Region, set_region
+from fxrl.ir.remark import Refusal
+from fxrl.passes.chunk_vocab_region import run_by_tiles
+from fxrl.passes.recompute import OutlinedLayer, outlined_layers
+
+#: Bodies that were tiled, by the one they were made from and the rows per tile: layers share one.
+_TILED: WeakKeyDictionary[fx.GraphModule, dict[Any, fx.GraphModule | None]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class TileTokens(Pass[OutlinedLayer]):
+    """Tile each layer's MLP as the plan says."""
+
+    name: ClassVar[str] = "tile-tokens"
+    stage: ClassVar[Stage] = Stage.ACT
+    requires: ClassVar[tuple[str, ...]] = ("outline-layers", "recompute")
+    doc: ClassVar[PassDoc] = PassDoc(
+        "a layer that was outlined and whose plan says `tile_tokens`",
+        "all but one tile of the MLP's wide values, in forward and backward",
+        "the wide products once more in backward, also where products are kept",
+        "the layer holds no stretch of row-wise products that is wider than its ends",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[OutlinedLayer]:
+        return outlined_layers(gm)
+
+    def decide(self, site: OutlinedLayer) -> Choice:
+        return CutLayer()
+
+    def rewrite(self, gm: fx.GraphModule, site: OutlinedLayer, choice: Choice) -> Applied | None:
+        if not isinstance(choice, CutLayer):
+            raise Refusal(f"the plan's choice for a layer is {choice}, which is for another site")
+        if not choice.tile_tokens:
+            return None
+        tiled = [tile_widest(call.meta["region"], choice.tile_tokens) for call in site.calls]
+        if not any(tiled):
+            raise Refusal("no stretch of row-wise products is wider than the values around it")
+        for call, region in zip(site.calls, tiled, strict=True):
+            if region is not None:
+                set_region(call, region)
+        return Applied(f"the MLP runs in tiles of {choice.tile_tokens} rows")
+
+
+def tile_widest(region: Region, tile: int) -> Region | None:
+    """The region with its widest stretch in tiles of ``tile`` rows; None where there is none."""
+    known = _TILED.setdefault(region.forward, {})
+    key = (tile, *(spec.needs_grad for spec in region.inputs))
+    if key not in known:
+        known[key] = _tiled(region, tile)
+    tiled = known[key]
+    return None if tiled is None else replace(region, forward=tiled)
+
+
+def _tiled(region: Region, tile: int) -> fx.GraphModule | None:
+    """A tiled copy of the region's graph."""
+    gm, done = clone(region.forward), False
+    for node, spec in zip(gm.graph.find_nodes(op="placeholder"), region.inputs, strict=True):
+        node.meta["requires_grad"] = spec.needs_grad
+    propagate_requires_grad(gm.graph)
+    _share_views(gm.graph)
+    for site in list(analyse_layer(gm.graph)):
+        if isinstance(site, Miss):
+            continue
+        try:
+            run_by_tiles(gm, site, tile)
+        except Refusal:
+            continue
+        done = True
+    if done:
+        tidy(gm)
+    return gm if done else None
+
+
+def _share_views(graph: fx.Graph) -> None:
+    """One look at a value where there were several: rows that products share are one input then,
+    with one gradient."""
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if is_view(node):
+            first = known.setdefault((node.target, node.args, str(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
