@@ -31,7 +31,7 @@ from fxrl.analysis.rows.cost import eager_bytes, row_bytes, tile_rows
 from fxrl.analysis.rows.emit import RowEmitter, as_argument
 from fxrl.analysis.rows.expr import RowExpr, walk
 from fxrl.config import Config, parse_bytes
-from fxrl.ir.graph import last_input, shape_of, val_of
+from fxrl.ir.graph import hint, last_input, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
 from fxrl.ir.plan import Choice, choose_head, tokens_per_tile
 from fxrl.ir.remark import Refusal
@@ -133,7 +133,7 @@ def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
     rows = head.args[0] if head.target is aten.mm.default else head.args[1]
     if rows.leaf is None:
         raise Refusal("the head reads computed rows")
-    algebra = LogprobAlgebra(site.rules.pool, head, site.rules.vocab)
+    algebra = LogprobAlgebra(site.rules.pool, head, hint(shape_of(site.anchor)[-1]))
     roots = tuple(algebra.narrow(out.value.expr, out.attached) for out in program.outputs)
     if not algebra.stats:
         raise Refusal("nothing of the vocabulary is reduced")
