@@ -28,6 +28,8 @@ from fxrl.ir.graph import Size, graph_module, is_call, is_view
 from fxrl.ir.region import Cut
 
 Source = tuple[str, int]
+#: How the partitioner is told what to do with a value: the policy, and one number for all.
+_TOLD = ("recompute", "ac_graph_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,9 @@ def partition(
         pair = min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=list(alive)
         )
+    for node in (node for half in pair for node in half.graph.nodes):
+        for told in _TOLD:  # Inductor would take it as said to itself
+            node.meta.pop(told, None)
     return _Settling(*pair, num_outputs).settle()
 
 
@@ -69,7 +74,7 @@ def _keep_attention(joint: fx.GraphModule) -> None:
             made_by = node.args[0] if is_call(node, operator.getitem) else node
             kept = is_call(made_by, *KERNELS)
             policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
-            node.meta |= {"recompute": policy, "ac_graph_id": 0}
+            node.meta |= dict(zip(_TOLD, (policy, 0), strict=True))
 
 
 def _run_again(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
