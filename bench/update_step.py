@@ -14,6 +14,8 @@ implementations differ by many percent on a random model, so neither is the othe
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +25,7 @@ from torch import nn
 
 import fxrl
 from bench.lib import common, qwen
+from fxrl.ops import host_memory
 from fxrl.passes import REGISTRY
 
 COLUMNS = (
@@ -35,6 +38,7 @@ COLUMNS = (
     "update_ms_max",
     "peak_gib",
     "peak_over_base_gib",
+    "host_gib",
     "loss",
     "grad_error_all",
     "grad_error_mean",
@@ -60,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     notes = [
         f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0, "
         f"on_miss=error; checkpointing {'off' if args.no_checkpointing else 'on'}; "
-        f"{args.micro_batches} micro-batches an update",
+        f"{args.micro_batches} micro-batches an update; layers' plan: {args.plan or 'default'}",
         f"{args.shape} shape, LoRA r={args.rank}, all linear layers, bf16, random weights; "
         f"rows of {args.prompt} prompt and {args.completion} completion tokens",
         "grad_error columns: relative L2 distance to the fp32 gradient of the same weights; over "
@@ -88,7 +92,19 @@ def make_loss() -> LossFn:
     return losses.grpo(beta=0.0)
 
 
-def make_step(variant: str, model: nn.Module) -> Callable[[Any], Any]:
+def make_plan(text: str, model: nn.Module) -> fxrl.Plan | None:
+    """``attention,gpu,host,4096`` for every layer: what its cut keeps, where its input waits, where
+    the rest, and rows per tile of its MLP."""
+    if not text:
+        return None
+    kept, inputs_on, kept_on, tile = text.split(",")
+    choice = {"kind": "layer", "kept": kept, "inputs_on": inputs_on, "kept_on": kept_on}
+    names = [name for name, _ in model.named_modules() if re.search(r"\.layers\.\d+$", name)]
+    choices = {f"0:{name}": choice | {"tile_tokens": int(tile)} for name in names}
+    return fxrl.Plan.from_json(json.dumps({"version": 1, "choices": choices}))
+
+
+def make_step(variant: str, model: nn.Module, plan: str = "") -> Callable[[Any], Any]:
     """``batch -> what the loss function returns`` for one variant."""
     loss_fn = make_loss()
     if variant == "eager":
@@ -96,10 +112,10 @@ def make_step(variant: str, model: nn.Module) -> Callable[[Any], Any]:
     if variant == "compile":
         compiled = torch.compile(loss_fn)
         return lambda batch: compiled(model, batch)
-    layers = {"outline-layers", "recompute"}
+    layers = {"outline-layers", "recompute", "tile-tokens", "offload"}
     names = None if variant == "fxrl" else tuple(n for n in REGISTRY if n not in layers)
     config = fxrl.Config(min_saved_bytes=0, passes=names, on_miss="error")
-    return fxrl.optimize(model, loss_fn, config)
+    return fxrl.optimize(model, loss_fn, config, plan=make_plan(plan, model))
 
 
 def measure_updates(args: argparse.Namespace, results: common.Results) -> None:
@@ -159,7 +175,7 @@ def _one_variant(
     batch: dict[str, Any],
     results: common.Results,
 ) -> dict[str, Any]:
-    step = make_step(variant, model)
+    step = make_step(variant, model, args.plan)
     optimizer = torch.optim.AdamW(list(qwen.trainable(model).values()), lr=1e-6, fused=True)
     losses: list[torch.Tensor] = []
 
@@ -170,8 +186,8 @@ def _one_variant(
         optimizer.zero_grad(set_to_none=True)
 
     first = common.wall_s(update, args.device)
-    low, middle, high = common.spread_ms(update, args.device, warmup=1, repeats=args.repeats)
-    peak, over_base = common.peak_bytes(update, args.device)
+    peak, over_base = common.peak_bytes(update, args.device)  # which warms up
+    low, middle, high = common.spread_ms(update, args.device, warmup=0, repeats=args.repeats)
     if args.profile:
         _print_kernels(update)
     if isinstance(step, fxrl.TrainStep):
@@ -184,6 +200,7 @@ def _one_variant(
         "update_ms_max": high,
         "peak_gib": common.gib(peak),
         "peak_over_base_gib": common.gib(over_base),
+        "host_gib": common.gib(host_memory.bytes_held()) if variant.startswith("fxrl") else 0.0,
         "loss": losses[0].item(),
     }
 
@@ -291,6 +308,7 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--micro-batches", type=int, default=1, help="backwards in an update")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one update")
+    parser.add_argument("--plan", default="", metavar="KEPT,INPUTS_ON,KEPT_ON,TILE", help="for all")
     parser.add_argument("--repeats", type=int, default=7, help="0 leaves the timing out")
     parser.add_argument("--variants", default="eager,fxrl", type=lambda text: text.split(","))
     parser.add_argument("--ref-layers", type=int, default=12)

@@ -46,6 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 WEIGHT_STD = 0.02
 LORA_B_STD = 0.01
+_LOGIT_ROWS = 2048
 
 
 def make_model(
@@ -148,10 +149,17 @@ def make_batch(
 
 @torch.no_grad()
 def token_logps(model: nn.Module, ids: torch.Tensor, completion: int) -> torch.Tensor:
-    """Log-probs of the last ``completion`` tokens, fp32 ``[B, completion]``."""
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=completion + 1).logits
-    logps = torch.log_softmax(logits[:, :-1].float(), -1)
-    return logps.gather(-1, ids[:, -completion:, None])[..., 0]
+    """Log-probs of the last ``completion`` tokens, fp32 ``[B, completion]``, some rows of logits at
+    a time."""
+    base = model.get_base_model()
+    hidden = base.model(input_ids=ids, use_cache=False).last_hidden_state[:, -completion - 1 : -1]
+    targets = ids[:, -completion:, None]
+    parts = zip(hidden.split(_LOGIT_ROWS, 1), targets.split(_LOGIT_ROWS, 1), strict=True)
+    found = [
+        torch.log_softmax(base.lm_head(rows).float(), -1).gather(-1, wanted)[..., 0]
+        for rows, wanted in parts
+    ]
+    return torch.cat(found, 1)
 
 
 @contextlib.contextmanager

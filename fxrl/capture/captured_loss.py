@@ -163,11 +163,12 @@ class CapturedLoss:
 
     def _note_failure(self, failure: Exception, way: int) -> None:
         source, code = place_of(getattr(failure, "real_stack", None) or ())
-        what = f"{type(failure).__name__}: {in_one_line(str(failure))}"
+        cause = getattr(failure, "inner_exception", failure)  # else "backend=... raised:"
+        why = in_one_line(str(cause))
+        what = f"{type(cause).__name__}: {why}"
         what += f", in {code}" if code else ""
         if way == _WHOLE:
-            inner = in_one_line(str(getattr(failure, "inner_exception", failure)))
-            reason = f"equal layers are captured one by one, which takes longer ({inner})"
+            reason = f"equal layers are captured one by one, which takes longer ({why})"
             self._note(RemarkKind.ANALYSIS, source, reason)
         elif way < _AS_WRITTEN:
             reason = f"captured in parts, which end where numbers are read off tensors ({what})"

@@ -142,12 +142,18 @@ def _regions(capture: Capture) -> Iterator[RegionRecord]:
     for name, region in regions_of(graph).items():
         callers = list(dict.fromkeys(sites[name]))
         built = capture.kernels.get(name)
-        if not isinstance(built, CompiledRegion):
+        if isinstance(built, CompiledRegion):
+            yield _built(name, callers, built)
+            for inside, inner in built.inside.items():
+                yield _built(inside, [f"region {name}"], inner)
+        else:
             yield RegionRecord(name, callers, print_graph(region.forward), "")
-            continue
-        forward, backward = built.traced.forward, built.traced.backward
-        vjp = "" if backward is None else print_graph(backward)
-        yield RegionRecord(name, callers, print_graph(forward), vjp, built.generated())
+
+
+def _built(name: str, callers: list[str], region: CompiledRegion) -> RegionRecord:
+    forward, backward = region.traced.forward, region.traced.backward
+    vjp = "" if backward is None else print_graph(backward)
+    return RegionRecord(name, callers, print_graph(forward), vjp, region.generated())
 
 
 _MANIFEST = "fxrl-dump.json"

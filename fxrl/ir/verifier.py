@@ -81,7 +81,7 @@ def _check(node: fx.Node, after: str) -> None:
     args: Any = fx.map_arg(node.args, vals.__getitem__)
     kwargs: Any = fx.map_arg(node.kwargs, vals.__getitem__)
     region, target = region_at(node), node.target
-    given = region.forward(*args[0]) if region is not None else target(*args, **kwargs)  # type: ignore[operator]
+    given = _Inside(region.forward).run(*args[0]) if region else target(*args, **kwargs)  # type: ignore[operator]
     held, made = _flat(node.meta.get("val")), _flat(given)
     for one, other in itertools.zip_longest(held, made):
         if not _same(one, other):
@@ -89,6 +89,16 @@ def _check(node: fx.Node, after: str) -> None:
                 f"after {after}: %{node} is said to hold {_show(one)}, and {target} gives "
                 f"{_show(other)}"
             )
+
+
+class _Inside(fx.Interpreter):
+    """Runs a region's graph, and those of the regions in it, which nobody has built yet."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if (region := region_at(n)) is None:
+            return super().run_node(n)
+        inputs: Any = self.fetch_args_kwargs_from_env(n)[0][0]
+        return _Inside(region.forward).run(*inputs)
 
 
 def _operand(node: fx.Node) -> Any:

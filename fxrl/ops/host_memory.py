@@ -35,6 +35,12 @@ def pool_of(device: torch.device) -> HostPool:
         return _POOLS.setdefault(device, HostPool(device))
 
 
+def bytes_held() -> int:
+    """Host memory of all pools, in use or free."""
+    with _LOCK:
+        return sum(pool.bytes for pool in _POOLS.values())
+
+
 class HostPool:
     """Pages of host memory for the tensors of one device.
 

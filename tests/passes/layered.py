@@ -32,7 +32,31 @@ class Block(nn.Module):
         )
         attended = attended.transpose(1, 2).reshape(rows, length, width)
         x = x + self.dropout(self.out(attended))
-        return x + self.dropout(self.down(F.silu(self.up(x)) * self.scale))
+        return x + self.dropout(self.mlp(x))
+
+    def mlp(self, x):
+        return self.down(F.silu(self.up(x)) * self.scale)
+
+
+class GatedBlock(Block):
+    """With a gated MLP whose projections have adapters, as LoRA adds them."""
+
+    def __init__(self, width=8, heads=2, wide=20, **options):
+        super().__init__(width, heads, **options)
+        self.gate, self.up = (nn.Linear(width, wide, bias=False) for _ in range(2))
+        self.down = nn.Linear(wide, width, bias=False)
+        pairs = {"gate": (width, wide), "up": (width, wide), "down": (wide, width)}
+        self.a = nn.ModuleDict({n: nn.Linear(i, 2, bias=False) for n, (i, _) in pairs.items()})
+        self.b = nn.ModuleDict({n: nn.Linear(2, o, bias=False) for n, (_, o) in pairs.items()})
+        for name in pairs:
+            getattr(self, name).requires_grad_(False)
+
+    def mlp(self, x):
+        wide = F.silu(self.adapted("gate", x)) * self.adapted("up", x) * self.scale
+        return self.adapted("down", wide)
+
+    def adapted(self, name, x):
+        return getattr(self, name)(x) + 2.0 * self.b[name](self.a[name](x))
 
 
 class Stack(nn.Module):
@@ -52,9 +76,9 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def make_stack(layers=3, *, width=8, seed=0, checkpointed=False, **options):
+def make_stack(layers=3, *, block=Block, width=8, seed=0, checkpointed=False, **options):
     torch.manual_seed(seed)
-    blocks = [Block(width, **options) for _ in range(layers)]
+    blocks = [block(width, **options) for _ in range(layers)]
     return Stack(blocks, width=width, checkpointed=checkpointed).double()
 
 

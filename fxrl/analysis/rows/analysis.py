@@ -136,8 +136,8 @@ def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
     yield from _judged(_Walk(graph, heads, wide))
     if not heads:
         for node in narrow_heads(graph):
-            wide, features = shape_of(node)[-1], shape_of(factors(node)[0])[-1]
-            reason = f"{wide} classes of {features} features: nothing to save"
+            classes, features = shape_of(node)[-1], shape_of(factors(node)[0])[-1]
+            reason = f"{classes} classes of {features} features: nothing to save"
             yield Miss(node, Refusal(reason), loses=False)
 
 
@@ -145,7 +145,8 @@ def analyse_layer(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
     """What of a layer is wider than what it returns, from the products that widen it, until it is
     narrow again, as sites or as misses."""
     (output,) = graph.find_nodes(op="output")
-    width = max(hint(shape_of(node)[-1]) for node in output.all_input_nodes)
+    shapes = [shape_of(node) for node in output.all_input_nodes]
+    width = max((hint(shape[-1]) for shape in shapes if shape), default=0)
     yield from _judged(_Walk(graph, find_wide_products(graph, width), width + 1))
 
 

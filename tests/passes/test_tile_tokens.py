@@ -1,0 +1,201 @@
+"""``tile-tokens``: a layer's MLP in tiles of tokens, a region inside the layer's region."""
+
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.profiler import ProfilerActivity, profile
+
+import fxrl
+from fxrl.ir.plan import CutLayer, Plan, TileHead
+from fxrl.ir.printer import print_graph
+from fxrl.ir.region import region_calls, regions_of
+from fxrl.passes.outline_layers import OutlineLayers
+from fxrl.passes.tile_tokens import TileTokens
+from tests.compile.region_cases import assert_same, saved_bytes
+from tests.passes.layered import Block, GatedBlock, ids_batch, make_stack, square_loss
+from tests.passes.lowered import lowered
+
+TILES = Plan({f"0:blocks.{i}": CutLayer(tile_tokens=4) for i in range(4)})
+OPTIONS = {"passes": ("offload", "tile-tokens"), "on_miss": "error"}
+ONE_BY_ONE = fxrl.Config(**OPTIONS, compile_regions=False)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def outlined(layers=2, **options):
+    model = make_stack(layers, **options)
+    gm = lowered(lambda b: square_loss(model, b), ids_batch())
+    OutlineLayers().run(gm)
+    return gm
+
+
+def plain(report):
+    return "\n".join(re.sub(r" \[[^\]]*\.py:\d+\]", "", str(remark)) for remark in report.remarks)
+
+
+# ---------------------------------------------------------------------------- applied
+def test_an_mlp_becomes_a_region_inside_the_layers():
+    gm = outlined(block=GatedBlock)
+    assert_expected_inline(
+        plain(TileTokens().run(gm, TILES)),
+        """\
+applied: tile-tokens @ 0:blocks.0: the MLP runs in tiles of 4 rows
+applied: tile-tokens @ 0:blocks.1: the MLP runs in tiles of 4 rows""",
+    )
+    (layer,) = regions_of(gm).values()
+    (inner,) = regions_of(layer.forward).values()
+    assert_expected_inline(
+        print_graph(inner.forward),
+        """\
+%rows_0 = input
+%rows_1 = input
+%rows_2 = input
+%shared_3 = input
+%shared_4 = input
+%shared_5 = input
+%shared_6 = input
+%shared_7 = input
+%shared_8 = input
+%t_default = aten.t.default(%shared_3)
+%mm_default = aten.mm.default(%rows_0, %t_default)
+%t_default_1 = aten.t.default(%shared_4)
+%mm_default_1 = aten.mm.default(%rows_1, %t_default_1)
+%mul_tensor = aten.mul.Tensor(%mm_default_1, 2.0)
+%add_tensor = aten.add.Tensor(%mm_default, %mul_tensor)
+%silu_default = aten.silu.default(%add_tensor)
+%t_default_2 = aten.t.default(%shared_5)
+%mm_default_2 = aten.mm.default(%rows_0, %t_default_2)
+%t_default_3 = aten.t.default(%shared_6)
+%mm_default_3 = aten.mm.default(%rows_2, %t_default_3)
+%mul_tensor_1 = aten.mul.Tensor(%mm_default_3, 2.0)
+%add_tensor_1 = aten.add.Tensor(%mm_default_2, %mul_tensor_1)
+%mul_tensor_2 = aten.mul.Tensor(%silu_default, %add_tensor_1)
+%mul_tensor_3 = aten.mul.Tensor(%mul_tensor_2, 1.0)
+%t_default_4 = aten.t.default(%shared_7)
+%mm_default_4 = aten.mm.default(%mul_tensor_3, %t_default_4)
+%t_default_5 = aten.t.default(%shared_8)
+%mm_default_5 = aten.mm.default(%mul_tensor_3, %t_default_5)
+return %mm_default_4, %mm_default_5""",
+    )
+    assert [node.args[2] for node in region_calls(layer.forward)] == [4]
+
+
+def test_rows_that_products_share_are_one_input():
+    gm = outlined(1, block=GatedBlock)
+    TileTokens().run(gm, TILES)
+    (layer,) = regions_of(gm).values()
+    (inner,) = regions_of(layer.forward).values()
+    assert [tuple(s.example.shape[1:]) for s in inner.inputs if s.tiled] == [(8,), (2,), (2,)]
+
+
+def test_nothing_is_asked_for():
+    gm = outlined()
+    before = print_graph(gm)
+    assert {r.reason for r in TileTokens().run(gm).remarks} == {"the plan asks for nothing"}
+    assert print_graph(gm) == before
+
+
+# ---------------------------------------------------------------------------- missed
+class NoMlp(Block):
+    def mlp(self, x):
+        return torch.sin(x)
+
+
+class MixedTokens(Block):
+    """The wide values of a token depend on those before it."""
+
+    def mlp(self, x):
+        return self.down(torch.cumsum(self.up(x), dim=1))
+
+
+@pytest.mark.parametrize("block", [NoMlp, MixedTokens])
+def test_missed_where_no_row_wise_stretch_is_wide(block):
+    gm = outlined(1, block=block)
+    before = [print_graph(region.forward) for region in regions_of(gm).values()]
+    assert_expected_inline(
+        plain(TileTokens().run(gm, TILES)),
+        """missed: tile-tokens @ 0:blocks.0: no stretch of row-wise products is wider than the values around it""",
+    )
+    assert [print_graph(region.forward) for region in regions_of(gm).values()] == before
+
+
+def test_missed_by_a_plan_for_another_site():
+    (remark,) = (
+        TileTokens().run(outlined(1), Plan({"0:blocks.0": TileHead("tile-tokens", 4)})).remarks
+    )
+    assert remark.kind == "missed"
+    assert "is for another site" in remark.reason
+
+
+# ---------------------------------------------------------------------------- numbers
+CHOICES = [
+    CutLayer(cut, inputs_on, kept_on, tile)
+    for tile, cut, inputs_on, kept_on in itertools.product(
+        (0, 3), ("products", "attention", "inputs"), ("gpu", "host"), ("gpu", "host")
+    )
+]
+
+
+@pytest.mark.parametrize("first", range(0, len(CHOICES), 4))
+def test_every_combination_of_choices_has_eagers_numbers(first):
+    """Four layers a model, each with a choice of its own; every other model checkpoints."""
+    choices = {f"0:blocks.{i}": c for i, c in enumerate(CHOICES[first : first + 4])}
+    model = make_stack(4, block=GatedBlock, checkpointed=first % 8 == 0)
+    step = fxrl.optimize(model, square_loss, ONE_BY_ONE, plan=Plan(choices))
+    for shape in ((2, 5), (1, 4)):
+        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
+    assert {name: step.plan.choices[name] for name in choices} == choices
+
+
+@pytest.mark.parametrize("tile", [1, 7, 1000])
+def test_tiles_of_any_size(tile):
+    model = make_stack(2)
+    plan = Plan({f"0:blocks.{i}": CutLayer("attention", tile_tokens=tile) for i in range(2)})
+    step = fxrl.optimize(model, square_loss, ONE_BY_ONE, plan=plan)
+    for shape in ((2, 5), (3, 7), (1, 4), (1, 1)):
+        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
+
+
+def test_compiled():
+    model = make_stack(2, block=GatedBlock, checkpointed=True).float()
+    plan = Plan({f"0:blocks.{i}": CutLayer("attention", tile_tokens=4) for i in range(2)})
+    step = fxrl.optimize(model, square_loss, fxrl.Config(**OPTIONS), plan=plan)
+    for shape in ((2, 5), (3, 8)):
+        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-5)
+    assert step.verify(ids_batch()).ok
+
+
+# ---------------------------------------------------------------------------- what it is for
+def widest_rows(work, width):
+    """The most rows that an op ever reads of a value of this width."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        work()
+    shapes = [shape for event in seen.events() for shape in event.input_shapes or ()]
+    return max(math.prod(shape[:-1]) for shape in shapes if shape and shape[-1] == width)
+
+
+def test_no_more_than_a_tile_is_wide():
+    model, batch, rows = make_stack(2, block=GatedBlock), ids_batch(4, 16), {}
+    for tile in (0, 16):
+        plan = Plan({f"0:blocks.{i}": CutLayer("attention", tile_tokens=tile) for i in range(2)})
+        step = fxrl.optimize(model, square_loss, ONE_BY_ONE, plan=plan)
+        step(batch).backward()
+        rows[tile] = widest_rows(lambda step=step: step(batch).backward(), 20)
+    assert rows == {0: 64, 16: 16}
+
+
+def test_wide_products_are_not_kept():
+    model, batch, kept = make_stack(2, block=GatedBlock), ids_batch(4, 16), {}
+    for tile in (0, 8):
+        plan = Plan({f"0:blocks.{i}": CutLayer("products", tile_tokens=tile) for i in range(2)})
+        step = fxrl.optimize(model, square_loss, ONE_BY_ONE, plan=plan)
+        step(batch)
+        kept[tile] = saved_bytes(lambda step=step: step(batch))
+    assert kept[0] - kept[8] >= 2 * 2 * 64 * 20 * 8, "two wide products a layer, in float64"
