@@ -244,7 +244,7 @@ def measure_gradients(args: argparse.Namespace, results: common.Results, seed: i
     failed: dict[str, str] = {}
     for variant in args.variants:
         try:
-            found[variant] = _gradients(make_step(variant, model), model, batch)
+            found[variant] = _gradients(make_step(variant, model, args.plan), model, batch)
         except Exception as error:  # recorded in its row
             failed[variant] = common.error_text(error)
         torch.compiler.reset()

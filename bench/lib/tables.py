@@ -164,6 +164,12 @@ LINES = (
         {"layers": [36]},
     ),
     Line(
+        "one sequence of 131072 tokens, the same model: time, peak, host memory",
+        "update_step_qwen3_8b_131k_h200",
+        "{update_ms:.0f} ms, {peak_gib:.1f} GiB, {host_gib:.1f} GiB",
+        "update_ms",
+    ),
+    Line(
         "GRPO step with rollouts, Qwen3-1.7B's shape, LoRA, 32 x 2048 tokens: time, the GPU's peak",
         "rl_step_qwen3_1.7b_h200",
         "{step_s:.2f} s, {peak_gib:.1f} GiB",
@@ -189,12 +195,19 @@ def _line(line: Line, folder: Path) -> tuple[str, str, str, str]:
     named = [dict(zip(columns, row, strict=True)) for row in chosen]
     measured = sorted((r for r in named if r[line.by] is not None), key=lambda r: r[line.by])
     ours = [r for r in measured if r["variant"] == line.ours]
+    measured += [r for r in named if r.get("error") and r[line.by] is None]  # behind the others
     others = [r for r in measured if r["variant"] in (line.beside or {r["variant"]} - {line.ours})]
     if len(ours) != 1 or not others:
         raise PivotError(f"the summary's line {line.job!r} needs {line.ours} and another, once")
-    beside = [f"{r['variant']}: {line.cells.format(**r)}" for r in others[:_OTHERS]]
+    beside = [f"{r['variant']}: {_figures(line, r)}" for r in others[:_OTHERS]]
     link = f"[`{line.file}`](bench/results/{line.file}.json)"
     return line.job, line.cells.format(**ours[0]), "<br>".join(beside), link
+
+
+def _figures(line: Line, row: dict[str, Any]) -> str:
+    if row[line.by] is not None:
+        return line.cells.format(**row)
+    return "out of memory" if row["error"].startswith("OutOfMemoryError") else FAILED
 
 
 # -- the command
