@@ -42,7 +42,7 @@ from fxrl.ir.graph import (
     tensor_val,
 )
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site, tidy
-from fxrl.ir.plan import Choice, Keep, Rewrite
+from fxrl.ir.plan import Choice, CutLayer, Keep, Plan, Rewrite
 from fxrl.ir.region import Region, region_calls, set_region
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path
@@ -113,6 +113,12 @@ class OutlineLayers(Pass[LayerSite]):
             alike.setdefault(key, []).append((owner, layer))
         for group in alike.values():
             yield from _judged(tuple(group))
+
+    def planned(self, site: LayerSite, plan: Plan) -> Choice | None:
+        """What it says of one of the layers, it says of a region."""
+        cuts = (plan.choices.get(layer.site) for _, layer in site.layers)
+        asked = Rewrite(self.name) if any(isinstance(cut, CutLayer) for cut in cuts) else None
+        return plan.choices.get(site.name) or asked
 
     def decide(self, site: LayerSite) -> Choice:
         """A layer that is too small stays; that is no miss."""

@@ -22,7 +22,7 @@ from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.outer import restore_checkpoints, run_outer
 from fxrl.config import Config
-from fxrl.errors import FxrlError
+from fxrl.errors import FxrlError, did_you_mean
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, body_of
 from fxrl.ir.on_miss import judge_misses, open_misses
@@ -110,6 +110,7 @@ class Backend:
         capture.lowered, capture.pipeline, capture.given = lowered, self._pipeline, self.plan
         with torch._C._DisableAutocast():  # the graph already holds its casts
             capture.rewritten = self._pipeline.run(lowered, self.plan)
+        capture.remarks += _not_found(self.plan, capture)
         return capture.rewritten.gm
 
     def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
@@ -202,6 +203,25 @@ def _taken_back(remark: Remark, why: str) -> Remark:
     if remark.kind != RemarkKind.APPLIED:
         return remark
     return replace(remark, kind=RemarkKind.MISSED, reason=why, saved_bytes=0)
+
+
+def _not_found(plan: Plan, capture: Capture) -> Report:
+    """What the plan says of sites that this graph has not: it was made for another."""
+    known = () if capture.rewritten is None else capture.rewritten.plan.choices
+    here = [s for s in plan.choices if s.startswith(f"{capture.index}:") and s not in known]
+    return Report(
+        tuple(
+            Remark(
+                RemarkKind.MISSED,
+                "plan",
+                site,
+                "",
+                f"the plan names this site, and there is none{did_you_mean(site, known)}",
+                "print(step.plan) shows the sites that there are",
+            )
+            for site in here
+        )
+    )
 
 
 def _attach_kernels() -> Report:

@@ -98,7 +98,7 @@ class Ran:
     """What one pass did to one graph.
 
     Attributes:
-        remarks: one for each site.
+        remarks: one for each site of which something was asked.
         choices: site -> what was chosen for it.
         rewrites: sites that were rewritten.
     """
@@ -141,6 +141,10 @@ class Pass(ABC, Generic[S]):
     def match(self, gm: fx.GraphModule) -> Iterator[S | Miss]:
         """Every place of the idiom, legal or not."""
 
+    def planned(self, site: S, plan: Plan) -> Choice | None:
+        """What the plan says of a site."""
+        return plan.choices.get(site.name)
+
     def decide(self, site: S) -> Choice:
         """What to do at a site where the plan says nothing."""
         return Rewrite(self.name)
@@ -160,17 +164,18 @@ class Pass(ABC, Generic[S]):
         """Choose and rewrite at the sites that ``match`` found."""
         ran = Ran()
         for place in found:
-            ran.remarks.append(self._visit(gm, place, plan, ran))
+            if (remark := self._visit(gm, place, plan, ran)) is not None:
+                ran.remarks.append(remark)
         if ran.rewrites:
             tidy(gm)
         return ran
 
-    def _visit(self, gm: fx.GraphModule, found: S | Miss, plan: Plan, ran: Ran) -> Remark:
+    def _visit(self, gm: fx.GraphModule, found: S | Miss, plan: Plan, ran: Ran) -> Remark | None:
         if isinstance(found, Miss):
             kind = self.missed if found.loses else RemarkKind.ANALYSIS
             return self._refused(found.anchor, site_name(found.anchor), found.refusal, kind)
         name = found.name
-        choice = plan.choices.get(name) or self.decide(found)
+        choice = self.planned(found, plan) or self.decide(found)
         if (self.name, name) in plan.switched_off:
             choice = Keep("it is switched off")
         by = getattr(choice, "by", self.name)
@@ -187,9 +192,7 @@ class Pass(ABC, Generic[S]):
             ran.choices[name] = Keep(refusal.reason)
             return self._refused(found.anchor, name, refusal, self.missed)
         if did is None:
-            return self._remark(
-                RemarkKind.ANALYSIS, found.anchor, name, "the plan asks for nothing"
-            )
+            return None
         ran.rewrites.append(name)
         return self._remark(self.applied, found.anchor, name, did.what, "", did.saved_bytes)
 

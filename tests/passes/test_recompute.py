@@ -105,6 +105,25 @@ def test_every_plan_gives_the_same_numbers(cuts):
     assert step.verify(ids_batch()).ok
 
 
+def test_a_plan_for_another_model_is_said_to_be():
+    plan = Plan({"0:block.1": CutLayer("inputs"), "1:blocks.0": CutLayer("inputs")})
+    step = fxrl.optimize(make_stack(2), square_loss, fxrl.Config(**OPTIONS), plan=plan)
+    with pytest.raises(fxrl.errors.MissedRewriteError) as raised:
+        step(ids_batch())
+    assert_expected_inline(
+        str(raised.value),
+        """missed: plan @ 0:block.1: the plan names this site, and there is none; did you mean '0:blocks.1'?; print(step.plan) shows the sites that there are""",
+    )
+
+
+def test_a_plan_outlines_layers_that_are_too_small_to_pay():
+    config = fxrl.Config(compile_regions=False, on_miss="error")
+    plan = Plan({"0:blocks.1": CutLayer("inputs")})
+    step = fxrl.optimize(make_stack(2), square_loss, config, plan=plan)
+    step(ids_batch()).backward()
+    assert step.plan.choices["0:blocks.1"] == CutLayer("inputs")
+
+
 def test_what_is_no_plan_is_refused():
     with pytest.raises(
         fxrl.errors.ConfigError, match=r"plan is a dict; optimize needs a fxrl\.Plan"
