@@ -5,6 +5,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fxrl.passes.outline_layers import OutlineLayers
+from tests.passes.lowered import lowered
+
 
 class Block(nn.Module):
     """Norm, attention, residual, MLP, residual."""
@@ -89,3 +92,11 @@ def ids_batch(rows=2, length=5, seed=1):
 
 def square_loss(model, batch):
     return model(batch["ids"]).square().mean()
+
+
+def outlined(layers=2, **options):
+    """The lowered graph of a stack's loss, its layers outlined."""
+    model = make_stack(layers, **options)
+    gm = lowered(lambda b: square_loss(model, b), ids_batch())
+    OutlineLayers().run(gm)
+    return gm

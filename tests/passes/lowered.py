@@ -1,5 +1,7 @@
 """From a function to the graph that the first pass sees, and a rewritten graph that runs."""
 
+import re
+
 import torch
 
 from fxrl.capture.lower import lower
@@ -50,3 +52,8 @@ def call(gm, **tensors):
     values = [next(v for key, v in tensors.items() if key in name) for name in names]
     result = runnable(gm)(*values)
     return result[0] if isinstance(result, (tuple, list)) else result
+
+
+def plain(report):
+    """The report's lines without file names and line numbers."""
+    return "\n".join(re.sub(r" \[[^\]]*\.py:\d+\]", "", str(remark)) for remark in report.remarks)

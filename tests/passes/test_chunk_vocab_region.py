@@ -11,7 +11,7 @@ from fxrl.ir.plan import Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import regions_of
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
-from tests.passes.lowered import call, lowered
+from tests.passes.lowered import call, lowered, plain
 
 
 def inputs(seed=0):
@@ -33,11 +33,6 @@ def spread(hidden, weight, ids):
 def printed(gm):
     """The graph, with region ids (hashes of their bodies) left out."""
     return re.sub(r"'[0-9a-f]{16}'", "'ID'", print_graph(gm))
-
-
-def plain(report):
-    """The report's lines without file names and line numbers."""
-    return "\n".join(re.sub(r" \[[^\]]*\.py:\d+\]", "", str(remark)) for remark in report.remarks)
 
 
 def test_before():

@@ -15,7 +15,7 @@ from fxrl.ir.printer import print_graph
 from fxrl.ir.region import regions_of
 from fxrl.passes.outline_layers import OutlineLayers
 from tests.passes.layered import Block, Stack, ids_batch, make_stack, square_loss
-from tests.passes.lowered import lowered
+from tests.passes.lowered import lowered, plain
 
 ONLY = fxrl.Config(passes=("recompute",), compile_regions=False, on_miss="error")
 
@@ -31,10 +31,6 @@ def graph_of(model, batch=None):
 
 def printed(gm):
     return re.sub(r"'[0-9a-f]{16}'", "'ID'", print_graph(gm))
-
-
-def plain(report):
-    return "\n".join(re.sub(r" \[[^\]]*\.py:\d+\]", "", str(remark)) for remark in report.remarks)
 
 
 # ---------------------------------------------------------------------------- what it makes

@@ -12,11 +12,10 @@ from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer, Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
-from fxrl.passes.outline_layers import OutlineLayers
 from fxrl.passes.recompute import Recompute
 from tests.compile.region_cases import assert_same, saved_bytes
-from tests.passes.layered import ids_batch, make_stack, square_loss
-from tests.passes.lowered import lowered
+from tests.passes.layered import ids_batch, make_stack, outlined, square_loss
+from tests.passes.lowered import lowered, plain
 
 OPTIONS = {"passes": ("recompute",), "compile_regions": False, "on_miss": "error"}
 
@@ -24,17 +23,6 @@ OPTIONS = {"passes": ("recompute",), "compile_regions": False, "on_miss": "error
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
-
-
-def outlined(layers=2, **options):
-    model = make_stack(layers, **options)
-    gm = lowered(lambda b: square_loss(model, b), ids_batch())
-    OutlineLayers().run(gm)
-    return gm
-
-
-def plain(report):
-    return "\n".join(re.sub(r" \[[^\]]*\.py:\d+\]", "", str(remark)) for remark in report.remarks)
 
 
 def test_products_are_kept_where_nothing_is_planned():

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 
 import pytest
 import torch
@@ -13,11 +12,10 @@ import fxrl
 from fxrl.ir.plan import CutLayer, Plan, TileHead
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
-from fxrl.passes.outline_layers import OutlineLayers
 from fxrl.passes.tile_tokens import TileTokens
 from tests.compile.region_cases import assert_same, saved_bytes
-from tests.passes.layered import Block, GatedBlock, ids_batch, make_stack, square_loss
-from tests.passes.lowered import lowered
+from tests.passes.layered import Block, GatedBlock, ids_batch, make_stack, outlined, square_loss
+from tests.passes.lowered import plain
 
 TILES = Plan({f"0:blocks.{i}": CutLayer(tile_tokens=4) for i in range(4)})
 OPTIONS = {"passes": ("offload", "tile-tokens"), "on_miss": "error"}
@@ -27,17 +25,6 @@ ONE_BY_ONE = fxrl.Config(**OPTIONS, compile_regions=False)
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
-
-
-def outlined(layers=2, **options):
-    model = make_stack(layers, **options)
-    gm = lowered(lambda b: square_loss(model, b), ids_batch())
-    OutlineLayers().run(gm)
-    return gm
-
-
-def plain(report):
-    return "\n".join(re.sub(r" \[[^\]]*\.py:\d+\]", "", str(remark)) for remark in report.remarks)
 
 
 # ---------------------------------------------------------------------------- applied
