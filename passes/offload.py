@@ -8,25 +8,23 @@ fxrl.region([%x, ...], cut=attention, host)    they are copied to pinned memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import fx
 
-from fxrl.ir.graph_pass import Applied, Pass, PassDoc, Stage
-from fxrl.ir.plan import Choice, CutLayer, places
+from fxrl.ir.graph_pass import Applied, PassDoc
+from fxrl.ir.plan import CutLayer, on_host
 from fxrl.ir.region import send_to_host
 from fxrl.ir.remark import Refusal
-from fxrl.passes.recompute import OutlinedLayer, outlined_layers
+from fxrl.passes.recompute import LayerPass, OutlinedLayer
 
 
 @dataclass(frozen=True)
-class Offload(Pass[OutlinedLayer]):
+class Offload(LayerPass):
     """Say of each layer's region what waits on the host."""
 
     name: ClassVar[str] = "offload"
-    stage: ClassVar[Stage] = Stage.ACT
     requires: ClassVar[tuple[str, ...]] = ("outline-layers", "recompute")
     doc: ClassVar[PassDoc] = PassDoc(
         "a layer that was outlined and whose plan says `host`",
@@ -35,16 +33,8 @@ class Offload(Pass[OutlinedLayer]):
         "the layer was not outlined, or the user's checkpointing of it stays",
     )
 
-    def match(self, gm: fx.GraphModule) -> Iterator[OutlinedLayer]:
-        return outlined_layers(gm)
-
-    def decide(self, site: OutlinedLayer) -> Choice:
-        return CutLayer()
-
-    def rewrite(self, gm: fx.GraphModule, site: OutlinedLayer, choice: Choice) -> Applied | None:
-        if not isinstance(choice, CutLayer):
-            raise Refusal(f"the plan's choice for a layer is {choice}, which is for another site")
-        if "host" not in (choice.inputs_on, choice.kept_on):
+    def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied | None:
+        if not (away := on_host(choice)):
             return None
         if site.inside:
             raise Refusal(
@@ -54,7 +44,6 @@ class Offload(Pass[OutlinedLayer]):
         for call in site.calls:
             own = _own_inputs(call, site.calls) if choice.inputs_on == "host" else []
             send_to_host(call, own, kept=choice.kept_on == "host")
-        away = [what for what, on in places(choice) if on == "host"]
         return Applied(f"{' and '.join(away)} waits on the host", site.saved_bytes)
 
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-import torch
 from torch import fx
 
+from fxrl.analysis.outline import computes
 from fxrl.ir.graph import CHECKPOINT, body_of, inline, is_call, is_view
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
@@ -57,10 +57,6 @@ def _is_outlined(graph: fx.Graph) -> bool:
     calls = [node for node in graph.nodes if node.op == "call_function"]
     regions = [node for node in calls if (region := region_at(node)) is not None and region.layer]
     return bool(regions) and all(
-        node in regions or is_call(node, operator.getitem) or is_view(node) or not _computes(node)
+        node in regions or is_call(node, operator.getitem) or is_view(node) or not computes(node)
         for node in calls
     )
-
-
-def _computes(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))

@@ -13,9 +13,10 @@ op, the checkpointed call stays, and keeps only its input in any case.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, final
 
 from torch import fx
 
@@ -48,12 +49,33 @@ class OutlinedLayer(Site):
         return self.layer
 
 
+class LayerPass(Pass[OutlinedLayer]):
+    """Base of the passes that do to each layer what its ``CutLayer`` says."""
+
+    stage: ClassVar[Stage] = Stage.ACT
+
+    def match(self, gm: fx.GraphModule) -> Iterator[OutlinedLayer]:
+        return outlined_layers(gm)
+
+    def decide(self, site: OutlinedLayer) -> Choice:
+        return CutLayer()
+
+    @final
+    def rewrite(self, gm: fx.GraphModule, site: OutlinedLayer, choice: Choice) -> Applied | None:
+        if not isinstance(choice, CutLayer):
+            raise Refusal(f"the plan's choice for a layer is {choice}, which is for another site")
+        return self.obey(site, choice)
+
+    @abstractmethod
+    def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied | None:
+        """Rewrite one layer, as ``rewrite`` does a site."""
+
+
 @dataclass(frozen=True)
-class Recompute(Pass[OutlinedLayer]):
+class Recompute(LayerPass):
     """Cut each layer as the plan says."""
 
     name: ClassVar[str] = "recompute"
-    stage: ClassVar[Stage] = Stage.ACT
     requires: ClassVar[tuple[str, ...]] = ("outline-layers",)
     doc: ClassVar[PassDoc] = PassDoc(
         "a layer that was outlined",
@@ -62,16 +84,11 @@ class Recompute(Pass[OutlinedLayer]):
         "the layer was not outlined: `outline-layers` says why",
     )
 
-    def match(self, gm: fx.GraphModule) -> Iterator[OutlinedLayer]:
-        return outlined_layers(gm)
-
     def decide(self, site: OutlinedLayer) -> Choice:
         """What the user checkpoints is run again; elsewhere products are kept."""
         return CutLayer("inputs" if site.opened else "products")
 
-    def rewrite(self, gm: fx.GraphModule, site: OutlinedLayer, choice: Choice) -> Applied:
-        if not isinstance(choice, CutLayer):
-            raise Refusal(f"the plan's choice for a layer is {choice}, which is for another site")
+    def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied:
         for call in site.calls:
             set_region(call, replace(call.meta["region"], cut=choice.kept))
         if site.inside:

@@ -13,7 +13,6 @@ them to those that make them narrow again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -21,24 +20,23 @@ from weakref import WeakKeyDictionary
 from torch import fx
 
 from fxrl.analysis.rows.analysis import analyse_layer
-from fxrl.ir.graph import clone, is_view, propagate_requires_grad
-from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Stage, tidy
-from fxrl.ir.plan import Choice, CutLayer
-from fxrl.ir.region import Region, set_region
+from fxrl.ir.graph import clone, is_view
+from fxrl.ir.graph_pass import Applied, Miss, PassDoc, tidy
+from fxrl.ir.plan import CutLayer
+from fxrl.ir.region import Region, mark_grads, set_region
 from fxrl.ir.remark import Refusal
 from fxrl.passes.chunk_vocab_region import run_by_tiles
-from fxrl.passes.recompute import OutlinedLayer, outlined_layers
+from fxrl.passes.recompute import LayerPass, OutlinedLayer
 
 #: Bodies that were tiled, by the one they were made from and the rows per tile: layers share one.
 _TILED: WeakKeyDictionary[fx.GraphModule, dict[Any, fx.GraphModule | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class TileTokens(Pass[OutlinedLayer]):
+class TileTokens(LayerPass):
     """Tile each layer's MLP as the plan says."""
 
     name: ClassVar[str] = "tile-tokens"
-    stage: ClassVar[Stage] = Stage.ACT
     requires: ClassVar[tuple[str, ...]] = ("outline-layers", "recompute")
     doc: ClassVar[PassDoc] = PassDoc(
         "a layer that was outlined and whose plan says `tile_tokens`",
@@ -47,15 +45,7 @@ class TileTokens(Pass[OutlinedLayer]):
         "the layer holds no stretch of row-wise products that is wider than its ends",
     )
 
-    def match(self, gm: fx.GraphModule) -> Iterator[OutlinedLayer]:
-        return outlined_layers(gm)
-
-    def decide(self, site: OutlinedLayer) -> Choice:
-        return CutLayer()
-
-    def rewrite(self, gm: fx.GraphModule, site: OutlinedLayer, choice: Choice) -> Applied | None:
-        if not isinstance(choice, CutLayer):
-            raise Refusal(f"the plan's choice for a layer is {choice}, which is for another site")
+    def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied | None:
         if not choice.tile_tokens:
             return None
         tiled = [tile_widest(call.meta["region"], choice.tile_tokens) for call in site.calls]
@@ -80,9 +70,7 @@ def tile_widest(region: Region, tile: int) -> Region | None:
 def _tiled(region: Region, tile: int) -> fx.GraphModule | None:
     """A tiled copy of the region's graph."""
     gm, done = clone(region.forward), False
-    for node, spec in zip(gm.graph.find_nodes(op="placeholder"), region.inputs, strict=True):
-        node.meta["requires_grad"] = spec.needs_grad
-    propagate_requires_grad(gm.graph)
+    mark_grads(gm.graph, region.inputs)
     _share_views(gm.graph)
     for site in list(analyse_layer(gm.graph)):
         if isinstance(site, Miss):

@@ -195,8 +195,9 @@ def _line(line: Line, folder: Path) -> tuple[str, str, str, str]:
     named = [dict(zip(columns, row, strict=True)) for row in chosen]
     measured = sorted((r for r in named if r[line.by] is not None), key=lambda r: r[line.by])
     ours = [r for r in measured if r["variant"] == line.ours]
-    measured += [r for r in named if r.get("error") and r[line.by] is None]  # behind the others
-    others = [r for r in measured if r["variant"] in (line.beside or {r["variant"]} - {line.ours})]
+    failed = [r for r in named if r.get("error") and r[line.by] is None]
+    peers = [r for r in named if r["variant"] in (line.beside or {r["variant"]} - {line.ours})]
+    others = [r for r in (*measured, *failed) if r in peers]
     if len(ours) != 1 or not others:
         raise PivotError(f"the summary's line {line.job!r} needs {line.ours} and another, once")
     beside = [f"{r['variant']}: {_figures(line, r)}" for r in others[:_OTHERS]]

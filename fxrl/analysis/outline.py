@@ -83,7 +83,7 @@ def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
         Refusal: the part holds random numbers, writes, or calls with a graph for a body.
     """
     order = list(graph.nodes)
-    inside = _closed(order, {node for node in nodes if _computes(node)})
+    inside = _closed(order, {node for node in nodes if computes(node)})
     if not inside:
         raise Refusal("none of the nodes computes a tensor")
     ordered = tuple(n for n in order if n in inside)
@@ -126,7 +126,7 @@ def outline(
 
 
 # ---------------------------------------------------------------------------- what is inside
-def _computes(node: fx.Node) -> bool:
+def computes(node: fx.Node) -> bool:
     """Whether the node is a tensor computation (and no input, constant, size or check)."""
     if node.op != "call_function" or "assert" in str(node.target):
         return False
@@ -147,7 +147,7 @@ def _closed(order: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
         for node in order:
             if node in inside or any(arg in reached for arg in node.all_input_nodes):
                 reached.add(node)
-        inside |= {n for n in reached & ancestors(inside, reached) if _computes(n)}
+        inside |= {n for n in reached & ancestors(inside, reached) if computes(n)}
         if len(inside) <= before:
             return inside
 

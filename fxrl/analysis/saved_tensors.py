@@ -20,10 +20,9 @@ from fxrl.ir.graph import (
     is_view,
     nbytes,
     needs_grad,
-    propagate_requires_grad,
     tensor_val,
 )
-from fxrl.ir.region import Region
+from fxrl.ir.region import Region, mark_grads
 
 #: What an op's derivative reads, as ``derivatives.yaml`` of PyTorch says: ``x: y, z`` is "the
 #: gradient of x is computed from y and z"; no clause, from the incoming gradient alone. Ops that
@@ -102,9 +101,7 @@ def predict_saved(nodes: Sequence[fx.Node]) -> int:
 def bytes_not_saved(region: Region) -> int:
     """Bytes that a region keeps less than autograd does of the same ops, as its cut says."""
     graph = region.forward.graph
-    for node, spec in zip(graph.find_nodes(op="placeholder"), region.inputs, strict=True):
-        node.meta["requires_grad"] = spec.needs_grad
-    propagate_requires_grad(graph)
+    mark_grads(graph, region.inputs)
     return predict_saved([node for node in graph.nodes if node.op == "call_function"])
 
 

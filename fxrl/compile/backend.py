@@ -110,7 +110,7 @@ class Backend:
         capture.lowered, capture.pipeline, capture.given = lowered, self._pipeline, self.plan
         with torch._C._DisableAutocast():  # the graph already holds its casts
             capture.rewritten = self._pipeline.run(lowered, self.plan)
-        capture.remarks += _not_found(self.plan, capture)
+        capture.remarks += _not_found(self.plan, capture.index, capture.rewritten.plan)
         return capture.rewritten.gm
 
     def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
@@ -205,10 +205,10 @@ def _taken_back(remark: Remark, why: str) -> Remark:
     return replace(remark, kind=RemarkKind.MISSED, reason=why, saved_bytes=0)
 
 
-def _not_found(plan: Plan, capture: Capture) -> Report:
-    """What the plan says of sites that this graph has not: it was made for another."""
-    known = () if capture.rewritten is None else capture.rewritten.plan.choices
-    here = [s for s in plan.choices if s.startswith(f"{capture.index}:") and s not in known]
+def _not_found(given: Plan, index: int, made: Plan) -> Report:
+    """What a plan says of sites that graph ``index`` has not: it was made for another."""
+    known = made.choices
+    here = [s for s in given.choices if s.startswith(f"{index}:") and s not in known]
     return Report(
         tuple(
             Remark(

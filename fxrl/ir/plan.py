@@ -161,7 +161,7 @@ def describe(choice: Choice) -> str:
     if isinstance(choice, Keep):
         return f"stays as it is: {choice.reason}"
     if isinstance(choice, CutLayer):
-        away = [what for what, on in places(choice) if on == "host"]
+        away = on_host(choice)
         where = f", {' and '.join(away)} on the host" if away else ""
         tiles = f", MLP in tiles of {choice.tile_tokens} rows" if choice.tile_tokens else ""
         return f"layer: {_KEPT[choice.kept]} for the backward{where}{tiles}"
@@ -170,9 +170,10 @@ def describe(choice: Choice) -> str:
     return choice.by
 
 
-def places(choice: CutLayer) -> tuple[tuple[str, Place], ...]:
-    """What waits for the backward, in words, and where."""
-    return ("its input", choice.inputs_on), ("what is kept", choice.kept_on)
+def on_host(choice: CutLayer) -> list[str]:
+    """What waits for the backward on the host, in words."""
+    places = {"its input": choice.inputs_on, "what is kept": choice.kept_on}
+    return [what for what, place in places.items() if place == "host"]
 
 
 def _number(name: str, value: Any) -> Any:

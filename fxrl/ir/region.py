@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from fxrl.ir.graph import graphs_of, is_call
+from fxrl.ir.graph import graphs_of, is_call, propagate_requires_grad
 from fxrl.ir.printer import Symbols, print_graph
 
 Cut = Literal["inputs", "attention", "products"]
@@ -89,6 +89,13 @@ class Region:
             _TEXTS[self.forward] = print_graph(self.forward)
         text = "\n".join([_TEXTS[self.forward], *inputs, self.cut])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def mark_grads(graph: fx.Graph, inputs: Sequence[InputSpec]) -> None:
+    """Mark which values of a region's graph need a gradient."""
+    for node, spec in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta["requires_grad"] = spec.needs_grad
+    propagate_requires_grad(graph)
 
 
 def _signature(spec: InputSpec, symbols: Symbols) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -73,35 +73,30 @@ class HostPool:
 
     def copy(self, flats: Sequence[Tensor], pages: Sequence[Tensor]) -> torch.Event | None:
         """Begin to copy pages into flat tensors; the event says when they are there."""
-        if self._stream is None:
-            for flat, place in _pieces(flats, pages):
-                flat.copy_(place)
-            return None
         while self._sent and self._sent[0][0].query():
             self._sent.popleft()
-        arrived = torch.Event(self.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # it may use the memory
-        with self._stream:
-            for flat, place in _pieces(flats, pages):
-                flat.copy_(place, non_blocking=True)
-            arrived.record(self._stream)
-        return arrived
+        return self._begin((place, flat) for flat, place in _pieces(flats, pages))
 
     def _send(self, flats: list[Tensor], pages: Sequence[Tensor]) -> None:
-        if self._stream is None:
-            for flat, place in _pieces(flats, pages):
-                place.copy_(flat)
-            return
         while len(self._sent) >= _ON_THEIR_WAY:
             event, _ = self._sent.popleft()
             torch.cuda.current_stream(self.device).wait_event(event)  # then the memory is free
+        if (arrived := self._begin(_pieces(flats, pages))) is not None:
+            self._sent.append((arrived, flats))
+
+    def _begin(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event | None:
+        """Copy the first of each pair to the second, behind what the GPU was told so far."""
+        if self._stream is None:
+            for source, place in pairs:
+                place.copy_(source)
+            return None
         arrived = torch.Event(self.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # it may use the memory
         with self._stream:
-            for flat, place in _pieces(flats, pages):
-                place.copy_(flat, non_blocking=True)
+            for source, place in pairs:
+                place.copy_(source, non_blocking=True)
             arrived.record(self._stream)
-        self._sent.append((arrived, flats))
+        return arrived
 
     def _take(self, size: int) -> list[Tensor]:
         count = -(-size // PAGE)

@@ -132,13 +132,14 @@ class HeadSite:
 def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
     """Every loss head of the graph, as a site or as a miss."""
     heads = find_heads(graph)
-    wide = (min(map(_width, heads), default=0) + 1) // 2  # half a vocabulary is: logits are split
-    yield from _judged(_Walk(graph, heads, wide))
     if not heads:
         for node in narrow_heads(graph):
             classes, features = shape_of(node)[-1], shape_of(factors(node)[0])[-1]
             reason = f"{classes} classes of {features} features: nothing to save"
             yield Miss(node, Refusal(reason), loses=False)
+        return
+    vocab = min(hint(shape_of(head)[-1]) for head in heads)
+    yield from _judged(_Walk(graph, heads, (vocab + 1) // 2))  # logits may be split in two
 
 
 def analyse_layer(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
@@ -147,7 +148,8 @@ def analyse_layer(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
     (output,) = graph.find_nodes(op="output")
     shapes = [shape_of(node) for node in output.all_input_nodes]
     width = max((hint(shape[-1]) for shape in shapes if shape), default=0)
-    yield from _judged(_Walk(graph, find_wide_products(graph, width), width + 1))
+    if products := find_wide_products(graph, width):
+        yield from _judged(_Walk(graph, products, width + 1))
 
 
 def _judged(walked: _Walk) -> Iterator[HeadSite | Miss]:
@@ -156,10 +158,6 @@ def _judged(walked: _Walk) -> Iterator[HeadSite | Miss]:
             yield walked.judge(cluster)
         except Refusal as refusal:
             yield Miss(cluster[0], refusal)
-
-
-def _width(product: fx.Node) -> int:
-    return hint(shape_of(product)[-1])
 
 
 class _Walk:
@@ -172,7 +170,7 @@ class _Walk:
         self.first_steps: dict[fx.Node, tuple[RowValue, compute.SecondStep]] = {}
         self._heads_of: dict[int, frozenset[fx.Node]] = {}
         self._head_exprs: dict[tuple[fx.Node, int], fx.Node] = {}
-        for node in graph.nodes if heads else ():
+        for node in graph.nodes:
             self._visit(node)
 
     # -- the walk

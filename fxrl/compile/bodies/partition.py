@@ -24,7 +24,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrl.compile.bodies.attention import KERNELS
-from fxrl.ir.graph import Size, graph_module, is_call, is_view
+from fxrl.ir.graph import Size, ancestors, graph_module, is_call, is_view
 from fxrl.ir.region import Cut
 
 Source = tuple[str, int]
@@ -86,34 +86,32 @@ def _run_again(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule,
     (output,) = joint.graph.find_nodes(op="output")
     outputs, grads = output.args[0][:num_outputs], output.args[0][num_outputs:]
     order = {node: place for place, node in enumerate(joint.graph.nodes)}
-    late, done = _backward_of(joint), set[fx.Node]()
-    wanted = _needed(grads, order, set())
-    backward = [n for node in wanted if node in late for n in _needed([node], order, done)]
-    backward += _needed(grads, order, done)
+    late, left = _backward_of(joint), set(order)
+    wanted = _needed(grads, order, set(order))
+    backward = [n for node in wanted if node in late for n in _needed([node], order, left)]
+    backward += _needed(grads, order, left)
     inputs = [n for n in order if n.op == "placeholder" and n not in late]
-    forward = [*inputs, *_needed(outputs, order, set(inputs))]
+    forward = [*inputs, *_needed(outputs, order, set(order) - set(inputs))]
     return _graph_of(joint, forward, outputs), _graph_of(joint, backward, grads)
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    return str(node.target).startswith("tangents")
 
 
 def _backward_of(joint: fx.GraphModule) -> set[fx.Node]:
     """What depends on the incoming gradients, and these."""
     late: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        if str(node.target).startswith("tangents") or any(a in late for a in node.all_input_nodes):
+        if _is_gradient(node) or any(arg in late for arg in node.all_input_nodes):
             late.add(node)
     return late - set(joint.graph.find_nodes(op="output"))
 
 
-def _needed(wanted: Sequence[Any], order: dict[fx.Node, int], done: set[fx.Node]) -> list[fx.Node]:
-    """These values and what they are computed from, less what is done; and note it as done."""
-    found: list[fx.Node] = []
-    stack = [node for node in wanted if isinstance(node, fx.Node)]
-    while stack:
-        node = stack.pop()
-        if node not in done:
-            done.add(node)
-            found.append(node)
-            stack += node.all_input_nodes
+def _needed(wanted: Sequence[Any], order: dict[fx.Node, int], left: set[fx.Node]) -> list[fx.Node]:
+    """Of what is left these values and what they are computed from, in order; no longer left."""
+    found = ancestors([value for value in wanted if value in left], left)
+    left -= found
     return sorted(found, key=order.__getitem__)
 
 
@@ -146,7 +144,7 @@ class _Settling:
         sizes: list[Size] = []
         grads = 0
         for node in self.backward.graph.find_nodes(op="placeholder"):
-            if str(node.target).startswith("tangents"):
+            if _is_gradient(node):
                 sources.append(("grad", int(str(node.target).rpartition("_")[2]) - 1))
                 grads += 1
             elif isinstance(node.meta.get("val"), torch.SymInt):
