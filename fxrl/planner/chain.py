@@ -1,0 +1,130 @@
+"""A step as a chain of layers: what each may do, and when how many bytes are alive.
+
+    forward     layer 1, ..., layer L      what a layer keeps stays, on the GPU or on the host
+    head        the loss and its gradient
+    backward    layer L, ..., layer 1      what it kept is gone behind it
+
+Peak memory is a maximum over these moments, never a sum of what was saved: of what the layers keep
+at that moment, and what the one that runs needs while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from fxrl.ir.plan import CutLayer
+
+#: What was sent to the host stays on the GPU until it has arrived: the last stores may be on their
+#: way (``ops.host_memory``).
+ON_THEIR_WAY = 2
+Phase = Literal["forward", "head", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One choice for one layer, and what it costs.
+
+    Attributes:
+        choice: what the plan would say.
+        gpu_bytes, host_bytes: what waits for the backward, and where.
+        forward_s, backward_s: seconds of computation.
+        forward_bytes, backward_bytes: alive on the GPU at most while it runs, besides what is kept;
+            what it keeps counts among them while it is made.
+    """
+
+    choice: CutLayer
+    gpu_bytes: int
+    host_bytes: int
+    forward_s: float
+    backward_s: float
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A step.
+
+    Attributes:
+        layers: the options of each, in order of the forward.
+        base_bytes: alive through the whole step: weights, their gradients, optimizer, all else.
+        head_bytes, head_s: of the loss head, its gradient included.
+        link: bytes a second between GPU and host, each way.
+    """
+
+    layers: tuple[tuple[Option, ...], ...]
+    base_bytes: int
+    head_bytes: int
+    head_s: float
+    link: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes on the GPU at one moment.
+
+    Attributes:
+        layer: its number; that of layers for the head.
+        kept: what layers keep there.
+        moving: what is on its way to the host, or back.
+        running: what the layer or head that runs needs.
+    """
+
+    phase: Phase
+    layer: int
+    base: int
+    kept: int
+    moving: int
+    running: int
+
+    @property
+    def bytes(self) -> int:
+        """All of them."""
+        return self.base + self.kept + self.moving + self.running
+
+
+def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
+    """Every moment of a step in which each layer has one of its options."""
+    kept = [0, *accumulate(option.gpu_bytes for option in options)]
+    sent = [option.host_bytes for option in options]
+    base, count = chain.base_bytes, len(options)
+    for i, option in enumerate(options):
+        moving = sum(sent[max(0, i - ON_THEIR_WAY) : i])
+        yield Moment("forward", i, base, kept[i], moving, option.forward_bytes)
+    moving = sum(sent[max(0, count - ON_THEIR_WAY) :])
+    yield Moment("head", count, base, kept[count], moving, chain.head_bytes)
+    for i, option in reversed(list(enumerate(options))):
+        coming = sent[i] + (sent[i - 1] if i else 0)
+        yield Moment("backward", i, base, kept[i + 1], coming, option.backward_bytes)
+
+
+def peak_bytes(chain: Chain, options: Sequence[Option]) -> int:
+    """Most bytes on the GPU at any moment."""
+    return max(moment.bytes for moment in moments(chain, options))
+
+
+def host_bytes(options: Sequence[Option]) -> int:
+    """Bytes on the host when the forward has ended."""
+    return sum(option.host_bytes for option in options)
+
+
+def step_seconds(chain: Chain, options: Sequence[Option]) -> float:
+    """Seconds of a step: computation, and what of the transfers does not hide behind it."""
+    computed = sum(option.forward_s + option.backward_s for option in options)
+    return seconds(chain, computed, host_bytes(options))
+
+
+def seconds(chain: Chain, computed: float, host: int) -> float:
+    """The same from the layers' seconds and the bytes that go to the host and back.
+
+    Bytes go while the forward and the head run, and come back while the backward does. The forward
+    takes about as long whatever is chosen.
+    """
+    forward = sum(min(option.forward_s for option in layer) for layer in chain.layers)
+    moved = host / chain.link
+    out = max(0.0, moved - forward - chain.head_s)
+    back = max(0.0, moved - (computed - forward))
+    return computed + chain.head_s + out + back

@@ -1,0 +1,201 @@
+"""The fastest plan within two budgets, by an exact dynamic programme over the layers.
+
+With ``p`` and ``h`` the bytes that layers up to ``i`` keep on the GPU and on the host, the least
+time of their computation is
+
+    least(i, p, h) = min over options o of layer i    least(i - 1, p - o.gpu, h - o.host)
+                                                      + o.forward_s + o.backward_s
+
+over states in which every moment of layer ``i`` fits: all that is alive then was kept by layers up
+to ``i``, so a state says it. What is on its way to the host or back is charged as if every layer
+sent as much as the one that sends most; that amount is fixed from outside, one programme for each.
+
+Two things keep the number of states small and the answer exact. A state that is no better in ``p``,
+``h`` and time than another leads nowhere better (what the link costs is a function of time and
+``h`` that never falls with either). And with multipliers ``a, b >= 0``, no way on from a state has
+
+    time < its time + sum over layers to come (min over o (o.time + a o.gpu + b o.host))
+                    - a (what the GPU has left) - b (what the host has left)
+
+so a state whose bound is above a plan that is known is dropped (Lagrangian relaxation; A. Geoffrion,
+1974). A narrow run finds that plan.
+
+Sources: H. Beaumont et al., "Optimal checkpointing for heterogeneous chains" (Rotor, 2019) and
+"Efficient combination of rematerialization and offloading" (POFO, 2021). Theirs run sub-chains
+again; here each layer keeps or recomputes for itself, so states need no interval.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from fxrl.planner.chain import ON_THEIR_WAY, Chain, Option, seconds, step_seconds
+
+#: States that the narrow run keeps after each layer.
+_NARROW = 256
+_STEPS = 400  # of the search for multipliers
+_BOUNDS = 4  # of those found, how many are used: each is looked at for every state
+
+
+def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> tuple[Option, ...] | None:
+    """An option for each layer with the least time, of those that fit; None where none does."""
+    best: tuple[Option, ...] | None = None
+    for sent in sorted({option.host_bytes for layer in chain.layers for option in layer}):
+        programme = _Programme(_sending(chain, sent), sent, gpu_bytes, host_bytes)
+        for width in (_NARROW, None):
+            bound = inf if best is None else step_seconds(chain, best)
+            best = programme.solve(bound, width) or best
+    return best
+
+
+def fits(chain: Chain, options: Sequence[Option], gpu_bytes: int, host_bytes: int) -> bool:
+    """Whether a plan is within the budgets, transfers charged as ``fastest`` does."""
+    sent, kept = max(option.host_bytes for option in options), 0
+    for option in options:
+        if _needed(chain, option, kept, sent) > gpu_bytes:
+            return False
+        kept += option.gpu_bytes
+    at_head = chain.base_bytes + kept + ON_THEIR_WAY * sent + chain.head_bytes
+    return at_head <= gpu_bytes and sum(option.host_bytes for option in options) <= host_bytes
+
+
+def _needed(chain: Chain, option: Option, kept: int, sent: int) -> int:
+    """Bytes on the GPU while a layer runs, forward or backward, those before it keeping ``kept``."""
+    running = max(option.forward_bytes, option.gpu_bytes + option.backward_bytes)
+    return chain.base_bytes + kept + ON_THEIR_WAY * sent + running
+
+
+def _sending(chain: Chain, sent: int) -> Chain:
+    """Only the options that send no more than this."""
+    layers = (tuple(o for o in layer if o.host_bytes <= sent) for layer in chain.layers)
+    return replace(chain, layers=tuple(layers))
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Layers up to one of them, with an option each; ``before`` leads back to theirs."""
+
+    gpu: int
+    host: int
+    time: float
+    option: Option | None = None
+    before: _State | None = None
+
+    def then(self, option: Option) -> _State:
+        """With one layer more."""
+        time = self.time + _time(option)
+        gpu, host = self.gpu + option.gpu_bytes, self.host + option.host_bytes
+        return _State(gpu, host, time, option, self)
+
+    def options(self) -> tuple[Option, ...]:
+        """Of all its layers, in order."""
+        found: list[Option] = []
+        state = self
+        while state.option is not None and state.before is not None:
+            found.append(state.option)
+            state = state.before
+        return tuple(reversed(found))
+
+
+_Bound = tuple[float, float, list[float]]
+
+
+class _Programme:
+    """The dynamic programme where no layer sends more than ``sent`` bytes."""
+
+    def __init__(self, chain: Chain, sent: int, gpu: int, host: int) -> None:
+        self._chain, self._sent, self._gpu, self._host = chain, sent, gpu, host
+        always = chain.base_bytes + ON_THEIR_WAY * sent
+        self._room = gpu - always - chain.head_bytes  # for what all layers keep
+        empty = _State(0, 0, 0.0)
+        found = {pair: self._bound(*pair) for pair in self._multipliers()}
+        ranked = sorted(found.values(), key=lambda bound: -self._under(bound, empty, 0))
+        self._bounds = [self._bound(0.0, 0.0), *ranked[:_BOUNDS]]
+
+    def solve(self, known: float, width: int | None) -> tuple[Option, ...] | None:
+        """A faster plan than one that takes ``known`` seconds, of ``width`` states a layer."""
+        states = [_State(0, 0, 0.0)]
+        for number, layer in enumerate(self._chain.layers):
+            reached = (r for s in states for o in layer if (r := self._next(s, o)) is not None)
+            states = _frontier(s for s in reached if self._least(s, number + 1) < known)
+            if width is not None and len(states) > width:
+                states = sorted(states, key=lambda s: self._least(s, number + 1))[:width]  # noqa: B023
+        ended = [s for s in states if s.gpu <= self._room]
+        if not ended:
+            return None
+        return min(ended, key=lambda s: (self._seconds(s.time, s.host), s.gpu, s.host)).options()
+
+    def _next(self, state: _State, option: Option) -> _State | None:
+        too_much = _needed(self._chain, option, state.gpu, self._sent) > self._gpu
+        reached = state.then(option)
+        return None if too_much or reached.host > self._host else reached
+
+    def _seconds(self, computed: float, host: int) -> float:
+        return seconds(self._chain, computed, host)
+
+    # -- what no way on from a state can beat
+    def _least(self, state: _State, number: int) -> float:
+        """Seconds of a step that has this state behind its first ``number`` layers, at least."""
+        time = max(self._under(bound, state, number) for bound in self._bounds)
+        return self._seconds(state.time + time, state.host)
+
+    def _under(self, bound: _Bound, state: _State, number: int) -> float:
+        a, b, rest = bound
+        return rest[number] - a * (self._room - state.gpu) - b * (self._host - state.host)
+
+    def _bound(self, a: float, b: float) -> _Bound:
+        """The multipliers, and the relaxed time of the layers behind each number of layers."""
+        rest = [0.0]
+        for layer in reversed(self._chain.layers):
+            rest.append(rest[-1] + min(_priced(option, a, b) for option in layer))
+        return a, b, rest[::-1]
+
+    def _multipliers(self) -> Iterator[tuple[float, float]]:
+        """None, and those of a subgradient ascent; each gives a bound that holds."""
+        yield 0.0, 0.0
+        a = b = 0.0
+        times = [_time(option) for layer in self._chain.layers for option in layer]
+        scale = (max(times) - min(times)) / max(1, self._largest())
+        for step in range(1, _STEPS):
+            chosen = [
+                min(layer, key=lambda o: _priced(o, a, b))  # noqa: B023
+                for layer in self._chain.layers
+            ]
+            over = sum(o.gpu_bytes for o in chosen) - self._room
+            too_many = sum(o.host_bytes for o in chosen) - self._host
+            size = max(1, abs(over), abs(too_many))
+            a = max(0.0, a + scale * over / size / step**0.5)
+            b = max(0.0, b + scale * too_many / size / step**0.5)
+            yield a, b
+
+    def _largest(self) -> int:
+        return max(max(o.gpu_bytes, o.host_bytes) for layer in self._chain.layers for o in layer)
+
+
+def _time(option: Option) -> float:
+    return option.forward_s + option.backward_s
+
+
+def _priced(option: Option, a: float, b: float) -> float:
+    return _time(option) + a * option.gpu_bytes + b * option.host_bytes
+
+
+def _frontier(states: Iterable[_State]) -> list[_State]:
+    """The states that no other is as good as in ``gpu``, ``host`` and time."""
+    hosts: list[int] = []  # a stair: host bytes rise, times fall; of states with less on the GPU
+    times: list[float] = []
+    kept = []
+    for state in sorted(states, key=lambda s: (s.gpu, s.host, s.time)):
+        place = bisect_right(hosts, state.host)
+        if place and times[place - 1] <= state.time:
+            continue
+        kept.append(state)
+        end = place
+        while end < len(times) and times[end] >= state.time:
+            end += 1
+        start = place - 1 if place and hosts[place - 1] == state.host else place
+        hosts[start:end], times[start:end] = [state.host], [state.time]
+    return kept
