@@ -12,13 +12,15 @@ sent as much as the one that sends most; that amount is fixed from outside, one 
 
 Two things keep the number of states small and the answer exact. A state that is no better in ``p``,
 ``h`` and time than another leads nowhere better (what the link costs is a function of time and
-``h`` that never falls with either). And with multipliers ``a, b >= 0``, no way on from a state has
+``h`` that never falls with either). And for prices ``a, b >= 0`` of a byte on the GPU and on the
+host, and ``0 <= c <= 1`` of a second of the link, no way on from a state takes less than
 
-    time < its time + sum over layers to come (min over o (o.time + a o.gpu + b o.host))
-                    - a (what the GPU has left) - b (what the host has left)
+    its time + sum over layers to come (min over o (o.time + a o.gpu + (b + c / link) o.host))
+             - a (what the GPU has left) - b (what the host has left)
+             + c (seconds that the link needs for h, less those that it has behind the forward)
 
-so a state whose bound is above a plan that is known is dropped (Lagrangian relaxation; A. Geoffrion,
-1974). A narrow run finds that plan.
+so a state whose bound is not below a plan that is known is dropped (Lagrangian relaxation; A.
+Geoffrion, 1974). A narrow run finds that plan.
 
 Sources: H. Beaumont et al., "Optimal checkpointing for heterogeneous chains" (Rotor, 2019) and
 "Efficient combination of rematerialization and offloading" (POFO, 2021). Theirs run sub-chains
@@ -29,7 +31,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from fxrl.planner.chain import ON_THEIR_WAY, Chain, Option, seconds, step_seconds
@@ -42,12 +44,14 @@ _BOUNDS = 4  # of those found, how many are used: each is looked at for every st
 
 def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> tuple[Option, ...] | None:
     """An option for each layer with the least time, of those that fit; None where none does."""
+    sizes = {option.host_bytes for layer in chain.layers for option in layer}
+    least = max(min(option.host_bytes for option in layer) for layer in chain.layers)
+    programmes = [_Programme(chain, s, gpu_bytes, host_bytes) for s in sorted(sizes) if s >= least]
     best: tuple[Option, ...] | None = None
-    for sent in sorted({option.host_bytes for layer in chain.layers for option in layer}):
-        programme = _Programme(_sending(chain, sent), sent, gpu_bytes, host_bytes)
-        for width in (_NARROW, None):
-            bound = inf if best is None else step_seconds(chain, best)
-            best = programme.solve(bound, width) or best
+    for width in (_NARROW, None):
+        for programme in sorted(programmes, key=lambda one: one.least):
+            known = inf if best is None else step_seconds(chain, best)
+            best = programme.solve(known, width) or best
     return best
 
 
@@ -66,12 +70,6 @@ def _needed(chain: Chain, option: Option, kept: int, sent: int) -> int:
     """Bytes on the GPU while a layer runs, forward or backward, those before it keeping ``kept``."""
     running = max(option.forward_bytes, option.gpu_bytes + option.backward_bytes)
     return chain.base_bytes + kept + ON_THEIR_WAY * sent + running
-
-
-def _sending(chain: Chain, sent: int) -> Chain:
-    """Only the options that send no more than this."""
-    layers = (tuple(o for o in layer if o.host_bytes <= sent) for layer in chain.layers)
-    return replace(chain, layers=tuple(layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,30 +98,40 @@ class _State:
         return tuple(reversed(found))
 
 
-_Bound = tuple[float, float, list[float]]
+_Prices = tuple[float, float, float]
+_Bound = tuple[_Prices, list[float]]
 
 
 class _Programme:
-    """The dynamic programme where no layer sends more than ``sent`` bytes."""
+    """The dynamic programme where no layer sends more than ``sent`` bytes.
+
+    Attributes:
+        least: seconds that no plan of it is faster than.
+    """
 
     def __init__(self, chain: Chain, sent: int, gpu: int, host: int) -> None:
         self._chain, self._sent, self._gpu, self._host = chain, sent, gpu, host
+        self._layers = [[o for o in layer if o.host_bytes <= sent] for layer in chain.layers]
         always = chain.base_bytes + ON_THEIR_WAY * sent
-        self._room = gpu - always - chain.head_bytes  # for what all layers keep
+        behind = max(chain.head_bytes, min(o.backward_bytes for o in self._layers[-1]))
+        self._room = gpu - always - behind  # for what all layers keep
+        forward = sum(min(option.forward_s for option in layer) for layer in chain.layers)
+        self._hidden = forward + chain.head_s  # seconds of the link behind which they hide
         empty = _State(0, 0, 0.0)
-        found = {pair: self._bound(*pair) for pair in self._multipliers()}
-        ranked = sorted(found.values(), key=lambda bound: -self._under(bound, empty, 0))
-        self._bounds = [self._bound(0.0, 0.0), *ranked[:_BOUNDS]]
+        found = [self._bound(prices) for prices in self._prices()]
+        ranked = sorted(found, key=lambda bound: -self._under(bound, empty, 0))
+        self._bounds = [found[0], *ranked[:_BOUNDS]]
+        self.least = self._least(empty, 0)
 
     def solve(self, known: float, width: int | None) -> tuple[Option, ...] | None:
         """A faster plan than one that takes ``known`` seconds, of ``width`` states a layer."""
         states = [_State(0, 0, 0.0)]
-        for number, layer in enumerate(self._chain.layers):
+        for number, layer in enumerate(self._layers):
             reached = (r for s in states for o in layer if (r := self._next(s, o)) is not None)
             states = _frontier(s for s in reached if self._least(s, number + 1) < known)
             if width is not None and len(states) > width:
                 states = sorted(states, key=lambda s: self._least(s, number + 1))[:width]  # noqa: B023
-        ended = [s for s in states if s.gpu <= self._room]
+        ended = [s for s in states if s.gpu <= self._room]  # the head too
         if not ended:
             return None
         return min(ended, key=lambda s: (self._seconds(s.time, s.host), s.gpu, s.host)).options()
@@ -139,48 +147,52 @@ class _Programme:
     # -- what no way on from a state can beat
     def _least(self, state: _State, number: int) -> float:
         """Seconds of a step that has this state behind its first ``number`` layers, at least."""
-        time = max(self._under(bound, state, number) for bound in self._bounds)
-        return self._seconds(state.time + time, state.host)
+        layers = max(self._under(bound, state, number) for bound in self._bounds)
+        return state.time + layers + self._chain.head_s
 
     def _under(self, bound: _Bound, state: _State, number: int) -> float:
-        a, b, rest = bound
-        return rest[number] - a * (self._room - state.gpu) - b * (self._host - state.host)
+        (a, b, c), rest = bound
+        over = state.host / self._chain.link - self._hidden
+        left = a * (self._room - state.gpu) + b * (self._host - state.host)
+        return rest[number] - left + c * over
 
-    def _bound(self, a: float, b: float) -> _Bound:
-        """The multipliers, and the relaxed time of the layers behind each number of layers."""
+    def _bound(self, prices: _Prices) -> _Bound:
+        """The prices, and the relaxed time of the layers behind each number of layers."""
         rest = [0.0]
-        for layer in reversed(self._chain.layers):
-            rest.append(rest[-1] + min(_priced(option, a, b) for option in layer))
-        return a, b, rest[::-1]
+        for layer in reversed(self._layers):
+            rest.append(rest[-1] + min(self._priced(option, prices) for option in layer))
+        return prices, rest[::-1]
 
-    def _multipliers(self) -> Iterator[tuple[float, float]]:
+    def _priced(self, option: Option, prices: _Prices) -> float:
+        a, b, c = prices
+        host = (b + c / self._chain.link) * option.host_bytes
+        return _time(option) + a * option.gpu_bytes + host
+
+    def _prices(self) -> Iterator[_Prices]:
         """None, and those of a subgradient ascent; each gives a bound that holds."""
-        yield 0.0, 0.0
-        a = b = 0.0
-        times = [_time(option) for layer in self._chain.layers for option in layer]
+        a = b = c = 0.0
+        times = [_time(option) for layer in self._layers for option in layer]
         scale = (max(times) - min(times)) / max(1, self._largest())
         for step in range(1, _STEPS):
+            yield a, b, c
+            prices = a, b, c
             chosen = [
-                min(layer, key=lambda o: _priced(o, a, b))  # noqa: B023
-                for layer in self._chain.layers
+                min(layer, key=lambda option: self._priced(option, prices))  # noqa: B023
+                for layer in self._layers
             ]
-            over = sum(o.gpu_bytes for o in chosen) - self._room
-            too_many = sum(o.host_bytes for o in chosen) - self._host
-            size = max(1, abs(over), abs(too_many))
-            a = max(0.0, a + scale * over / size / step**0.5)
-            b = max(0.0, b + scale * too_many / size / step**0.5)
-            yield a, b
+            gpu, host = (sum(o.gpu_bytes for o in chosen), sum(o.host_bytes for o in chosen))
+            over = [gpu - self._room, host - self._host, host - self._hidden * self._chain.link]
+            size = max(1.0, *map(abs, over)) * step**0.5
+            a = max(0.0, a + scale * over[0] / size)
+            b = max(0.0, b + scale * over[1] / size)
+            c = min(1.0, max(0.0, c + over[2] / size))
 
     def _largest(self) -> int:
-        return max(max(o.gpu_bytes, o.host_bytes) for layer in self._chain.layers for o in layer)
+        return max(max(o.gpu_bytes, o.host_bytes) for layer in self._layers for o in layer)
 
 
 def _time(option: Option) -> float:
     return option.forward_s + option.backward_s
-
-
-def _priced(option: Option, a: float, b: float) -> float:
-    return _time(option) + a * option.gpu_bytes + b * option.host_bytes
 
 
 def _frontier(states: Iterable[_State]) -> list[_State]:
