@@ -67,7 +67,7 @@ def fits(chain: Chain, options: Sequence[Option], gpu_bytes: int, host_bytes: in
 
 
 def _needed(chain: Chain, option: Option, kept: int, sent: int) -> int:
-    """Bytes on the GPU while a layer runs, forward or backward, those before it keeping ``kept``."""
+    """Bytes on the GPU while a layer runs; those before it keep ``kept``."""
     running = max(option.forward_bytes, option.gpu_bytes + option.backward_bytes)
     return chain.base_bytes + kept + ON_THEIR_WAY * sent + running
 
@@ -130,7 +130,7 @@ class _Programme:
             reached = (r for s in states for o in layer if (r := self._next(s, o)) is not None)
             states = _frontier(s for s in reached if self._least(s, number + 1) < known)
             if width is not None and len(states) > width:
-                states = sorted(states, key=lambda s: self._least(s, number + 1))[:width]  # noqa: B023
+                states = sorted(states, key=lambda s: self._least(s, number + 1))[:width]
         ended = [s for s in states if s.gpu <= self._room]  # the head too
         if not ended:
             return None
@@ -177,7 +177,7 @@ class _Programme:
             yield a, b, c
             prices = a, b, c
             chosen = [
-                min(layer, key=lambda option: self._priced(option, prices))  # noqa: B023
+                min(layer, key=lambda option: self._priced(option, prices))
                 for layer in self._layers
             ]
             gpu, host = (sum(o.gpu_bytes for o in chosen), sum(o.host_bytes for o in chosen))
