@@ -42,12 +42,12 @@ class Offload(LayerPass):
                 "let the plan choose: switch activation checkpointing off",
             )
         for call in site.calls:
-            own = _own_inputs(call, site.calls) if choice.inputs_on == "host" else []
+            own = own_inputs(call, site.calls) if choice.inputs_on == "host" else []
             send_to_host(call, own, kept=choice.kept_on == "host")
         return Applied(f"{' and '.join(away)} waits on the host", site.saved_bytes)
 
 
-def _own_inputs(call: fx.Node, calls: tuple[fx.Node, ...]) -> list[int]:
+def own_inputs(call: fx.Node, calls: tuple[fx.Node, ...]) -> list[int]:
     """Positions of the inputs that nobody but this layer reads."""
     inputs: Any = call.args[0]
     return [

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fxrl.config import Config
-from fxrl.errors import ConfigError, optional
+from fxrl.errors import ConfigError, did_you_mean, optional
+from fxrl.ir.plan import Plan
 from fxrl.losses import by_name, completion_logits, token_stats
 from fxrl.losses.registry import load_function
 from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model, lora, tiny_config
 from fxrl.models.hf import why_no_hub
 from fxrl.models.load import Source, read_config, resolve
 from fxrl.models.tiny import parse_tiny
+from fxrl.planner.target import TARGETS, Target
 from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
 from fxrl.rl.config.named import importable_from
 
@@ -111,6 +113,36 @@ def check_device(name: str) -> torch.device:
 
 def _trainable(model: nn.Module, args: argparse.Namespace) -> nn.Module:
     return (lora(model, r=args.lora, seed=0) if args.lora else model).train()
+
+
+def target(name: str) -> Target:
+    """A GPU by the name that ``fxrl plan --target`` takes.
+
+    Raises:
+        ConfigError: no such GPU is known.
+    """
+    if name.lower() not in TARGETS:
+        raise ConfigError(
+            f"--target {name!r} is unknown{did_you_mean(name.lower(), TARGETS)}; "
+            f"there are {', '.join(TARGETS)}"
+        )
+    return TARGETS[name.lower()]
+
+
+def two_plans(files: list[str]) -> tuple[Plan, Plan]:
+    """The plans in two files that ``fxrl plan --json`` wrote.
+
+    Raises:
+        ConfigError: there are not two files, or one cannot be read.
+        PlanError: one holds no plan.
+    """
+    if len(files) != 2:
+        raise ConfigError(f"fxrl plan diff takes two files, and got {len(files)}")
+    try:
+        first, second = (Plan.from_json(Path(file).read_text()) for file in files)
+    except OSError as error:
+        raise ConfigError(f"fxrl plan diff: {error}") from error
+    return first, second
 
 
 LOGP_STD = 0.1  # of old and reference log-probs around the policy's: some ratios get clipped

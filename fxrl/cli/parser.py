@@ -63,9 +63,12 @@ def _command(
     return sub
 
 
-def _model_and_loss(sub: argparse.ArgumentParser, *, batch: int, tokens: int, dtype: str) -> None:
+def _model_and_loss(
+    sub: argparse.ArgumentParser, *, batch: int, tokens: int, dtype: str, loss: str | None = None
+) -> None:
     sub.add_argument("model", metavar="MODEL", help="hub id, folder, config.json or tiny:KIND")
-    sub.add_argument("--loss", required=True, help="name in fxrl.losses, or module:function")
+    about = "name in fxrl.losses, or module:function" + (f" ({loss})" if loss else "")
+    sub.add_argument("--loss", required=loss is None, default=loss, help=about)
     sub.add_argument(
         "--loss-args", nargs="+", default=[], metavar="KEY=VALUE", help="such as beta=0.04"
     )
@@ -123,11 +126,25 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
     sub = _command(
         commands,
         "plan",
-        "print the plan: what is chosen for every region",
-        about="Works on fake tensors: no GPU, no weights, full-size models.\n\n" + MODEL_HELP,
-        examples="  fxrl plan Qwen/Qwen3-8B --loss grpo --lora 32 --config min_saved_bytes=0",
+        "print the plan: peak memory, seconds, what is done with each layer, longest context",
+        about="Works on fake tensors: no GPU, no weights, full-size models. Seconds are those of\n"
+        "--target. fxrl plan diff A.json B.json compares two plans that --json wrote.\n"
+        "Exit code 2 when nothing fits: the error says the longest context that would.\n\n"
+        + MODEL_HELP,
+        examples="  fxrl plan Qwen/Qwen3-8B --context 131072 --lora 32 --gpu-memory 80GiB\n"
+        "  fxrl plan ./config.json --context 16384 --batch 4 --target a100 --plot memory.png\n"
+        "  fxrl plan Qwen/Qwen3-8B --loss dpo --host-memory 128GiB --json > a.json\n"
+        "  fxrl plan diff a.json b.json",
     )
-    _model_and_loss(sub, batch=4, tokens=1024, dtype="bf16")
+    _model_and_loss(sub, batch=1, tokens=8192, dtype="bf16", loss="grpo")
+    sub.add_argument("files", nargs="*", metavar="FILE", help="of `diff`: two plans as JSON")
+    sub.add_argument("--context", type=_positive, dest="tokens", help="the same as --tokens")
+    sub.add_argument(
+        "--target", default="h200", metavar="GPU", help="h200, h100, b200, a100, ... (%(default)s)"
+    )
+    sub.add_argument("--gpu-memory", metavar="SIZE", help="such as 80GiB (what the GPU has)")
+    sub.add_argument("--host-memory", metavar="SIZE", help="for what layers keep (what is free)")
+    sub.add_argument("--plot", metavar="FILE", help="draw memory over a step, such as memory.png")
 
 
 def _dump(commands: Commands[argparse.ArgumentParser]) -> None:

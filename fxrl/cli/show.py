@@ -14,7 +14,8 @@ from rich.table import Table
 
 from fxrl.doctor import Check, Diagnosis
 from fxrl.errors import FxrlError
-from fxrl.ir.remark import Report
+from fxrl.ir.plan import Plan, differing
+from fxrl.ir.remark import Report, format_bytes
 from fxrl.ir.table import cell, open_table
 
 _STYLES = {"ok": "green", "missing": "yellow", "wrong version": "yellow", "broken": "bold red"}
@@ -41,6 +42,29 @@ def error(problem: FxrlError, *, as_json: bool) -> None:
 def report(found: Report) -> None:
     """The report's own table and totals."""
     print(found if found.remarks else "no remarks: no pass found anything to say")
+
+
+def plan_difference(before: Plan, after: Plan, *, as_json: bool) -> None:
+    """The predictions beside each other, then the sites whose choice differs."""
+    changed = differing(before, after)
+    if as_json:
+        print(json.dumps(changed, indent=1))
+        return
+    table = open_table("", "before", "after", right=("before", "after"))
+    for name, (old, new) in changed["predictions"].items():
+        label = name.replace("_", " ")
+        table.add_row(cell(label), cell(_shown(name, old)), cell(_shown(name, new)))
+    Console(highlight=False).print(table)
+    for site, (old, new) in changed["choices"].items():
+        print(f"\n{site}\n- {old}\n+ {new}")
+    if not changed["choices"]:
+        print("\nno choice differs")
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    return format_bytes(value) if name.endswith("bytes") else f"{value:,}"
 
 
 def diagnosis(found: Diagnosis) -> None:

@@ -21,6 +21,7 @@ from fxrl.capture.repeated import share_bodies
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.outer import restore_checkpoints, run_outer
+from fxrl.compile.planning import Planner, known_profiles
 from fxrl.config import Config
 from fxrl.errors import FxrlError, did_you_mean
 from fxrl.ir.capture_record import Capture
@@ -32,6 +33,8 @@ from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import name_sites
 from fxrl.ir.source import user_source
 from fxrl.passes import pipeline
+from fxrl.planner.budget import Budget
+from fxrl.planner.target import Target, target_of
 
 Run = Callable[..., Any]
 log = logging.getLogger(__name__)
@@ -43,6 +46,8 @@ class Backend:
     Attributes:
         captures: what was captured so far, in order.
         only_explain: stop after the passes and run the graph as Dynamo delivered it (fake tensors).
+        always_planned: predict, also where nothing bounds the memory.
+        target: what to plan for; None for the GPU that the model is on.
         always_rewritten: run the lowered graph even where no pass rewrote anything, so that
             ``verify`` tells what lowering does from what the passes do.
     """
@@ -54,11 +59,15 @@ class Backend:
         *,
         only_explain: bool = False,
         always_rewritten: bool = False,
+        always_planned: bool = False,
+        target: Target | None = None,
     ) -> None:
         self.config = config
         self.plan = plan
         self.only_explain = only_explain
         self.always_rewritten = always_rewritten
+        self.always_planned = always_planned
+        self.target = target
         self.captures: list[Capture] = []
         self._pipeline = pipeline(config)  # an unknown pass is an error now, not at the first batch
 
@@ -107,16 +116,47 @@ class Backend:
             self._fall_back(capture, refusal)
             return None
         name_sites(lowered, str(capture.index))
-        capture.lowered, capture.pipeline, capture.given = lowered, self._pipeline, self.plan
+        capture.lowered, capture.pipeline = lowered, self._pipeline
         with torch._C._DisableAutocast():  # the graph already holds its casts
-            capture.rewritten = self._pipeline.run(lowered, self.plan)
+            planner = self._planner(capture)
+            capture.rewritten = self._pipeline.run(lowered, self.plan, planner=planner)
+        capture.given = capture.rewritten.given
         capture.remarks += _not_found(self.plan, capture.index, capture.rewritten.plan)
         return capture.rewritten.gm
+
+    def _planner(self, capture: Capture) -> Callable[[fx.GraphModule, Plan], Plan] | None:
+        """What makes the plan: where memory is bounded, or predictions are asked for."""
+        assert capture.lowered is not None
+        device = _gpu_of(capture.lowered)
+        if device is None and self.config.gpu_memory is None and not self.always_planned:
+            return None
+        target = self.target or target_of(device)
+        budget = Budget.of(self.config, target, device)
+        capture.planner = planner = Planner(
+            known_profiles(self._options, self.plan), target, budget, self.always_planned
+        )
+
+        def planned(gm: fx.GraphModule, plan: Plan) -> Plan:
+            log.info("planning the step's memory")
+            try:
+                return planner(gm, plan)
+            except FxrlError:
+                raise
+            except Exception as error:
+                why = f"no plan was made, every layer does what it does by itself: {_line(error)}"
+                site = f"{capture.index}:graph"
+                capture.remarks += Report((Remark(RemarkKind.MISSED, "plan", site, "", why),))
+                return plan
+
+        return planned
+
+    @property
+    def _options(self) -> InductorOptions | None:
+        return InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
 
     def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
         if any(isinstance(x, torch.Tensor) and x.is_cuda for x in examples):
             capture.remarks += _attach_kernels()
-        options = InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
         owned: dict[str, CompiledRegion] = {}
         calls = region_calls(gm)
         count = len({call.meta["region"].id for call in calls})
@@ -124,7 +164,8 @@ class Backend:
             region = call.meta["region"]
             if region.id not in owned:
                 log.info("compiling the step: body %d of %d", len(owned) + 1, count)
-                owned[region.id] = build_region(region, options, self.plan)
+                owned[region.id] = build_region(region, self._options, self.plan)
+                owned[region.id].compile()
             call.update_arg(1, owned[region.id].key)
         capture.kernels = dict(owned)
         capture.remarks += _attention(owned.values())
@@ -187,6 +228,13 @@ def _random_state() -> Callable[[], None]:
             torch.cuda.set_rng_state_all(gpus)
 
     return restore
+
+
+def _gpu_of(gm: fx.GraphModule) -> torch.device | None:
+    """The GPU that a graph's tensors are on."""
+    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    devices = (value.device for value in values if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type == "cuda"), None)
 
 
 def _as_written(gm: fx.GraphModule) -> Run:

@@ -25,6 +25,7 @@ from fxrl.ir.capture_record import Capture, plan_of
 from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
+from fxrl.planner.target import Target
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
@@ -113,11 +114,22 @@ class TrainStep:
         """What was chosen for each site of every capture so far."""
         return plan_of(self._backend.captures)
 
-    def plan_for(self, batch: Any) -> Plan:
-        """The plan for a batch of these sizes; needs no weights and no GPU."""
+    def plan_for(self, batch: Any, *, target: Target | None = None) -> Plan:
+        """The plan for a batch of these sizes, and what it is predicted to take.
+
+        Needs no weights and no GPU: without one it is made for an H200.
+
+        Args:
+            batch: gives sizes; may be fake or on ``meta``.
+            target: the GPU to plan for (``fxrl.planner.target.TARGETS``).
+
+        Raises:
+            PlanError: no plan fits ``Config.gpu_memory``; says the longest context that would.
+        """
         from fxrl.inspect.explain import explained
 
-        return plan_of(explained(self.model, self.loss_fn, batch, self.config, self._given)[1])
+        given = (self.model, self.loss_fn, batch, self.config, self._given)
+        return plan_of(explained(*given, target=target, planned=True)[1])
 
     def explain(self, batch: Any) -> Report:
         """What would be rewritten for this batch, found on fake tensors; nothing runs."""

@@ -27,13 +27,14 @@ from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import hint
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report
+from fxrl.planner.target import Target
 
 
 class ExplainBackend(Backend):
     """Captures and rewrites like ``Backend``; what it returns does not compute."""
 
-    def __init__(self, config: Config, plan: Plan) -> None:
-        super().__init__(config, plan, only_explain=True)
+    def __init__(self, config: Config, plan: Plan, target: Target | None, *, planned: bool) -> None:
+        super().__init__(config, plan, only_explain=True, always_planned=planned, target=target)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         super().__call__(gm, example_inputs)
@@ -58,12 +59,24 @@ def explain(
 
 
 def explained(
-    model: nn.Module, loss_fn: LossFunction, batch: Any, config: Config, plan: Plan | None = None
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    config: Config,
+    plan: Plan | None = None,
+    *,
+    target: Target | None = None,
+    planned: bool = False,
 ) -> tuple[Report, Sequence[Capture]]:
-    """The same, with the captures."""
+    """The same, with the captures.
+
+    Args:
+        target: what to plan for; None for the GPU that the model is on.
+        planned: predict, also where nothing bounds the memory.
+    """
     config = replace(config, on_miss="ignore")
     plan = plan or Plan()
-    backend = ExplainBackend(config, plan)
+    backend = ExplainBackend(config, plan, target, planned=planned)
     twin = without_fakes(Wrapper(model).inner)  # no process waits for another
     step = TrainStep(twin, loss_fn, config, plan, backend=backend)
     captured_all = Report()

@@ -6,7 +6,7 @@ The backend fills it while it compiles. It holds graphs, not text: whoever wants
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -33,6 +33,7 @@ class Capture:
         dynamo: the graph as Dynamo delivered it.
         lowered: the graph that the passes got; None where it could not be lowered.
         pipeline, given: the passes, and the plan that they got.
+        planner: what made it, where memory is bounded.
         rewritten: what they made of it; None where they did not run.
         kernels: what runs for each region, by the region's id; owned here.
         running: whether the rewritten graph runs; otherwise the user's own does.
@@ -46,6 +47,7 @@ class Capture:
     lowered: fx.GraphModule | None = None
     pipeline: Pipeline | None = None
     given: Plan = field(default_factory=Plan)
+    planner: Any = None
     rewritten: Rewritten | None = None
     kernels: dict[str, Any] = field(default_factory=dict)
     running: bool = False
@@ -74,4 +76,7 @@ class Capture:
 def plan_of(captures: Sequence[Capture]) -> Plan:
     """One plan over all captures; sites name their capture."""
     plans = [one.rewritten.plan for one in captures if one.rewritten is not None]
-    return Plan({site: choice for plan in plans for site, choice in plan.choices.items()})
+    predicted = [plan for plan in plans if plan.peak_gpu_bytes is not None]
+    highest = max(predicted, key=lambda plan: plan.peak_gpu_bytes or 0, default=Plan())
+    choices = {site: choice for plan in plans for site, choice in plan.choices.items()}
+    return replace(highest, choices=choices, switched_off=frozenset())

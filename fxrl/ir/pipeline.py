@@ -20,6 +20,8 @@ from fxrl.ir.verifier import GraphCheck
 
 #: Called before the first pass and after each: name of the pass ("" before), graph, its remarks.
 Watch = Callable[[str, fx.GraphModule, Report], None]
+#: Chooses for the sites of a graph in which heads and layers are regions.
+Planner = Callable[[fx.GraphModule, Plan], Plan]
 Found = list[tuple[Pass[Any], list[Site | Miss]]]
 
 
@@ -30,12 +32,14 @@ class Rewritten:
     Attributes:
         gm: the rewritten graph; the one that was given is as it was.
         plan: a choice for each site.
+        given: the plan that the acting passes got: the caller's, and what the planner chose.
         report: the passes' remarks, in order.
         rewrites: ``(pass, site)`` of all that was rewritten, normalising passes included.
     """
 
     gm: fx.GraphModule
     plan: Plan
+    given: Plan
     report: Report
     rewrites: tuple[tuple[str, str], ...]
 
@@ -53,12 +57,19 @@ class Pipeline:
     passes: tuple[Pass[Any], ...]
     check_values: ClassVar[bool] = False
 
-    def run(self, gm: fx.GraphModule, plan: Plan, watch: Watch | None = None) -> Rewritten:
+    def run(
+        self,
+        gm: fx.GraphModule,
+        plan: Plan,
+        watch: Watch | None = None,
+        planner: Planner | None = None,
+    ) -> Rewritten:
         """Run all passes on a copy of ``gm``.
 
         Args:
             plan: choices to obey; other sites are decided by the passes' options.
             watch: told of the graph before the first pass and after each.
+            planner: makes the plan; without one, passes decide by themselves.
         """
         gm = clone(gm)
         run = _Run(gm, plan, watch, GraphCheck(gm, values=self.check_values))
@@ -67,6 +78,8 @@ class Pipeline:
         normalise, find, act, clean = stages
         for one in (*normalise, *find):
             run.act(one, list(one.match(run.gm)))
+        if planner is not None:
+            run.plan = planner(run.gm, run.plan)
         found: Found = [(one, list(one.match(run.gm))) for one in act]
         for one, places in found:
             run.act(one, places)
@@ -105,7 +118,9 @@ class _Run:
 
     def result(self) -> Rewritten:
         plan = replace(self.plan, choices=self.choices)
-        return Rewritten(self.gm, plan, Report(tuple(self.remarks)), tuple(self.rewrites))
+        return Rewritten(
+            self.gm, plan, self.plan, Report(tuple(self.remarks)), tuple(self.rewrites)
+        )
 
 
 def _folded(one: Pass[Any], ran: Ran) -> list[Remark]:

@@ -91,13 +91,40 @@ def tokens_per_tile(choice: Choice) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """What is predicted to be alive on the GPU at one moment of a step.
+
+    Attributes:
+        phase: ``"forward"``, ``"head"`` or ``"backward"``.
+        layer: the layer that runs, by number; how many there are for the head.
+        parts: what it is for -> bytes.
+    """
+
+    phase: str
+    layer: int
+    parts: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """All of them."""
+        return sum(self.parts.values())
+
+    @property
+    def where(self) -> str:
+        """When it is, in words."""
+        return "the loss head" if self.phase == "head" else f"{self.phase} of layer {self.layer}"
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A choice for each site, and what the step is predicted to take.
 
     Attributes:
         choices: site (see ``ir.site``) -> choice.
-        peak_gpu_bytes, peak_host_bytes, step_seconds, max_context: predictions; None where none
-            was made.
+        peak_gpu_bytes, peak_host_bytes, step_seconds: predictions of one step, with AdamW's states
+            and without the optimizer's own time; None where none was made.
+        max_context: tokens of the longest sequences that some plan fits; None where nobody asked.
+        timeline: the moments of a step, in order; the highest is ``peak_gpu_bytes``.
         switched_off: ``(pass, site)`` pairs that stay as they are whatever else is said; how
             ``verify`` searches for a wrong rewrite.
     """
@@ -107,6 +134,7 @@ class Plan:
     peak_host_bytes: int | None = None
     step_seconds: float | None = None
     max_context: int | None = None
+    timeline: tuple[Moment, ...] = ()
     switched_off: frozenset[tuple[str, str]] = frozenset()
 
     def without(self, rewrites: frozenset[tuple[str, str]]) -> Plan:
@@ -118,7 +146,9 @@ class Plan:
         names = {kind: name for name, kind in _KINDS.items()}
         choices = {s: {"kind": names[type(c)], **asdict(c)} for s, c in self.choices.items()}
         numbers = {name: getattr(self, name) for name in _NUMBERS}
-        return json.dumps({"version": _VERSION, **numbers, "choices": choices}, indent=1)
+        timeline = [asdict(moment) for moment in self.timeline]
+        told = {"version": _VERSION, **numbers, "choices": choices, "timeline": timeline}
+        return json.dumps(told, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -139,13 +169,54 @@ class Plan:
         if not isinstance(choices, dict):
             raise PlanError(f"choices={choices!r} is no table of sites")
         numbers = {name: _number(name, data.get(name)) for name in _NUMBERS}
-        return cls({site: _choice(site, given) for site, given in choices.items()}, **numbers)
+        try:
+            timeline = tuple(Moment(**moment) for moment in data.get("timeline", ()))
+        except TypeError as error:
+            raise PlanError(f"the plan's timeline is damaged: {error}") from error
+        read = {site: _choice(site, given) for site, given in choices.items()}
+        return cls(read, timeline=timeline, **numbers)
 
     def __str__(self) -> str:
-        told = ((n, getattr(self, n)) for n in _NUMBERS)
-        shown = [f"{n.replace('_', ' ')}: {value}" for n, value in told if value is not None]
-        lines = [f"{site}: {describe(choice)}" for site, choice in self.choices.items()]
-        return "\n".join([*shown, *lines]) or "no sites: nothing is captured yet"
+        lines = [f"{site}: {describe(choice)}" for site, choice in _joined(self.choices)]
+        return "\n".join([*self._predicted(), *lines]) or "no sites: nothing is captured yet"
+
+    def _predicted(self) -> list[str]:
+        if self.peak_gpu_bytes is None:
+            return []
+        lines = [f"GPU memory: {format_bytes(self.peak_gpu_bytes)}"]
+        if self.timeline:
+            top = max(self.timeline, key=lambda moment: moment.bytes)
+            parts = [f"{format_bytes(n)} {what}" for what, n in top.parts.items() if n]
+            lines += [f"  highest in {top.where}: {', '.join(parts)}"]
+        lines += [f"host memory: {format_bytes(self.peak_host_bytes or 0)}"]
+        lines += [f"step: {self.step_seconds:.3g} s"] if self.step_seconds is not None else []
+        lines += [f"longest context: {self.max_context} tokens"] if self.max_context else []
+        return lines
+
+
+def differing(before: Plan, after: Plan) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """All ``predictions`` of two plans, and the ``choices`` in which they differ, in words;
+    neighbouring layers that differ in the same way together."""
+    sites = dict.fromkeys([*before.choices, *after.choices])
+    pairs = {s: (before.choices.get(s), after.choices.get(s)) for s in sites}
+    words = {s: tuple(map(_or_none, pair)) for s, pair in pairs.items() if pair[0] != pair[1]}
+    numbers = {name: (getattr(before, name), getattr(after, name)) for name in _NUMBERS}
+    return {"predictions": numbers, "choices": dict(_joined(words))}
+
+
+def _or_none(choice: Choice | None) -> str:
+    return "not there" if choice is None else describe(choice)
+
+
+def _joined(by_site: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Neighbouring sites (``layers.3``, ``layers.4``) with equal values under one name."""
+    lines: list[tuple[str, str, Any]] = []
+    for site, value in by_site.items():
+        first, last, before = lines[-1] if lines else ("", "", None)
+        path, _, number = site.rpartition(".")
+        follows = number.isdigit() and last == f"{path}.{int(number) - 1}" and value == before
+        lines[-1 if follows else len(lines) :] = [(first if follows else site, site, value)]
+    return [(a if a == b else f"{a}-{b.rpartition('.')[2]}", value) for a, b, value in lines]
 
 
 _KEPT: dict[Cut, str] = {

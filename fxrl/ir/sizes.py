@@ -143,6 +143,25 @@ def _is_polynomial(expr: Any) -> bool:
     return whole or ((expr.is_Add or expr.is_Mul) and all(map(_is_polynomial, expr.args)))
 
 
+def measure_by(values: Mapping[Any, Any]) -> Callable[[Any], int]:
+    """What a size, or an expression of sizes, is as a number where its symbols are ``values``.
+
+    A symbol that is not among them (a count that depends on data) counts as 1.
+    """
+    known: dict[Any, int] = {}
+
+    def measure(size: Any) -> int:
+        if isinstance(size, int):
+            return size
+        expr = size.node.expr if isinstance(size, torch.SymInt) else size
+        if expr not in known:
+            found = expr.xreplace(values)
+            known[expr] = int(found.xreplace(dict.fromkeys(found.free_symbols, sympy.Integer(1))))
+        return known[expr]
+
+    return measure
+
+
 # ---------------------------------------------------------------------------- in a graph
 Place = fx.Node | tuple[fx.Node, int]  # a number of the graph, or a dim of a tensor
 

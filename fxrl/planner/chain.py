@@ -53,6 +53,8 @@ class Chain:
         base_bytes: alive through the whole step: weights, their gradients, optimizer, all else.
         head_bytes, head_s: of the loss head, its gradient included.
         link: bytes a second between GPU and host, each way.
+        gradients: bytes of the gradients of each layer's weights, which its backward makes and
+            which stay; () where there are none.
     """
 
     layers: tuple[tuple[Option, ...], ...]
@@ -60,6 +62,7 @@ class Chain:
     head_bytes: int
     head_s: float
     link: float
+    gradients: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Moment:
         layer: its number; that of layers for the head.
         kept: what layers keep there.
         moving: what is on its way to the host, or back.
+        gradients: those of weights of layers whose backward runs or ran.
         running: what the layer or head that runs needs.
     """
 
@@ -78,12 +82,13 @@ class Moment:
     base: int
     kept: int
     moving: int
+    gradients: int
     running: int
 
     @property
     def bytes(self) -> int:
         """All of them."""
-        return self.base + self.kept + self.moving + self.running
+        return self.base + self.kept + self.moving + self.gradients + self.running
 
 
 def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
@@ -93,12 +98,20 @@ def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
     base, count = chain.base_bytes, len(options)
     for i, option in enumerate(options):
         moving = sum(sent[max(0, i - ON_THEIR_WAY) : i])
-        yield Moment("forward", i, base, kept[i], moving, option.forward_bytes)
+        yield Moment("forward", i, base, kept[i], moving, 0, option.forward_bytes)
     moving = sum(sent[max(0, count - ON_THEIR_WAY) :])
-    yield Moment("head", count, base, kept[count], moving, chain.head_bytes)
+    yield Moment("head", count, base, kept[count], moving, 0, chain.head_bytes)
+    behind = gradients_behind(chain)
     for i, option in reversed(list(enumerate(options))):
         coming = sent[i] + (sent[i - 1] if i else 0)
-        yield Moment("backward", i, base, kept[i + 1], coming, option.backward_bytes)
+        made = behind[i]
+        yield Moment("backward", i, base, kept[i + 1], coming, made, option.backward_bytes)
+
+
+def gradients_behind(chain: Chain) -> list[int]:
+    """Bytes of the gradients of each layer's weights and of those behind it."""
+    own = chain.gradients or (0,) * len(chain.layers)
+    return list(accumulate(reversed(own)))[::-1]
 
 
 def peak_bytes(chain: Chain, options: Sequence[Option]) -> int:

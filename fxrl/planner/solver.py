@@ -34,7 +34,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from fxrl.planner.chain import ON_THEIR_WAY, Chain, Option, seconds, step_seconds
+from fxrl.planner.chain import (
+    ON_THEIR_WAY,
+    Chain,
+    Option,
+    gradients_behind,
+    seconds,
+    step_seconds,
+)
 
 #: States that the narrow run keeps after each layer.
 _NARROW = 256
@@ -44,6 +51,8 @@ _BOUNDS = 4  # of those found, how many are used: each is looked at for every st
 
 def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> tuple[Option, ...] | None:
     """An option for each layer with the least time, of those that fit; None where none does."""
+    if not chain.layers:
+        return () if chain.base_bytes + chain.head_bytes <= gpu_bytes else None
     sizes = {option.host_bytes for layer in chain.layers for option in layer}
     least = max(min(option.host_bytes for option in layer) for layer in chain.layers)
     programmes = [_Programme(chain, s, gpu_bytes, host_bytes) for s in sorted(sizes) if s >= least]
@@ -58,17 +67,18 @@ def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> tuple[Option, ...]
 def fits(chain: Chain, options: Sequence[Option], gpu_bytes: int, host_bytes: int) -> bool:
     """Whether a plan is within the budgets, transfers charged as ``fastest`` does."""
     sent, kept = max(option.host_bytes for option in options), 0
-    for option in options:
-        if _needed(chain, option, kept, sent) > gpu_bytes:
+    for option, made in zip(options, gradients_behind(chain), strict=True):
+        if _needed(chain, option, kept, sent, made) > gpu_bytes:
             return False
         kept += option.gpu_bytes
     at_head = chain.base_bytes + kept + ON_THEIR_WAY * sent + chain.head_bytes
     return at_head <= gpu_bytes and sum(option.host_bytes for option in options) <= host_bytes
 
 
-def _needed(chain: Chain, option: Option, kept: int, sent: int) -> int:
-    """Bytes on the GPU while a layer runs; those before it keep ``kept``."""
-    running = max(option.forward_bytes, option.gpu_bytes + option.backward_bytes)
+def _needed(chain: Chain, option: Option, kept: int, sent: int, made: int) -> int:
+    """Bytes on the GPU while a layer runs; those before it keep ``kept``, and ``made`` are
+    gradients."""
+    running = max(option.forward_bytes, option.gpu_bytes + option.backward_bytes + made)
     return chain.base_bytes + kept + ON_THEIR_WAY * sent + running
 
 
@@ -111,6 +121,7 @@ class _Programme:
 
     def __init__(self, chain: Chain, sent: int, gpu: int, host: int) -> None:
         self._chain, self._sent, self._gpu, self._host = chain, sent, gpu, host
+        self._gradients = gradients_behind(chain)
         self._layers = [[o for o in layer if o.host_bytes <= sent] for layer in chain.layers]
         always = chain.base_bytes + ON_THEIR_WAY * sent
         behind = max(chain.head_bytes, min(o.backward_bytes for o in self._layers[-1]))
@@ -127,7 +138,9 @@ class _Programme:
         """A faster plan than one that takes ``known`` seconds, of ``width`` states a layer."""
         states = [_State(0, 0, 0.0)]
         for number, layer in enumerate(self._layers):
-            reached = (r for s in states for o in layer if (r := self._next(s, o)) is not None)
+            made = self._gradients[number]
+            steps = ((s, o) for s in states for o in layer)
+            reached = (r for s, o in steps if (r := self._next(s, o, made)) is not None)
             states = _frontier(s for s in reached if self._least(s, number + 1) < known)
             if width is not None and len(states) > width:
                 states = sorted(states, key=lambda s: self._least(s, number + 1))[:width]
@@ -136,8 +149,8 @@ class _Programme:
             return None
         return min(ended, key=lambda s: (self._seconds(s.time, s.host), s.gpu, s.host)).options()
 
-    def _next(self, state: _State, option: Option) -> _State | None:
-        too_much = _needed(self._chain, option, state.gpu, self._sent) > self._gpu
+    def _next(self, state: _State, option: Option, made: int) -> _State | None:
+        too_much = _needed(self._chain, option, state.gpu, self._sent, made) > self._gpu
         reached = state.then(option)
         return None if too_much or reached.host > self._host else reached
 

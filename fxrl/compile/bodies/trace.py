@@ -15,7 +15,8 @@ as they are is what AOTAutograd does, and works on every version.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
@@ -29,12 +30,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxrl.compile.bodies.attention import fastest
 from fxrl.compile.bodies.partition import Halves, partition, writes
-from fxrl.ir.graph import Size, hint
+from fxrl.ir.graph import Size, clone, hint
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import InputSpec, Region
 from fxrl.ir.site import name_sites
-from fxrl.ir.sizes import BoundSizes
+from fxrl.ir.sizes import BoundSizes, measure_by
 from fxrl.passes import HALF_PIPELINE, JOINT_PIPELINE
 
 #: The row count that tracing sees; any value of two or more gives the same graph.
@@ -93,14 +94,38 @@ class TracedBody:
         self.backward: fx.GraphModule | None = None
         self.sources: tuple[tuple[str, int], ...] = ()
         self.sizes: tuple[Size, ...] = ()
-        if any(spec.needs_grad for spec in region.inputs) and self.grad_outputs:
-            given = [outputs[i] for i in self.grad_outputs]
-            (self._keep_inputs if region.tiled else self._keep_values)(given)
-        if not region.tiled:
-            self.forward = self._passed(HALF_PIPELINE, self.forward)
-            self.backward = self.backward and self._passed(HALF_PIPELINE, self.backward)
+        self._joint: fx.GraphModule | None = None
+        given = [outputs[i] for i in self.grad_outputs]
+        differentiated = bool(given) and any(spec.needs_grad for spec in region.inputs)
+        if region.tiled:
+            if differentiated:
+                self._keep_inputs(given)
+            return
+        if differentiated:
+            self._joint = self._trace_joint(given)
+        self._cut()
+
+    def with_cut(self, region: Region) -> TracedBody:
+        """What another cut of the same body is: traced once, split again."""
+        twin = copy.copy(self)
+        twin.region, twin.rewrites = region, list(self.rewrites[: self._of_joint])
+        twin._cut()
+        return twin
 
     # -- the two cuts
+    def _cut(self) -> None:
+        """Split the joint graph as the region's cut says."""
+        self._of_joint = len(self.rewrites)
+        if self._joint is not None:
+            alive = [i for i, spec in enumerate(self.region.inputs) if spec.alive]
+            joint = clone(self._joint)  # the partitioner changes it
+            with self.mode:
+                halves: Halves = partition(joint, self.num_outputs, alive, cut=self.region.cut)
+            self.forward, self.backward = halves.forward, halves.backward
+            self.sources, self.sizes = halves.sources, halves.sizes
+        self.forward = self._passed(HALF_PIPELINE, self.forward)
+        self.backward = self.backward and self._passed(HALF_PIPELINE, self.backward)
+
     def _keep_inputs(self, outputs: Sequence[Tensor]) -> None:
         self.grad_examples = [self._like(output, contiguous=True) for output in outputs]
         self.input_examples = self._inputs()  # a mode traces one tensor as one value
@@ -109,22 +134,18 @@ class TracedBody:
         inputs = (("input", i) for i in range(len(self.region.inputs)))
         self.sources = (*inputs, *(("grad", i) for i in range(len(self.grad_examples))))
 
-    def _keep_values(self, outputs: Sequence[Tensor]) -> None:
+    def _trace_joint(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
+        """Inputs and gradients of these outputs -> outputs and gradients of the inputs."""
         from torch._inductor.decomposition import select_decomp_table
 
         self.grad_examples = [self._like(output) for output in outputs]
         self.input_examples = self._inputs()
         values = [self.input_examples, self.grad_examples]
         table = select_decomp_table() if self._decompose else None
-        joint = self._trace(self._joint(), values, table)
+        joint = self._trace(self._both(), values, table)
         if writes(joint):  # an autograd formula may; the partitioner must see values alone
             joint = self._trace(_functional(joint), values)
-        joint = self._passed(JOINT_PIPELINE, joint)
-        alive = [i for i, spec in enumerate(self.region.inputs) if spec.alive]
-        with self.mode:
-            halves: Halves = partition(joint, self.num_outputs, alive, cut=self.region.cut)
-        self.forward, self.backward = halves.forward, halves.backward
-        self.sources, self.sizes = halves.sources, halves.sizes
+        return self._passed(JOINT_PIPELINE, joint)
 
     def _passed(self, pipeline: Pipeline, gm: fx.GraphModule) -> fx.GraphModule:
         name_sites(gm, self.region.id)
@@ -149,16 +170,14 @@ class TracedBody:
         assert env is not None
         return all(guard.expr.xreplace(values) != sympy.false for guard in env.guards)
 
-    def number(self, size: Size, sizes: Mapping[str, int]) -> int:
-        """What a size of these graphs is where the names are ``sizes``."""
-        if isinstance(size, int):
-            return size
+    def measure(self, sizes: Mapping[str, int]) -> Callable[[Any], int]:
+        """What a size of these graphs, or an expression of sizes, is where the names are these."""
         values = {
             symbol.node._expr: sympy.Integer(sizes[name])
             for name, symbol in self._symbols.items()
             if not isinstance(symbol, int) and name in sizes
         }
-        return int(size.node.expr.xreplace(values))
+        return measure_by(values)
 
     def _make_symbols(self, sizes: Mapping[str, int] | None) -> dict[str, Size]:
         """A symbol for each size that varies; a constant where it is 0 or 1, which no symbol is."""
@@ -214,7 +233,7 @@ class TracedBody:
         count = len(self.region.inputs)
         return self._with_grads(values[:count], values[count:])[1]
 
-    def _joint(self) -> Any:
+    def _both(self) -> Any:
         # The partitioner tells inputs and gradients by these names.
         def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
             outputs, grads = self._with_grads(primals, tangents)

@@ -32,20 +32,33 @@ class ManyVariantsWarning(UserWarning):
     """A region is compiled again and again because its graph holds for single sizes only."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Variant:
-    """The two halves as graphs, and what runs for them."""
+    """The two halves as graphs, and what runs for them once they are compiled."""
 
     traced: TracedBody
-    forward: TensorFunction
-    backward: TensorFunction | None
+    options: InductorOptions | None
+    forward: TensorFunction | None = None
+    backward: TensorFunction | None = None
+
+    def compile(self) -> None:
+        """Make what runs; nothing where it is made."""
+        if self.forward is None:
+            self.forward = self._compiled(self.traced.forward)
+            self.backward = self.traced.backward and self._compiled(self.traced.backward)
+
+    def _compiled(self, half: fx.GraphModule) -> TensorFunction:
+        return half if self.options is None else compile_body(half, self.traced.mode, self.options)
 
     def at(self, sizes: dict[str, int]) -> Body:
         """What runs where the names are ``sizes``."""
+        self.compile()
         traced = self.traced
+        measure = traced.measure(sizes)
+        assert self.forward is not None
 
         def strides(examples: Sequence[Tensor]) -> tuple[Strides, ...]:
-            return tuple(tuple(traced.number(s, sizes) for s in x.stride()) for x in examples)
+            return tuple(tuple(map(measure, x.stride())) for x in examples)
 
         return Body(
             self.forward,
@@ -54,7 +67,7 @@ class _Variant:
             traced.num_outputs,
             strides(traced.input_examples),
             strides(traced.grad_examples),
-            tuple(traced.number(size, sizes) for size in traced.sizes),
+            tuple(map(measure, traced.sizes)),
         )
 
 
@@ -67,17 +80,24 @@ class CompiledRegion(RegionKernels):
     """
 
     def __init__(
-        self, key: str, region: Region, options: InductorOptions | None, plan: Plan
+        self,
+        key: str,
+        region: Region,
+        options: InductorOptions | None,
+        plan: Plan,
+        like: CompiledRegion | None = None,
     ) -> None:
         self.key, self.region = key, region
         self._options, self._plan = options, plan
-        self.inside = {
-            inner.id: build_region(inner, options, plan)
-            for inner in regions_of(region.forward).values()
-        }
-        self._forward = self._linked(region.forward)
         self.min_rows = 1 if options is None else 2
-        self.variants = [self._build(None)]
+        if like is None:
+            inner = regions_of(region.forward)
+            self.inside = {id: build_region(one, options, plan) for id, one in inner.items()}
+            self._forward = self._linked(region.forward)
+            self.variants = [self._build(None)]
+        else:
+            self.inside, self._forward = like.inside, like._forward
+            self.variants = [_Variant(like.traced.with_cut(region), options)]
         first = self.variants[0].traced
         self.grad_outputs = first.grad_outputs
         self._bound = first.bound
@@ -93,13 +113,19 @@ class CompiledRegion(RegionKernels):
         """Names of the kernels that run the first variant's attention."""
         return ", ".join(kernels_of(self.traced.forward))
 
+    def compile(self) -> None:
+        """Compile the halves now, those of the regions inside too, and not when they first run."""
+        for inner in self.inside.values():
+            inner.compile()
+        self.variants[0].compile()
+
     def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[Size, ...]:
         return self._bound.read(inputs)
 
     def body(self, sizes: Sequence[Size]) -> Body:
-        if any(isinstance(size, torch.SymInt) for size in sizes):
-            first, traced = self.variants[0], self.traced
-            return Body(first.forward, first.backward, traced.sources, traced.num_outputs)
+        if any(isinstance(size, torch.SymInt) for size in sizes):  # nothing runs
+            traced = self.traced
+            return Body(traced.forward, traced.backward, traced.sources, traced.num_outputs)
         key = tuple(map(int, sizes))
         if key not in self._bodies:
             named = dict(zip(self._bound.names, key, strict=True))
@@ -128,6 +154,7 @@ class CompiledRegion(RegionKernels):
             return files
         for number, variant in enumerate(self.variants):
             suffix = f"_{number}" if number else ""
+            variant.compile()
             files[f"forward{suffix}.py"] = generated_source(variant.forward)
             if variant.backward is not None:
                 files[f"vjp{suffix}.py"] = generated_source(variant.backward)
@@ -162,31 +189,29 @@ class CompiledRegion(RegionKernels):
     def _build(self, sizes: dict[str, int] | None) -> _Variant:
         compiled = self._options is not None
         traced = TracedBody(self.region, self._forward, sizes, decompose=compiled, plan=self._plan)
-        if self._options is None:
-            return _Variant(traced, traced.forward, traced.backward)
-        forward = compile_body(traced.forward, traced.mode, self._options)
-        backward: TensorFunction | None = None
-        if traced.backward is not None:
-            backward = compile_body(traced.backward, traced.mode, self._options)
-        return _Variant(traced, forward, backward)
+        return _Variant(traced, self._options)
 
 
 def build_region(
-    region: Region, options: InductorOptions | None, plan: Plan | None = None
+    region: Region,
+    options: InductorOptions | None,
+    plan: Plan | None = None,
+    like: CompiledRegion | None = None,
 ) -> CompiledRegion:
-    """Trace and compile (``options`` None: run op by op) a region, or find it built.
+    """Trace a region to be compiled (``options`` None: run op by op), or find it built.
 
     The caller owns the kernels: the op finds them for as long as somebody holds them.
 
     Args:
         plan: says which rewrites of the body are switched off.
+        like: built for the same body, options and plan with another cut: its trace serves.
     """
     plan = plan or Plan()
     key = _key(region, options, plan)
     known = registered(key)
     if isinstance(known, CompiledRegion):
         return known
-    built = register(CompiledRegion(key, region, options, plan))
+    built = register(CompiledRegion(key, region, options, plan, like))
     assert isinstance(built, CompiledRegion)
     return built
 

@@ -1,0 +1,131 @@
+"""What a region's two halves need and how long they take, read off their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxrl.compile.bodies.variants import CompiledRegion
+from fxrl.ops.region import tile_bounds
+from fxrl.planner.cost import seconds
+from fxrl.planner.memory_profile import MemoryProfile, nbytes, tensor_bytes
+from fxrl.planner.schedule import Kernel, Measure, kernels, owner
+from fxrl.planner.target import Target
+
+fxrl = torch.ops.fxrl
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A body at one set of sizes.
+
+    Attributes:
+        forward_bytes, backward_bytes: allocated at most while it runs, results included; the
+            backward's with its incoming gradients.
+        forward_s, backward_s: seconds.
+        saved: where each tensor that the backward reads is from (``ops.region.Body``), and its
+            bytes.
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    forward_s: float
+    backward_s: float
+    saved: tuple[tuple[tuple[str, int], int], ...]
+
+
+class BodyProfile:
+    """A region's halves as kernels; ``at`` puts sizes in."""
+
+    def __init__(self, built: CompiledRegion) -> None:
+        self._built, traced = built, built.traced
+        self._forward = _Half(traced.forward)
+        self._backward = None if traced.backward is None else _Half(traced.backward)
+        self._saved = self._memory_saved()
+        self._inside = {inner.key: BodyProfile(inner) for inner in built.inside.values()}
+
+    def at(self, inputs: Sequence[Tensor], measure: Measure, target: Target) -> Figures:
+        """Figures for inputs of the outer graph, whose sizes ``measure`` knows."""
+        sizes = map(measure, self._built.sizes_of(inputs))
+        return self._at(dict(zip(self._built.traced.bound.names, sizes, strict=True)), target)
+
+    def _memory_saved(self) -> dict[fx.Node, tuple[str, int]]:
+        """What the backward reads, by who made it, and where it is from; looks at it are no more
+        memory (a copy laid out as what it copies is left out on a GPU)."""
+        gm, sources = self._forward.gm, self._built.traced.sources
+        (output,) = gm.graph.find_nodes(op="output")
+        places: dict[str, Any] = {
+            "input": gm.graph.find_nodes(op="placeholder"),
+            "output": output.args[0],
+        }
+        named = [(owner(places[kind][i]), (kind, i)) for kind, i in sources if kind in places]
+        return dict(reversed(named))
+
+    def _at(self, sizes: dict[str, int], target: Target) -> Figures:
+        traced = self._built.traced
+        measure = traced.measure(sizes)
+
+        def inner(call: fx.Node) -> Figures | None:
+            return self._called(call, measure, target)
+
+        forward = self._forward.at(measure, target, inner)
+        backward = (0, 0.0) if self._backward is None else self._backward.at(measure, target, inner)
+        incoming = sum(tensor_bytes(grad, measure) for grad in traced.grad_examples)
+        saved = [(source, nbytes(node, measure)) for node, source in self._saved.items()]
+        return Figures(forward[0], backward[0] + incoming, forward[1], backward[1], tuple(saved))
+
+    def _called(self, call: fx.Node, measure: Measure, target: Target) -> Figures | None:
+        """A region inside of this one: the bytes of one tile, the seconds of all."""
+        if call.target not in (fxrl.region.default, fxrl.region_vjp.default):
+            return None
+        given: Any = call.args
+        inputs = [node.meta["val"] for node in given[0]]
+        key, tile = (given[1], given[2]) if call.target is fxrl.region.default else given[3:5]
+        inside = self._inside[key]
+        built = inside._built
+        read = map(measure, built.sizes_of(inputs))
+        sizes = dict(zip(built.traced.bound.names, read, strict=True))
+        bounds = tile_bounds(sizes["rows"], int(tile), built.min_rows)
+        found = inside._at({**sizes, "rows": bounds[-1][1] - bounds[-1][0]}, target)
+        count = len(bounds)
+        return Figures(
+            found.forward_bytes,
+            found.backward_bytes,
+            count * found.forward_s,
+            count * found.backward_s,
+            found.saved,
+        )
+
+
+class _Half:
+    """One graph as kernels."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self._kernels: list[Kernel] = kernels(gm)
+        self._memory = MemoryProfile(gm, self._kernels)
+
+    def at(
+        self, measure: Measure, target: Target, inner: Callable[[fx.Node], Figures | None]
+    ) -> tuple[int, float]:
+        """Bytes and seconds."""
+
+        def allocated(call: fx.Node) -> int:
+            if (found := inner(call)) is None:
+                return 0
+            whole = call.target is fxrl.region.default
+            return found.forward_bytes if whole else found.backward_bytes
+
+        def taken(call: fx.Node) -> float:
+            if (found := inner(call)) is None:
+                return 0.0
+            return found.forward_s if call.target is fxrl.region.default else found.backward_s
+
+        return (
+            self._memory.peak(measure, allocated),
+            seconds(self._kernels, target, measure, taken),
+        )

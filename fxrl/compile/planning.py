@@ -1,0 +1,462 @@
+"""The plan of a captured step: its layers as a chain of options, the fastest that fits.
+
+Called when heads and layers are regions and nothing has acted on them yet. Bodies are traced for
+each cut, not compiled: what a layer needs and how long it takes is read off its graphs
+(``planner``). Where everything may be kept, nothing else is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
+import torch
+from torch import fx
+
+from fxrl.analysis.saved_tensors import read_later
+from fxrl.compile.bodies.figures import BodyProfile, Figures
+from fxrl.compile.bodies.inductor import InductorOptions
+from fxrl.compile.bodies.variants import CompiledRegion, build_region
+from fxrl.errors import PlanError
+from fxrl.ir.graph import (
+    base_of,
+    clone,
+    hint,
+    is_call,
+    is_tensor,
+    is_view,
+    needs_grad,
+    shape_of,
+    val_of,
+)
+from fxrl.ir.plan import Choice, CutLayer, Moment, Plan
+from fxrl.ir.region import Region, region_at
+from fxrl.ir.remark import format_bytes
+from fxrl.ir.sizes import measure_by
+from fxrl.ops.host_memory import PAGE
+from fxrl.passes.offload import own_inputs
+from fxrl.passes.recompute import OutlinedLayer, outlined_layers
+from fxrl.passes.tile_tokens import tile_widest
+from fxrl.planner import chain as chain_of
+from fxrl.planner.budget import Budget
+from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes, step_seconds
+from fxrl.planner.memory_profile import nbytes, tensor_bytes
+from fxrl.planner.schedule import Measure, volume
+from fxrl.planner.solver import fastest
+from fxrl.planner.target import Target
+
+#: What may be chosen for a layer, tiles apart. The first is the fastest.
+CUTS = (
+    CutLayer("products"),
+    CutLayer("products", "host"),
+    CutLayer("products", "host", "host"),
+    CutLayer("attention"),
+    CutLayer("attention", "host"),
+    CutLayer("attention", "gpu", "host"),
+    CutLayer("attention", "host", "host"),
+    CutLayer("inputs"),
+    CutLayer("inputs", "host"),
+)
+#: Rows per tile that are tried; 0 for none. Smaller tiles leave a product too little to do: 2048
+#: rows cost 5 ms a layer of Qwen3-8B's shape on an H200.
+TILES = (0, 4096)
+_ADAM_STATES = 2
+#: NOTE [Why 4]: the outer graph runs op by op. Behind what its forward saved, the backward of a
+#: norm in fp32 holds four values of that size at its height (H200, torch 2.11, 8192 x 4096: 708 MiB
+#: where the saved value has 128 and the head's vectors 64).
+_EAGER_VALUES = 4
+_EAGER_PASSES = 6  # over each value: written and read, forward and backward, and its gradient
+#: What cuBLAS holds for its products.
+_LIBRARIES = 64 * 2**20
+_HEAD_SCRATCH = 200 * 2**20
+_LONGEST = 2**24  # tokens; nobody asks for more
+
+#: A region's body as kernels; traced when it is first asked for.
+Profiles = Callable[[Region], BodyProfile]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Chooses for the layers of a captured graph.
+
+    Attributes:
+        profiles: of regions' bodies.
+        target: what the GPU can do.
+        budget: what may be used of GPU and host.
+        with_context: find the longest context, too.
+    """
+
+    profiles: Profiles
+    target: Target
+    budget: Budget
+    with_context: bool = False
+
+    def __call__(self, gm: fx.GraphModule, plan: Plan) -> Plan:
+        """The plan with a choice for every layer, and what is predicted of the step.
+
+        Raises:
+            PlanError: nothing fits the budget that the user gave.
+        """
+        step = _Step(gm, plan, self.profiles, self.target)
+        best = step.fastest(self.budget)
+        if best is None:
+            best = step.smallest(self.budget.host_bytes)
+            if self.budget.given:
+                raise PlanError(self._too_large(step, best))
+        chain = step.chain([[option] for option in best])
+        names = (layer.name for layer in step.layers)
+        chosen: dict[str, Choice] = {n: o.choice for n, o in zip(names, best, strict=True)}
+        return replace(
+            plan,
+            choices={**plan.choices, **chosen},
+            peak_gpu_bytes=peak_bytes(chain, best),
+            peak_host_bytes=host_bytes(best),
+            step_seconds=round(step_seconds(chain, best), 4),
+            max_context=step.longest(self.budget) if self.with_context else None,
+            timeline=tuple(_told(moment) for moment in moments(chain, best)),
+        )
+
+    def _too_large(self, step: _Step, best: Sequence[Option]) -> str:
+        chain = step.chain([[option] for option in best])
+        top = _told(max(moments(chain, best), key=lambda moment: moment.bytes))
+        largest = max(top.parts, key=lambda part: top.parts[part])
+        longest = step.longest(self.budget)
+        cure = f"{longest} tokens would fit" if longest else "no length fits"
+        return (
+            f"no plan fits gpu_memory: this batch needs {format_bytes(top.bytes)} at least, "
+            f"and {format_bytes(self.budget.gpu_bytes)} may be used; most of it, in {top.where}, "
+            f"is {largest}: {format_bytes(top.parts[largest])}; {cure}"
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A captured graph as a chain, at the sizes of its batch or at others.
+
+    Attributes:
+        values: symbols of the outer graph that have another size than in the batch.
+    """
+
+    gm: fx.GraphModule
+    plan: Plan
+    profiles: Profiles
+    target: Target
+    values: Mapping[Any, int] = field(default_factory=dict)
+
+    @cached_property
+    def layers(self) -> list[OutlinedLayer]:
+        """Those that the plan cuts, in order."""
+        return [layer for layer in outlined_layers(self.gm) if not layer.inside]
+
+    @cached_property
+    def measure(self) -> Measure:
+        """What sizes of the outer graph are."""
+        return measure_by({**self._batch, **self.values})
+
+    @cached_property
+    def _batch(self) -> dict[Any, Any]:
+        """What the symbols of the graph's inputs are in the batch."""
+        inputs = [node.meta.get("val") for node in self.gm.graph.find_nodes(op="placeholder")]
+        sizes = [s for v in inputs for s in (v.shape if isinstance(v, torch.Tensor) else [v])]
+        symbols = [s for s in sizes if isinstance(s, torch.SymInt) and s.node.expr.is_Symbol]
+        return {size.node.expr: sympy.Integer(hint(size)) for size in symbols}
+
+    @cached_property
+    def _alike(self) -> dict[str, OutlinedLayer]:
+        """For each layer the one that stands for it: equal, but for gradients that nobody wants
+        (the first layer's of its input), which makes little difference."""
+        groups: dict[Any, list[OutlinedLayer]] = {}
+        for layer in self.layers:
+            key = tuple(call.meta["region"].id_without_grads for call in layer.calls)
+            groups.setdefault(key, []).append(layer)
+        most = {layer.name: max(group, key=_wanted) for group in groups.values() for layer in group}
+        return most
+
+    # -- solving
+    def fastest(self, budget: Budget) -> tuple[Option, ...] | None:
+        """The fastest options that fit: products everywhere, where these do."""
+        gpu, host = budget.gpu_bytes, budget.host_bytes
+        first = [self._options(layer, CUTS[:1], TILES[:1]) for layer in self.layers]
+        plain = tuple(option for (option,) in first)
+        if peak_bytes(self.chain(first), plain) <= gpu and host_bytes(plain) <= host:
+            return plain
+        return fastest(self.chain(), gpu, host)
+
+    def smallest(self, host: int) -> tuple[Option, ...]:
+        """Options with the least peak, to about a thousandth of it."""
+        chain = self.chain()
+        low, high = 0, max(m.bytes for m in moments(chain, [o[0] for o in chain.layers]))
+        best = fastest(chain, 2 * high, host)
+        assert best is not None, "what is kept on the GPU needs no host"
+        while high - low > high // 1000:
+            middle = (low + high) // 2
+            found = fastest(chain, middle, host)
+            low, high, best = (middle, high, best) if found is None else (low, middle, found)
+        return best
+
+    def longest(self, budget: Budget) -> int | None:
+        """Tokens of the longest context that some plan fits; None where sizes do not vary."""
+        symbol, low = self._context()
+        if symbol is None:
+            return None
+
+        def fits(tokens: int) -> bool:
+            return replace(self, values={symbol: sympy.Integer(tokens)}).fastest(budget) is not None
+
+        low, high = (low, 2 * low) if fits(low) else (0, low)
+        while low and high < _LONGEST and fits(high):
+            low, high = high, 2 * high
+        while high - low > max(1, low // 64):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low or None
+
+    def _context(self) -> tuple[Any, int]:
+        """The symbol that is the sequence's length, and what it is in this batch: the last dim of
+        the largest input of token ids."""
+        inputs = [n.meta.get("val") for n in self.gm.graph.find_nodes(op="placeholder")]
+        ids = [v for v in inputs if isinstance(v, torch.Tensor) and v.dtype == torch.int64]
+        ids = [v for v in ids if v.dim() > 0 and isinstance(v.shape[-1], torch.SymInt)]
+        if not ids:
+            return None, 0
+        length = max(ids, key=lambda v: self.measure(volume(v))).shape[-1]
+        assert isinstance(length, torch.SymInt)
+        symbols = length.node.expr.free_symbols
+        symbol = min(symbols, key=str)
+        return symbol, max(2, int(self._batch.get(symbol, 0)))
+
+    # -- the chain
+    def chain(self, layers: Sequence[Sequence[Option]] | None = None) -> Chain:
+        """All layers with these options, or with all that there are."""
+        if layers is None:
+            layers = [self._options(layer) for layer in self.layers]
+        outer = self._outer
+        return Chain(
+            tuple(map(tuple, layers)),
+            outer.base_bytes,
+            outer.head_bytes,
+            outer.seconds,
+            self.target.link,
+            tuple(map(self._gradients, self.layers)),
+        )
+
+    @cached_property
+    def _outer(self) -> _Outer:
+        return _Outer(self.gm, self.layers, self.measure, self.target)
+
+    @cached_property
+    def _known(self) -> dict[Any, list[Option]]:
+        return {}
+
+    def _options(
+        self,
+        layer: OutlinedLayer,
+        cuts: Sequence[CutLayer] = CUTS,
+        tiles: Sequence[int] = TILES,
+    ) -> list[Option]:
+        """What may be done with a layer: what the plan says, or one of these."""
+        given = self.plan.choices.get(layer.name)
+        layer = self._alike[layer.name]
+        ids = tuple(call.meta["region"].id for call in layer.calls)
+        if (key := (ids, str(given), len(cuts))) not in self._known:
+            rows = prod(map(self.measure, shape_of(_hidden(layer))[:-1]))
+            choices = [replace(cut, tile_tokens=t) for t in tiles if t < rows for cut in cuts]
+            choices = [given] if isinstance(given, CutLayer) else choices
+            found = (self._option(layer, choice) for choice in choices)
+            self._known[key] = [option for option in found if option is not None]
+        return self._known[key]
+
+    def _option(self, layer: OutlinedLayer, choice: CutLayer) -> Option | None:
+        """What a choice costs; None where the layer cannot do it."""
+        regions = [as_chosen(call.meta["region"], choice) for call in layer.calls]
+        if not any(regions):
+            return None
+        gpu = host = 0
+        parts: list[Figures] = []
+        for call, region in zip(layer.calls, regions, strict=True):
+            inputs: Any = call.args[0]
+            values = [node.meta["val"] for node in inputs]
+            chosen = region or as_chosen(call.meta["region"], replace(choice, tile_tokens=0))
+            assert chosen is not None
+            found = self.profiles(chosen).at(values, self.measure, self.target)
+            own = own_inputs(call, layer.calls)
+            here, away = _kept(found, chosen, own, choice, count=len(call.meta["val"]))
+            gpu, host = gpu + here, host + away
+            parts.append(found)
+        return Option(
+            choice,
+            gpu,
+            -(-host // PAGE) * PAGE,
+            sum(part.forward_s for part in parts),
+            sum(part.backward_s for part in parts),
+            max(part.forward_bytes for part in parts),
+            max(part.backward_bytes for part in parts),
+        )
+
+    def _gradients(self, layer: OutlinedLayer) -> int:
+        """Bytes of the gradients of a layer's weights."""
+        return sum(
+            tensor_bytes(spec.example, self.measure)
+            for call in layer.calls
+            for spec in call.meta["region"].inputs
+            if spec.needs_grad and spec.alive
+        )
+
+
+_PARTS = {
+    "base": "weights and states",
+    "kept": "kept for the backward",
+    "moving": "on the way to or from the host",
+    "gradients": "gradients",
+    "running": "the running layer",
+}
+
+
+def _told(moment: chain_of.Moment) -> Moment:
+    """A moment of the chain, in words."""
+    parts = {text: int(getattr(moment, name, 0)) for name, text in _PARTS.items()}
+    return Moment(moment.phase, moment.layer, parts)
+
+
+def known_profiles(options: InductorOptions | None, plan: Plan) -> Profiles:
+    """Profiles of bodies as they will be compiled, each made once.
+
+    Bodies on ``meta`` are traced as a CPU's: only there does attention stay a kernel.
+    """
+    known: dict[str, BodyProfile] = {}
+    of_body: dict[str, CompiledRegion] = {}
+
+    def profile(region: Region) -> BodyProfile:
+        if region.id not in known:
+            body = replace(region, cut="inputs").id
+            built = build_region(region, options, plan, of_body.get(body))
+            of_body.setdefault(body, built)
+            known[region.id] = BodyProfile(built)
+        return known[region.id]
+
+    return profile
+
+
+def as_chosen(region: Region, choice: CutLayer) -> Region | None:
+    """The region that the passes will make of one; None where it has nothing to tile."""
+    cut = replace(_off_meta(region), cut=choice.kept)
+    return tile_widest(cut, choice.tile_tokens) if choice.tile_tokens else cut
+
+
+#: Graphs on ``meta``, and the same on a CPU.
+_MOVED: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
+
+
+def _off_meta(region: Region) -> Region:
+    """A region on ``meta`` as a CPU's, on which attention stays a kernel when it is traced."""
+    if not any(spec.example.is_meta for spec in region.inputs):
+        return region
+    if region.forward not in _MOVED:
+        moved = clone(region.forward)
+        for node in moved.graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+        _MOVED[region.forward] = moved
+    specs = tuple(replace(spec, example=_on_cpu(spec.example)) for spec in region.inputs)
+    return replace(region, forward=_MOVED[region.forward], inputs=specs)
+
+
+def _on_cpu(fake: Any) -> torch.Tensor:
+    with fake.fake_mode:
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu")
+
+
+def _kept(
+    figures: Figures, region: Region, own: Sequence[int], choice: CutLayer, *, count: int
+) -> tuple[int, int]:
+    """Bytes that a region keeps for its backward, on the GPU and on the host.
+
+    Its own outputs are the next layer's inputs, and what several layers read is no layer's.
+    """
+    places = {"gpu": 0, "host": 0}
+    for (kind, index), size in figures.saved:
+        if kind == "output" and index >= count:
+            places[choice.kept_on] += size
+        elif kind == "input" and index in own:
+            places[choice.inputs_on] += size
+    return places["gpu"], places["host"]
+
+
+def _wanted(layer: OutlinedLayer) -> int:
+    """How many gradients a layer computes."""
+    return sum(spec.needs_grad for call in layer.calls for spec in call.meta["region"].inputs)
+
+
+def _hidden(layer: OutlinedLayer) -> fx.Node:
+    """The hidden states that a layer gets."""
+    inputs: Any = layer.calls[0].args[0]
+    made: list[fx.Node] = [node for node in inputs if node.op == "call_function"] or inputs[:1]
+    return max(made, key=lambda node: (needs_grad(node), val_of(node).dim()))
+
+
+class _Outer:
+    """What is outside of the layers: weights, embeddings, the last norm, head and loss.
+
+    Attributes:
+        base_bytes: alive from the step's begin to its end.
+        head_bytes: allocated at most between the last layer's forward and its backward.
+        seconds: of all of it.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, layers: Sequence[OutlinedLayer], measure: Measure, target: Target
+    ) -> None:
+        self._measure = measure
+        calls = [call for layer in layers for call in layer.calls]
+        weights = [node for node in gm.graph.find_nodes(op="placeholder") if is_tensor(node)]
+        trained = [node for node in weights if needs_grad(node)]
+        inside = {node for call in calls for node in call.all_input_nodes}
+        states = _ADAM_STATES * self._bytes(trained)
+        own = {
+            call.args[0][i]  # type: ignore[index]
+            for layer in layers
+            for call in layer.calls
+            for i in own_inputs(call, layer.calls)
+        }
+        ops = [n for n in gm.graph.nodes if n.op == "call_function" and n not in calls]
+        read = {base_of(value) for node in ops for value in read_later(node)}
+        saved = (read | inside) - own
+        order = {node: place for place, node in enumerate(gm.graph.nodes)}
+        behind = max((order[call] for call in calls), default=-1)
+        alone = self._bytes(
+            node
+            for node in trained
+            if node not in inside and any(order[user] > behind for user in node.users)
+        )
+        made = [node for node in saved if node.op == "call_function" and node not in calls]
+        early = [node for node in made if order[node] < behind]  # the others die before the layers
+        self.base_bytes = self._bytes(weights) + states + alone + self._bytes(early) + _LIBRARIES
+        values = [node for node in ops if is_tensor(node) and not is_view(node)]
+        largest = max((nbytes(node, measure) for node in values), default=0)
+        self.head_bytes = max(_EAGER_VALUES * largest, _HEAD_SCRATCH)
+        self.head_bytes += self._bytes(node for node in made if node not in early)
+        eager = sum(_EAGER_PASSES * nbytes(node, measure) / target.bandwidth for node in values)
+        self.seconds = eager + sum(self._head(node, target) for node in ops)
+
+    def _bytes(self, nodes: Iterator[fx.Node] | Sequence[fx.Node]) -> int:
+        return sum(nbytes(node, self._measure) for node in nodes)
+
+    def _head(self, node: fx.Node, target: Target) -> float:
+        """Seconds of a loss head: N rows, H wide, V entries take 4 N H V FLOPs, or 6 where the
+        weight is trained, too."""
+        if is_call(node, torch.ops.fxrl.linear_logprob.default):
+            hidden, weight = node.args[0], node.args[1]
+        elif (region := region_at(node)) is not None and region.tiled:
+            inputs: Any = node.args[0]
+            hidden = next(n for n, s in zip(inputs, region.inputs, strict=True) if s.tiled)
+            weight = max(inputs, key=lambda n: 0 if n is hidden else nbytes(n, self._measure))
+        else:
+            return 0.0
+        rows = prod(map(self._measure, shape_of(hidden)[:-1]))  # type: ignore[arg-type]
+        entries = prod(map(self._measure, shape_of(weight)))  # type: ignore[arg-type]
+        return (6 if needs_grad(weight) else 4) * rows * entries / target.product_flops

@@ -1,0 +1,79 @@
+"""How much of the GPU and of the host a plan may use."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fxrl.config import Config, parse_bytes
+from fxrl.planner.target import Target
+
+#: Of a budget for the GPU, what PyTorch's allocator may hold without using it: memory that is
+#: free, but not in one piece.
+FRAGMENTS = 0.03
+#: Of the host's free memory, what is left to everybody else.
+_HOST_RESERVE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes that a step may have alive.
+
+    Attributes:
+        gpu_bytes: weights and all else included, fragments taken off.
+        host_bytes: pinned, for what layers keep.
+        given: whether the user named the GPU's; then a plan that does not fit is an error.
+    """
+
+    gpu_bytes: int
+    host_bytes: int
+    given: bool
+
+    @classmethod
+    def of(cls, config: Config, target: Target, device: torch.device | None) -> Budget:
+        """What a configuration names; else what ``device`` (or, without one, ``target``) has."""
+        if config.gpu_memory is not None:
+            gpu = parse_bytes(config.gpu_memory, name="gpu_memory")
+        else:
+            gpu = target.gpu_bytes if device is None else _gpu_free(device)
+        if config.host_memory is not None:
+            host = parse_bytes(config.host_memory, name="host_memory")
+        else:
+            host = int(host_free() * (1 - _HOST_RESERVE))
+        return cls(int(gpu * (1 - FRAGMENTS)), host, config.gpu_memory is not None)
+
+
+def _gpu_free(device: torch.device) -> int:
+    """What nobody else has of a GPU: free, or PyTorch's in this process."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device)
+    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    return int(min(free + held, limit))
+
+
+def host_free() -> int:
+    """Bytes of host memory that can be had: the machine's, or its container's if that is less."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # no Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return min(int(available) * 1024, _container_free())
+
+
+def _container_free() -> int:
+    """What the control group of this process leaves (its version 2, then 1)."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            texts = [Path("/sys/fs/cgroup", name).read_text().strip() for name in (limit, used)]
+        except OSError:
+            continue
+        if texts[0] != "max":
+            return max(0, int(texts[0]) - int(texts[1]))
+    return 2**63

@@ -1,0 +1,76 @@
+"""Seconds that a compiled body takes, by the kernels that it will run as.
+
+A kernel takes as long as the slower of its arithmetic and its traffic with GPU memory (S. Williams
+et al., "Roofline", 2009), at the rates that the target reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from fxrl.ir.graph import PRODUCTS, bound, shape_of
+from fxrl.planner.memory_profile import nbytes
+from fxrl.planner.schedule import Kernel, Measure, is_attention, is_backward
+from fxrl.planner.target import Target
+
+#: Products of a causal attention's backward for each of its forward's: dV, dP, dQ, dK, and P again.
+_BACKWARD_PRODUCTS = 2.5
+
+
+def seconds(
+    kernels: Sequence[Kernel],
+    target: Target,
+    measure: Measure,
+    inside: Callable[[fx.Node], float] = lambda call: 0.0,
+) -> float:
+    """Of all kernels, one after the other.
+
+    Args:
+        measure: what the sizes are.
+        inside: seconds that a call of a region takes.
+    """
+    return sum(
+        max(
+            _traffic(kernel, measure) / target.bandwidth,
+            _arithmetic(kernel.calls, target, measure),
+            target.launch,
+        )
+        + (0.0 if kernel.calls is None else inside(kernel.calls))
+        for kernel in kernels
+    )
+
+
+def _traffic(kernel: Kernel, measure: Measure) -> int:
+    return sum(nbytes(node, measure) for node in (*kernel.makes, *kernel.reads))
+
+
+def _arithmetic(call: fx.Node | None, target: Target, measure: Measure) -> float:
+    if call is None:
+        return 0.0
+    if call.target in PRODUCTS:
+        return product_flops(call, measure) / target.product_flops
+    if not is_attention(call):
+        return 0.0
+    flops = attention_flops(call, measure)
+    if is_backward(call):
+        return _BACKWARD_PRODUCTS * flops / target.attention_backward_flops
+    return flops / target.attention_flops
+
+
+def product_flops(call: fx.Node, measure: Measure) -> int:
+    """Of a matrix product, batched or not."""
+    given = bound(call)
+    left = given.get("mat1") or given.get("batch1") or given["self"]
+    return 2 * prod(map(measure, shape_of(call))) * measure(shape_of(left)[-1])
+
+
+def attention_flops(call: fx.Node, measure: Measure) -> int:
+    """Of an attention's forward; half of it where it is causal."""
+    given: dict[str, Any] = bound(call)
+    rows, keys = shape_of(given["query"]), shape_of(given["key"])
+    full = 4 * prod(map(measure, rows)) * measure(keys[-2])
+    return full // 2 if given.get("is_causal") else full

@@ -1,0 +1,164 @@
+"""The bytes that a compiled body needs while it runs, by the kernels that it will run as.
+
+A buffer lives from the kernel that writes it to the last that reads it. At that one its memory may
+become the result's: where a generated kernel reads nothing else of it for another value. A product
+whose result is a part of a concatenation writes there, so that part lives in the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxrl.ir.graph import bound, is_call, val_of
+from fxrl.planner.schedule import (
+    Kernel,
+    Measure,
+    aten,
+    is_attention,
+    is_backward,
+    owner,
+    tensors,
+    volume,
+)
+
+Inside = Callable[[fx.Node], int]
+
+
+@dataclass(slots=True)
+class _Life:
+    """From which kernel to which a buffer is allocated."""
+
+    first: int
+    last: int
+
+
+class MemoryProfile:
+    """What one graph allocates, and when; sizes are put in later."""
+
+    def __init__(self, gm: fx.GraphModule, kernels: Sequence[Kernel]) -> None:
+        self._kernels = kernels
+        (output,) = gm.graph.find_nodes(op="output")
+        given = set(map(owner, output.all_input_nodes))
+        self._whole = _parts_of_concatenations(kernels, given)
+        self._lives: dict[fx.Node, _Life] = {}
+        for place, kernel in enumerate(kernels):
+            for node in map(self._buffer, kernel.makes):
+                self._lives.setdefault(node, _Life(place, place))
+            for node in map(self._buffer, (*kernel.makes, *kernel.reads)):
+                if node in self._lives:
+                    self._lives[node].last = place
+        for node in map(self._buffer, given):
+            if node in self._lives:
+                self._lives[node].last = len(kernels)
+        self._volumes = {
+            node: [(volume(value), value.element_size()) for value in tensors(node)]
+            for kernel in kernels
+            for node in kernel.makes
+        }
+        self._in_place = list(map(self._taken_over, range(len(kernels))))
+
+    def peak(self, measure: Measure, inside: Inside = lambda call: 0) -> int:
+        """Most bytes at a time, results included.
+
+        Args:
+            measure: what the sizes are.
+            inside: bytes that a call of a region allocates itself.
+        """
+        return max(self.timeline(measure, inside), default=0)
+
+    def timeline(self, measure: Measure, inside: Inside = lambda call: 0) -> list[int]:
+        """Bytes at each kernel."""
+        bytes_of = {
+            node: sum(width * measure(count) for count, width in self._volumes[node])
+            for node in self._lives
+        }
+        alive = [0] * len(self._kernels)
+        for node, life in self._lives.items():
+            for place in range(life.first, min(life.last + 1, len(alive))):
+                alive[place] += bytes_of[node]
+        for place, taken in enumerate(self._in_place):
+            alive[place] -= sum(bytes_of[node] for node in taken)
+        waiting = self._waiting(alive, bytes_of)
+        calls = (kernel.calls for kernel in self._kernels)
+        within = [0 if c is None else _workspace(c, measure) + inside(c) for c in calls]
+        return [sum(parts) for parts in zip(alive, waiting, within, strict=True)]
+
+    def _waiting(self, alive: Sequence[int], bytes_of: Mapping[fx.Node, int]) -> list[int]:
+        """Bytes that nobody reads any more and that a later buffer of the same size will take.
+
+        Inductor lets memory wait for that where it does not see the peak rise by it; the insides
+        of the kernels it calls it does not see.
+        """
+        total, peak = [0] * len(alive), max(alive, default=0)
+        free: list[tuple[int, fx.Node]] = []
+        for place, kernel in enumerate(self._kernels):
+            for node in kernel.makes if not self._in_place[place] else ():
+                for since, dead in reversed(free):
+                    between = range(since + 1, place)
+                    high = max((alive[i] for i in between), default=0)
+                    if self._volumes[dead] == self._volumes[node] and bytes_of[dead] + high <= peak:
+                        free.remove((since, dead))
+                        for i in between:
+                            total[i] += bytes_of[dead]
+                        break
+            ended = (n for n, life in self._lives.items() if life.last == place)
+            free += [(place, n) for n in ended if n not in self._in_place[place]]
+        return total
+
+    def _buffer(self, node: fx.Node) -> fx.Node:
+        return self._whole.get(node, node)
+
+    def _taken_over(self, place: int) -> list[fx.Node]:
+        """Buffers whose memory becomes that of one which this kernel writes."""
+        kernel = self._kernels[place]
+        taken: dict[fx.Node, None] = {}
+        for made, reads in kernel.values if kernel.calls is None else ():
+            for read in sorted(reads, key=str):
+                life = self._lives.get(read)
+                if read in taken or life is None or life.last != place or life.first == place:
+                    continue
+                alone = sum(read in others for _, others in kernel.values) == 1
+                if alone and made in kernel.makes and self._volumes[read] == self._volumes[made]:
+                    taken[read] = None
+                    break
+        return list(taken)
+
+
+def tensor_bytes(value: torch.Tensor, measure: Measure) -> int:
+    """Bytes of a tensor without gaps."""
+    return value.element_size() * measure(volume(value))
+
+
+def nbytes(node: fx.Node, measure: Measure) -> int:
+    """Bytes of all tensors that a node returns."""
+    return sum(tensor_bytes(value, measure) for value in tensors(node))
+
+
+def _workspace(call: fx.Node, measure: Measure) -> int:
+    """What an attention's backward allocates inside: the query's gradient in fp32, its row sums,
+    and where heads share keys the keys' and values' gradients for each of them."""
+    if not (is_attention(call) and is_backward(call)):
+        return 0
+    given = bound(call)
+    query, key = val_of(given["query"]), val_of(given["key"])
+    count = measure(volume(query))
+    shared = 2 * query.element_size() * count if query.shape[1] != key.shape[1] else 0
+    return 4 * count + 4 * count // measure(query.shape[-1]) + shared
+
+
+def _parts_of_concatenations(
+    kernels: Sequence[Kernel], given: set[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Products that write into what they are concatenated to."""
+    made = {node: kernel for kernel in kernels for node in kernel.makes}
+    whole: dict[fx.Node, fx.Node] = {}
+    for node in made:
+        if is_call(node, aten.cat.default):
+            for part in map(owner, node.all_input_nodes):
+                if part in made and made[part].calls is not None and part not in given:
+                    whole.setdefault(part, node)
+    return whole

@@ -1,0 +1,240 @@
+"""What a body's graph runs as once it is compiled: kernels in order, and the buffers between them.
+
+    products, attention, other regions      a kernel each; what they read and return are buffers
+    elementwise ops, reductions, copies     run inside the kernel of whoever reads them, and are
+                                            buffers only where somebody else than such a kernel
+                                            reads them: a product, the graph's output
+
+A model of what Inductor does, made from the graph alone: so a plan needs neither GPU nor compiler.
+NOTE [Why a model]: reading the buffers off the compiled body would be exact, but compiling every
+body that a plan may choose takes minutes, and a GPU. The model is checked against measured bodies
+(tests/planner/test_schedule.py).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrl.ir.graph import PRODUCTS, is_call, is_view, tensor_val
+
+aten = torch.ops.aten
+#: A size, or a product of sizes, as an expression: comparing it adds no guard to a graph.
+Volume = Any
+#: What a size or a volume is, as a number.
+Measure = Callable[[Any], int]
+
+#: Ops of ATen that Inductor calls as they are. Ops of other libraries are called likewise.
+_CALLED = ("scaled_dot_product", "sort", "topk", "convolution", "dense_backward", "cdist", "_fft")
+_REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "prod", "any", "all", "argmax")
+#: A value with several readers that itself reads more than this is computed once and kept.
+_MANY_READS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch.
+
+    Attributes:
+        makes: the buffers that it writes; those that no other kernel reads are in registers.
+        reads: the buffers and inputs that it reads.
+        calls: the op that it is, where it is no generated kernel.
+    """
+
+    makes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    values: tuple[tuple[fx.Node, frozenset[fx.Node]], ...] = ()
+    calls: fx.Node | None = None
+
+
+def kernels(gm: fx.GraphModule) -> list[Kernel]:
+    """The kernels of a graph, in the order in which they run."""
+    return _Schedule(gm).kernels()
+
+
+def tensors(node: fx.Node) -> list[torch.Tensor]:
+    """What a node returns."""
+    val = node.meta.get("val")
+    parts = val if isinstance(val, (list, tuple)) else [val]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def volume(tensor: torch.Tensor) -> Volume:
+    """How many elements a tensor has."""
+    return prod(size if isinstance(size, int) else size.node.expr for size in tensor.shape)
+
+
+def is_attention(call: fx.Node) -> bool:
+    """Whether a call is of a kernel for attention, or its backward."""
+    return "scaled_dot_product" in str(call.target)
+
+
+def is_backward(call: fx.Node) -> bool:
+    """Whether an attention kernel is a backward."""
+    return "backward" in str(call.target)
+
+
+def _holds_tensors(node: fx.Node) -> bool:
+    return bool(tensors(node))
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node that made the memory that a value looks at."""
+    while _looks(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _looks(node: fx.Node) -> bool:
+    return is_view(node) or is_call(node, operator.getitem) or _copies_nothing(node)
+
+
+def _copies_nothing(node: fx.Node) -> bool:
+    """Whether a copy is laid out as what it copies: it is left out then."""
+    if not is_call(node, aten.clone.default):
+        return False
+    source, copy = tensor_val(node.args[0]), tensor_val(node)
+    return source is not None and copy is not None and source.stride() == copy.stride()
+
+
+def _is_called(node: fx.Node) -> bool:
+    namespace, _, name = str(node.target).partition(".")
+    return (
+        namespace not in ("aten", "prims")
+        or node.target in PRODUCTS
+        or any(part in name for part in _CALLED)
+    )
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    return str(node.target).split(".")[1] in _REDUCTIONS
+
+
+class _Schedule:
+    """One graph."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        (self._output,) = gm.graph.find_nodes(op="output")
+        self._nodes = [
+            node
+            for node in gm.graph.nodes
+            if node.op == "call_function" and not _looks(node) and _holds_tensors(node)
+        ]
+        self._called = {node for node in self._nodes if _is_called(node)}
+        self._reads: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._buffers = self._find_buffers()
+
+    def kernels(self) -> list[Kernel]:
+        made = [node for node in self._nodes if node in self._buffers]
+        return [self._kernel(group) for group in self._ordered(self._group(made))]
+
+    # -- which values are buffers
+    def _find_buffers(self) -> set[fx.Node]:
+        buffers = set(self._called)
+        given = set(map(owner, self._output.all_input_nodes))
+        for node in self._nodes:
+            readers = [n for n in _readers(node)]
+            if node not in buffers and (
+                node in given or _is_reduction(node) or any(r in self._called for r in readers)
+            ):
+                buffers.add(node)
+            found: set[fx.Node] = set()
+            for arg in filter(_holds_tensors, map(owner, node.all_input_nodes)):
+                found |= {arg} if arg.op != "call_function" or arg in buffers else self._reads[arg]
+            self._reads[node] = frozenset(found)
+            if len(readers) > 1 and len(found) > _MANY_READS:
+                buffers.add(node)
+        return buffers
+
+    # -- which of them one kernel writes
+    def _group(self, made: Sequence[fx.Node]) -> list[list[fx.Node]]:
+        """The buffers by the kernel that writes them: each joins the last one that it can."""
+        groups: list[list[fx.Node]] = []
+        for node in made:
+            for group in reversed(groups) if node not in self._called else ():
+                if self._together(group, node) and not self._behind(node, group, groups):
+                    group.append(node)
+                    break
+            else:
+                groups.append([node])
+        return groups
+
+    def _together(self, group: Sequence[fx.Node], node: fx.Node) -> bool:
+        reads = frozenset().union(*(self._reads[before] for before in group))
+        shared = not self._reads[node].isdisjoint([*group, *reads])
+        return (
+            shared
+            and group[0] not in self._called
+            and self._iterates(node) == self._iterates(group[0])
+        )
+
+    def _behind(
+        self, node: fx.Node, group: Sequence[fx.Node], groups: Sequence[Sequence[fx.Node]]
+    ) -> bool:
+        """Whether a value needs the group through something else, so that it cannot join."""
+        group_of = {n: tuple(g) for g in groups for n in g}
+        seen: set[fx.Node] = set()
+        ahead = [read for read in self._reads[node] if read not in group]
+        while ahead:
+            for member in group_of.get(one := ahead.pop(), ()):
+                if one in group:
+                    return True
+                if member not in seen:
+                    seen.add(member)
+                    ahead += self._reads[member]
+        return False
+
+    def _iterates(self, node: fx.Node) -> Volume:
+        """Elements that a kernel goes over for a value: all that a reduction reads."""
+        arg = node.args[0] if _is_reduction(node) else node
+        assert isinstance(arg, fx.Node)
+        return volume(tensors(arg)[0])
+
+    def _ordered(self, groups: Sequence[Sequence[fx.Node]]) -> list[Sequence[fx.Node]]:
+        """Each group behind all that it reads, otherwise as early as its first value."""
+        group_of = {node: place for place, group in enumerate(groups) for node in group}
+        done: dict[int, None] = {}
+
+        def put(place: int) -> None:
+            if place in done:
+                return
+            reads = {group_of[r] for n in groups[place] for r in self._reads[n] if r in group_of}
+            for before in sorted(reads - {place}):
+                put(before)
+            done[place] = None
+
+        for place in range(len(groups)):
+            put(place)
+        return [groups[place] for place in done]
+
+    def _kernel(self, group: Sequence[fx.Node]) -> Kernel:
+        inside = set(group)
+        reads = {r: None for node in group for r in sorted(self._reads[node], key=str)}
+        outside = tuple(node for node in group if self._leaves(node, inside))
+        calls = group[0] if group[0] in self._called else None
+        values = tuple((node, self._reads[node]) for node in group)
+        return Kernel(outside, tuple(r for r in reads if r not in inside), values, calls)
+
+    def _leaves(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        """Whether anybody outside of its kernel reads a value."""
+        if node in map(owner, self._output.all_input_nodes):
+            return True
+        return any(
+            node in reads and reader in self._buffers and reader not in inside
+            for reader, reads in self._reads.items()
+        )
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who computes with a value, looked at in whatever way."""
+    for user in node.users:
+        if _looks(user) and user.op == "call_function":
+            yield from _readers(user)
+        else:
+            yield user

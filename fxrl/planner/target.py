@@ -1,0 +1,93 @@
+"""What a GPU and its host can do: the figures behind every predicted second.
+
+Rates are what kernels reach, not what a data sheet promises.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+GiB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One kind of GPU.
+
+    Attributes:
+        name: how the command line and reports call it.
+        gpu_bytes: its memory.
+        product_flops: FLOP/s of large bf16 matrix products.
+        attention_flops, attention_backward_flops: FLOP/s of causal attention, head size 128.
+        bandwidth: bytes/s of GPU memory that elementwise kernels reach.
+        link: bytes/s between GPU and host, each way at once.
+        launch: seconds that a kernel takes at least.
+    """
+
+    name: str
+    gpu_bytes: int
+    product_flops: float
+    attention_flops: float
+    attention_backward_flops: float
+    bandwidth: float
+    link: float
+    launch: float = 4e-6
+
+
+#: The H200's figures are measured (torch 2.11, cuDNN attention). Those of the others are their data
+#: sheets', times the share of it that the H200 reaches: right to about a quarter.
+TARGETS = {
+    one.name: one
+    for one in (
+        Target("h200", 141 * 10**9, 690e12, 598e12, 518e12, 3.6e12, 54e9),
+        Target("h100", 80 * GiB, 690e12, 598e12, 518e12, 2.6e12, 54e9),
+        Target("b200", 180 * 10**9, 1650e12, 1100e12, 900e12, 6.0e12, 54e9),
+        Target("a100", 80 * GiB, 250e12, 190e12, 150e12, 1.5e12, 24e9),
+        Target("l40s", 48 * GiB, 230e12, 170e12, 130e12, 0.65e12, 24e9),
+        Target("rtx4090", 24 * GiB, 150e12, 130e12, 100e12, 0.75e12, 24e9),
+    )
+}
+
+
+def target_of(device: torch.device | None) -> Target:
+    """What a GPU can do; without one, an H200, whose figures are measured.
+
+    A GPU that no table knows is measured, which takes half a second.
+    """
+    if device is None:
+        return TARGETS["h200"]
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    known = next((one for key, one in TARGETS.items() if key in name), None)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return replace(known or _measured(device, name), gpu_bytes=total)
+
+
+@functools.cache
+def _measured(device: torch.device, name: str) -> Target:
+    h200 = TARGETS["h200"]
+    a, big = (torch.empty(8192, n, dtype=torch.bfloat16, device=device) for n in (8192, 2**16))
+    page = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    rest = big.view(torch.uint8).view(-1)[: page.numel()]
+    product = 2 * 8192**3 / _seconds(lambda: a @ a)
+    bandwidth = 2 * big.nbytes / _seconds(lambda: big.add_(1))
+    link = page.numel() / _seconds(lambda: page.copy_(rest, non_blocking=True))
+    part = product / h200.product_flops
+    rates = part * h200.attention_flops, part * h200.attention_backward_flops
+    return Target(name, 0, product, *rates, bandwidth, link)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Of one call, the least of five."""
+    times = []
+    for _ in range(6):  # the first warms up
+        start, end = torch.Event(enable_timing=True), torch.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return min(times[1:])
