@@ -45,7 +45,7 @@ from fxrl.passes.tile_tokens import tile_widest
 from fxrl.planner import chain as chain_of
 from fxrl.planner.budget import Budget
 from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes, step_seconds
-from fxrl.planner.memory_profile import nbytes, tensor_bytes
+from fxrl.planner.memory_profile import nbytes
 from fxrl.planner.schedule import Measure, volume
 from fxrl.planner.solver import fastest
 from fxrl.planner.target import Target
@@ -300,12 +300,9 @@ class _Step:
 
     def _gradients(self, layer: OutlinedLayer) -> int:
         """Bytes of the gradients of a layer's weights."""
-        return sum(
-            tensor_bytes(spec.example, self.measure)
-            for call in layer.calls
-            for spec in call.meta["region"].inputs
-            if spec.needs_grad and spec.alive
-        )
+        inputs = {node for call in layer.calls for node in call.all_input_nodes}
+        weights = (n for n in inputs if n.op in ("placeholder", "get_attr") and needs_grad(n))
+        return sum(nbytes(node, self.measure) for node in weights)
 
 
 _PARTS = {

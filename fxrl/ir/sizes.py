@@ -143,6 +143,12 @@ def _is_polynomial(expr: Any) -> bool:
     return whole or ((expr.is_Add or expr.is_Mul) and all(map(_is_polynomial, expr.args)))
 
 
+def _sum_of(symbol: Any, exprs: Sequence[Any]) -> Any:
+    """The symbol, or where it is no dim itself the dim that is it and a number."""
+    sums = (expr for expr in exprs if (expr - symbol).is_Integer)
+    return symbol if symbol in exprs else next(sums, symbol)
+
+
 def measure_by(values: Mapping[Any, Any]) -> Callable[[Any], int]:
     """What a size, or an expression of sizes, is as a number where its symbols are ``values``.
 
@@ -269,8 +275,13 @@ class BoundSizes:
         found = {
             symbol: formula for symbol in symbols if (formula := known.find(symbol)) is not None
         }
-        self._given: _Known[str] = _Known({symbol: str(symbol) for symbol in found})
-        places: dict[str, Any] = {str(symbol): formula for symbol, formula in found.items()}
+        # NOTE [Why the sum is a name]: where only ``s + 1`` is a dim, Inductor of torch 2.11 cannot
+        # tell ``s`` from it ("expected [s] to have been codegen-ed").
+        names = {symbol: _sum_of(symbol, exprs) for symbol in found}
+        self._given: _Known[str] = _Known({name: str(name) for name in names.values()})
+        places: dict[str, Any] = {
+            str(name): known.sizes.get(name, found[symbol]) for symbol, name in names.items()
+        }
         for expr in exprs:
             if self._given.find(expr) is None:
                 self._given.sizes[expr] = str(expr)
