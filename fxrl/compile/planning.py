@@ -47,7 +47,7 @@ from fxrl.planner.budget import Budget
 from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes, step_seconds
 from fxrl.planner.memory_profile import nbytes
 from fxrl.planner.schedule import Measure, volume
-from fxrl.planner.solver import fastest
+from fxrl.planner.solver import Runs, fastest
 from fxrl.planner.target import Target
 
 #: What may be chosen for a layer, tiles apart. The first is the fastest.
@@ -75,6 +75,7 @@ _EAGER_PASSES = 6  # over each value: written and read, forward and backward, an
 _LIBRARIES = 64 * 2**20
 _HEAD_SCRATCH = 200 * 2**20
 _LONGEST = 2**24  # tokens; nobody asks for more
+_GUESSES = 12
 
 #: A region's body as kernels; traced when it is first asked for.
 Profiles = Callable[[Region], BodyProfile]
@@ -188,33 +189,36 @@ class _Step:
         return fastest(self.chain(), gpu, host)
 
     def smallest(self, host: int) -> tuple[Option, ...]:
-        """Options with the least peak, to about a thousandth of it."""
-        chain = self.chain()
-        low, high = 0, max(m.bytes for m in moments(chain, [o[0] for o in chain.layers]))
-        best = fastest(chain, 2 * high, host)
-        assert best is not None, "what is kept on the GPU needs no host"
-        while high - low > high // 1000:
-            middle = (low + high) // 2
-            found = fastest(chain, middle, host)
-            low, high, best = (middle, high, best) if found is None else (low, middle, found)
-        return best
+        """The options with the least peak."""
+        return Runs(self.chain()).least_peak(host) if self.layers else ()
 
     def longest(self, budget: Budget) -> int | None:
-        """Tokens of the longest context that some plan fits; None where sizes do not vary."""
-        symbol, low = self._context()
+        """Tokens of the longest context that some plan fits, to a percent; None where sizes do not
+        vary, or nothing fits."""
+        symbol, tokens = self._context()
         if symbol is None:
             return None
 
-        def fits(tokens: int) -> bool:
-            return replace(self, values={symbol: sympy.Integer(tokens)}).fastest(budget) is not None
+        def least(tokens: int) -> int:
+            step = replace(self, values={symbol: sympy.Integer(tokens)})
+            return peak_bytes(step.chain(), step.smallest(budget.host_bytes))
 
-        low, high = (low, 2 * low) if fits(low) else (0, low)
-        while low and high < _LONGEST and fits(high):
-            low, high = high, 2 * high
-        while high - low > max(1, low // 64):
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low or None
+        # The least peak is nearly a line: the next guess is where the line through the two last
+        # lengths meets the budget, and two lengths a percent apart end the search.
+        low, high = 1, _LONGEST
+        points = [(n, least(n)) for n in (max(1, tokens // 2), tokens)]
+        for _ in range(_GUESSES):
+            for n, peak in points:
+                low, high = (max(low, n), high) if peak <= budget.gpu_bytes else (low, min(high, n))
+            if high - low <= max(1, low // 100):
+                break
+            (n, peak), (m, other) = points[-2:]
+            slope = max(1e-9, (other - peak) / (m - n)) if m != n else 1e-9
+            guess = int(m + (budget.gpu_bytes - other) / slope)
+            inside = low + 1 <= guess <= high - 1
+            points.append((guess if inside else (low + high) // 2, 0))
+            points[-1] = (points[-1][0], least(points[-1][0]))
+        return low if low > 1 else None
 
     def _context(self) -> tuple[Any, int]:
         """The symbol that is the sequence's length, and what it is in this batch: the last dim of

@@ -12,13 +12,15 @@ from typing import Any
 
 from torch import fx
 
-from fxrl.ir.graph import PRODUCTS, bound, shape_of
+from fxrl.ir.graph import PRODUCTS, bound, shape_of, val_of
 from fxrl.planner.memory_profile import nbytes
 from fxrl.planner.schedule import Kernel, Measure, is_attention, is_backward
 from fxrl.planner.target import Target
 
 #: Products of a causal attention's backward for each of its forward's: dV, dP, dQ, dK, and P again.
 _BACKWARD_PRODUCTS = 2.5
+#: Products in fp32, which tensor cores do not do (an H200's data sheet: 67 TFLOP/s of 989).
+_FP32_SLOWER = 14
 
 
 def seconds(
@@ -52,7 +54,8 @@ def _arithmetic(call: fx.Node | None, target: Target, measure: Measure) -> float
     if call is None:
         return 0.0
     if call.target in PRODUCTS:
-        return product_flops(call, measure) / target.product_flops
+        slower = 1 if val_of(call).element_size() <= 2 else _FP32_SLOWER
+        return slower * product_flops(call, measure) / target.product_flops
     if not is_attention(call):
         return 0.0
     flops = attention_flops(call, measure)
