@@ -30,16 +30,16 @@ def plan(args: Args) -> int:
         before, after = inputs.two_plans(args.files)
         show.plan_difference(before, after, as_json=args.json)
         return 0
-    target = inputs.target(args.target)
+    on = {} if args.target is None else {"target": inputs.target(args.target)}
     for name in ("gpu_memory", "host_memory"):
         if (size := getattr(args, name)) is not None:
             args.config.append(f"{name}={size}")
     step, batch = _on_fakes(args)
-    found = step.plan_for(batch, target=target)
+    found = step.plan_for(batch, **on)
     if args.plot:
         from fxrl.inspect.timeline import plot
 
-        what = f"{args.model}, {args.batch} x {args.tokens} tokens, {args.loss}, {target.name}"
+        what = f"{args.model}, {args.batch} x {args.tokens} tokens, {args.loss}"
         show.status(f"written to {plot(found, args.plot, what)}")
     print(found.to_json() if args.json else found)
     return 0

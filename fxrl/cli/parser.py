@@ -128,7 +128,7 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
         "plan",
         "print the plan: peak memory, seconds, what is done with each layer, longest context",
         about="Works on fake tensors: no GPU, no weights, full-size models. Seconds are those of\n"
-        "--target. fxrl plan diff A.json B.json compares two plans that --json wrote.\n"
+        "the --target. fxrl plan diff A.json B.json compares two plans that --json wrote.\n"
         "Exit code 2 when nothing fits: the error says the longest context that would.\n\n"
         + MODEL_HELP,
         examples="  fxrl plan Qwen/Qwen3-8B --context 131072 --lora 32 --gpu-memory 80GiB\n"
@@ -140,7 +140,9 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
     sub.add_argument("files", nargs="*", metavar="FILE", help="of `diff`: two plans as JSON")
     sub.add_argument("--context", type=_positive, dest="tokens", help="the same as --tokens")
     sub.add_argument(
-        "--target", default="h200", metavar="GPU", help="h200, h100, b200, a100, ... (%(default)s)"
+        "--target",
+        metavar="GPU",
+        help="h200, h100, b200, a100, l40s, rtx4090 (h200: the one whose figures are measured)",
     )
     sub.add_argument("--gpu-memory", metavar="SIZE", help="such as 80GiB (what the GPU has)")
     sub.add_argument("--host-memory", metavar="SIZE", help="for what layers keep (what is free)")

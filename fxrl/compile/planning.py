@@ -439,10 +439,11 @@ class _Outer:
         self.base_bytes = self._bytes(weights) + states + alone + self._bytes(early) + _LIBRARIES
         values = [node for node in ops if is_tensor(node) and not is_view(node)]
         largest = max((nbytes(node, measure) for node in values), default=0)
-        self.head_bytes = max(_EAGER_VALUES * largest, _HEAD_SCRATCH)
+        heads = [self._head(node, target) for node in ops]
+        self.head_bytes = max(_EAGER_VALUES * largest, _HEAD_SCRATCH if any(heads) else 0)
         self.head_bytes += self._bytes(node for node in made if node not in early)
         eager = sum(_EAGER_PASSES * nbytes(node, measure) / target.bandwidth for node in values)
-        self.seconds = eager + sum(self._head(node, target) for node in ops)
+        self.seconds = eager + sum(heads)
 
     def _bytes(self, nodes: Iterator[fx.Node] | Sequence[fx.Node]) -> int:
         return sum(nbytes(node, self._measure) for node in nodes)

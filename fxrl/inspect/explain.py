@@ -23,6 +23,7 @@ from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
 from fxrl.compile.step import LossFunction, TrainStep
 from fxrl.config import Config
+from fxrl.errors import FxrlError
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import hint
 from fxrl.ir.plan import Plan
@@ -83,6 +84,8 @@ def explained(
     try:
         with _without_kv_cache(twin):
             step(_like_model(twin, batch))
+    except FxrlError:
+        raise
     except _NEEDS_NUMBERS as error:
         if not backend.captures:
             raise

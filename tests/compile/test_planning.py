@@ -1,0 +1,153 @@
+"""Plans for real steps: obeyed, predicted, refused with the reason."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fxrl
+from fxrl.errors import PlanError
+from fxrl.ir.plan import CutLayer, Plan
+from fxrl.planner.target import TARGETS
+from tests.compile.region_cases import assert_same
+from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
+
+PASSES = ("recompute", "offload", "tile-tokens")
+MiB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def config(**options):
+    return fxrl.Config(
+        passes=PASSES, compile_regions=False, on_miss="error", **{"host_memory": "1GiB"} | options
+    )
+
+
+def wide_stack(device="cpu"):
+    """Layers whose activations are what memory goes to."""
+    with torch.device(device):
+        return make_stack(6, block=GatedBlock, width=64, heads=4, wide=256)
+
+
+def batch(tokens, rows=2, device="cpu"):
+    return {"ids": torch.zeros(rows, tokens, dtype=torch.long, device=device)}
+
+
+def planned(tokens=2048, **options):
+    step = fxrl.optimize(wide_stack("meta"), square_loss, config(**options))
+    return step.plan_for(batch(tokens))
+
+
+def cuts(plan):
+    return [choice for choice in plan.choices.values() if isinstance(choice, CutLayer)]
+
+
+def test_where_everything_may_stay_products_are_kept():
+    plan = planned()
+    assert {choice.kept for choice in cuts(plan)} == {"products"}
+    assert plan.peak_host_bytes == 0
+    assert plan.peak_gpu_bytes == max(moment.bytes for moment in plan.timeline)
+    assert [m.phase for m in plan.timeline] == ["forward"] * 6 + ["head"] + ["backward"] * 6
+    assert plan.step_seconds > 0
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_budget_is_kept_and_more_of_it_is_never_slower():
+    free = planned()
+    seconds = []
+    for share in (0.6, 0.8, 1.1):
+        budget = int(share * free.peak_gpu_bytes)
+        plan = planned(gpu_memory=budget)
+        assert plan.peak_gpu_bytes <= budget
+        seconds.append(plan.step_seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1] == free.step_seconds
+
+
+def test_without_host_memory_nothing_goes_there():
+    free = planned()
+    plan = planned(gpu_memory=int(0.8 * free.peak_gpu_bytes), host_memory=0)
+    assert plan.peak_host_bytes == 0
+    assert {choice.inputs_on for choice in cuts(plan)} == {"gpu"}
+
+
+def test_what_does_not_fit_is_an_error_that_says_what_would():
+    with pytest.raises(PlanError, match="no plan fits gpu_memory") as error:
+        planned(tokens=2**16, gpu_memory="256MiB")
+    text = str(error.value)
+    assert "at least" in text
+    longest = int(text.rpartition("; ")[2].split()[0])
+    assert planned(tokens=longest, gpu_memory="256MiB").peak_gpu_bytes <= 256 * MiB
+    with pytest.raises(PlanError):
+        planned(tokens=int(1.05 * longest), gpu_memory="256MiB")
+
+
+def test_the_longest_context_is_one_that_fits():
+    plan = planned(tokens=256, gpu_memory="256MiB")
+    assert plan.max_context > 256
+    assert planned(tokens=plan.max_context, gpu_memory="256MiB").peak_gpu_bytes <= 256 * MiB
+
+
+def test_what_the_user_chose_stays():
+    given = Plan({"0:blocks.2": CutLayer("inputs")})
+    step = fxrl.optimize(wide_stack("meta"), square_loss, config(), plan=given)
+    found = step.plan_for(batch(2048))
+    assert [c.kept for c in cuts(found)] == ["products"] * 2 + ["inputs"] + ["products"] * 3
+
+
+def test_a_step_runs_as_planned():
+    torch.manual_seed(0)
+    model = wide_stack()
+    ids = {"ids": torch.randint(0, 11, (2, 512))}
+    peak = fxrl.optimize(model, square_loss, config()).plan_for(ids).peak_gpu_bytes
+    step = fxrl.optimize(model, square_loss, config(gpu_memory=int(0.7 * peak)))
+    assert_same(step, square_loss, model, ids, tolerance=1e-10)
+    plan = step.plan
+    assert plan.peak_gpu_bytes <= 0.7 * peak
+    assert cuts(plan) == cuts(step.plan_for(ids))
+    assert {(choice.kept, choice.kept_on) for choice in cuts(plan)} != {("products", "gpu")}
+    dumped = json.loads(plan.to_json())
+    assert {"peak_gpu_bytes", "peak_host_bytes", "step_seconds", "max_context"} <= dumped.keys()
+
+
+def test_another_gpu_another_time():
+    step = fxrl.optimize(wide_stack("meta"), square_loss, config())
+    h200, a100 = (step.plan_for(batch(2**15), target=TARGETS[n]) for n in ("h200", "a100"))
+    assert a100.step_seconds > h200.step_seconds
+    assert a100.peak_gpu_bytes == h200.peak_gpu_bytes
+
+
+def test_a_model_without_layers_has_predictions():
+    linear = torch.nn.Linear(64, 8, device="meta")
+    step = fxrl.optimize(linear, lambda model, b: model(b["x"]).square().mean())
+    plan = step.plan_for({"x": torch.zeros(5, 64)})
+    weights = 3 * 4 * (64 * 8 + 8)  # and AdamW's states
+    assert plan.peak_gpu_bytes > weights
+    assert [moment.phase for moment in plan.timeline] == ["head"]
+
+
+CHOICES = st.builds(
+    CutLayer,
+    st.sampled_from(["products", "attention", "inputs"]),
+    st.sampled_from(["gpu", "host"]),
+    st.sampled_from(["gpu", "host"]),
+    st.sampled_from([0, 3]),
+)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(CHOICES, min_size=3, max_size=3))
+def test_any_mixture_of_choices_has_eagers_gradients(choices):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make_stack(3, block=GatedBlock)
+    plan = Plan({f"0:blocks.{i}": choice for i, choice in enumerate(choices)})
+    step = fxrl.optimize(model, square_loss, config(), plan=plan)
+    assert_same(step, square_loss, model, ids_batch(2, 7), tolerance=1e-10)
+    assert cuts(step.plan) == choices
