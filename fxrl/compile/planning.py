@@ -106,9 +106,9 @@ class Planner:
         step = _Step(gm, plan, self.profiles, self.target)
         best = step.fastest(self.budget)
         if best is None:
-            best = step.smallest(self.budget.host_bytes)
+            best, needed = step.smallest(self.budget.host_bytes)
             if self.budget.given:
-                raise PlanError(self._too_large(step, best))
+                raise PlanError(self._too_large(step, best, needed))
         chain = step.chain([[option] for option in best])
         names = (layer.name for layer in step.layers)
         chosen: dict[str, Choice] = {n: o.choice for n, o in zip(names, best, strict=True)}
@@ -122,14 +122,14 @@ class Planner:
             timeline=tuple(_told(moment) for moment in moments(chain, best)),
         )
 
-    def _too_large(self, step: _Step, best: Sequence[Option]) -> str:
+    def _too_large(self, step: _Step, best: Sequence[Option], needed: int) -> str:
         chain = step.chain([[option] for option in best])
         top = _told(max(moments(chain, best), key=lambda moment: moment.bytes))
         largest = max(top.parts, key=lambda part: top.parts[part])
         longest = step.longest(self.budget)
         cure = f"{longest} tokens would fit" if longest else "no length fits"
         return (
-            f"no plan fits gpu_memory: this batch needs {format_bytes(top.bytes)} at least, "
+            f"no plan fits gpu_memory: this batch needs {format_bytes(needed)} at least, "
             f"and {format_bytes(self.budget.gpu_bytes)} may be used; most of it, in {top.where}, "
             f"is {largest}: {format_bytes(top.parts[largest])}; {cure}"
         )
@@ -188,9 +188,9 @@ class _Step:
             return plain
         return fastest(self.chain(), gpu, host)
 
-    def smallest(self, host: int) -> tuple[Option, ...]:
-        """The options with the least peak."""
-        return Runs(self.chain()).least_peak(host) if self.layers else ()
+    def smallest(self, host: int) -> tuple[tuple[Option, ...], int]:
+        """The options with the least peak, and the budget that they need."""
+        return Runs(self.chain()).least_peak(host)
 
     def longest(self, budget: Budget) -> int | None:
         """Tokens of the longest context that some plan fits, to a percent; None where sizes do not
@@ -201,23 +201,20 @@ class _Step:
 
         def least(tokens: int) -> int:
             step = replace(self, values={symbol: sympy.Integer(tokens)})
-            return peak_bytes(step.chain(), step.smallest(budget.host_bytes))
+            return step.smallest(budget.host_bytes)[1]
 
-        # The least peak is nearly a line: the next guess is where the line through the two last
-        # lengths meets the budget, and two lengths a percent apart end the search.
+        # The least peak is nearly a line, so the next guess is where the line through the two last
+        # lengths meets the budget; but never closer than a percent to one that is known already.
         low, high = 1, _LONGEST
-        points = [(n, least(n)) for n in (max(1, tokens // 2), tokens)]
+        points: list[tuple[int, int]] = []
+        guess = max(1, tokens // 2)
         for _ in range(_GUESSES):
-            for n, peak in points:
-                low, high = (max(low, n), high) if peak <= budget.gpu_bytes else (low, min(high, n))
+            points.append((guess, least(guess)))
+            low, high = (guess, high) if points[-1][1] <= budget.gpu_bytes else (low, guess)
             if high - low <= max(1, low // 100):
                 break
-            (n, peak), (m, other) = points[-2:]
-            slope = max(1e-9, (other - peak) / (m - n)) if m != n else 1e-9
-            guess = int(m + (budget.gpu_bytes - other) / slope)
-            inside = low + 1 <= guess <= high - 1
-            points.append((guess if inside else (low + high) // 2, 0))
-            points[-1] = (points[-1][0], least(points[-1][0]))
+            guess = _meets(points[-2:], budget.gpu_bytes) if len(points) > 1 else tokens
+            guess = min(max(guess, low + max(1, low // 100)), high - max(1, high // 101))
         return low if low > 1 else None
 
     def _context(self) -> tuple[Any, int]:
@@ -307,6 +304,14 @@ class _Step:
         inputs = {node for call in layer.calls for node in call.all_input_nodes}
         weights = (n for n in inputs if n.op in ("placeholder", "get_attr") and needs_grad(n))
         return sum(nbytes(node, self.measure) for node in weights)
+
+
+def _meets(points: Sequence[tuple[int, int]], level: int) -> int:
+    """Where the line through two points is at a level; twice as far out where it is flat."""
+    (n, peak), (m, other) = points
+    if (other - peak) * (m - n) <= 0:
+        return 2 * max(n, m)
+    return m + (level - other) * (m - n) // (other - peak)
 
 
 _PARTS = {

@@ -91,6 +91,15 @@ def owner(node: fx.Node) -> fx.Node:
     return node
 
 
+def result(node: fx.Node) -> fx.Node:
+    """The same, and of a call with several results the one of them."""
+    while (
+        not is_call(node, operator.getitem) and _looks(node) and isinstance(node.args[0], fx.Node)
+    ):
+        node = node.args[0]
+    return node
+
+
 def _looks(node: fx.Node) -> bool:
     return is_view(node) or is_call(node, operator.getitem) or _copies_nothing(node)
 

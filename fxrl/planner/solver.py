@@ -69,8 +69,10 @@ class Runs:
                     best, found = (least, peak.flat[at]), (first, second, int(at))
         return None if found is None else self._plan(*found)
 
-    def least_peak(self, host_bytes: int) -> Plan:
-        """The plan with the lowest peak that the host has room for."""
+    def least_peak(self, host_bytes: int) -> tuple[Plan, int]:
+        """The plan with the lowest peak that the host has room for, and what it is charged."""
+        if not self.chain.layers:
+            return (), self.chain.base_bytes + self.chain.head_bytes
         best, found = np.inf, (0, 0, 0)
         for first in range(len(self._choices)):
             for second in range(len(self._choices)):
@@ -78,7 +80,7 @@ class Runs:
                 peak = np.where(host <= host_bytes, peak, np.inf)
                 if peak.min() < best:
                     best, found = peak.min(), (first, second, int(peak.argmin()))
-        return self._plan(*found)
+        return self._plan(*found), int(best)
 
     # -- what there is to choose
     @cached_property

@@ -13,7 +13,7 @@ from fxrl.compile.bodies.variants import CompiledRegion
 from fxrl.ops.region import tile_bounds
 from fxrl.planner.cost import seconds
 from fxrl.planner.memory_profile import MemoryProfile, nbytes, tensor_bytes
-from fxrl.planner.schedule import Kernel, Measure, kernels, owner
+from fxrl.planner.schedule import Kernel, Measure, kernels, result
 from fxrl.planner.target import Target
 
 fxrl = torch.ops.fxrl
@@ -54,7 +54,7 @@ class BodyProfile:
         return self._at(dict(zip(self._built.traced.bound.names, sizes, strict=True)), target)
 
     def _memory_saved(self) -> dict[fx.Node, tuple[str, int]]:
-        """What the backward reads, by who made it, and where it is from; looks at it are no more
+        """What the backward reads, by what made it, and where it is from; looks at it are no more
         memory (a copy laid out as what it copies is left out on a GPU)."""
         gm, sources = self._forward.gm, self._built.traced.sources
         (output,) = gm.graph.find_nodes(op="output")
@@ -62,7 +62,7 @@ class BodyProfile:
             "input": gm.graph.find_nodes(op="placeholder"),
             "output": output.args[0],
         }
-        named = [(owner(places[kind][i]), (kind, i)) for kind, i in sources if kind in places]
+        named = [(result(places[kind][i]), (kind, i)) for kind, i in sources if kind in places]
         return dict(reversed(named))
 
     def _at(self, sizes: dict[str, int], target: Target) -> Figures:
