@@ -24,6 +24,7 @@ from fxrl.passes.offload import Offload
 from fxrl.passes.open_layer_checkpoints import OpenLayerCheckpoints
 from fxrl.passes.open_loss_checkpoints import OpenLossCheckpoints
 from fxrl.passes.outline_layers import OutlineLayers
+from fxrl.passes.outline_norms import OutlineNorms
 from fxrl.passes.rebatch_loops import RebatchLoops
 from fxrl.passes.recompute import Recompute
 from fxrl.passes.restore_causal_attention import RestoreCausalAttention
@@ -48,6 +49,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         OutlineLayers,
         InlineLayers,
         OpenLayerCheckpoints,
+        OutlineNorms,
         # here the plan is made; what follows obeys it
         Recompute,
         TileTokens,

@@ -7,10 +7,11 @@ each cut, not compiled: what a layer needs and how long it takes is read off its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from operator import getitem
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.errors import PlanError
 from fxrl.ir.graph import (
     base_of,
+    bound,
     clone,
     hint,
     is_call,
@@ -45,7 +47,9 @@ from fxrl.passes.tile_tokens import tile_widest
 from fxrl.planner import chain as chain_of
 from fxrl.planner.budget import Budget
 from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes, step_seconds
-from fxrl.planner.memory_profile import nbytes
+from fxrl.planner.eager_profile import CallCost
+from fxrl.planner.eager_profile import peak as eager_peak
+from fxrl.planner.memory_profile import nbytes, tensor_bytes
 from fxrl.planner.schedule import Measure, volume
 from fxrl.planner.solver import Runs, fastest
 from fxrl.planner.target import Target
@@ -66,14 +70,12 @@ CUTS = (
 #: rows cost 5 ms a layer of Qwen3-8B's shape on an H200.
 TILES = (0, 4096)
 _ADAM_STATES = 2
-#: NOTE [Why 4]: the outer graph runs op by op. Behind what its forward saved, the backward of a
-#: norm in fp32 holds four values of that size at its height (H200, torch 2.11, 8192 x 4096: 708 MiB
-#: where the saved value has 128 and the head's vectors 64).
-_EAGER_VALUES = 4
 _EAGER_PASSES = 6  # over each value: written and read, forward and backward, and its gradient
 #: What cuBLAS holds for its products.
 _LIBRARIES = 64 * 2**20
+#: What a loss head's tiles take (``kernels.hopper.plan``), and those of a trained one's backward.
 _HEAD_SCRATCH = 200 * 2**20
+_TRAINED_HEAD_SCRATCH = 256 * 2**20
 _LONGEST = 2**24  # tokens; nobody asks for more
 _GUESSES = 12
 
@@ -237,18 +239,19 @@ class _Step:
         if layers is None:
             layers = [self._options(layer) for layer in self.layers]
         outer = self._outer
+        ahead, behind = outer.gradients
         return Chain(
             tuple(map(tuple, layers)),
             outer.base_bytes,
             outer.head_bytes,
             outer.seconds,
             self.target.link,
-            tuple(map(self._gradients, self.layers)),
+            (ahead, *map(self._gradients, self.layers), behind),
         )
 
     @cached_property
     def _outer(self) -> _Outer:
-        return _Outer(self.gm, self.layers, self.measure, self.target)
+        return _Outer(self)
 
     @cached_property
     def _known(self) -> dict[Any, list[Option]]:
@@ -411,59 +414,94 @@ class _Outer:
     Attributes:
         base_bytes: alive from the step's begin to its end.
         head_bytes: allocated at most between the last layer's forward and its backward.
+        gradients: bytes of the gradients of weights ahead of the layers, and of those behind.
         seconds: of all of it.
     """
 
-    def __init__(
-        self, gm: fx.GraphModule, layers: Sequence[OutlinedLayer], measure: Measure, target: Target
-    ) -> None:
-        self._measure = measure
-        calls = [call for layer in layers for call in layer.calls]
-        weights = [node for node in gm.graph.find_nodes(op="placeholder") if is_tensor(node)]
-        trained = [node for node in weights if needs_grad(node)]
-        inside = {node for call in calls for node in call.all_input_nodes}
-        states = _ADAM_STATES * self._bytes(trained)
-        own = {
-            call.args[0][i]  # type: ignore[index]
-            for layer in layers
-            for call in layer.calls
-            for i in own_inputs(call, layer.calls)
-        }
-        ops = [n for n in gm.graph.nodes if n.op == "call_function" and n not in calls]
-        read = {base_of(value) for node in ops for value in read_later(node)}
-        saved = (read | inside) - own
-        order = {node: place for place, node in enumerate(gm.graph.nodes)}
-        behind = max((order[call] for call in calls), default=-1)
-        alone = self._bytes(
-            node
-            for node in trained
-            if node not in inside and any(order[user] > behind for user in node.users)
-        )
-        made = [node for node in saved if node.op == "call_function" and node not in calls]
-        early = [node for node in made if order[node] < behind]  # the others die before the layers
-        self.base_bytes = self._bytes(weights) + states + alone + self._bytes(early) + _LIBRARIES
-        values = [node for node in ops if is_tensor(node) and not is_view(node)]
-        largest = max((nbytes(node, measure) for node in values), default=0)
-        heads = [self._head(node, target) for node in ops]
-        self.head_bytes = max(_EAGER_VALUES * largest, _HEAD_SCRATCH if any(heads) else 0)
-        self.head_bytes += self._bytes(node for node in made if node not in early)
-        eager = sum(_EAGER_PASSES * nbytes(node, measure) / target.bandwidth for node in values)
-        self.seconds = eager + sum(heads)
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+        graph, calls = step.gm.graph, {call for layer in step.layers for call in layer.calls}
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        last = max((order[call] for call in calls), default=-1)
+        ops = [n for n in graph.nodes if n.op == "call_function" and n not in calls]
+        ahead = [node for node in ops if order[node] < last]
+        behind = [node for node in ops if order[node] > last]
+        weights = [node for node in graph.find_nodes(op="placeholder") if is_tensor(node)]
+        trained = {node for node in weights if needs_grad(node)}
+        trained -= {node for call in calls for node in call.all_input_nodes}
+        headed = {node for node in trained if any(order[user] > last for user in node.users)}
+        states = _ADAM_STATES * self._bytes(filter(needs_grad, weights))
+        shared = self._bytes(self._shared(ahead))
+        self.base_bytes = self._bytes(weights) + states + shared + _LIBRARIES
+        self.gradients = self._bytes(trained - headed), self._bytes(headed)
+        self.head_bytes = eager_peak(behind, step.measure, self._cost)
+        values = [n for n in ops if is_tensor(n) and not is_view(n) and n.target is not getitem]
+        eager = _EAGER_PASSES * self._bytes(values) / step.target.bandwidth
+        self.seconds = eager + sum(map(self._seconds, ops))
 
-    def _bytes(self, nodes: Iterator[fx.Node] | Sequence[fx.Node]) -> int:
-        return sum(nbytes(node, self._measure) for node in nodes)
+    def _bytes(self, nodes: Iterable[fx.Node]) -> int:
+        return sum(nbytes(node, self._step.measure) for node in nodes)
 
-    def _head(self, node: fx.Node, target: Target) -> float:
-        """Seconds of a loss head: N rows, H wide, V entries take 4 N H V FLOPs, or 6 where the
-        weight is trained, too."""
+    def _shared(self, ahead: Sequence[fx.Node]) -> set[fx.Node]:
+        """What is made ahead of the layers and stays until the backward: what several layers read,
+        and what derivatives do."""
+        calls = {call for layer in self._step.layers for call in layer.calls}
+        own: set[fx.Node] = set()
+        for layer in self._step.layers:
+            for call in layer.calls:
+                inputs: Any = call.args[0]
+                own |= {inputs[i] for i in own_inputs(call, layer.calls)}
+        read = {base_of(value) for node in ahead for value in read_later(node)}
+        read |= {node for call in calls for node in call.all_input_nodes}
+        made = set(ahead)
+        return {node for node in read - own if node in made}
+
+    def _cost(self, node: fx.Node) -> CallCost | None:
+        """A head's, or that of another region that is no layer; None for ATen ops."""
         if is_call(node, torch.ops.fxrl.linear_logprob.default):
-            hidden, weight = node.args[0], node.args[1]
-        elif (region := region_at(node)) is not None and region.tiled:
-            inputs: Any = node.args[0]
-            hidden = next(n for n, s in zip(inputs, region.inputs, strict=True) if s.tiled)
-            weight = max(inputs, key=lambda n: 0 if n is hidden else nbytes(n, self._measure))
-        else:
+            return self._head_cost(node)
+        if (region := region_at(node)) is None:
+            return None
+        figures, results = self._figures(node, region), len(node.meta["val"])
+        inputs: Any = node.args[0]
+        later = tuple(inputs[i] for (kind, i), _ in figures.saved if kind == "input")
+        kept = sum(n for (kind, i), n in figures.saved if kind == "output" and i >= results)
+        made = sum(tensor_bytes(value, self._step.measure) for value in node.meta["val"])
+        given = made + self._bytes(filter(needs_grad, inputs))
+        return CallCost(
+            later,
+            kept,
+            max(0, figures.forward_bytes - made - kept),
+            max(0, figures.backward_bytes - given),
+        )
+
+    def _head_cost(self, node: fx.Node) -> CallCost:
+        """A head keeps vectors of the size of the hidden states where its weight is frozen, and the
+        states themselves where it is trained."""
+        given = bound(node)
+        hidden, weight = given["hidden"], given["weight"]
+        if not needs_grad(weight):
+            count = len(str(given["grad_outputs"]).split(","))
+            return CallCost((), count * self._bytes([hidden]), _HEAD_SCRATCH, 0)
+        sums = 4 * self._step.measure(volume(val_of(hidden)))
+        return CallCost((hidden,), 0, _HEAD_SCRATCH, _TRAINED_HEAD_SCRATCH + sums)
+
+    def _figures(self, node: fx.Node, region: Region) -> Figures:
+        inputs: Any = node.args[0]
+        tile: Any = node.args[2]
+        step, values = self._step, [arg.meta["val"] for arg in inputs]
+        return step.profiles(_off_meta(region)).at(values, step.measure, step.target, tile)
+
+    def _seconds(self, node: fx.Node) -> float:
+        """Of a head, N rows, H wide, V entries: 4 N H V FLOPs, or 6 where the weight is trained,
+        too; of another region."""
+        if (region := region_at(node)) is not None:
+            figures = self._figures(node, region)
+            return figures.forward_s + figures.backward_s
+        if not is_call(node, torch.ops.fxrl.linear_logprob.default):
             return 0.0
-        rows = prod(map(self._measure, shape_of(hidden)[:-1]))  # type: ignore[arg-type]
-        entries = prod(map(self._measure, shape_of(weight)))  # type: ignore[arg-type]
-        return (6 if needs_grad(weight) else 4) * rows * entries / target.product_flops
+        given, measure = bound(node), self._step.measure
+        rows = prod(map(measure, shape_of(given["hidden"])[:-1]))
+        entries = prod(map(measure, shape_of(given["weight"])))
+        flops = (6 if needs_grad(given["weight"]) else 4) * rows * entries
+        return flops / self._step.target.product_flops

@@ -95,8 +95,8 @@ class Moment:
     """What is predicted to be alive on the GPU at one moment of a step.
 
     Attributes:
-        phase: ``"forward"``, ``"head"`` or ``"backward"``.
-        layer: the layer that runs, by number; how many there are for the head.
+        phase: ``"forward"``, ``"head"``, ``"backward"`` or ``"end"``.
+        layer: the layer that runs, by number; how many there are for the head, 0 for the end.
         parts: what it is for -> bytes.
     """
 
@@ -112,7 +112,8 @@ class Moment:
     @property
     def where(self) -> str:
         """When it is, in words."""
-        return "the loss head" if self.phase == "head" else f"{self.phase} of layer {self.layer}"
+        others = {"head": "the loss head", "end": "backward of the embeddings"}
+        return others.get(self.phase, f"{self.phase} of layer {self.layer}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
     forward     layer 1, ..., layer L      what a layer keeps stays, on the GPU or on the host
     head        the loss and its gradient
     backward    layer L, ..., layer 1      what it kept is gone behind it
+    end         the embeddings' gradients
 
 Peak memory is a maximum over these moments, never a sum of what was saved: of what the layers keep
 at that moment, and what the one that runs needs while it runs.
@@ -20,7 +21,7 @@ from fxrl.ir.plan import CutLayer
 #: What was sent to the host stays on the GPU until it has arrived: the last stores may be on their
 #: way (``ops.host_memory``).
 ON_THEIR_WAY = 2
-Phase = Literal["forward", "head", "backward"]
+Phase = Literal["forward", "head", "backward", "end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,11 @@ class Chain:
 
     Attributes:
         layers: the options of each, in order of the forward.
-        base_bytes: alive through the whole step: weights, their gradients, optimizer, all else.
+        base_bytes: alive through the whole step: weights, the optimizer's states, all else.
         head_bytes, head_s: of the loss head, its gradient included.
         link: bytes a second between GPU and host, each way.
-        gradients: bytes of the gradients of each layer's weights, which its backward makes and
-            which stay; () where there are none.
+        gradients: bytes of the gradients of the weights ahead of the layers, of each layer's, and
+            of those behind them; they stay when they are made. () where there are none.
     """
 
     layers: tuple[tuple[Option, ...], ...]
@@ -73,7 +74,7 @@ class Moment:
         layer: its number; that of layers for the head.
         kept: what layers keep there.
         moving: what is on its way to the host, or back.
-        gradients: those of weights of layers whose backward runs or ran.
+        gradients: those of weights whose backward runs or ran.
         running: what the layer or head that runs needs.
     """
 
@@ -100,17 +101,18 @@ def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
         moving = sum(sent[max(0, i - ON_THEIR_WAY) : i])
         yield Moment("forward", i, base, kept[i], moving, 0, option.forward_bytes)
     moving = sum(sent[max(0, count - ON_THEIR_WAY) :])
-    yield Moment("head", count, base, kept[count], moving, 0, chain.head_bytes)
-    behind = gradients_behind(chain)
+    made = gradients_made(chain)
+    yield Moment("head", count, base, kept[count], moving, made[count + 1], chain.head_bytes)
     for i, option in reversed(list(enumerate(options))):
         coming = sent[i] + (sent[i - 1] if i else 0)
-        made = behind[i]
-        yield Moment("backward", i, base, kept[i + 1], coming, made, option.backward_bytes)
+        yield Moment("backward", i, base, kept[i + 1], coming, made[i + 1], option.backward_bytes)
+    yield Moment("end", 0, base, 0, 0, made[0], 0)
 
 
-def gradients_behind(chain: Chain) -> list[int]:
-    """Bytes of the gradients of each layer's weights and of those behind it."""
-    own = chain.gradients or (0,) * len(chain.layers)
+def gradients_made(chain: Chain) -> list[int]:
+    """Bytes of all gradients that are there when the embeddings' backward ends, when each layer's
+    does, and when the head's does."""
+    own = chain.gradients or (0,) * (len(chain.layers) + 2)
     return list(accumulate(reversed(own)))[::-1]
 
 

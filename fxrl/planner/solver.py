@@ -9,8 +9,8 @@ in which order. With two budgets and a link, a linear programme over such counts
 three choices or four (a basic solution has as many as there are constraints); the third run takes
 what rounding to whole layers leaves. An exact dynamic programme over (layer, GPU bytes, host bytes)
 took 1 to 60 s for 36 layers of 18 choices (tens of thousands of states that none dominates) and won
-nothing that one can measure. Which plans there are does not depend on the budgets, so more of one is
-never slower. People can read such a plan, too.
+nothing that one can measure. Which plans there are does not depend on the budgets, so more of one
+is never slower. People can read such a plan, too.
 
 Sources: H. Beaumont et al., "Optimal checkpointing for heterogeneous chains" (Rotor, 2019) and
 "Efficient combination of rematerialization and offloading" (POFO, 2021), whose programmes run
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from fxrl.ir.plan import CutLayer
-from fxrl.planner.chain import ON_THEIR_WAY, Chain, Option, gradients_behind
+from fxrl.planner.chain import ON_THEIR_WAY, Chain, Option, gradients_made, peak_bytes
 
 Array = np.ndarray[Any, Any]
 Plan = tuple[Option, ...]
@@ -41,7 +41,7 @@ def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
             for a run of layers that all have it.
     """
     if not chain.layers:
-        return () if chain.base_bytes + chain.head_bytes <= gpu_bytes else None
+        return () if peak_bytes(chain, ()) <= gpu_bytes else None
     return Runs(chain).fastest(gpu_bytes, host_bytes)
 
 
@@ -72,7 +72,7 @@ class Runs:
     def least_peak(self, host_bytes: int) -> tuple[Plan, int]:
         """The plan with the lowest peak that the host has room for, and what it is charged."""
         if not self.chain.layers:
-            return (), self.chain.base_bytes + self.chain.head_bytes
+            return (), peak_bytes(self.chain, ())
         best, found = np.inf, (0, 0, 0)
         for first in range(len(self._choices)):
             for second in range(len(self._choices)):
@@ -129,7 +129,7 @@ class Runs:
     def _most(self) -> tuple[Array, Array]:
         """[choice, start, end]: most bytes while a run's layers run, besides what those before it
         keep, infinite where one lacks the choice; and the most that one sends to the host."""
-        count, behind = len(self.chain.layers), gradients_behind(self.chain)
+        count, made = len(self.chain.layers), gradients_made(self.chain)
         peaks = np.zeros((len(self._choices), count + 1, count + 1))
         sends = np.zeros_like(peaks)
         for choice, row in enumerate(self._options):
@@ -139,7 +139,7 @@ class Runs:
                     if option is None:
                         peaks[choice, start, end:] = np.inf
                         break
-                    later = option.gpu_bytes + option.backward_bytes + behind[end - 1]
+                    later = option.gpu_bytes + option.backward_bytes + made[end]
                     peak = max(peak, kept + max(option.forward_bytes, later))
                     sent = max(sent, option.host_bytes)
                     kept += option.gpu_bytes
@@ -167,7 +167,9 @@ class Runs:
         between = before + self._over("gpu_bytes", second, a, b)
         peak = np.maximum(peaks[first, 0, a], before + peaks[second, a, b])
         peak = np.maximum(peak, between + peaks[:, b, end])
-        peak = np.maximum(peak, total("gpu_bytes") + self.chain.head_bytes)
+        made = gradients_made(self.chain)
+        peak = np.maximum(peak, total("gpu_bytes") + made[-1] + self.chain.head_bytes)
+        peak = np.maximum(peak, made[0])
         sent = np.maximum(np.maximum(sends[first, 0, a], sends[second, a, b]), sends[:, b, end])
         host = total("host_bytes")
         computed = total("forward_s") + total("backward_s")
@@ -187,11 +189,11 @@ class Runs:
 def fits(chain: Chain, options: Sequence[Option], gpu_bytes: int, host_bytes: int) -> bool:
     """Whether a plan is within the budgets, transfers charged as ``fastest`` does."""
     sent, kept = max(option.host_bytes for option in options), 0
-    always = chain.base_bytes + ON_THEIR_WAY * sent
-    for option, made in zip(options, gradients_behind(chain), strict=True):
-        running = max(option.forward_bytes, option.gpu_bytes + option.backward_bytes + made)
+    always, made = chain.base_bytes + ON_THEIR_WAY * sent, gradients_made(chain)
+    for option, ours in zip(options, made[1:], strict=False):
+        running = max(option.forward_bytes, option.gpu_bytes + option.backward_bytes + ours)
         if always + kept + running > gpu_bytes:
             return False
         kept += option.gpu_bytes
-    at_head = always + kept + chain.head_bytes
-    return at_head <= gpu_bytes and sum(option.host_bytes for option in options) <= host_bytes
+    at_ends = always + max(kept + made[-1] + chain.head_bytes, made[0])
+    return at_ends <= gpu_bytes and sum(option.host_bytes for option in options) <= host_bytes

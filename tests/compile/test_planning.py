@@ -53,7 +53,7 @@ def test_where_everything_may_stay_products_are_kept():
     assert {choice.kept for choice in cuts(plan)} == {"products"}
     assert plan.peak_host_bytes == 0
     assert plan.peak_gpu_bytes == max(moment.bytes for moment in plan.timeline)
-    assert [m.phase for m in plan.timeline] == ["forward"] * 6 + ["head"] + ["backward"] * 6
+    assert [m.phase for m in plan.timeline] == [*["forward"] * 6, "head", *["backward"] * 6, "end"]
     assert plan.step_seconds > 0
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -129,7 +129,7 @@ def test_a_model_without_layers_has_predictions():
     plan = step.plan_for({"x": torch.zeros(5, 64)})
     weights = 3 * 4 * (64 * 8 + 8)  # and AdamW's states
     assert plan.peak_gpu_bytes > weights
-    assert [moment.phase for moment in plan.timeline] == ["head"]
+    assert [moment.phase for moment in plan.timeline] == ["head", "end"]
 
 
 CHOICES = st.builds(

@@ -36,7 +36,9 @@ def chains(draw):
         layers = [layers[0]] * len(layers)
     elif len(layers[0]) > 1 and draw(st.booleans()):
         layers[0] = layers[0][1:]
-    gradients = draw(st.just(()) | st.lists(SIZES, min_size=len(layers), max_size=len(layers)))
+    gradients = draw(
+        st.just(()) | st.lists(SIZES, min_size=len(layers) + 2, max_size=len(layers) + 2)
+    )
     ends = draw(st.tuples(SIZES, SIZES, TIMES, st.sampled_from([0.5, 2.0, 100.0])))
     return Chain(tuple(layers), *ends, tuple(gradients))
 

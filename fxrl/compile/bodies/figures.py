@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,10 +48,24 @@ class BodyProfile:
         self._saved = self._memory_saved()
         self._inside = {inner.key: BodyProfile(inner) for inner in built.inside.values()}
 
-    def at(self, inputs: Sequence[Tensor], measure: Measure, target: Target) -> Figures:
-        """Figures for inputs of the outer graph, whose sizes ``measure`` knows."""
-        sizes = map(measure, self._built.sizes_of(inputs))
-        return self._at(dict(zip(self._built.traced.bound.names, sizes, strict=True)), target)
+    def at(
+        self, inputs: Sequence[Tensor], measure: Measure, target: Target, tile: int = 0
+    ) -> Figures:
+        """Figures for inputs of the graph around it, whose sizes ``measure`` knows.
+
+        Args:
+            tile: rows per tile of a tiled region; its bytes are those of one, its seconds of all.
+        """
+        read = map(measure, self._built.sizes_of(inputs))
+        sizes = dict(zip(self._built.traced.bound.names, read, strict=True))
+        if not tile:
+            return self._at(sizes, target)
+        bounds = tile_bounds(sizes["rows"], tile, self._built.min_rows)
+        found = self._at({**sizes, "rows": bounds[-1][1] - bounds[-1][0]}, target)
+        count = len(bounds)
+        return replace(
+            found, forward_s=count * found.forward_s, backward_s=count * found.backward_s
+        )
 
     def _memory_saved(self) -> dict[fx.Node, tuple[str, int]]:
         """What the backward reads, by what made it, and where it is from; looks at it are no more
@@ -79,26 +93,13 @@ class BodyProfile:
         return Figures(forward[0], backward[0] + incoming, forward[1], backward[1], tuple(saved))
 
     def _called(self, call: fx.Node, measure: Measure, target: Target) -> Figures | None:
-        """A region inside of this one: the bytes of one tile, the seconds of all."""
+        """A region inside of this one."""
         if call.target not in (fxrl.region.default, fxrl.region_vjp.default):
             return None
         given: Any = call.args
         inputs = [node.meta["val"] for node in given[0]]
         key, tile = (given[1], given[2]) if call.target is fxrl.region.default else given[3:5]
-        inside = self._inside[key]
-        built = inside._built
-        read = map(measure, built.sizes_of(inputs))
-        sizes = dict(zip(built.traced.bound.names, read, strict=True))
-        bounds = tile_bounds(sizes["rows"], int(tile), built.min_rows)
-        found = inside._at({**sizes, "rows": bounds[-1][1] - bounds[-1][0]}, target)
-        count = len(bounds)
-        return Figures(
-            found.forward_bytes,
-            found.backward_bytes,
-            count * found.forward_s,
-            count * found.backward_s,
-            found.saved,
-        )
+        return self._inside[key].at(inputs, measure, target, int(tile))
 
 
 class _Half:

@@ -1,0 +1,107 @@
+"""Make the norm behind the layers a region, as the norms inside of them are parts of theirs.
+
+    %y = fxrl.region([%x, ...])              the last layer
+    %s = mean(square(float(%y)))
+    %h = float(%y) * rsqrt(%s + eps) * %w    becomes    %h = fxrl.region([%y, %w])
+    %l = fxrl.linear_logprob(%h, %head, ...)
+
+Op by op it makes several values of float32 as large as the hidden states and keeps some: at 131,072
+tokens of 4,096 each is 2 GiB, and its backward holds four at its height, when all that the layers
+keep is there, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxrl.analysis.layers import layer_path
+from fxrl.analysis.outline import computes, find_outline, illegal, outline
+from fxrl.analysis.saved_tensors import predict_saved
+from fxrl.ir.graph import COPIES, OpOverload, is_call, is_tensor, is_view, numel_hint
+from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site, tidy
+from fxrl.ir.plan import Choice
+from fxrl.ir.region import region_at
+from fxrl.ir.remark import Refusal
+
+aten = torch.ops.aten
+_REDUCTIONS = (aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.var.correction)
+
+
+@dataclass(frozen=True, slots=True)
+class NormSite(Site):
+    """What is elementwise behind a layer."""
+
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class OutlineNorms(Pass[NormSite]):
+    """Each group of elementwise ops behind a layer as a region."""
+
+    name: ClassVar[str] = "outline-norms"
+    requires: ClassVar[tuple[str, ...]] = ("outline-layers",)
+    doc: ClassVar[PassDoc] = PassDoc(
+        "elementwise ops and reductions over features of what an outlined layer returns: the "
+        "model's last norm",
+        "its values in float32: four times the hidden states at once, in the backward",
+        "seconds of compilation",
+        "it draws random numbers or writes into its input",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[NormSite | Miss]:
+        taken: set[fx.Node] = set()
+        for hidden in _returned_by_layers(gm):
+            nodes = [node for node in _behind(hidden) if node not in taken]
+            if len(nodes) < 2:  # one op keeps and makes nothing that a body would not
+                continue
+            try:
+                found = find_outline(gm.graph, nodes).nodes
+            except Refusal as refusal:
+                yield Miss(nodes[0], refusal)
+                continue
+            taken |= set(found)
+            yield NormSite(nodes[0], predict_saved(found), found)
+
+    def rewrite(self, gm: fx.GraphModule, site: NormSite, choice: Choice) -> Applied:
+        outline(gm, site.nodes, cut="products")
+        tidy(gm)
+        what = f"{len(site.nodes)} ops behind the layers in a compiled body"
+        return Applied(what, site.saved_bytes)
+
+
+def _returned_by_layers(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    for node in gm.graph.nodes:
+        call: Any = node.args[0] if node.args else None
+        region = region_at(call) if isinstance(call, fx.Node) else None
+        if region is not None and region.layer and is_tensor(node):
+            yield node
+
+
+def _behind(hidden: fx.Node) -> list[fx.Node]:
+    """The values as large as ``hidden`` that elementwise ops and reductions compute from it."""
+    seen, found = {hidden}, []
+    ahead = [hidden]
+    while ahead:
+        for user in ahead.pop().users:
+            if user in seen or layer_path(user) or not _may_stand(user):
+                continue
+            seen.add(user)
+            ahead.append(user)
+            if not is_view(user) and is_tensor(user) and numel_hint(user) >= numel_hint(hidden):
+                found.append(user)
+    return sorted(found)
+
+
+def _may_stand(node: fx.Node) -> bool:
+    """Whether an op is elementwise, a reduction or a view, and legal in a region."""
+    if not computes(node) or illegal(node) is not None:
+        return False
+    if not isinstance(node.target, OpOverload):
+        return False
+    known = is_view(node) or is_call(node, *COPIES, *_REDUCTIONS)
+    return known or torch.Tag.pointwise in node.target.tags
