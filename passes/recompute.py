@@ -1,5 +1,7 @@
-"""Set what the backward of each outlined layer gets: products, attention, or only its inputs.
+"""Set what the backward of each outlined layer gets, from all that products read to its inputs.
 
+    fxrl.region([...], cut=operands)         the forward keeps products and what they read; the
+                                             backward computes little again
     fxrl.region([...], cut=products)         the forward keeps products; the backward computes norms
                                              and activations again
     fxrl.region([...], cut=attention)        it keeps what attention returned; the backward runs all
@@ -97,6 +99,7 @@ class Recompute(LayerPass):
 
 
 _DONE: dict[Cut, str] = {
+    "operands": "keep: matrix products and what they read",
     "products": "keep: matrix products; norms and activations run again",
     "attention": "recompute: only its inputs and what attention returned are kept",
     "inputs": "recompute: only its inputs are kept",

@@ -221,6 +221,7 @@ def _joined(by_site: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 _KEPT: dict[Cut, str] = {
+    "operands": "matrix products and what they read are kept",
     "products": "matrix products are kept",
     "attention": "inputs and what attention returned are kept",
     "inputs": "only inputs are kept",

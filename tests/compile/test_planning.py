@@ -134,7 +134,7 @@ def test_a_model_without_layers_has_predictions():
 
 CHOICES = st.builds(
     CutLayer,
-    st.sampled_from(["products", "attention", "inputs"]),
+    st.sampled_from(["operands", "products", "attention", "inputs"]),
     st.sampled_from(["gpu", "host"]),
     st.sampled_from(["gpu", "host"]),
     st.sampled_from([0, 3]),

@@ -4,10 +4,12 @@
     forward    inputs            -> outputs, kept values
     backward   kept values, ...  -> gradients of the inputs
 
-The cuts "products" and "attention" are PyTorch's own (``min_cut_rematerialization_partition``):
-matrix products are kept, elementwise ops and norms are computed again where that is less memory;
-for "attention" it is told to compute all else again. With "inputs" the backward runs the forward
-again. What runs again does so as late as the gradients allow: little is alive at a time.
+All cuts but "inputs" are PyTorch's own (``min_cut_rematerialization_partition``). With "operands"
+it decides as it does for ``torch.compile``: it keeps what is dear to compute again and what would
+be written to memory once more. With "products" all but products, attention and reductions may run
+again, so the fewest bytes are kept that spare the products; with "attention" it is told to compute
+all else again. With "inputs" the backward runs the forward again. What runs again does so as late
+as the gradients allow: little is alive at a time.
 """
 
 from __future__ import annotations
@@ -30,6 +32,17 @@ from fxrl.ir.region import Cut
 Source = tuple[str, int]
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
 _TOLD = ("recompute", "ac_graph_id")
+#: By cut, PyTorch's reasons not to compute something again that do not count.
+_WEIGHED: dict[Cut, dict[str, bool]] = {
+    "operands": {},
+    "products": {
+        "ban_recompute_materialized_backward": False,
+        "ban_recompute_used_far_apart": False,
+        "ban_recompute_long_fusible_chains": False,
+        "ban_recompute_not_in_allowlist": False,
+    },
+    "attention": {},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +67,30 @@ def partition(
     """
     if cut == "inputs":
         return _Settling(*_run_again(joint, num_outputs), num_outputs).settle()
-    if cut == "attention":
-        _keep_attention(joint)
-    with functorch_config.patch(activation_memory_budget=1.0):
+    if cut != "operands":
+        _keep_attention(joint, rest_again=cut == "attention")
+    with functorch_config.patch(activation_memory_budget=1.0, **_WEIGHED[cut]):
         pair = min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=list(alive)
         )
     for node in (node for half in pair for node in half.graph.nodes):
         for told in _TOLD:  # Inductor would take it as said to itself
             node.meta.pop(told, None)
-    return _Settling(*pair, num_outputs).settle()
+    forward, backward = pair
+    (output,) = backward.graph.find_nodes(op="output")
+    return _Settling(forward, _late(backward, output.args[0]), num_outputs).settle()
 
 
-def _keep_attention(joint: fx.GraphModule) -> None:
-    """Tell the partitioner to compute again all of the forward but attention calls."""
+def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
+    """Tell the partitioner to keep what attention returns, and maybe to compute all else again."""
     late = _backward_of(joint)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in late:
             made_by = node.args[0] if is_call(node, operator.getitem) else node
             kept = is_call(made_by, *KERNELS)
             policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
-            node.meta |= dict(zip(_TOLD, (policy, 0), strict=True))
+            if kept or rest_again:
+                node.meta |= dict(zip(_TOLD, (policy, 0), strict=True))
 
 
 def _run_again(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -86,13 +102,19 @@ def _run_again(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule,
     (output,) = joint.graph.find_nodes(op="output")
     outputs, grads = output.args[0][:num_outputs], output.args[0][num_outputs:]
     order = {node: place for place, node in enumerate(joint.graph.nodes)}
-    late, left = _backward_of(joint), set(order)
-    wanted = _needed(grads, order, set(order))
-    backward = [n for node in wanted if node in late for n in _needed([node], order, left)]
-    backward += _needed(grads, order, left)
+    late = _backward_of(joint)
     inputs = [n for n in order if n.op == "placeholder" and n not in late]
     forward = [*inputs, *_needed(outputs, order, set(order) - set(inputs))]
-    return _graph_of(joint, forward, outputs), _graph_of(joint, backward, grads)
+    return _graph_of(joint, forward, outputs), _late(joint, grads)
+
+
+def _late(gm: fx.GraphModule, grads: Sequence[Any]) -> fx.GraphModule:
+    """The graph of ``grads``: what runs again does so where a gradient first needs it."""
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}
+    late, left = _backward_of(gm), set(order)
+    wanted = _needed(grads, order, set(order))
+    backward = [n for node in wanted if node in late for n in _needed([node], order, left)]
+    return _graph_of(gm, [*backward, *_needed(grads, order, left)], grads)
 
 
 def _is_gradient(node: fx.Node) -> bool:
