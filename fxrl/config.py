@@ -43,8 +43,11 @@ class Config:
         chunk_tokens: rows per tile of a chunked region; ``None`` lets the sizes decide.
         min_saved_bytes: a rewrite predicted to save less is left out (and reported as missed);
             bytes or ``"32MiB"``.
-        gpu_memory: budget for the GPU, bytes or ``"75GiB"``; ``None`` takes what the device has.
-        host_memory: budget for pinned host memory, likewise.
+        gpu_memory: what a step may have on the GPU at its height, bytes or ``"75GiB"``: weights,
+            optimizer and fragments included. Layers keep, offload or run again what fits it; where
+            nothing does, ``PlanError`` says how long a context would. ``None`` takes what is free.
+        host_memory: pinned memory that activations may wait in, likewise; ``None`` takes most of
+            what is free, and 0 sends nothing there.
         precision: dtype of the matrix products, ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp8"``.
         compile_regions: ``False`` runs region bodies op by op, for exact float64 tests.
         on_miss: ``"warn"``, ``"error"`` (raise ``MissedRewriteError``) or ``"ignore"``.

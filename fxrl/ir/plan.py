@@ -147,8 +147,9 @@ class Plan:
         names = {kind: name for name, kind in _KINDS.items()}
         choices = {s: {"kind": names[type(c)], **asdict(c)} for s, c in self.choices.items()}
         numbers = {name: getattr(self, name) for name in _NUMBERS}
-        timeline = [asdict(moment) for moment in self.timeline]
-        told = {"version": _VERSION, **numbers, "choices": choices, "timeline": timeline}
+        told = {"version": _VERSION, **numbers, "choices": choices}
+        if self.timeline:
+            told["timeline"] = [asdict(moment) for moment in self.timeline]
         return json.dumps(told, indent=1)
 
     @classmethod

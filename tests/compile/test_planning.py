@@ -1,5 +1,6 @@
 """Plans for real steps: obeyed, predicted, refused with the reason."""
 
+import functools
 import json
 
 import pytest
@@ -39,6 +40,7 @@ def batch(tokens, rows=2, device="cpu"):
     return {"ids": torch.zeros(rows, tokens, dtype=torch.long, device=device)}
 
 
+@functools.cache
 def planned(tokens=2048, **options):
     step = fxrl.optimize(wide_stack("meta"), square_loss, config(**options))
     return step.plan_for(batch(tokens))
@@ -48,9 +50,9 @@ def cuts(plan):
     return [choice for choice in plan.choices.values() if isinstance(choice, CutLayer)]
 
 
-def test_where_everything_may_stay_products_are_kept():
+def test_where_everything_may_stay_operands_are_kept():
     plan = planned()
-    assert {choice.kept for choice in cuts(plan)} == {"products"}
+    assert {choice.kept for choice in cuts(plan)} == {"operands"}
     assert plan.peak_host_bytes == 0
     assert plan.peak_gpu_bytes == max(moment.bytes for moment in plan.timeline)
     assert [m.phase for m in plan.timeline] == [*["forward"] * 6, "head", *["backward"] * 6, "end"]
@@ -61,7 +63,7 @@ def test_where_everything_may_stay_products_are_kept():
 def test_a_budget_is_kept_and_more_of_it_is_never_slower():
     free = planned()
     seconds = []
-    for share in (0.6, 0.8, 1.1):
+    for share in (0.75, 1.1):
         budget = int(share * free.peak_gpu_bytes)
         plan = planned(gpu_memory=budget)
         assert plan.peak_gpu_bytes <= budget
@@ -98,7 +100,7 @@ def test_what_the_user_chose_stays():
     given = Plan({"0:blocks.2": CutLayer("inputs")})
     step = fxrl.optimize(wide_stack("meta"), square_loss, config(), plan=given)
     found = step.plan_for(batch(2048))
-    assert [c.kept for c in cuts(found)] == ["products"] * 2 + ["inputs"] + ["products"] * 3
+    assert [c.kept for c in cuts(found)] == ["operands"] * 2 + ["inputs"] + ["operands"] * 3
 
 
 def test_a_step_runs_as_planned():
@@ -111,7 +113,7 @@ def test_a_step_runs_as_planned():
     plan = step.plan
     assert plan.peak_gpu_bytes <= 0.7 * peak
     assert cuts(plan) == cuts(step.plan_for(ids))
-    assert {(choice.kept, choice.kept_on) for choice in cuts(plan)} != {("products", "gpu")}
+    assert {(choice.kept, choice.kept_on) for choice in cuts(plan)} != {("operands", "gpu")}
     dumped = json.loads(plan.to_json())
     assert {"peak_gpu_bytes", "peak_host_bytes", "step_seconds", "max_context"} <= dumped.keys()
 

@@ -47,6 +47,7 @@ class BodyProfile:
         self._backward = None if traced.backward is None else _Half(traced.backward)
         self._saved = self._memory_saved()
         self._inside = {inner.key: BodyProfile(inner) for inner in built.inside.values()}
+        self._known: dict[Any, Figures] = {}
 
     def at(
         self, inputs: Sequence[Tensor], measure: Measure, target: Target, tile: int = 0
@@ -80,6 +81,12 @@ class BodyProfile:
         return dict(reversed(named))
 
     def _at(self, sizes: dict[str, int], target: Target) -> Figures:
+        key = (target, *sizes.items())
+        if key not in self._known:
+            self._known[key] = self._computed(sizes, target)
+        return self._known[key]
+
+    def _computed(self, sizes: dict[str, int], target: Target) -> Figures:
         traced = self._built.traced
         measure = traced.measure(sizes)
 

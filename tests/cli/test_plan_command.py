@@ -1,0 +1,79 @@
+"""``fxrl plan``: what a person sees, what a script reads, what is refused."""
+
+import json
+
+import pytest
+
+from fxrl.cli import main
+from fxrl.ir.plan import Plan
+
+TINY = ["plan", "tiny:qwen3", "--context", "4096"]
+
+
+def run(capsys, *words, code=0):
+    assert main([*words]) == code
+    told = capsys.readouterr()
+    return told.out if code == 0 else told.err
+
+
+def test_text(capsys):
+    lines = run(capsys, *TINY).splitlines()
+    for begin in ("GPU memory: ", "host memory: ", "step: ", "longest context: "):
+        assert sum(line.startswith(begin) for line in lines) == 1
+    assert all("0:" in line for line in lines[-2:])  # a line for each choice
+
+
+def test_json(capsys):
+    found = Plan.from_json(run(capsys, *TINY, "--json"))
+    assert found.peak_gpu_bytes == max(moment.bytes for moment in found.timeline)
+    assert found.max_context > 4096
+    assert found.peak_host_bytes == 0
+
+
+def test_the_target_counts(capsys):
+    slow, fast = (
+        json.loads(run(capsys, *TINY, "--target", target, "--json"))["step_seconds"]
+        for target in ("rtx4090", "b200")
+    )
+    assert slow > fast > 0
+
+
+def test_more_memory_is_a_longer_context(capsys):
+    short, long = (
+        json.loads(run(capsys, *TINY, "--gpu-memory", budget, "--json"))["max_context"]
+        for budget in ("256MiB", "512MiB")
+    )
+    assert long > 1.5 * short
+
+
+def test_a_plot(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "memory.png"
+    run(capsys, *TINY, "--plot", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_plans_compared(tmp_path, capsys):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, context in zip(files, ("4096", "8192"), strict=True):
+        words = ["plan", "tiny:qwen3", "--context", context, "--json"]
+        file.write_text(run(capsys, *words))
+    assert "peak gpu bytes" in run(capsys, "plan", "diff", *map(str, files))
+    same = run(capsys, "plan", "diff", str(files[0]), str(files[0]))
+    assert "no choice differs" in same
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ([*TINY, "--gpu-memory", "70MiB"], 1, "no plan fits gpu_memory"),
+        ([*TINY, "--gpu-memory", "lots"], 2, "'lots'"),
+        ([*TINY, "--target", "h900"], 2, "h900"),
+        (["plan", "diff", "a.json"], 2, "two"),
+        (["plan", "diff", "no-such-a.json", "no-such-b.json"], 2, "no-such-a.json"),
+    ],
+)
+def test_what_cannot_be(capsys, words, code, told):
+    error = run(capsys, *words, code=code)
+    assert told in error
+    assert error.startswith("error: ")
