@@ -68,20 +68,20 @@ def _scale_results(graph: fx.Graph) -> int:
     """Multiply by a number after a product instead of before, where the result is smaller."""
     count = 0
     for node in graph.find_nodes(op="call_function", target=aten.mm.default):
-        factor = 1.0
+        factor, moved = 1.0, False
         for at in (0, 1):
             found = _scaled(node.args[at])
             if found is not None and nbytes(found[-1]) > nbytes(node):
                 *views, mul = found
                 number: Any = mul.args[1]
-                factor *= number
+                factor, moved = factor * number, True
                 node.update_arg(at, _on(graph, node, views, mul.args[0]))
+        count += moved
         if factor != 1.0:
             with graph.inserting_after(node):
                 result = graph.call_function(aten.mul.Tensor, (node, factor))
             result.meta = dict(node.meta)
             node.replace_all_uses_with(result, delete_user_cb=lambda user, r=result: user is not r)
-            count += 1
     return count
 
 

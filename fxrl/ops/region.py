@@ -187,7 +187,12 @@ def region_vjp(
             return _backward_by_tiles(kernels, kept, grads, int(tile))
         body = kernels.body(sizes)
         given = [_as_traced(g, strides) for g, strides in zip(grads, body.grads, strict=True)]
-        return fresh(list(_backward(body, key, kept, given)), [*kept, *grads])
+        sources = [source for source in body.sources if source[0] in ("input", "output")]
+        read = [
+            _as_traced(x, body.inputs[i]) if kind == "input" else x
+            for x, (kind, i) in zip(kept, sources, strict=True)
+        ]
+        return fresh(list(_backward(body, key, read, given)), [*kept, *grads])
 
 
 def _backward(
@@ -327,7 +332,8 @@ def _backward_by_tiles(
         parts, padding = _tile_inputs(kernels, inputs, start, stop)
         body = kernels.body(kernels.sizes_of(parts))
         given = [_pad(grad[start:stop], padding) for grad in grads]
-        found = _backward(body, kernels.key, parts, given)
+        read = [parts[i] for kind, i in body.sources if kind == "input"]
+        found = _backward(body, kernels.key, read, given)
         for total, part, (_, spec) in zip(sums, found, wanted, strict=True):
             if spec.tiled:
                 total[start:stop] = part[: part.shape[0] - padding]

@@ -89,8 +89,9 @@ def test_the_op_pair(options):
     assert_equal(gradients(run, inputs(), NEEDS), wanted, 1e-12 if options is None else 1e-6)
 
 
-def test_operands_of_other_strides_are_taken():
-    region = region_of(layer, inputs(), NEEDS)
+@pytest.mark.parametrize("cut", ["operands", "products", "inputs"])
+def test_operands_of_other_strides_are_taken(cut):
+    region = replace(region_of(layer, inputs(), NEEDS), cut=cut)
     kernels = build_region(region, None)
     x, *rest = inputs()
     turned = x.transpose(0, 1).contiguous().transpose(0, 1)

@@ -50,6 +50,7 @@ applied: tile-tokens @ 0:blocks.1: the MLP runs in tiles of 4 rows""",
 %shared_6 = input
 %shared_7 = input
 %shared_8 = input
+%shared_9 = input
 %t_default = aten.t.default(%shared_3)
 %mm_default = aten.mm.default(%rows_0, %t_default)
 %t_default_1 = aten.t.default(%shared_4)
@@ -69,7 +70,11 @@ applied: tile-tokens @ 0:blocks.1: the MLP runs in tiles of 4 rows""",
 %mm_default_4 = aten.mm.default(%mul_tensor_3, %t_default_4)
 %t_default_5 = aten.t.default(%shared_8)
 %mm_default_5 = aten.mm.default(%mul_tensor_3, %t_default_5)
-return %mm_default_4, %mm_default_5""",
+%t_default_6 = aten.t.default(%shared_9)
+%mm_default_6 = aten.mm.default(%mm_default_5, %t_default_6)
+%mul_tensor_4 = aten.mul.Tensor(%mm_default_6, 2.0)
+%add_tensor_2 = aten.add.Tensor(%mm_default_4, %mul_tensor_4)
+return %add_tensor_2""",
     )
     assert [node.args[2] for node in region_calls(layer.forward)] == [4]
 

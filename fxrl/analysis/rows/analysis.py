@@ -144,12 +144,12 @@ def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
 
 def analyse_layer(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
     """What of a layer is wider than what it returns, from the products that widen it, until it is
-    narrow again, as sites or as misses."""
+    narrow again and one value (an adapter's part is added), as sites or as misses."""
     (output,) = graph.find_nodes(op="output")
     shapes = [shape_of(node) for node in output.all_input_nodes]
     width = max((hint(shape[-1]) for shape in shapes if shape), default=0)
     if products := find_wide_products(graph, width):
-        yield from _judged(_Walk(graph, products, width + 1))
+        yield from _judged(_Walk(graph, products, width + 1, joins=True))
 
 
 def _judged(walked: _Walk) -> Iterator[HeadSite | Miss]:
@@ -161,10 +161,17 @@ def _judged(walked: _Walk) -> Iterator[HeadSite | Miss]:
 
 
 class _Walk:
-    """One pass over the graph with the rules, and the questions asked of it afterwards."""
+    """One pass over the graph with the rules, and the questions asked of it afterwards.
 
-    def __init__(self, graph: fx.Graph, heads: list[fx.Node], wide: int) -> None:
-        self.rules = RowRules(wide, RULES, compute.pointwise)
+    Args:
+        joins: several narrow values that are read as one value alone are followed to that.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, heads: list[fx.Node], wide: int, *, joins: bool = False
+    ) -> None:
+        self._joins = joins
+        self.rules = RowRules(wide, RULES, compute.pointwise, narrow_products=joins)
         self.heads = heads
         self.refused: dict[fx.Node, Refusal] = {}
         self.first_steps: dict[fx.Node, tuple[RowValue, compute.SecondStep]] = {}
@@ -302,7 +309,20 @@ class _Walk:
         for node in wide:
             for user in node.users:
                 self._collect(user, found)
-        return list(found.values())
+        outputs = list(found.values())
+        return self._joined(outputs) if self._joins else outputs
+
+    def _joined(self, outputs: list[RowOutput]) -> list[RowOutput]:
+        """The first value through which all of these are read; themselves where there is none."""
+        ahead = {output.node for output in outputs if output.second is None}
+        while len(ahead) > 1:
+            node = min(ahead)
+            readers = set(filter(_is_read, node.users))
+            values = [self.rules.values.get(reader) for reader in readers]
+            if not values or not all(isinstance(v, RowValue) and not v.wide for v in values):
+                return outputs
+            ahead = ahead - {node} | readers
+        return [RowOutput(node, self._row_values(node)[0]) for node in ahead] or outputs
 
     def _collect(self, user: fx.Node, found: dict[fx.Node, RowOutput]) -> None:
         if user in self.first_steps:

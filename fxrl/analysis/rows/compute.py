@@ -289,7 +289,7 @@ def matrix_product(rules: RowRules, node: fx.Node) -> RowValue:
     value = rules.row(rows)
     if value is None or rules.row(weight) is not None:
         raise Refusal("a matrix product contracts tokens")
-    if not value.wide:
+    if not (value.wide or rules.narrow_products):
         raise Refusal("a product on narrow rows stays outside")
     if value.is_token(-1) or not value.is_token(0):
         raise Refusal("a matrix product contracts tokens")

@@ -56,10 +56,19 @@ class RowRules:
     Attributes:
         values: row value of each node that is one; a tuple for ops with several outputs.
         wide: from which size on a local dim counts as vocabulary-sized.
+        narrow_products: whether rows that are narrow again may be multiplied once more.
     """
 
-    def __init__(self, wide: int, table: Mapping[Any, Rule], pointwise: Rule) -> None:
+    def __init__(
+        self,
+        wide: int,
+        table: Mapping[Any, Rule],
+        pointwise: Rule,
+        *,
+        narrow_products: bool = False,
+    ) -> None:
         self.pool = ExprPool()
+        self.narrow_products = narrow_products
         self._wide = wide
         self.values: dict[fx.Node, Rows] = {}
         self._table = table

@@ -33,7 +33,7 @@ Source = tuple[str, int]
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
 _TOLD = ("recompute", "ac_graph_id")
 #: By cut, PyTorch's reasons not to compute something again that do not count.
-_WEIGHED: dict[Cut, dict[str, bool]] = {
+_WEIGHED: dict[Cut, dict[str, Any]] = {
     "operands": {},
     "products": {
         "ban_recompute_materialized_backward": False,

@@ -97,10 +97,6 @@ class TracedBody:
         self._joint: fx.GraphModule | None = None
         given = [outputs[i] for i in self.grad_outputs]
         differentiated = bool(given) and any(spec.needs_grad for spec in region.inputs)
-        if region.tiled:
-            if differentiated:
-                self._keep_inputs(given)
-            return
         if differentiated:
             self._joint = self._trace_joint(given)
         self._cut()
@@ -126,22 +122,15 @@ class TracedBody:
         self.forward = self._passed(HALF_PIPELINE, self.forward)
         self.backward = self.backward and self._passed(HALF_PIPELINE, self.backward)
 
-    def _keep_inputs(self, outputs: Sequence[Tensor]) -> None:
-        self.grad_examples = [self._like(output, contiguous=True) for output in outputs]
-        self.input_examples = self._inputs()  # a mode traces one tensor as one value
-        values = [*self.input_examples, *self.grad_examples]
-        self.backward = self._trace(self._vjp, values)
-        inputs = (("input", i) for i in range(len(self.region.inputs)))
-        self.sources = (*inputs, *(("grad", i) for i in range(len(self.grad_examples))))
-
     def _trace_joint(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
         """Inputs and gradients of these outputs -> outputs and gradients of the inputs."""
         from torch._inductor.decomposition import select_decomp_table
 
-        self.grad_examples = [self._like(output) for output in outputs]
-        self.input_examples = self._inputs()
+        tiled = self.region.tiled
+        self.grad_examples = [self._like(output, contiguous=tiled) for output in outputs]
+        self.input_examples = self._inputs()  # a mode traces one tensor as one value
         values = [self.input_examples, self.grad_examples]
-        table = select_decomp_table() if self._decompose else None
+        table = select_decomp_table() if self._decompose and not tiled else None
         joint = self._trace(self._both(), values, table)
         if writes(joint):  # an autograd formula may; the partitioner must see values alone
             joint = self._trace(_functional(joint), values)
@@ -228,10 +217,6 @@ class TracedBody:
     # -- the functions that are traced
     def _forward(self, *inputs: Tensor) -> list[Tensor]:
         return list(self._run(*inputs))
-
-    def _vjp(self, *values: Tensor) -> list[Tensor]:
-        count = len(self.region.inputs)
-        return self._with_grads(values[:count], values[count:])[1]
 
     def _both(self) -> Any:
         # The partitioner tells inputs and gradients by these names.
