@@ -68,7 +68,7 @@ class OutlineNorms(Pass[NormSite]):
             yield NormSite(nodes[0], predict_saved(found), found)
 
     def rewrite(self, gm: fx.GraphModule, site: NormSite, choice: Choice) -> Applied:
-        outline(gm, site.nodes, cut="products")
+        outline(gm, site.nodes, cut="fewest")
         tidy(gm)
         what = f"{len(site.nodes)} ops behind the layers in a compiled body"
         return Applied(what, site.saved_bytes)

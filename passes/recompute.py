@@ -1,16 +1,16 @@
-"""Set what the backward of each outlined layer gets, from all that products read to its inputs.
+"""Set what the backward of each outlined layer gets, from its products down to its inputs alone.
 
-    fxrl.region([...], cut=operands)         the forward keeps products and what they read; the
-                                             backward computes little again
     fxrl.region([...], cut=products)         the forward keeps products; the backward computes norms
                                              and activations again
+    fxrl.region([...], cut=fewest)           it keeps no more than spares the products; whatever is
+                                             elementwise is computed again
     fxrl.region([...], cut=attention)        it keeps what attention returned; the backward runs all
                                              else again
     fxrl.region([...], cut=inputs)           the backward runs the layer again, attention too
 
-The plan chooses, layer by layer. Where nothing is planned, products are kept: they are what takes
-time; a layer that the user checkpoints keeps its inputs. Where a part of such a layer runs op by
-op, the checkpointed call stays, and keeps only its input in any case.
+The plan chooses, layer by layer. Where nothing is planned, products are kept, which is fastest; a
+layer that the user checkpoints keeps its inputs. Where a part of such a layer runs op by op, the
+checkpointed call stays, and keeps only its input in any case.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Recompute(LayerPass):
 
 
 _DONE: dict[Cut, str] = {
-    "operands": "keep: matrix products and what they read",
     "products": "keep: matrix products; norms and activations run again",
+    "fewest": "keep: no more than spares the matrix products",
     "attention": "recompute: only its inputs and what attention returned are kept",
     "inputs": "recompute: only its inputs are kept",
 }

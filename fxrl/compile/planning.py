@@ -56,11 +56,11 @@ from fxrl.planner.target import Target
 
 #: What may be chosen for a layer, tiles apart. The first is the fastest.
 CUTS = (
-    CutLayer("operands"),
     CutLayer("products"),
-    CutLayer("products", "host"),
-    CutLayer("products", "gpu", "host"),
-    CutLayer("products", "host", "host"),
+    CutLayer("fewest"),
+    CutLayer("fewest", "host"),
+    CutLayer("fewest", "gpu", "host"),
+    CutLayer("fewest", "host", "host"),
     CutLayer("attention"),
     CutLayer("attention", "host"),
     CutLayer("attention", "gpu", "host"),
@@ -184,7 +184,7 @@ class _Step:
 
     # -- solving
     def fastest(self, budget: Budget) -> tuple[Option, ...] | None:
-        """The fastest options that fit: operands kept everywhere, where these do."""
+        """The fastest options that fit: products kept everywhere, where these do."""
         gpu, host = budget.gpu_bytes, budget.host_bytes
         first = [self._options(layer, CUTS[:1], TILES[:1]) for layer in self.layers]
         plain = tuple(option for (option,) in first)

@@ -52,8 +52,8 @@ class CutLayer:
     """What a layer's backward gets; the rest runs again.
 
     Attributes:
-        kept: its matrix ``products``, its inputs and what ``attention`` returned, or its ``inputs``
-            alone.
+        kept: its matrix ``products``, the ``fewest`` bytes that spare these, its inputs and what
+            ``attention`` returned, or its ``inputs`` alone.
         inputs_on: where the layer's own input waits for the backward, ``"gpu"`` or ``"host"``.
         kept_on: where all else that is kept waits.
         tile_tokens: rows per tile of its MLP, which keeps nothing then; 0 for all at once.
@@ -222,8 +222,8 @@ def _joined(by_site: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 _KEPT: dict[Cut, str] = {
-    "operands": "matrix products and what they read are kept",
     "products": "matrix products are kept",
+    "fewest": "the fewest bytes that spare the matrix products are kept",
     "attention": "inputs and what attention returned are kept",
     "inputs": "only inputs are kept",
 }

@@ -6,8 +6,8 @@ body and keeps them under a key made of content and options.
 
 What a region's backward needs of its forward is the region's **cut**: its ``inputs`` (the backward
 runs the forward again, inside one graph, so what it does not need is dead code), these and what
-``attention`` returned, the ``products`` (the forward hands over its matrix products; norms and
-activations are computed again), or the products' ``operands``, too.
+``attention`` returned, the ``fewest`` bytes that spare the matrix products (all norms and
+activations are computed again), or the ``products`` (and what of the rest is not cheap).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import fx
 from fxrl.ir.graph import graphs_of, is_call, propagate_requires_grad
 from fxrl.ir.printer import Symbols, print_graph
 
-Cut = Literal["inputs", "attention", "products", "operands"]
+Cut = Literal["inputs", "attention", "fewest", "products"]
 
 #: Bodies as text, each printed once: the layers of a model share one, and have many lines.
 _TEXTS: WeakKeyDictionary[fx.GraphModule, str] = WeakKeyDictionary()

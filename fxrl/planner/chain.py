@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Literal
 
 from fxrl.ir.plan import CutLayer
@@ -127,19 +127,15 @@ def host_bytes(options: Sequence[Option]) -> int:
 
 
 def step_seconds(chain: Chain, options: Sequence[Option]) -> float:
-    """Seconds of a step: computation, and what of the transfers does not hide behind it."""
-    computed = sum(option.forward_s + option.backward_s for option in options)
-    return seconds(chain, computed, host_bytes(options))
+    """Seconds of a step: of computation, or of the link where it has more to do.
 
-
-def seconds(chain: Chain, computed: float, host: int) -> float:
-    """The same from the layers' seconds and the bytes that go to the host and back.
-
-    Bytes go while the forward and the head run, and come back while the backward does. The forward
-    takes about as long whatever is chosen.
+    Only the last stores and the next fetches are on their way while a layer runs, so layers of one
+    choice wait for the link where they ask more of it than it can do meanwhile.
     """
-    forward = sum(min(option.forward_s for option in layer) for layer in chain.layers)
-    moved = host / chain.link
-    out = max(0.0, moved - forward - chain.head_s)
-    back = max(0.0, moved - (computed - forward))
-    return computed + chain.head_s + out + back
+    runs = [list(run) for _, run in groupby(options, key=lambda option: option.choice)]
+    total = chain.head_s
+    for run in runs:
+        moved = host_bytes(run) / chain.link
+        total += max(sum(option.forward_s for option in run), moved)
+        total += max(sum(option.backward_s for option in run), moved)
+    return total

@@ -172,18 +172,16 @@ class Runs:
         peak = np.maximum(peak, made[0])
         sent = np.maximum(np.maximum(sends[first, 0, a], sends[second, a, b]), sends[:, b, end])
         host = total("host_bytes")
-        computed = total("forward_s") + total("backward_s")
-        seconds = self._seconds(computed, host)
+        seconds = self._seconds(first, begin, a) + self._seconds(second, a, b)
+        seconds = self.chain.head_s + seconds + self._seconds(every, b, end)
         return seconds, self.chain.base_bytes + peak + ON_THEIR_WAY * sent, host
 
-    def _seconds(self, computed: Array, host: Array) -> Array:
-        """``chain.seconds``, for many."""
-        forward = sum(min(option.forward_s for option in layer) for layer in self.chain.layers)
-        moved = host / self.chain.link
-        out = np.maximum(0.0, moved - forward - self.chain.head_s)
-        back = np.maximum(0.0, moved - (computed - forward))
-        found: Array = computed + self.chain.head_s + out + back
-        return found
+    def _seconds(self, choice: Any, start: Array, end: Array) -> Array:
+        """Of runs, as ``chain.step_seconds`` counts them."""
+        moved = self._over("host_bytes", choice, start, end) / self.chain.link
+        forward = np.maximum(self._over("forward_s", choice, start, end), moved)
+        both: Array = forward + np.maximum(self._over("backward_s", choice, start, end), moved)
+        return both
 
 
 def fits(chain: Chain, options: Sequence[Option], gpu_bytes: int, host_bytes: int) -> bool:

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 LAYERS, LENGTHS = 3, (200, 64, 513)
-CUTS = ("operands", "products", "attention", "inputs")
+CUTS = ("products", "fewest", "attention", "inputs")
 PLACES = tuple(itertools.product(("gpu", "host"), repeat=2))
 
 

@@ -140,8 +140,7 @@ def test_a_step_lists_a_choice_for_every_site():
         str(step.plan),
         """\
 0:blocks.0-1: outline-layers
-0:blocks.0: layer: matrix products are kept for the backward
-0:blocks.1: layer: matrix products are kept for the backward""",
+0:blocks.0-1: layer: matrix products are kept for the backward""",
     )
     assert Plan.from_json(step.plan.to_json()) == step.plan
     assert step.plan_for(ids_batch(3, 7)).choices == step.plan.choices

@@ -130,7 +130,7 @@ def test_missed_by_a_plan_for_another_site():
 CHOICES = [
     CutLayer(cut, inputs_on, kept_on, tile)
     for tile, cut, inputs_on, kept_on in itertools.product(
-        (0, 3), ("operands", "products", "attention", "inputs"), ("gpu", "host"), ("gpu", "host")
+        (0, 3), ("products", "fewest", "attention", "inputs"), ("gpu", "host"), ("gpu", "host")
     )
 ]
 

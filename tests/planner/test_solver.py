@@ -102,7 +102,7 @@ MODEL = Chain((LAYER,) * 36, 15_800 * MiB, 700 * MiB, 0.03, 54e9, (0, *(5 * MiB,
 
 def seconds_at(gpu, host):
     options = fastest(MODEL, gpu * MiB, host * MiB)
-    return float("inf") if options is None else step_seconds(MODEL, options)
+    return float("inf") if options is None else round(step_seconds(MODEL, options), 9)
 
 
 def test_more_memory_is_never_slower():

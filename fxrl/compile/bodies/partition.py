@@ -4,9 +4,9 @@
     forward    inputs            -> outputs, kept values
     backward   kept values, ...  -> gradients of the inputs
 
-All cuts but "inputs" are PyTorch's own (``min_cut_rematerialization_partition``). With "operands"
+All cuts but "inputs" are PyTorch's own (``min_cut_rematerialization_partition``). With "products"
 it decides as it does for ``torch.compile``: it keeps what is dear to compute again and what would
-be written to memory once more. With "products" all but products, attention and reductions may run
+be written to memory once more. With "fewest" all but products, attention and reductions may run
 again, so the fewest bytes are kept that spare the products; with "attention" it is told to compute
 all else again. With "inputs" the backward runs the forward again. What runs again does so as late
 as the gradients allow: little is alive at a time.
@@ -34,8 +34,8 @@ Source = tuple[str, int]
 _TOLD = ("recompute", "ac_graph_id")
 #: By cut, PyTorch's reasons not to compute something again that do not count.
 _WEIGHED: dict[Cut, dict[str, Any]] = {
-    "operands": {},
-    "products": {
+    "products": {},
+    "fewest": {
         "ban_recompute_materialized_backward": False,
         "ban_recompute_used_far_apart": False,
         "ban_recompute_long_fusible_chains": False,
@@ -67,7 +67,7 @@ def partition(
     """
     if cut == "inputs":
         return _Settling(*_run_again(joint, num_outputs), num_outputs).settle()
-    if cut != "operands":
+    if cut != "products":
         _keep_attention(joint, rest_again=cut == "attention")
     with functorch_config.patch(activation_memory_budget=1.0, **_WEIGHED[cut]):
         pair = min_cut_rematerialization_partition(
