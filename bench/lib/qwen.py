@@ -1,4 +1,4 @@
-"""The model and batch that the benchmarks share: Qwen3 of any size, random weights, LoRA.
+"""The model and batch that the benchmarks share: decoders of any shape, random weights, LoRA.
 
 Weights are drawn on the device, so nothing is downloaded. LoRA's B starts at small random values,
 not at zero: with zeros the gradient of every A would be exactly zero and could not be compared.
@@ -34,6 +34,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": True,
     },
+    "qwen2.5-3b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     "tiny": {
         "vocab_size": 1024,
         "hidden_size": 64,
@@ -60,22 +79,21 @@ def make_model(
     input_hook: bool = True,
     seed: int = 0,
 ) -> nn.Module:
-    """A PEFT LoRA model (all linear layers but the head) in training mode.
+    """A PEFT LoRA model (all linear layers but the head) in training mode, or one to train in full.
 
     Args:
         shape: a key of ``SHAPES``.
         layers: overrides the shape's number of layers.
+        rank: 0 leaves LoRA out.
         checkpointing: switches Hugging Face's gradient checkpointing on, as users do.
         input_hook: keeps the hook that checkpointing puts on the embeddings' output to make it
             require a gradient; LoRA with non-reentrant checkpointing does not need it.
     """
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, Qwen3Config
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    numbers = {"tie_word_embeddings": False} | SHAPES[shape]
+    numbers = {"model_type": "qwen3", "tie_word_embeddings": False} | SHAPES[shape]
     numbers |= {"num_hidden_layers": layers} if layers else {}
-    config = Qwen3Config(**numbers, max_position_embeddings=2**20)
+    config = AutoConfig.for_model(**numbers, max_position_embeddings=2**20)
     config._attn_implementation = "sdpa"
     config.use_cache = False  # as every trainer sets it; else transformers logs while it is traced
     with torch.device("meta"):
@@ -87,7 +105,18 @@ def make_model(
             parameter.normal_(0, WEIGHT_STD) if parameter.dim() > 1 else parameter.fill_(1.0)
     # to_empty left the rotary frequencies unset: they are a buffer, made anew.
     with torch.device(device):
-        base.model.rotary_emb = Qwen3RotaryEmbedding(config)
+        base.model.rotary_emb = type(base.model.rotary_emb)(config)
+    model = _with_lora(base, rank, dtype) if rank else base
+    if checkpointing:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if not input_hook:
+            base.disable_input_require_grads()
+    return model.train()
+
+
+def _with_lora(base: nn.Module, rank: int, dtype: torch.dtype) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
     lora = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, lora, autocast_adapter_dtype=False)
     with torch.no_grad():
@@ -96,11 +125,7 @@ def make_model(
                 parameter.data = parameter.data.to(dtype)
                 if "lora_B" in name:
                     parameter.normal_(0, LORA_B_STD)
-    if checkpointing:
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if not input_hook:
-            base.disable_input_require_grads()
-    return model.train()
+    return model
 
 
 def make_batch(

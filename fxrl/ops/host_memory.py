@@ -41,6 +41,13 @@ def bytes_held() -> int:
         return sum(pool.bytes for pool in _POOLS.values())
 
 
+def drop_free_pages() -> None:
+    """Forget the pages of all pools that hold nothing now; PyTorch may take their memory anew."""
+    with _LOCK:
+        for pool in _POOLS.values():
+            pool.drop_free_pages()
+
+
 class HostPool:
     """Pages of host memory for the tensors of one device.
 
@@ -70,6 +77,11 @@ class HostPool:
         """Pages that nobody reads any more."""
         with _LOCK:
             self._free += pages
+
+    def drop_free_pages(self) -> None:
+        """Forget the pages that hold nothing now."""
+        self.bytes -= PAGE * len(self._free)
+        self._free.clear()
 
     def copy(self, flats: Sequence[Tensor], pages: Sequence[Tensor]) -> torch.Event | None:
         """Begin to copy pages into flat tensors; the event says when they are there."""

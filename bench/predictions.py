@@ -1,0 +1,171 @@
+"""What plans predict beside what happens: peak memory of GPU and host, seconds of a step.
+
+Each row is one model, one batch and one budget: the step is planned at its first call, as for
+everybody, then GRPO updates run and are measured. Predicted seconds are without the optimizer's,
+so the measured ones are, too; predicted memory has AdamW's states in it.
+
+A case is ``shape:rank:layers:rows:tokens:gpu_memory:host_memory``; rank 0 trains in full, ``-`` is
+what is free.
+
+    fxrl bench predictions
+    fxrl bench predictions --cases qwen3-8b:32:12:1:8192:9.5GiB:30GiB
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import fxrl
+from bench.lib import common, qwen
+from fxrl import losses
+from fxrl.ir.plan import CutLayer
+from fxrl.ops import host_memory
+
+COLUMNS = (
+    "shape",
+    "trained",
+    "layers",
+    "rows x tokens",
+    "gpu_memory",
+    "host_memory",
+    "predicted_gib",
+    "peak_gib",
+    "off",
+    "reserved_gib",
+    "predicted_host_gib",
+    "host_gib",
+    "predicted_ms",
+    "step_ms",
+    "off_ms",
+    "first_call_s",
+    "plan",
+    "error",
+)
+CASES = (
+    "qwen3-8b:32:12:1:8192:-:-",
+    "qwen3-8b:32:12:1:8192:16GiB:0",
+    "qwen3-8b:32:12:1:8192:12GiB:0",
+    "qwen3-8b:32:12:1:8192:9.5GiB:0",
+    "qwen3-8b:32:12:1:8192:9.5GiB:30GiB",
+    "qwen3-8b:32:12:4:2048:11GiB:0",
+    "qwen3-8b:32:12:1:16384:12GiB:30GiB",
+    "qwen3-8b:32:6:1:32768:12GiB:60GiB",
+    "llama-3.1-8b:32:8:1:8192:-:-",
+    "llama-3.1-8b:32:8:2:8192:10GiB:0",
+    "qwen2.5-3b:32:12:1:16384:-:-",
+    "qwen2.5-3b:32:12:1:16384:8GiB:30GiB",
+    "qwen3-1.7b:0:8:1:8192:-:-",
+    "qwen3-1.7b:0:8:1:8192:8GiB:0",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures; 1 if a case failed."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--cases", default=CASES, type=lambda text: text.split(","), metavar="A,B")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args(argv)
+    notes = [
+        "GRPO with clipped ratios, bf16, random weights; ids of T tokens, masks and old log-probs "
+        "of T-1; on_miss=error; the plan is fxrl's own",
+        "peak and reserved: PyTorch's allocator over one update, weights and AdamW's states "
+        "included; fxrl counts 3 % of gpu_memory as fragments",
+    ]
+    results = common.Results(
+        "Plans: predicted and measured", COLUMNS, args.out, notes, as_json=args.json
+    )
+    for case in args.cases:
+        results.add(**_row(case, args))
+        torch.compiler.reset()
+        common.free_memory(args.device)
+        host_memory.drop_free_pages()
+    results.finish()
+    return int(any(row[-1] for row in results.rows))
+
+
+def _row(case: str, args: argparse.Namespace) -> dict[str, Any]:
+    shape, *numbers, gpu, host = case.split(":")
+    rank, layers, rows, tokens = map(int, numbers)
+    row: dict[str, Any] = {
+        "shape": shape,
+        "trained": f"LoRA r={rank}" if rank else "all",
+        "layers": layers,
+        "rows x tokens": f"{rows} x {tokens}",
+        "gpu_memory": gpu,
+        "host_memory": host,
+    }
+    budgets = {"gpu_memory": gpu, "host_memory": host}
+    config = fxrl.Config(
+        min_saved_bytes=0,
+        on_miss="error",
+        **{
+            name: int(size) if size == "0" else size
+            for name, size in budgets.items()
+            if size != "-"
+        },
+    )
+    try:
+        model = qwen.make_model(shape, args.device, layers=layers, rank=rank, checkpointing=False)
+        return row | _measured(model, config, (rows, tokens), args)
+    except Exception as error:  # a case that fails is a result, not the end of the run
+        return row | {"error": common.error_text(error)}
+
+
+def _measured(
+    model: torch.nn.Module, config: fxrl.Config, size: tuple[int, int], args: argparse.Namespace
+) -> dict[str, Any]:
+    step = fxrl.optimize(model, losses.grpo(beta=0.0), config)
+    optimizer = torch.optim.AdamW(list(qwen.trainable(model).values()), lr=1e-6, fused=True)
+    backward = qwen.backward_fn(step, _batch(model, *size, args.device))
+
+    def update() -> None:
+        backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def only_step() -> None:
+        backward()
+        optimizer.zero_grad(set_to_none=True)
+
+    first = common.wall_s(update, args.device)
+    peak, _ = common.peak_bytes(update, args.device)
+    reserved = torch.cuda.max_memory_reserved() if args.device == "cuda" else None
+    took = common.median_ms(only_step, args.device, warmup=1, repeats=args.repeats)
+    plan = step.plan
+    cuts = (choice for choice in plan.choices.values() if isinstance(choice, CutLayer))
+    told = Counter(f"{c.kept},{c.inputs_on},{c.kept_on},{c.tile_tokens}" for c in cuts)
+    wanted, seconds = plan.peak_gpu_bytes, plan.step_seconds
+    return {
+        "predicted_gib": common.gib(wanted),
+        "peak_gib": common.gib(peak),
+        "off": f"{wanted / peak - 1:+.2%}" if wanted and peak else None,
+        "reserved_gib": common.gib(reserved),
+        "predicted_host_gib": common.gib(plan.peak_host_bytes),
+        "host_gib": common.gib(host_memory.bytes_held()),
+        "predicted_ms": seconds and seconds * 1e3,
+        "step_ms": took,
+        "off_ms": seconds and f"{seconds * 1e3 / took - 1:+.1%}",
+        "first_call_s": first,
+        "plan": "; ".join(f"{count} x {cut}" for cut, count in told.items()),
+    }
+
+
+def _batch(model: torch.nn.Module, rows: int, tokens: int, device: str) -> dict[str, torch.Tensor]:
+    draw = torch.Generator(device).manual_seed(0)
+    vocab: int = model.get_input_embeddings().num_embeddings
+    return {
+        "input_ids": torch.randint(0, vocab, (rows, tokens), device=device, generator=draw),
+        "completion_mask": torch.ones(rows, tokens - 1, device=device),
+        "old_logps": torch.full((rows, tokens - 1), -12.0, device=device),
+        "advantages": torch.randn(rows, device=device, generator=draw),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
