@@ -95,18 +95,25 @@ class Moment:
 def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
     """Every moment of a step in which each layer has one of its options."""
     kept = [0, *accumulate(option.gpu_bytes for option in options)]
-    sent = [option.host_bytes for option in options]
-    base, count = chain.base_bytes, len(options)
+    sent, base, count = [option.host_bytes for option in options], chain.base_bytes, len(options)
     for i, option in enumerate(options):
-        moving = sum(sent[max(0, i - ON_THEIR_WAY) : i])
-        yield Moment("forward", i, base, kept[i], moving, 0, option.forward_bytes)
-    moving = sum(sent[max(0, count - ON_THEIR_WAY) :])
+        yield Moment("forward", i, base, kept[i], _going(sent[:i]), 0, option.forward_bytes)
     made = gradients_made(chain)
-    yield Moment("head", count, base, kept[count], moving, made[count + 1], chain.head_bytes)
+    yield Moment("head", count, base, kept[count], _going(sent), made[count + 1], chain.head_bytes)
     for i, option in reversed(list(enumerate(options))):
-        coming = sent[i] + (sent[i - 1] if i else 0)
-        yield Moment("backward", i, base, kept[i + 1], coming, made[i + 1], option.backward_bytes)
+        asked = any(sent[i:])  # a fetch was the first to see what had arrived
+        moving = sent[i] + _last(sent[:i], 1) if asked else _going(sent)
+        yield Moment("backward", i, base, kept[i + 1], moving, made[i + 1], option.backward_bytes)
     yield Moment("end", 0, base, 0, 0, made[0], 0)
+
+
+def _going(sent: Sequence[int]) -> int:
+    """Bytes of the last stores, which may be on their way."""
+    return _last(sent, ON_THEIR_WAY)
+
+
+def _last(sent: Sequence[int], count: int) -> int:
+    return sum([size for size in sent if size][-count:])
 
 
 def gradients_made(chain: Chain) -> list[int]:
