@@ -99,7 +99,9 @@ class OutlineLayers(Pass[LayerSite]):
     @classmethod
     def of(cls, config: Config) -> Self:
         """Layers too small to pay are left alone, unless the configuration asks for them."""
-        if {"outline-layers", "recompute", "tile-tokens", "offload"} & {*(config.passes or ())}:
+        if {"outline-layers", "outline-norms", "recompute", "tile-tokens", "offload"} & {
+            *(config.passes or ())
+        }:
             return cls()
         return cls(dict(_LEAST_HIDDEN), config.compile_regions)
 

@@ -12,6 +12,7 @@ keep is there, too.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,6 +31,7 @@ from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 _REDUCTIONS = (aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.var.correction)
+_NORMS = (aten.native_layer_norm.default, aten._fused_rms_norm.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +100,9 @@ def _behind(hidden: fx.Node) -> list[fx.Node]:
 
 
 def _may_stand(node: fx.Node) -> bool:
-    """Whether an op is elementwise, a reduction or a view, and legal in a region."""
+    """Whether an op is elementwise, a reduction, a norm or a view, and legal in a region."""
     if not computes(node) or illegal(node) is not None:
         return False
-    if not isinstance(node.target, OpOverload):
-        return False
-    known = is_view(node) or is_call(node, *COPIES, *_REDUCTIONS)
-    return known or torch.Tag.pointwise in node.target.tags
+    if is_view(node) or is_call(node, operator.getitem, *COPIES, *_REDUCTIONS, *_NORMS):
+        return True
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags

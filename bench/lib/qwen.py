@@ -99,6 +99,7 @@ def make_model(
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=dtype)
     base = base.to_empty(device=device)
+    base.tie_weights()  # a weight that is tied became two
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in base.parameters():

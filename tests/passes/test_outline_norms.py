@@ -1,0 +1,114 @@
+"""``outline-norms``: what is elementwise behind the layers becomes a region."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+
+import fxrl
+from fxrl.ir.printer import print_graph
+from fxrl.passes.outline_layers import OutlineLayers
+from fxrl.passes.outline_norms import OutlineNorms
+from tests.compile.region_cases import assert_same
+from tests.passes.layered import Block, Stack, ids_batch, square_loss
+from tests.passes.lowered import lowered, plain
+
+ONLY = fxrl.Config(passes=("outline-norms",), compile_regions=False, on_miss="error")
+
+
+class Normed(Stack):
+    """With something between the last layer and the head."""
+
+    def __init__(self, behind, layers=2):
+        torch.manual_seed(0)
+        super().__init__([Block() for _ in range(layers)])
+        self.scale = nn.Parameter(torch.rand(8) + 0.5)
+        self.behind = behind
+        self.double()
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.behind(x, self.scale))
+
+
+def rms(x, scale):
+    wide = x.to(torch.float64)
+    return scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def layer_norm(x, scale):
+    return F.layer_norm(x, (8,)) * scale + 1
+
+
+def last_rows(x, scale):
+    return rms(x, scale)[:, 1:].tanh()
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def outlined(behind):
+    model = Normed(behind)
+    gm = lowered(lambda b: square_loss(model, b), ids_batch())
+    OutlineLayers().run(gm)
+    return gm, OutlineNorms().run(gm)
+
+
+def test_applied():
+    gm, report = outlined(rms)
+    text = re.sub(r"'[0-9a-f]{16}'", "'ID'", print_graph(gm))
+    lines = [line for line in text.splitlines() if "= input" not in line and "blocks." not in line]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+%embedding = aten.embedding.default(%model.embed.weight, %b_ids) : f64[2, 5, 8]
+%getitem = operator.getitem(%region_default, 0) : f64[2, 5, 8]
+%getitem_1 = operator.getitem(%region_default_1, 0) : f64[2, 5, 8]
+%region_default_2 = fxrl.region.default([%getitem_1, %model.scale], 'ID', 0, []) : (f64[2, 5, 8])
+%getitem_2 = operator.getitem(%region_default_2, 0) : f64[2, 5, 8]
+%view_24 = aten.view.default(%getitem_2, [10, 8]) : f64[10, 8]
+%t_12 = aten.t.default(%model.head.weight) : f64[8, 3]
+%addmm_4 = aten.addmm.default(%model.head.bias, %view_24, %t_12) : f64[10, 3]
+%view_25 = aten.view.default(%addmm_4, [2, 5, 3]) : f64[2, 5, 3]
+%pow_4 = aten.pow.Tensor_Scalar(%view_25, 2) : f64[2, 5, 3]
+%mean_3 = aten.mean.default(%pow_4) : f64[]
+return %mean_3""",
+    )
+    assert_expected_inline(
+        plain(report),
+        """applied: outline-norms @ 0:model/pow: 6 ops behind the layers in a compiled body (saves 720 B)""",
+    )
+
+
+@pytest.mark.parametrize("behind", [lambda x, scale: x, lambda x, scale: x * scale], ids=str)
+def test_nothing_is_said_where_there_is_nothing_to_fuse(behind):
+    gm, report = outlined(behind)
+    assert not report.remarks
+    assert len([n for n in gm.graph.nodes if "region" in str(n.target)]) == 2
+
+
+def test_missed():
+    def with_noise(x, scale):
+        normed = rms(x, scale)
+        return normed + F.dropout(normed, 0.5, training=True)
+
+    _, report = outlined(with_noise)
+    assert_expected_inline(
+        plain(report),
+        """missed: outline-norms @ 0:model/pow: %native_dropout (aten.native_dropout.default) draws random numbers, which a recompute would draw again (at %native_dropout)""",
+    )
+
+
+@pytest.mark.parametrize("behind", [rms, layer_norm, last_rows], ids=lambda f: f.__name__)
+def test_numbers_and_gradients_are_eagers(behind):
+    model = Normed(behind)
+    step = fxrl.optimize(model, square_loss, ONLY)
+    assert_same(step, square_loss, model, ids_batch(3, 7), tolerance=1e-12)
+    assert [r.site for r in step.report.remarks if r.pass_name == "outline-norms"]

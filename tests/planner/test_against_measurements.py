@@ -1,0 +1,49 @@
+"""Predictions beside what was measured on a GPU (``bench/results``), on a machine without one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import fxrl
+from bench.lib import qwen
+from fxrl import losses
+from fxrl.planner.target import TARGETS
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+FILE = Path(__file__).parents[2] / "bench/results/plan_predictions_h200.json"
+_TABLE = json.loads(FILE.read_text())
+ROWS = [dict(zip(_TABLE["columns"], row, strict=True)) for row in _TABLE["rows"]]
+#: A budget that is short, and none.
+SHOWN = [ROWS[3], ROWS[8]]
+
+
+def name(row):
+    return f"{row['shape']}-{row['trained']}-{row['gpu_memory']}".replace(" ", "")
+
+
+@pytest.mark.parametrize("row", SHOWN, ids=name)
+def test_memory_and_seconds_are_as_measured(row):
+    torch._dynamo.reset()
+    rank = int(row["trained"].removeprefix("LoRA r=")) if row["trained"] != "all" else 0
+    model = qwen.make_model(
+        row["shape"], "meta", layers=row["layers"], rank=rank, checkpointing=False
+    )
+    given = {n: row[n] for n in ("gpu_memory", "host_memory") if row[n] != "-"}
+    given = {n: int(size) if size == "0" else size for n, size in given.items()}
+    step = fxrl.optimize(model, losses.grpo(beta=0.0), fxrl.Config(min_saved_bytes=0, **given))
+    rows, tokens = map(int, row["rows x tokens"].split(" x "))
+    plan = step.plan_for(
+        {
+            "input_ids": torch.zeros(rows, tokens, dtype=torch.long),
+            "completion_mask": torch.ones(rows, tokens - 1),
+            "old_logps": torch.zeros(rows, tokens - 1),
+            "advantages": torch.zeros(rows),
+        },
+        target=TARGETS["h200"],
+    )
+    assert plan.peak_gpu_bytes / 2**30 == pytest.approx(row["peak_gib"], rel=0.01)
+    assert plan.step_seconds * 1e3 == pytest.approx(row["step_ms"], rel=0.1)
