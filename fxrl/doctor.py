@@ -174,6 +174,7 @@ def _features(
         "optimize on the CPU": _cpu(packages, core, smoke),
         "optimize on the GPU": on_gpu,
         "loss head for Hopper": _hopper(gpu, smoke),
+        "activations in host memory": _offload(gpu, smoke),
         "train, fetch-model and models by id": _needs(packages, demo),
         "decompiled Dynamo code in dumps": _needs(packages, ["depyf"]),
         "rollouts with vLLM": _vllm(packages, gpu is not None),
@@ -245,6 +246,26 @@ def _hopper(gpu: tuple[str, tuple[int, int]] | None, smoke: bool) -> Check:
     return _tried(
         "compiled and loaded", lambda: module.kernel(module.STATISTICS, *_PLAIN) is not None
     )
+
+
+def _offload(gpu: tuple[str, tuple[int, int]] | None, smoke: bool) -> Check:
+    """How fast the link is, and how much may wait behind it."""
+    if gpu is None:
+        return _NO_GPU
+    if not smoke:
+        return _NOT_RUN
+    import torch
+
+    from fxrl.planner.budget import host_free
+    from fxrl.planner.target import measured_link
+
+    try:
+        link = measured_link(torch.device("cuda", 0))
+    except RuntimeError as error:
+        why = f"no memory can be pinned: {str(error).splitlines()[0][:160]}"
+        cure = "raise `ulimit -l` or the container's memory; Config(host_memory=0) does without"
+        return Check("", "broken", why, cure)
+    return Check("", "ok", f"{link / 1e9:.0f} GB/s, {host_free() / 2**30:.0f} GiB are free")
 
 
 _PLAIN = (False, False, False, False, 0)  # no bias, cap, moments or weights; the first device

@@ -70,14 +70,23 @@ def target_of(device: torch.device | None) -> Target:
 def _measured(device: torch.device, name: str) -> Target:
     h200 = TARGETS["h200"]
     a, big = (torch.empty(8192, n, dtype=torch.bfloat16, device=device) for n in (8192, 2**16))
-    page = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
-    rest = big.view(torch.uint8).view(-1)[: page.numel()]
     product = 2 * 8192**3 / _seconds(lambda: a @ a)
     bandwidth = 2 * big.nbytes / _seconds(lambda: big.add_(1))
-    link = page.numel() / _seconds(lambda: page.copy_(rest, non_blocking=True))
+    link = measured_link(device)
     part = product / h200.product_flops
     rates = part * h200.attention_flops, part * h200.attention_backward_flops
     return Target(name, 0, product, *rates, bandwidth, link)
+
+
+def measured_link(device: torch.device) -> float:
+    """Bytes a second from a GPU to pinned host memory.
+
+    Raises:
+        RuntimeError: no memory can be pinned.
+    """
+    page = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    rest = torch.empty(2**28, dtype=torch.uint8, device=device)
+    return page.numel() / _seconds(lambda: page.copy_(rest, non_blocking=True))
 
 
 def _seconds(run: Callable[[], object]) -> float:

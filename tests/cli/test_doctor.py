@@ -145,3 +145,22 @@ def test_a_driver_that_refuses_is_the_finding(monkeypatch):
     check = doctor._hopper(("H200", (9, 0)), smoke=True)
     assert check.status == "broken"
     assert "NO_BINARY" in check.detail
+
+
+def test_the_link_to_host_memory(monkeypatch):
+    from fxrl.planner import target
+
+    def refuse(device):
+        raise RuntimeError("CUDA error: cannot pin\nmore")
+
+    monkeypatch.setattr(target, "measured_link", lambda device: 55.4e9)
+    check = doctor._offload(("H200", (9, 0)), smoke=True)
+    assert check.status == "ok"
+    assert check.detail.startswith("55 GB/s")
+    monkeypatch.setattr(target, "measured_link", refuse)
+    check = doctor._offload(("H200", (9, 0)), smoke=True)
+    assert (check.status, check.detail) == (
+        "broken", "no memory can be pinned: CUDA error: cannot pin"
+    )  # fmt: skip
+    assert "host_memory=0" in check.cure
+    assert doctor._offload(None, smoke=True).status == "not here"
