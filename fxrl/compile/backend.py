@@ -21,11 +21,11 @@ from fxrl.capture.repeated import share_bodies
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.outer import restore_checkpoints, run_outer
-from fxrl.compile.planning import Planner, known_profiles
+from fxrl.compile.planning import Planner, Sizes, known_profiles, symbols_of
 from fxrl.config import Config
 from fxrl.errors import FxrlError, did_you_mean
 from fxrl.ir.capture_record import Capture
-from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, body_of
+from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, body_of, clone, hint
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import region_calls
@@ -93,6 +93,8 @@ class Backend:
             return _as_written(gm)
         try:
             run = self._compile(capture, rewritten, example_inputs)
+            if capture.planner is not None:
+                run = _ByPlan(self, capture, run, example_inputs).run
         except FxrlError:
             raise
         except Exception as error:
@@ -139,13 +141,16 @@ class Backend:
         def planned(gm: fx.GraphModule, plan: Plan) -> Plan:
             log.info("planning the step's memory")
             try:
-                return planner(gm, plan)
+                made = planner(gm, plan)
+                capture.found = clone(gm)  # what acts on it next changes it
+                return made
             except FxrlError:
                 raise
             except Exception as error:
                 why = f"no plan was made, every layer does what it does by itself: {_line(error)}"
                 site = f"{capture.index}:graph"
                 capture.remarks += Report((Remark(RemarkKind.MISSED, "plan", site, "", why),))
+                capture.planner = None
                 return plan
 
         return planned
@@ -153,6 +158,19 @@ class Backend:
     @property
     def _options(self) -> InductorOptions | None:
         return InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
+
+    def planned_anew(self, capture: Capture, examples: Sequence[Any], sizes: Sizes) -> Run:
+        """The capture compiled again, by a plan for a batch of these sizes."""
+        assert capture.lowered is not None
+        with torch._C._DisableAutocast():
+            plan = capture.planner(capture.found, self.plan, sizes)
+            capture.rewritten = self._pipeline.run(capture.lowered, plan)
+        capture.given = plan
+        told = ", ".join(str(size) for size in sizes.values())
+        why = f"planned again for a larger batch: sizes {told}"
+        site = f"{capture.index}:graph"
+        capture.remarks += Report((Remark(RemarkKind.ANALYSIS, "plan", site, "", why),))
+        return self._compile(capture, capture.rewritten.gm, examples)
 
     def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
         if any(isinstance(x, torch.Tensor) and x.is_cuda for x in examples):
@@ -167,8 +185,9 @@ class Backend:
                 owned[region.id] = build_region(region, self._options, self.plan)
                 owned[region.id].compile()
             call.update_arg(1, owned[region.id].key)
-        capture.kernels = dict(owned)
-        capture.remarks += _attention(owned.values())
+        capture.kernels |= owned  # those of another plan run, too
+        attention = _attention(owned.values()).remarks
+        capture.remarks += Report(tuple(r for r in attention if r not in capture.remarks.remarks))
         capture.body_rewrites = [pair for one in owned.values() for pair in one.traced.rewrites]
         log.info("running the step for the first time")
         return run_outer(gm, examples)
@@ -215,6 +234,45 @@ class _Guarded:
             self._fall_back(f"the rewritten graph fails where the user's runs: {why}")
         self._tried = True
         return result
+
+
+class _ByPlan:
+    """Runs a capture by a plan that fits the batch; the first one that was made is the fastest.
+
+    NOTE [Why plans are kept]: the first batch may be a short one. A plan for a longer one keeps
+    less, and the short ones that come again need not pay for it.
+    """
+
+    def __init__(
+        self, backend: Backend, capture: Capture, run: Run, examples: Sequence[Any]
+    ) -> None:
+        self._backend, self._capture = backend, capture
+        self._symbols = symbols_of(capture.found)
+        self._plans: list[tuple[Plan, Run]] = [(capture.given, run)]
+        self._known = {self._sizes(examples, hint): run}
+
+    def run(self, *args: Any) -> Any:
+        sizes = self._sizes(args, int)
+        if sizes not in self._known:
+            self._known[sizes] = self._find(dict(sizes), args)
+        return self._known[sizes](*args)
+
+    def _sizes(self, args: Sequence[Any], number: Callable[[Any], int]) -> tuple[Any, ...]:
+        return tuple((symbol, number(read(args))) for symbol, read in self._symbols.items())
+
+    def _find(self, sizes: dict[Any, int], args: Sequence[Any]) -> Run:
+        planner, gm = self._capture.planner, self._capture.found
+        for plan, run in self._plans:
+            done = [known for known, its in self._known.items() if its is run]
+            if any(_within(sizes, known) for known in done) or planner.fits(gm, plan, sizes):
+                return run
+        run = self._backend.planned_anew(self._capture, args, sizes)
+        self._plans.append((self._capture.given, run))
+        return run
+
+
+def _within(sizes: dict[Any, int], known: tuple[Any, ...]) -> bool:
+    return all(size <= most for size, (_, most) in zip(sizes.values(), known, strict=True))
 
 
 def _random_state() -> Callable[[], None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from operator import getitem
 from typing import Any
@@ -81,6 +81,8 @@ _TRAINED_HEAD_SCRATCH = 256 * 2**20
 _LONGEST = 2**24  # tokens; nobody asks for more
 _GUESSES = 12
 
+#: What symbols of the outer graph are.
+Sizes = Mapping[Any, int]
 #: A region's body as kernels; traced when it is first asked for.
 Profiles = Callable[[Region], BodyProfile]
 
@@ -101,13 +103,16 @@ class Planner:
     budget: Budget
     with_context: bool = False
 
-    def __call__(self, gm: fx.GraphModule, plan: Plan) -> Plan:
+    def __call__(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes | None = None) -> Plan:
         """The plan with a choice for every layer, and what is predicted of the step.
+
+        Args:
+            sizes: of a batch that is not the one the graph was captured with.
 
         Raises:
             PlanError: nothing fits the budget that the user gave.
         """
-        step = _Step(gm, plan, self.profiles, self.target)
+        step = self._step(gm, plan, sizes)
         best = step.fastest(self.budget)
         if best is None:
             best, needed = step.smallest(self.budget.host_bytes)
@@ -125,6 +130,18 @@ class Planner:
             max_context=step.longest(self.budget) if self.with_context else None,
             timeline=tuple(_told(moment) for moment in moments(chain, best)),
         )
+
+    def fits(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes) -> bool:
+        """Whether a plan that was made fits the budget with a batch of these sizes, too."""
+        step = self._step(gm, plan, sizes)
+        chain = step.chain()
+        options = [option for (option,) in chain.layers]
+        gpu, host = peak_bytes(chain, options), host_bytes(options)
+        return gpu <= self.budget.gpu_bytes and host <= self.budget.host_bytes
+
+    def _step(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes | None) -> _Step:
+        values = {symbol: sympy.Integer(size) for symbol, size in (sizes or {}).items()}
+        return _Step(gm, plan, self.profiles, self.target, values)
 
     def _too_large(self, step: _Step, best: Sequence[Option], needed: int) -> str:
         chain = step.chain([[option] for option in best])
@@ -167,9 +184,8 @@ class _Step:
     def _batch(self) -> dict[Any, Any]:
         """What the symbols of the graph's inputs are in the batch."""
         inputs = [node.meta.get("val") for node in self.gm.graph.find_nodes(op="placeholder")]
-        sizes = [s for v in inputs for s in (v.shape if isinstance(v, torch.Tensor) else [v])]
-        symbols = [s for s in sizes if isinstance(s, torch.SymInt) and s.node.expr.is_Symbol]
-        return {size.node.expr: sympy.Integer(hint(size)) for size in symbols}
+        found = symbols_of(self.gm).items()
+        return {symbol: sympy.Integer(hint(read(inputs))) for symbol, read in found}
 
     @cached_property
     def _alike(self) -> dict[str, OutlinedLayer]:
@@ -317,6 +333,22 @@ def _meets(points: Sequence[tuple[int, int]], level: int) -> int:
     if (other - peak) * (m - n) <= 0:
         return 2 * max(n, m)
     return m + (level - other) * (m - n) // (other - peak)
+
+
+def symbols_of(gm: fx.GraphModule) -> dict[Any, Callable[[Sequence[Any]], Any]]:
+    """The symbols of a graph's inputs, and how each is read off the arguments."""
+    found: dict[Any, Callable[[Sequence[Any]], Any]] = {}
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("val")
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else (value,)):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                of_tensor = isinstance(value, torch.Tensor)
+                found[size.node.expr] = partial(_size, place, dim if of_tensor else None)
+    return found
+
+
+def _size(place: int, dim: int | None, args: Sequence[Any]) -> Any:
+    return args[place] if dim is None else args[place].shape[dim]
 
 
 _PARTS = {

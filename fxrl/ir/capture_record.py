@@ -33,7 +33,7 @@ class Capture:
         dynamo: the graph as Dynamo delivered it.
         lowered: the graph that the passes got; None where it could not be lowered.
         pipeline, given: the passes, and the plan that they got.
-        planner: what made it, where memory is bounded.
+        planner, found: what made it, where memory is bounded, and the graph that it saw.
         rewritten: what they made of it; None where they did not run.
         kernels: what runs for each region, by the region's id; owned here.
         running: whether the rewritten graph runs; otherwise the user's own does.
@@ -48,6 +48,7 @@ class Capture:
     pipeline: Pipeline | None = None
     given: Plan = field(default_factory=Plan)
     planner: Any = None
+    found: Any = None
     rewritten: Rewritten | None = None
     kernels: dict[str, Any] = field(default_factory=dict)
     running: bool = False

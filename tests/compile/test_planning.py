@@ -118,6 +118,27 @@ def test_a_step_runs_as_planned():
     assert {"peak_gpu_bytes", "peak_host_bytes", "step_seconds", "max_context"} <= dumped.keys()
 
 
+def test_a_longer_batch_gets_a_plan_of_its_own():
+    torch.manual_seed(0)
+    model = wide_stack()
+    short, long = ({"ids": torch.randint(0, 11, (2, tokens))} for tokens in (128, 1024))
+    step = fxrl.optimize(model, square_loss, config())
+    budget = int(0.8 * step.plan_for(long).peak_gpu_bytes)
+    step = fxrl.optimize(model, square_loss, config(gpu_memory=budget))
+    assert_same(step, square_loss, model, short, tolerance=1e-10)
+    assert {choice.kept for choice in cuts(step.plan)} == {"products"}
+    for again in (long, short, long):
+        assert_same(step, square_loss, model, again, tolerance=1e-10)
+        assert step.plan.peak_gpu_bytes <= budget
+        assert {choice.kept for choice in cuts(step.plan)} != {"products"}
+    told = [r.reason for r in step.report.remarks if r.pass_name == "plan"]
+    assert len(told) == 1
+    assert "1024" in told[0]
+    with pytest.raises(PlanError, match="no plan fits gpu_memory"):
+        step({"ids": torch.randint(0, 11, (2, 2**16))})
+    assert_same(step, square_loss, model, long, tolerance=1e-10)
+
+
 def test_another_gpu_another_time():
     step = fxrl.optimize(wide_stack("meta"), square_loss, config())
     h200, a100 = (step.plan_for(batch(2**15), target=TARGETS[n]) for n in ("h200", "a100"))
