@@ -87,7 +87,9 @@ return %mean_3""",
     )
 
 
-@pytest.mark.parametrize("behind", [lambda x, scale: x, lambda x, scale: x * scale], ids=str)
+@pytest.mark.parametrize(
+    "behind", [lambda x, scale: x, lambda x, scale: x * scale], ids=["nothing", "one op"]
+)
 def test_nothing_is_said_where_there_is_nothing_to_fuse(behind):
     gm, report = outlined(behind)
     assert not report.remarks
