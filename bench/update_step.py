@@ -17,7 +17,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     notes = [
         f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0, "
         f"on_miss=error; checkpointing {'off' if args.no_checkpointing else 'on'}; "
-        f"{args.micro_batches} micro-batches an update; layers' plan: {args.plan or 'default'}",
+        f"{args.micro_batches} micro-batches an update; layers' plan: {args.plan or 'default'}; "
+        f"gpu_memory: {args.gpu_memory or 'free'}, host_memory: {args.host_memory or 'free'}",
         f"{args.shape} shape, LoRA r={args.rank}, all linear layers, bf16, random weights; "
         f"rows of {args.prompt} prompt and {args.completion} completion tokens",
         "grad_error columns: relative L2 distance to the fp32 gradient of the same weights; over "
@@ -104,8 +105,14 @@ def make_plan(text: str, model: nn.Module) -> fxrl.Plan | None:
     return fxrl.Plan.from_json(json.dumps({"version": 1, "choices": choices}))
 
 
-def make_step(variant: str, model: nn.Module, plan: str = "") -> Callable[[Any], Any]:
-    """``batch -> what the loss function returns`` for one variant."""
+def make_step(
+    variant: str, model: nn.Module, plan: str = "", budgets: Mapping[str, str] | None = None
+) -> Callable[[Any], Any]:
+    """``batch -> what the loss function returns`` for one variant.
+
+    Args:
+        budgets: ``gpu_memory`` and ``host_memory`` of fxrl's configuration.
+    """
     loss_fn = make_loss()
     if variant == "eager":
         return lambda batch: loss_fn(model, batch)
@@ -114,7 +121,7 @@ def make_step(variant: str, model: nn.Module, plan: str = "") -> Callable[[Any],
         return lambda batch: compiled(model, batch)
     layers = {"outline-layers", "recompute", "tile-tokens", "offload"}
     names = None if variant == "fxrl" else tuple(n for n in REGISTRY if n not in layers)
-    config = fxrl.Config(min_saved_bytes=0, passes=names, on_miss="error")
+    config = fxrl.Config(min_saved_bytes=0, passes=names, on_miss="error", **(budgets or {}))
     return fxrl.optimize(model, loss_fn, config, plan=make_plan(plan, model))
 
 
@@ -175,7 +182,8 @@ def _one_variant(
     batch: dict[str, Any],
     results: common.Results,
 ) -> dict[str, Any]:
-    step = make_step(variant, model, args.plan)
+    budgets = {"gpu_memory": args.gpu_memory, "host_memory": args.host_memory}
+    step = make_step(variant, model, args.plan, {k: v for k, v in budgets.items() if v})
     optimizer = torch.optim.AdamW(list(qwen.trainable(model).values()), lr=1e-6, fused=True)
     losses: list[torch.Tensor] = []
 
@@ -309,6 +317,8 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--micro-batches", type=int, default=1, help="backwards in an update")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one update")
     parser.add_argument("--plan", default="", metavar="KEPT,INPUTS_ON,KEPT_ON,TILE", help="for all")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="for fxrl; what is free by default")
+    parser.add_argument("--host-memory", metavar="SIZE")
     parser.add_argument("--repeats", type=int, default=7, help="0 leaves the timing out")
     parser.add_argument("--variants", default="eager,fxrl", type=lambda text: text.split(","))
     parser.add_argument("--ref-layers", type=int, default=12)

@@ -60,3 +60,7 @@ class VerificationError(FxrlError):
 
 class PlanError(FxrlError, ValueError):
     """A plan is damaged, or names a choice that there is not."""
+
+
+class HostMemoryError(FxrlError):
+    """The host gives no memory for what layers keep, or does not let it be pinned."""

@@ -20,12 +20,13 @@ from fxrl.capture.lower import lower
 from fxrl.capture.repeated import share_bodies
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
+from fxrl.compile.by_plan import ByPlan, random_state
 from fxrl.compile.outer import restore_checkpoints, run_outer
-from fxrl.compile.planning import Planner, Sizes, known_profiles, symbols_of
+from fxrl.compile.planning import Planner, Sizes, known_profiles
 from fxrl.config import Config
 from fxrl.errors import FxrlError, did_you_mean
 from fxrl.ir.capture_record import Capture
-from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, body_of, clone, hint
+from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, body_of, clone
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import region_calls
@@ -94,7 +95,7 @@ class Backend:
         try:
             run = self._compile(capture, rewritten, example_inputs)
             if capture.planner is not None:
-                run = _ByPlan(self, capture, run, example_inputs).run
+                run = ByPlan(self._planned_anew, capture, run, example_inputs).run
         except FxrlError:
             raise
         except Exception as error:
@@ -159,15 +160,15 @@ class Backend:
     def _options(self) -> InductorOptions | None:
         return InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
 
-    def planned_anew(self, capture: Capture, examples: Sequence[Any], sizes: Sizes) -> Run:
+    def _planned_anew(
+        self, capture: Capture, examples: Sequence[Any], sizes: Sizes, why: str
+    ) -> Run:
         """The capture compiled again, by a plan for a batch of these sizes."""
         assert capture.lowered is not None
         with torch._C._DisableAutocast():
             plan = capture.planner(capture.found, self.plan, sizes)
             capture.rewritten = self._pipeline.run(capture.lowered, plan)
         capture.given = plan
-        told = ", ".join(str(size) for size in sizes.values())
-        why = f"planned again for a larger batch: sizes {told}"
         site = f"{capture.index}:graph"
         capture.remarks += Report((Remark(RemarkKind.ANALYSIS, "plan", site, "", why),))
         return self._compile(capture, capture.rewritten.gm, examples)
@@ -221,7 +222,7 @@ class _Guarded:
     def first(self, *args: Any) -> Any:
         if self._tried:
             return self._run(*args)
-        random = _random_state()
+        random = random_state()
         try:
             result = self._run(*args)
         except (FxrlError, torch.OutOfMemoryError):
@@ -234,58 +235,6 @@ class _Guarded:
             self._fall_back(f"the rewritten graph fails where the user's runs: {why}")
         self._tried = True
         return result
-
-
-class _ByPlan:
-    """Runs a capture by a plan that fits the batch; the first one that was made is the fastest.
-
-    NOTE [Why plans are kept]: the first batch may be a short one. A plan for a longer one keeps
-    less, and the short ones that come again need not pay for it.
-    """
-
-    def __init__(
-        self, backend: Backend, capture: Capture, run: Run, examples: Sequence[Any]
-    ) -> None:
-        self._backend, self._capture = backend, capture
-        self._symbols = symbols_of(capture.found)
-        self._plans: list[tuple[Plan, Run]] = [(capture.given, run)]
-        self._known = {self._sizes(examples, hint): run}
-
-    def run(self, *args: Any) -> Any:
-        sizes = self._sizes(args, int)
-        if sizes not in self._known:
-            self._known[sizes] = self._find(dict(sizes), args)
-        return self._known[sizes](*args)
-
-    def _sizes(self, args: Sequence[Any], number: Callable[[Any], int]) -> tuple[Any, ...]:
-        return tuple((symbol, number(read(args))) for symbol, read in self._symbols.items())
-
-    def _find(self, sizes: dict[Any, int], args: Sequence[Any]) -> Run:
-        planner, gm = self._capture.planner, self._capture.found
-        for plan, run in self._plans:
-            done = [known for known, its in self._known.items() if its is run]
-            if any(_within(sizes, known) for known in done) or planner.fits(gm, plan, sizes):
-                return run
-        run = self._backend.planned_anew(self._capture, args, sizes)
-        self._plans.append((self._capture.given, run))
-        return run
-
-
-def _within(sizes: dict[Any, int], known: tuple[Any, ...]) -> bool:
-    return all(size <= most for size, (_, most) in zip(sizes.values(), known, strict=True))
-
-
-def _random_state() -> Callable[[], None]:
-    """Puts the random generators back to where they are now."""
-    cpu = torch.get_rng_state()
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def restore() -> None:
-        torch.set_rng_state(cpu)
-        if gpus:
-            torch.cuda.set_rng_state_all(gpus)
-
-    return restore
 
 
 def _gpu_of(gm: fx.GraphModule) -> torch.device | None:

@@ -115,9 +115,9 @@ class Planner:
         step = self._step(gm, plan, sizes)
         best = step.fastest(self.budget)
         if best is None:
-            best, needed = step.smallest(self.budget.host_bytes)
             if self.budget.given:
-                raise PlanError(self._too_large(step, best, needed))
+                raise PlanError(self._too_large(step))
+            best, _ = step.smallest(self.budget.host_bytes)
         chain = step.chain([[option] for option in best])
         names = (layer.name for layer in step.layers)
         chosen: dict[str, Choice] = {n: o.choice for n, o in zip(names, best, strict=True)}
@@ -143,7 +143,12 @@ class Planner:
         values = {symbol: sympy.Integer(size) for symbol, size in (sizes or {}).items()}
         return _Step(gm, plan, self.profiles, self.target, values)
 
-    def _too_large(self, step: _Step, best: Sequence[Option], needed: int) -> str:
+    def too_large(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes) -> str:
+        """Why no plan fits a batch of these sizes: what is largest, and what would fit."""
+        return self._too_large(self._step(gm, plan, sizes))
+
+    def _too_large(self, step: _Step) -> str:
+        best, needed = step.smallest(self.budget.host_bytes)
         chain = step.chain([[option] for option in best])
         top = _told(max(moments(chain, best), key=lambda moment: moment.bytes))
         largest = max(top.parts, key=lambda part: top.parts[part])

@@ -22,6 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fxrl.errors import HostMemoryError
+
 PAGE = 16 * 2**20
 #: Stores that may be on their way at once; their GPU memory is held until they have arrived.
 _ON_THEIR_WAY = 2
@@ -113,11 +115,22 @@ class HostPool:
     def _take(self, size: int) -> list[Tensor]:
         count = -(-size // PAGE)
         while len(self._free) < count:
-            pinned = self._stream is not None
-            self._free.append(torch.empty(PAGE, dtype=torch.uint8, pin_memory=pinned))
+            self._free.append(self._page())
             self.bytes += PAGE
         taken, self._free = self._free[:count], self._free[count:]
         return taken
+
+    def _page(self) -> Tensor:
+        pinned = self._stream is not None
+        try:
+            return torch.empty(PAGE, dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:  # PyTorch raises nothing narrower, on a CPU as on a GPU
+            kind = "pinned host memory" if pinned else "host memory"
+            raise HostMemoryError(
+                f"there is no {kind} for what layers keep: {self.bytes / 2**30:.1f} GiB are held, "
+                f"and the next {PAGE >> 20} MiB were refused ({str(error).splitlines()[0]}); cure: "
+                "a smaller Config(host_memory=...), or a larger limit of the container"
+            ) from error
 
 
 class Stored:

@@ -21,7 +21,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,6 +31,7 @@ from fxrl.ir.graph import Size
 from fxrl.ir.region import Region
 from fxrl.ops import once_differentiable
 from fxrl.ops.host_memory import can_wait, pool_of
+from fxrl.ops.out_of_memory import join, with_room
 
 TensorFunction = Callable[..., Sequence[Tensor]]
 Strides = tuple[int, ...]
@@ -82,6 +83,10 @@ class RegionKernels(ABC):
     @abstractmethod
     def body(self, sizes: Sequence[Size]) -> Body:
         """The body for these sizes; the first one where they are symbols themselves."""
+
+    @abstractmethod
+    def runs_again(self) -> bool:
+        """Whether the backward that runs now may run once more (``retain_graph=True``)."""
 
     @abstractmethod
     def fake_outputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -220,47 +225,77 @@ def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
     kernels = lookup(ctx.key)
     ctx.kernels = kernels  # a backward may outlive the capture
     ctx.sizes = kernels.sizes_of(tensors)
-    count = len(output)
+    count, asked = len(output), {("output" if i < 0 else "input", i) for i in host}
     if kernels.region.tiled:
-        _keep(ctx, [(x, False) for x in tensors])
+        values = [_Value(x, _is_made(x)) for x in tensors]
     else:
         body = kernels.body(ctx.sizes)
-        kept = {"input": tensors, "output": output}
-        asked = {("input", i) for i in host}
-        asked |= {("output", i) for i in range(len(output)) if -1 in host}
-        sources = [source for source in body.sources if source[0] in kept]
-        _keep(ctx, [(kept[kind][i], (kind, i) in asked) for kind, i in sources])
         count = body.num_outputs
+        values = [
+            _Value(output[i], i >= count, ("output", -1) in asked)
+            if kind == "output"
+            else _Value(tensors[i], _is_made(tensors[i]), ("input", i) in asked)
+            for kind, i in body.sources
+            if kind in ("input", "output")
+        ]
+    _keep(ctx, values)
     ctx.results = [(tuple(o.shape), o.dtype, o.device) for o in output[:count]]
     ctx.mark_non_differentiable(*output[count:])
     ctx.set_materialize_grads(False)
 
 
-def _keep(ctx: Any, values: Sequence[tuple[Tensor, bool]]) -> None:
+class _Value(NamedTuple):
+    """What a backward reads.
+
+    Attributes:
+        tensor: itself.
+        own: nobody keeps it but for this backward.
+        asked: it shall wait in host memory.
+    """
+
+    tensor: Tensor
+    own: bool
+    asked: bool = False
+
+
+def _is_made(x: Tensor) -> bool:
+    """Whether a tensor was computed by what is differentiated; weights and the batch were not."""
+    return x.grad_fn is not None
+
+
+def _keep(ctx: Any, values: Sequence[_Value]) -> None:
     """Save values for the backward, those that are marked in host memory."""
-    away = [asked and can_wait(x) for x, asked in values]
-    gone = [x for (x, _), is_away in zip(values, away, strict=True) if is_away]
-    ctx.away, ctx.stored = away, pool_of(gone[0].device).store(gone) if gone else None
-    ctx.save_for_backward(*(x for (x, _), is_away in zip(values, away, strict=True) if not is_away))
+    ctx.away = [value.asked and can_wait(value.tensor) for value in values]
+    gone = [value.tensor for value, away in zip(values, ctx.away, strict=True) if away]
+    ctx.stored = pool_of(gone[0].device).store(gone) if gone else None
+    here = [value for value, away in zip(values, ctx.away, strict=True) if not away]
+    ctx.save_for_backward(*(value.tensor for value in here))
+    join(ctx, [value.own for value in here])
 
 
 def _kept(ctx: Any) -> list[Tensor]:
     """What ``_keep`` saved."""
     here, back = iter(ctx.saved_tensors), iter(ctx.stored.fetch() if ctx.stored else ())
-    return [next(back) if is_away else next(here) for is_away in ctx.away]
+    return [next(back) if away else next(here) for away in ctx.away]
 
 
 def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None, None, Any]:
-    kernels: RegionKernels = ctx.kernels
+    device = ctx.results[0][2]
+    found = iter(with_room(ctx, device, lambda: _gradients(ctx, grads)))
+    if not ctx.kernels.runs_again():
+        ctx.stored = None  # as autograd does with what it saved; who keeps the loss keeps ctx
+    result = [next(found) if spec.needs_grad else None for spec in ctx.kernels.region.inputs]
+    return result, None, None, ctx.grad_of_host
+
+
+def _gradients(ctx: Any, grads: list[Tensor | None]) -> list[Tensor]:
     given = []
-    for index in kernels.grad_outputs:
+    for index in ctx.kernels.grad_outputs:
         grad, (shape, dtype, device) = grads[index], ctx.results[index]
         given.append(torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad)
-    kept = _kept(ctx)
     vjp = torch.ops.fxrl.region_vjp
-    found = iter(vjp(kept, given, list(ctx.sizes), ctx.key, ctx.tile))
-    result = [next(found) if spec.needs_grad else None for spec in kernels.region.inputs]
-    return result, None, None, ctx.grad_of_host
+    found: list[Tensor] = vjp(_kept(ctx), given, list(ctx.sizes), ctx.key, ctx.tile)
+    return found
 
 
 region.register_autograd(_from_context, setup_context=_setup_context)

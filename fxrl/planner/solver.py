@@ -26,7 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer
+from fxrl.ir.remark import format_bytes
 from fxrl.planner.chain import ON_THEIR_WAY, Chain, Option, gradients_made, peak_bytes
 
 Array = np.ndarray[Any, Any]
@@ -38,7 +40,7 @@ def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
 
     Args:
         chain: its layers may differ in what an option costs, and in which they have; a choice is
-            for a run of layers that all have it.
+            for a run of layers that all have it, or have no choice.
     """
     if not chain.layers:
         return () if peak_bytes(chain, ()) <= gpu_bytes else None
@@ -70,7 +72,11 @@ class Runs:
         return None if found is None else self._plan(*found)
 
     def least_peak(self, host_bytes: int) -> tuple[Plan, int]:
-        """The plan with the lowest peak that the host has room for, and what it is charged."""
+        """The plan with the lowest peak that the host has room for, and what it is charged.
+
+        Raises:
+            PlanError: there is none: choices that were given ask for more.
+        """
         if not self.chain.layers:
             return (), peak_bytes(self.chain, ())
         best, found = np.inf, (0, 0, 0)
@@ -80,19 +86,30 @@ class Runs:
                 peak = np.where(host <= host_bytes, peak, np.inf)
                 if peak.min() < best:
                     best, found = peak.min(), (first, second, int(peak.argmin()))
+        if best == np.inf:
+            asked = sum(min(o.host_bytes for o in layer) for layer in self.chain.layers)
+            raise PlanError(
+                f"the choices that are given keep {format_bytes(asked)} in host memory, and "
+                f"{format_bytes(host_bytes)} may be used; cure: a larger host_memory, or "
+                "inputs_on='gpu' and kept_on='gpu' in some of them"
+            )
         return self._plan(*found), int(best)
 
     # -- what there is to choose
     @cached_property
     def _choices(self) -> list[CutLayer]:
-        """All that any layer has."""
-        return list(dict.fromkeys(o.choice for layer in self.chain.layers for o in layer))
+        """All that any layer has a choice of."""
+        layers = [layer for layer in self.chain.layers if len(layer) > 1] or self.chain.layers
+        return list(dict.fromkeys(option.choice for layer in layers for option in layer))
 
     @cached_property
     def _options(self) -> list[list[Option | None]]:
-        """For each choice the layers' options; None where a layer has it not."""
+        """For each choice the layers' options; None where a layer has it not. A layer without a
+        choice, because its is given, does its own in any run."""
         by_layer = [{option.choice: option for option in layer} for layer in self.chain.layers]
-        return [[options.get(choice) for options in by_layer] for choice in self._choices]
+        only = [layer[0] if len(layer) == 1 else None for layer in self.chain.layers]
+        pairs = list(zip(by_layer, only, strict=True))
+        return [[options.get(choice, one) for options, one in pairs] for choice in self._choices]
 
     @cached_property
     def _cuts(self) -> tuple[Array, Array]:

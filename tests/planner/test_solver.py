@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer
 from fxrl.planner.chain import Chain, Option, host_bytes, peak_bytes, step_seconds
 from fxrl.planner.solver import Runs, fastest, fits
@@ -34,7 +35,7 @@ def chains(draw):
     layers = draw(LAYERS)
     if draw(st.booleans()):
         layers = [layers[0]] * len(layers)
-    elif len(layers[0]) > 1 and draw(st.booleans()):
+    elif len(layers[0]) > 2 and draw(st.booleans()):
         layers[0] = layers[0][1:]
     gradients = draw(
         st.just(()) | st.lists(SIZES, min_size=len(layers) + 2, max_size=len(layers) + 2)
@@ -70,6 +71,18 @@ def test_nothing_needs_less(chain):
     least, needed = Runs(chain).least_peak(10**9)
     assert fits(chain, least, needed, 10**9)
     assert not any(fits(chain, o, needed - 1, 10**9) for o in in_runs(chain))
+
+
+def test_given_choices_stay_wherever_they_are():
+    given = (0, 2, 5)
+    layers = [LAYER[i : i + 1] if i in given else LAYER for i in range(8)]
+    chain = Chain(tuple(layers), 0, 0, 0.0, 54e9)
+    for gpu in (7_000, 9_000, 20_000):
+        found = fastest(chain, gpu * MiB, 8_000 * MiB)
+        assert all(found[i] == LAYER[i] for i in given)
+        assert peak_bytes(chain, found) <= gpu * MiB
+    with pytest.raises(PlanError, match=r"choices that are given keep .* in host memory"):
+        Runs(Chain((LAYER[-1:],) * 3, 0, 0, 0.0, 54e9)).least_peak(64 * MiB)
 
 
 MiB = 2**20

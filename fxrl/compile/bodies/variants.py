@@ -132,6 +132,9 @@ class CompiledRegion(RegionKernels):
             self._bodies[key] = self._find(named).at(named)
         return self._bodies[key]
 
+    def runs_again(self) -> bool:
+        return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
     def fake_outputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         forward = self.region.forward if self.region.tiled else self.traced.forward
         outputs: Sequence[Tensor] = forward(*inputs)

@@ -47,6 +47,7 @@ composite is resolved by AOTAutograd (or eager autograd) at the moment that is k
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,7 @@ from fxrl.ops.linear_logprob.checks import (
 )
 from fxrl.ops.linear_logprob.matmul import full_precision
 from fxrl.ops.linear_logprob.reference import reference_backward, reference_forward
+from fxrl.ops.out_of_memory import join, with_room
 
 Forward = Callable[[ForwardArguments], ForwardResult]
 Backward = Callable[[BackwardArguments], Gradients]
@@ -294,6 +296,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     row_values = [
         values[OUTPUTS.index(name)] if name in made else None for name in RowValues._fields
     ]
+    join(ctx)
     ctx.saved_in_forward = not ctx.differentiated or (
         not (want_weight or want_bias)
         and {*ctx.differentiated} <= {*MADE_IN_FORWARD}
@@ -324,10 +327,13 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     stacked = torch.stack([torch.zeros_like(present) if g is None else g for g in given])
     if ctx.saved_in_forward:
         hidden, _, _, temperature = _PLACES
-        made[hidden], made[temperature] = _scaled(ctx, stacked)
+        made[hidden], made[temperature] = with_room(
+            ctx, stacked.device, lambda: _scaled(ctx, stacked)
+        )
         return tuple(made)
     *tensors, logprob, lse, entropy, sum_p2 = ctx.saved_tensors
-    gradients = torch.ops.fxrl.linear_logprob_backward.default(
+    backward = partial(
+        torch.ops.fxrl.linear_logprob_backward.default,
         stacked,
         *tensors,
         *ctx.constants,
@@ -335,6 +341,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ",".join(ctx.differentiated),
         *ctx.needs,
     )
+    gradients = with_room(ctx, stacked.device, backward)
     for place, wanted, gradient in zip(_PLACES, ctx.needs, gradients, strict=True):
         if wanted:
             made[place] = gradient

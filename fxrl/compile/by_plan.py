@@ -1,0 +1,192 @@
+"""A capture that runs by plans: by one that fits the batch, and by a tighter one where none did.
+
+    sizes seen before       the plan that they had
+    shorter, or it fits     the first plan that was made and fits: the fastest
+    longer                  planned anew
+    memory runs out         in the forward: planned tighter, and run again from its begin
+                            in the backward: what waits is moved (``ops.out_of_memory``), and the
+                            next step is planned tighter
+    no host memory          planned without it, and run again
+
+NOTE [Why plans are kept]: the first batch may be a short one. A plan for a longer one keeps less,
+and the short ones that come again need not pay for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrl.compile.planning import symbols_of
+from fxrl.errors import HostMemoryError, PlanError
+from fxrl.ir.capture_record import Capture
+from fxrl.ir.graph import hint, is_call, needs_grad
+from fxrl.ir.plan import CutLayer, Moment, Plan
+from fxrl.ir.region import region_at
+from fxrl.ir.remark import format_bytes
+from fxrl.ops.host_memory import drop_free_pages
+from fxrl.ops.out_of_memory import MemoryWarning, Shortage, Watch, used_bytes
+from fxrl.planner.budget import host_room
+
+Run = Callable[..., Any]
+#: Compiles a capture anew, as its planner says for sizes; the words say why.
+Replan = Callable[[Capture, Sequence[Any], dict[Any, int], str], Run]
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A plan, what runs by it, and the moments of each op that autograd remembers, in order."""
+
+    plan: Plan
+    run: Run
+    moments: tuple[Moment | None, ...]
+
+
+class ByPlan:
+    """Runs a capture by a plan that fits the batch."""
+
+    def __init__(self, replan: Replan, capture: Capture, run: Run, examples: Sequence[Any]) -> None:
+        self._replan, self._capture = replan, capture
+        self._symbols = symbols_of(capture.found)
+        tensors = (x for x in examples if isinstance(x, torch.Tensor))
+        self._device = next((x.device for x in tensors if x.is_cuda), torch.device("cpu"))
+        self._plans = [self._planned(run)]
+        self._known = {self._sizes(examples, hint): self._plans[0]}
+        self._short: _Planned | None = None
+
+    def run(self, *args: Any) -> Any:
+        """What the capture returns, by the plan for these sizes."""
+        sizes = self._sizes(args, int)
+        if self._short is not None:
+            self._tighten(self._short)
+        if sizes not in self._known:
+            self._known[sizes] = self._find(sizes, args)
+        planned, random = self._known[sizes], random_state()
+        watch = Watch(lambda shortage: self._ran_out(planned, shortage), host_room)
+        try:
+            with watch.running():
+                return planned.run(*args)
+        except torch.OutOfMemoryError as error:
+            told = _autopsy("forward", planned, watch.count, used_bytes(self._device), str(error))
+            host = None
+        except HostMemoryError as error:
+            told, host = str(error), 0
+        # Behind the except blocks: until then the error's frames hold what the forward had made.
+        random()
+        self._tighten(planned, host_bytes=host)
+        again = self._again(planned, sizes, args, told)
+        what = "without host memory" if host == 0 else "tighter"
+        warnings.warn(f"{told}; planned {what}, and run again", MemoryWarning, stacklevel=2)
+        return again.run(*args)
+
+    def _planned(self, run: Run) -> _Planned:
+        assert self._capture.rewritten is not None
+        plan = self._capture.given
+        return _Planned(plan, run, tuple(_moments(self._capture.rewritten.gm, plan)))
+
+    def _sizes(self, args: Sequence[Any], number: Callable[[Any], int]) -> tuple[Any, ...]:
+        return tuple((symbol, number(read(args))) for symbol, read in self._symbols.items())
+
+    def _find(self, sizes: tuple[Any, ...], args: Sequence[Any]) -> _Planned:
+        planner, gm = self._capture.planner, self._capture.found
+        for planned in self._plans:
+            done = [known for known, its in self._known.items() if its is planned]
+            smaller = any(_within(sizes, known) for known in done)
+            if smaller or planner.fits(gm, planned.plan, dict(sizes)):
+                return planned
+        told = ", ".join(str(size) for _, size in sizes)
+        return self._plan(sizes, args, f"planned for another batch: sizes {told}")
+
+    def _plan(self, sizes: tuple[Any, ...], args: Sequence[Any], why: str) -> _Planned:
+        self._plans.append(self._planned(self._replan(self._capture, args, dict(sizes), why)))
+        return self._plans[-1]
+
+    def _ran_out(self, planned: _Planned, shortage: Shortage) -> str:
+        """Remember it for the next step, and say it."""
+        self._short = planned
+        told = _autopsy("backward", planned, shortage.op, shortage.used_bytes, shortage.error)
+        moved = format_bytes(shortage.moved_bytes)
+        return f"{told}; {moved} that wait for their backward were moved to host memory"
+
+    def _tighten(self, failed: _Planned, host_bytes: int | None = None) -> None:
+        """From now on plan for less than what a plan that failed was predicted to need."""
+        planner, self._short = self._capture.planner, None
+        if host_bytes is None:
+            heights = [moment.bytes for moment in failed.plan.timeline]
+            budget = planner.budget.tighter(max(heights), min(heights), self._device)
+        else:
+            budget = replace(planner.budget, host_bytes=host_bytes)
+            drop_free_pages()
+        self._capture.planner = replace(planner, budget=budget)
+        self._plans.clear()
+        self._known.clear()
+
+    def _again(
+        self, failed: _Planned, sizes: tuple[Any, ...], args: Sequence[Any], told: str
+    ) -> _Planned:
+        """What runs a batch whose plan failed.
+
+        Raises:
+            torch.OutOfMemoryError: no other plan needs less.
+            HostMemoryError: the user's plan asks for what the host does not give.
+        """
+        capture = self._capture
+        try:
+            planned = self._plan(sizes, args, told)
+        except PlanError as error:
+            raise HostMemoryError(f"{told}; {error}") from None
+        if planned.plan.choices == failed.plan.choices:
+            why = capture.planner.too_large(capture.found, failed.plan, dict(sizes))
+            raise torch.OutOfMemoryError(f"{told}; {why}")
+        self._known[sizes] = planned
+        return planned
+
+
+def _autopsy(phase: str, planned: _Planned, op: int, used: int, error: str) -> str:
+    """What was predicted and what was found where memory ran out, in words."""
+    moments, plan = planned.moments, planned.plan
+    layer = moments[op] if op < len(moments) else None
+    found = [m for m in plan.timeline if m.phase == phase and layer and m.layer == layer.layer]
+    moment = (found or [m for m in plan.timeline if m.phase == "head"])[0]
+    first = error.splitlines()[0].partition(". GPU")[0]
+    actual = f", {format_bytes(used)} were in use" if used else ""
+    return (
+        f"memory ran out in {moment.where}: {format_bytes(moment.bytes)} were predicted there"
+        f"{actual} ({first})"
+    )
+
+
+def _moments(gm: fx.GraphModule, plan: Plan) -> Iterator[Moment | None]:
+    """For each op of a graph that autograd remembers, its layer's moment in the forward; None for
+    heads and what else is no layer."""
+    forward = {m.layer: m for m in plan.timeline if m.phase == "forward"}
+    sites = [site for site, choice in plan.choices.items() if isinstance(choice, CutLayer)]
+    number = {site: place for place, site in enumerate(sites)}
+    for node in gm.graph.nodes:
+        region = region_at(node)
+        if region is None and not is_call(node, torch.ops.fxrl.linear_logprob.default):
+            continue
+        if any(map(needs_grad, node.all_input_nodes)):
+            yield forward.get(number.get(region.layer, -1)) if region is not None else None
+
+
+def _within(sizes: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
+    return all(size <= most for (_, size), (_, most) in zip(sizes, known, strict=True))
+
+
+def random_state() -> Callable[[], None]:
+    """Puts the random generators back to where they are now."""
+    cpu = torch.get_rng_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
+
+    return restore

@@ -1,0 +1,156 @@
+"""When memory runs out in a backward: what waits there goes to the host, and the op runs again.
+
+    watch = Watch(tell, room)   # one run
+    with watch.running():       # a captured step's forward: each op's context joins
+        loss = step(batch)
+    loss.backward()             # an op that finds no memory makes room, tells, and runs again
+
+An op's backward reads values and makes new ones, so running it again gives the same numbers. What
+was moved comes back bit for bit when its own backward asks for it. It costs nothing until then: no
+hook is set on what is saved before memory runs out.
+
+NOTE [Why not plan the step anew here]: ``loss.backward()`` is the user's call, and when it fails,
+part of the gradients are in ``.grad`` already. Whoever is told plans the next step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class MemoryWarning(UserWarning):
+    """Memory ran out in a step, and the step went on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Memory ran out in the backward of an op.
+
+    Attributes:
+        op: which of those that joined, by number.
+        used_bytes: what PyTorch had in use when it happened.
+        moved_bytes: what was moved to the host for it.
+        error: PyTorch's own words.
+    """
+
+    op: int
+    used_bytes: int
+    moved_bytes: int
+    error: str
+
+
+class Watch:
+    """One run of a captured step: what its ops keep, and who is told when memory runs out.
+
+    Attributes:
+        tell: hears of a shortage, and says it in words.
+        room: bytes that may be moved to the host now.
+        count: how many ops joined.
+    """
+
+    def __init__(self, tell: Callable[[Shortage], str], room: Callable[[], int]) -> None:
+        self.tell, self.room = tell, room
+        self.count = 0
+        self._contexts: list[tuple[ref[Any], Sequence[bool]]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the ops that run inside join."""
+        token = _RUNNING.set(self)
+        try:
+            yield
+        finally:
+            _RUNNING.reset(token)
+            _WATCHES.add(self)
+
+    def join(self, ctx: Any, movable: Sequence[bool]) -> int:
+        """An op's autograd context, and which of its saved tensors nobody else holds."""
+        self._contexts.append((ref(ctx), movable))
+        self.count += 1
+        return self.count - 1
+
+    def move(self, device: torch.device, room: int) -> int:
+        """Move what waits on a device to the host, at most ``room`` bytes; how many it were."""
+        moved = 0
+        for context, movable in self._contexts:
+            if (ctx := context()) is not None and moved < room:
+                moved += _moved(ctx, movable, device)
+        return moved
+
+
+_RUNNING: ContextVar[Watch | None] = ContextVar("watch", default=None)
+_WATCHES: WeakSet[Watch] = WeakSet()
+
+
+def join(ctx: Any, movable: Sequence[bool] = ()) -> None:
+    """Let an op's context join the step that runs now, if one does. In the op's setup_context."""
+    ctx.watch, ctx.moved = _RUNNING.get(), False
+    ctx.number = None if ctx.watch is None else ctx.watch.join(ctx, movable)
+
+
+def with_room(ctx: Any, device: torch.device, run: Callable[[], T]) -> T:
+    """What ``run`` returns, an op's backward; where memory runs out, once more with more of it.
+
+    Raises:
+        torch.OutOfMemoryError: there was not enough to move.
+    """
+    try:
+        return run()
+    except torch.OutOfMemoryError as error:
+        if ctx.watch is None:
+            raise
+        used, words = used_bytes(device), str(error)
+    # Behind the except block: until then the error's frames hold what the op had made.
+    ctx.moved = True  # its own is being read
+    room, moved = ctx.watch.room(), 0
+    for watch in list(_WATCHES):
+        moved += watch.move(device, room - moved)
+    told = ctx.watch.tell(Shortage(ctx.number, used, moved, words))
+    try:
+        result = run()
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(f"{told}; that was not enough: {error}") from None
+    warnings.warn(f"{told}; it ran again, with the same numbers", MemoryWarning, stacklevel=2)
+    return result
+
+
+def used_bytes(device: torch.device) -> int:
+    """What PyTorch has in use on a GPU; 0 on a CPU, where nobody counts."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _moved(ctx: Any, movable: Sequence[bool], device: torch.device) -> int:
+    """Move what one context saved; bytes.
+
+    NOTE [Why hooks so late]: autograd packs a saved tensor when a hook is registered, and drops its
+    own. So only what has to move is ever touched.
+    """
+    if ctx.moved:
+        return 0
+    ctx.moved = True
+    try:
+        saved = ctx._raw_saved_tensors
+    except RuntimeError:  # its backward ran, and nothing is there any more
+        return 0
+    moved = 0
+
+    def to_host(x: Tensor) -> Tensor:
+        nonlocal moved
+        moved += x.nbytes
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+
+    for one, may in zip(saved, movable, strict=False):
+        if may:
+            one.register_hooks(to_host, lambda x: x.to(device, copy=True))
+    return moved

@@ -1,0 +1,237 @@
+"""Memory runs out somewhere in a step: the step goes on with the same numbers, or says what it had.
+
+An allocator that fails is planted where it hurts: in the kernels of regions, at the n-th that runs.
+"""
+
+import re
+import warnings
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import fxrl
+from fxrl.compile import planning
+from fxrl.compile.backend import Backend
+from fxrl.compile.bodies.variants import CompiledRegion
+from fxrl.compile.step import TrainStep
+from fxrl.errors import HostMemoryError
+from fxrl.ir.plan import CutLayer, Plan
+from fxrl.ops import host_memory
+from fxrl.ops.host_memory import HostPool, drop_free_pages
+from fxrl.ops.out_of_memory import MemoryWarning
+from fxrl.planner.target import TARGETS
+from tests.passes.layered import GatedBlock, make_stack, square_loss
+
+LAYERS = 3
+IDS = {"ids": torch.randint(0, 11, (2, 256), generator=torch.Generator().manual_seed(0))}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+class Allocator:
+    """Runs out of memory when the regions' halves named ``half`` run for the n-th time."""
+
+    def __init__(self, monkeypatch):
+        self.half, self.fails, self.calls = "forward", frozenset(), 0
+        body = CompiledRegion.body
+
+        def planted(region, sizes):
+            found = body(region, sizes)
+            return replace(found, **{self.half: self._failing(getattr(found, self.half))})
+
+        monkeypatch.setattr(CompiledRegion, "body", planted)
+
+    def _failing(self, run):
+        def half(*args):
+            self.calls += 1
+            if self.calls - 1 in self.fails:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU")
+            return run(*args)
+
+        return half
+
+    def fail(self, half, *calls):
+        self.half, self.fails, self.calls = half, frozenset(calls), 0
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    return Allocator(monkeypatch)
+
+
+def make_step(plan=None, *, layers=LAYERS, link=None, **options):
+    options = {"gpu_memory": "1GiB", "host_memory": "1GiB"} | options
+    passes = ("recompute", "offload", "tile-tokens")
+    config = fxrl.Config(passes=passes, compile_regions=False, on_miss="error", **options)
+    model = make_stack(layers, block=GatedBlock, width=32, heads=4, wide=64)
+    if link is None:
+        return fxrl.optimize(model, square_loss, config, plan=plan)
+    target = replace(TARGETS["h200"], link=link)
+    backend = Backend(config, Plan(), target=target)
+    return TrainStep(model, square_loss, config, backend=backend)
+
+
+def gradients(step):
+    """The loss and every gradient of one step."""
+    step.model.zero_grad()
+    loss = step(IDS)
+    loss.backward()
+    found = {name: p.grad for name, p in step.model.named_parameters() if p.requires_grad}
+    return {"loss": loss.detach()} | {name: grad.clone() for name, grad in found.items()}
+
+
+def assert_equal(found, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def kept(step):
+    return {choice.kept for choice in step.plan.choices.values() if isinstance(choice, CutLayer)}
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_a_forward_is_planned_tighter_and_run_again(allocator, layer):
+    step = make_step()
+    expected = gradients(step)
+    before = step.plan
+    allocator.fail("forward", layer)
+    with pytest.warns(MemoryWarning, match=f"ran out in forward of layer {layer}: .* predicted"):
+        found = gradients(step)
+    assert_equal(found, expected)
+    assert step.plan.peak_gpu_bytes < before.peak_gpu_bytes
+    assert any("memory ran out" in r.reason for r in step.report.remarks if r.pass_name == "plan")
+    with warnings.catch_warnings(action="error"):
+        assert_equal(gradients(step), expected)
+
+
+@pytest.mark.parametrize("place", ["gpu", "host"])
+def test_a_backward_runs_again_with_what_waits_on_the_host(allocator, place):
+    chosen = CutLayer("products", place, place)
+    step = make_step(Plan({f"0:blocks.{i}": chosen for i in range(LAYERS)}))
+    expected = gradients(step)
+    for layer in range(LAYERS):
+        allocator.fail("backward", LAYERS - 1 - layer)
+        with pytest.warns(MemoryWarning, match=f"ran out in backward of layer {layer}: ") as told:
+            found = gradients(step)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        moved = re.search(r"; (.*) that wait .* were moved to host", str(told[0].message))[1]
+        assert (moved == "0 B") == (layer == 0 or place == "host"), moved
+
+
+def test_the_step_behind_a_short_backward_is_planned_tighter(allocator):
+    step = make_step()
+    expected = gradients(step)
+    before = step.plan
+    assert kept(step) == {"products"}
+    allocator.fail("backward", 0)
+    with pytest.warns(MemoryWarning):
+        assert_equal(gradients(step), expected)
+    assert step.plan == before
+    assert_equal(gradients(step), expected)
+    assert step.plan.peak_gpu_bytes < before.peak_gpu_bytes
+    assert kept(step) != {"products"}
+
+
+def test_micro_batches_that_wait_are_moved_too(allocator):
+    """Two forwards before their backwards, as DPO has them."""
+    step = make_step()
+    expected = gradients(step)
+    step.model.zero_grad()
+    losses = [step(IDS), step(IDS)]
+    allocator.fail("backward", 0)
+    with pytest.warns(MemoryWarning, match="were moved"):
+        sum(losses).backward()
+    for name, p in step.model.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad, 2 * expected[name], rtol=1e-12, atol=1e-14)
+
+
+def test_a_forward_that_nothing_helps_says_what_it_had_and_loses_nothing(allocator):
+    step = make_step()
+    expected = gradients(step)
+    step.model.zero_grad()
+    allocator.fail("forward", *range(1000))
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="memory ran out"),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        step(IDS)
+    assert all(p.grad is None for p in step.model.parameters())
+    allocator.fail("forward")
+    assert_equal(gradients(step), expected)
+
+
+def test_a_plan_that_leaves_no_choice_names_the_largest_part(allocator):
+    given = Plan({f"0:blocks.{i}": CutLayer("inputs") for i in range(LAYERS)})
+    step = make_step(given)
+    allocator.fail("forward", 2)
+    with pytest.raises(torch.OutOfMemoryError, match=r"layer 2: .* most of it, in .* would fit"):
+        step(IDS)
+
+
+def test_a_backward_that_nothing_helps_says_so(allocator):
+    step = make_step()
+    allocator.fail("backward", 1, 2)
+    with pytest.raises(torch.OutOfMemoryError, match=r"backward of layer 1: .* not enough: CUDA"):
+        step(IDS).backward()
+
+
+def refuse(monkeypatch):
+    """The driver pins no more pages."""
+    drop_free_pages()
+    error = RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
+    make = HostPool._page
+
+    def refused(pool):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", Mock(side_effect=error))
+            return make(pool)
+
+    monkeypatch.setattr(HostPool, "_page", refused)
+
+
+def test_where_the_host_gives_no_memory_the_plan_takes_none(monkeypatch):
+    monkeypatch.setattr(host_memory, "PAGE", 2**14)  # these layers are small
+    monkeypatch.setattr(planning, "PAGE", 2**14)
+    free = make_step(layers=8)
+    expected = gradients(free)
+    heights = [moment.bytes for moment in free.plan.timeline]
+    budget = int((max(heights) - 0.2 * (max(heights) - min(heights))) / 0.97)
+    step = make_step(layers=8, link=1e18, gpu_memory=budget)
+    refuse(monkeypatch)
+    with pytest.warns(MemoryWarning, match=r"refused \(CUDA error: .*planned without host memory"):
+        found = gradients(step)
+    assert_equal(found, expected)
+    assert step.plan.peak_host_bytes == 0
+
+
+def test_a_plan_that_asks_for_host_memory_says_what_is_missing(monkeypatch):
+    step = make_step(Plan({"0:blocks.1": CutLayer("inputs", "host")}))
+    refuse(monkeypatch)
+    with pytest.raises(HostMemoryError, match=r"16 MiB were refused .* choices that are given"):
+        step(IDS)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_who_keeps_a_loss_keeps_no_pages(again):
+    drop_free_pages()
+    step = make_step(
+        Plan({f"0:blocks.{i}": CutLayer("products", "host", "host") for i in range(3)})
+    )
+    expected = gradients(step)
+    loss = step(IDS)
+    loss.backward(retain_graph=again)
+    drop_free_pages()
+    assert (host_memory.bytes_held() > 0) == again
+    if again:
+        step.model.zero_grad()
+        loss.backward()
+        drop_free_pages()
+        assert host_memory.bytes_held() == 0
+        named = step.model.named_parameters()
+        assert_equal({name: p.grad for name, p in named} | {"loss": loss.detach()}, expected)
