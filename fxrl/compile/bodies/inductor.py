@@ -24,6 +24,10 @@ _BODY_OPTIONS: dict[str, Any] = {
     "max_autotune_gemm": False,
     "coordinate_descent_tuning": False,
     "triton.cudagraphs": False,
+    # NOTE [Why not]: Inductor multiplies matrices of few columns in wider ones and returns a part,
+    # so what adapters of rank 2 keep had four times the bytes that were planned, and strides that
+    # the backward was not compiled for: every step failed there.
+    "shape_padding": False,
     # NOTE [Why not]: kernels run in the order of the graph, which is what the planner counts on.
     # Inductor takes one of four orders by peaks that leave out what attention allocates inside:
     # for Qwen2.5-3B's layer at 8192 tokens it took one with 126 MiB more (642 of 516). Locality
