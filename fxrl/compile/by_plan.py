@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrl.capture.breaks import in_one_line
 from fxrl.compile.planning import symbols_of
 from fxrl.errors import HostMemoryError, PlanError
 from fxrl.ir.capture_record import Capture
@@ -30,8 +31,8 @@ from fxrl.ir.plan import CutLayer, Moment, Plan
 from fxrl.ir.region import region_at
 from fxrl.ir.remark import format_bytes
 from fxrl.ops.host_memory import drop_free_pages
-from fxrl.ops.out_of_memory import MemoryWarning, Shortage, Watch, used_bytes
-from fxrl.planner.budget import host_room
+from fxrl.ops.out_of_memory import MemoryWarning, Shortage, Watch
+from fxrl.planner.budget import FRAGMENTS, host_room
 
 Run = Callable[..., Any]
 #: Compiles a capture anew, as its planner says for sizes; the words say why.
@@ -66,14 +67,11 @@ class ByPlan:
             self._tighten(self._short)
         if sizes not in self._known:
             self._known[sizes] = self._find(sizes, args)
-        planned, random = self._known[sizes], random_state()
-        watch = Watch(lambda shortage: self._ran_out(planned, shortage), host_room)
+        planned, random, host = self._known[sizes], random_state(), None
         try:
-            with watch.running():
-                return planned.run(*args)
+            return self._watched(planned, args)
         except torch.OutOfMemoryError as error:
-            told = _autopsy("forward", planned, watch.count, used_bytes(self._device), str(error))
-            host = None
+            told = str(error)
         except HostMemoryError as error:
             told, host = str(error), 0
         # Behind the except blocks: until then the error's frames hold what the forward had made.
@@ -82,7 +80,21 @@ class ByPlan:
         again = self._again(planned, sizes, args, told)
         what = "without host memory" if host == 0 else "tighter"
         warnings.warn(f"{told}; planned {what}, and run again", MemoryWarning, stacklevel=2)
-        return again.run(*args)
+        return self._watched(again, args)
+
+    def _watched(self, planned: _Planned, args: Sequence[Any]) -> Any:
+        """What a plan's run returns; its backward is watched, too.
+
+        Raises:
+            torch.OutOfMemoryError: it says where, and what had been predicted.
+        """
+        watch = Watch(lambda shortage: self._ran_out(planned, shortage), host_room)
+        try:
+            with watch.running():
+                return planned.run(*args)
+        except torch.OutOfMemoryError as error:
+            shortage = Shortage.of(error, self._device, watch.count)
+            raise torch.OutOfMemoryError(_autopsy("forward", planned, shortage)) from None
 
     def _planned(self, run: Run) -> _Planned:
         assert self._capture.rewritten is not None
@@ -109,8 +121,8 @@ class ByPlan:
     def _ran_out(self, planned: _Planned, shortage: Shortage) -> str:
         """Remember it for the next step, and say it."""
         self._short = planned
-        told = _autopsy("backward", planned, shortage.op, shortage.used_bytes, shortage.error)
         moved = format_bytes(shortage.moved_bytes)
+        told = _autopsy("backward", planned, shortage)
         return f"{told}; {moved} that wait for their backward were moved to host memory"
 
     def _tighten(self, failed: _Planned, host_bytes: int | None = None) -> None:
@@ -140,6 +152,9 @@ class ByPlan:
             planned = self._plan(sizes, args, told)
         except PlanError as error:
             raise HostMemoryError(f"{told}; {error}") from None
+        except Exception as error:  # compiling takes memory, too
+            why = in_one_line(str(error))
+            raise torch.OutOfMemoryError(f"{told}; no other plan could be made: {why}") from error
         if planned.plan.choices == failed.plan.choices:
             why = capture.planner.too_large(capture.found, failed.plan, dict(sizes))
             raise torch.OutOfMemoryError(f"{told}; {why}")
@@ -147,18 +162,21 @@ class ByPlan:
         return planned
 
 
-def _autopsy(phase: str, planned: _Planned, op: int, used: int, error: str) -> str:
+def _autopsy(phase: str, planned: _Planned, shortage: Shortage) -> str:
     """What was predicted and what was found where memory ran out, in words."""
-    moments, plan = planned.moments, planned.plan
-    layer = moments[op] if op < len(moments) else None
+    moments, plan, used = planned.moments, planned.plan, shortage.used_bytes
+    layer = moments[shortage.op] if shortage.op < len(moments) else None
     found = [m for m in plan.timeline if m.phase == phase and layer and m.layer == layer.layer]
     moment = (found or [m for m in plan.timeline if m.phase == "head"])[0]
-    first = error.splitlines()[0].partition(". GPU")[0]
     actual = f", {format_bytes(used)} were in use" if used else ""
-    return (
-        f"memory ran out in {moment.where}: {format_bytes(moment.bytes)} were predicted there"
-        f"{actual} ({first})"
-    )
+    if shortage.pieces_bytes > FRAGMENTS * used:
+        actual += (
+            f" and {format_bytes(shortage.pieces_bytes)} in pieces that were too small (cure: "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
+        )
+    first = shortage.error.splitlines()[0].partition(". GPU")[0]
+    predicted = f"{format_bytes(moment.bytes)} were predicted there"
+    return f"memory ran out in {moment.where}: {predicted}{actual}; {first}"
 
 
 def _moments(gm: fx.GraphModule, plan: Plan) -> Iterator[Moment | None]:

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakSet, ref
 
@@ -35,19 +35,29 @@ class MemoryWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Memory ran out in the backward of an op.
+    """Memory ran out in an op.
 
     Attributes:
-        op: which of those that joined, by number.
-        used_bytes: what PyTorch had in use when it happened.
-        moved_bytes: what was moved to the host for it.
         error: PyTorch's own words.
+        op: which of those that joined, by number.
+        used_bytes: what PyTorch had in use on the GPU; 0 on a CPU, where nobody counts.
+        pieces_bytes: what it held besides, free, but not in one piece.
+        moved_bytes: what was moved to the host for it.
     """
 
-    op: int
-    used_bytes: int
-    moved_bytes: int
     error: str
+    op: int
+    used_bytes: int = 0
+    pieces_bytes: int = 0
+    moved_bytes: int = 0
+
+    @classmethod
+    def of(cls, error: torch.OutOfMemoryError, device: torch.device, op: int) -> Shortage:
+        """Read off PyTorch where the error is caught, while what was made is still alive."""
+        if device.type != "cuda":
+            return cls(str(error), op)
+        used = torch.cuda.memory_allocated(device)
+        return cls(str(error), op, used, torch.cuda.memory_reserved(device) - used)
 
 
 class Watch:
@@ -110,24 +120,19 @@ def with_room(ctx: Any, device: torch.device, run: Callable[[], T]) -> T:
     except torch.OutOfMemoryError as error:
         if ctx.watch is None:
             raise
-        used, words = used_bytes(device), str(error)
+        shortage = Shortage.of(error, device, ctx.number)
     # Behind the except block: until then the error's frames hold what the op had made.
     ctx.moved = True  # its own is being read
     room, moved = ctx.watch.room(), 0
     for watch in list(_WATCHES):
         moved += watch.move(device, room - moved)
-    told = ctx.watch.tell(Shortage(ctx.number, used, moved, words))
+    told = ctx.watch.tell(replace(shortage, moved_bytes=moved))
     try:
         result = run()
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(f"{told}; that was not enough: {error}") from None
     warnings.warn(f"{told}; it ran again, with the same numbers", MemoryWarning, stacklevel=2)
     return result
-
-
-def used_bytes(device: torch.device) -> int:
-    """What PyTorch has in use on a GPU; 0 on a CPU, where nobody counts."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _moved(ctx: Any, movable: Sequence[bool], device: torch.device) -> int:
