@@ -28,7 +28,7 @@ def lora(
     A is Kaiming-uniform and B zero, so the wrapped model starts with the same numbers.
 
     Args:
-        model: a Hugging Face model; wrapped in place.
+        model: a Hugging Face model; wrapped in place. On ``meta`` the adapter is, too.
         r: rank.
         alpha: scale; ``None`` is ``2 * r``.
         target_modules: ``"all-linear"`` (every linear layer but the output layer), a list of name
@@ -67,7 +67,12 @@ def lora(
         # PEFT reads this attribute of every model, and transformers has another name for it.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
         try:
-            wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=fp32_adapter)
+            wrapped = peft.get_peft_model(
+                model,
+                config,
+                autocast_adapter_dtype=fp32_adapter,
+                low_cpu_mem_usage=all(weight.is_meta for weight in model.parameters()),
+            )
         except ValueError as error:
             raise ModelError(
                 f"lora: target_modules={target_modules!r} does not work here "

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fxrl.ir.plan import CutLayer
 from fxrl.planner.chain import Chain, Option, host_bytes, peak_bytes, step_seconds
-from fxrl.planner.solver import Runs, fastest, fits
+from fxrl.planner.solver import fastest, fits, least_peak
 
 SIZES = st.integers(0, 12)
 TIMES = st.integers(1, 20).map(float)
@@ -67,7 +67,7 @@ def test_no_plan_is_faster(chain, gpu, host):
 @settings(max_examples=100, deadline=None)
 @given(chains())
 def test_nothing_needs_less(chain):
-    least, needed = Runs(chain).least_peak(10**9)
+    least, needed = least_peak(chain, 10**9)
     assert fits(chain, least, needed, 10**9)
     assert not any(fits(chain, o, needed - 1, 10**9) for o in in_runs(chain))
 
