@@ -18,9 +18,10 @@ def run(capsys, *words, code=0):
 
 def test_text(capsys):
     lines = run(capsys, *TINY).splitlines()
-    for begin in ("GPU memory: ", "host memory: ", "step: ", "longest context: "):
+    for begin in ("GPU memory: ", "host memory: ", "step: ", "longest context: ", "binds: nothing"):
         assert sum(line.startswith(begin) for line in lines) == 1
-    assert all("0:" in line for line in lines[-2:])  # a line for each choice
+    assert sum(line.startswith("0:") for line in lines) == 2  # one for each choice
+    assert max(map(len, lines)) <= 80
 
 
 def test_json(capsys):
