@@ -133,31 +133,28 @@ class WhatIf:
         return Advice(tuple(binds), tuple(sorted(changes, key=lambda change: change.seconds)))
 
     def fits(self) -> Iterator[Fit]:
-        """The frontier: contexts, and how many rows of each fit."""
-        step = self.step
-        rows, tokens = step.size(0), step.size(-1)
-        if rows is None or tokens is None:
-            return
-        alone = step.at(rows=1).longest(self.budget)
-        if alone is None:
-            return
-        longest = alone if rows == 1 else step.longest(self.budget)
-        lengths = {2**k for k in range(8, 25) if alone / _SHORTEST < 2**k < 0.9 * alone}
-        lengths |= {tokens} if tokens <= alone else set()
-        for length in sorted(lengths):
-            most = step.at(tokens=length, rows=max(1, alone // length)).most_rows(self.budget)
-            yield from self._fit(length, most)
-        if rows > 1:
-            yield from self._fit(longest, rows)
-        yield from self._fit(alone, 1)
+        """The frontier, by context: how many rows of it fit; the longest for a lone row, and for as
+        many as the batch has."""
+        for tokens, rows in sorted(self._sizes()):
+            step = self.step.at(tokens=tokens, rows=rows)
+            if (best := step.fastest(self.budget)) is not None:
+                chain = step.chain([[option] for option in best])
+                yield Fit(tokens, rows, step_seconds(chain, best), host_bytes(best))
 
-    def _fit(self, tokens: int | None, rows: int | None) -> Iterator[Fit]:
-        if tokens is None or rows is None:
+    def _sizes(self) -> Iterator[tuple[int, int]]:
+        """Tokens and rows on the frontier."""
+        rows, tokens = self.step.size(0), self.step.size(-1)
+        alone = self.step.at(rows=1).longest(self.budget)
+        if rows is None or tokens is None or alone is None:
             return
-        step = self.step.at(tokens=tokens, rows=rows)
-        if (best := step.fastest(self.budget)) is not None:
-            chain = step.chain([[option] for option in best])
-            yield Fit(tokens, rows, step_seconds(chain, best), host_bytes(best))
+        yield alone, 1
+        if rows > 1 and (longest := self.step.longest(self.budget)) is not None:
+            yield longest, rows
+        lengths = {2**k for k in range(8, 25) if alone / _SHORTEST < 2**k < 0.9 * alone}
+        for length in lengths | ({tokens} if tokens <= alone else set()):
+            start = self.step.at(tokens=length, rows=max(1, alone // length))
+            if (most := start.most_rows(self.budget)) is not None:
+                yield length, most
 
     def _more(self, chain: Chain) -> Iterator[tuple[str, str, float]]:
         """Each resource, how much more of it, and the seconds of a step then."""

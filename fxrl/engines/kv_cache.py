@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxrl.config import MiB
@@ -62,10 +63,14 @@ class KvCache:
                 f"{text.model_type} caches latent vectors (kv_lora_rank={text.kv_lora_rank}), "
                 "whose bytes are not known here; plan without a rollout"
             )
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        count, queries, hidden = (
+            _number(text, name)
+            for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        )
+        heads = getattr(text, "num_key_value_heads", None) or queries
+        head = getattr(text, "head_dim", None) or hidden // queries
         shared = getattr(text, "num_kv_shared_layers", None) or 0
-        layers = Counter(_windows(text)[: text.num_hidden_layers - shared])
+        layers = Counter(_windows(text, count)[: count - shared])
         return cls(2 * heads * head * width, layers.pop(None, 0), dict(layers))
 
     def bytes(self, tokens: int) -> int:
@@ -79,12 +84,21 @@ class KvCache:
         return self.bytes(-(-tokens // _BLOCK) * _BLOCK)
 
 
-def _windows(text: Any) -> list[Any]:
+def _number(text: Any, name: str) -> int:
+    if not isinstance(value := getattr(text, name, None), int):
+        raise KvCacheError(
+            f"{text.model_type}: {name}={value!r} does not tell the KV cache's bytes; plan without "
+            "a rollout"
+        )
+    return value
+
+
+def _windows(text: Any, count: int) -> list[Any]:
     """For each layer its window, None for one that holds all tokens."""
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
-        return [window] * text.num_hidden_layers
+        return [window] * count
     if unknown := sorted(set(kinds) - _ATTENTION.keys()):
         raise KvCacheError(
             f"{text.model_type} has layers of {', '.join(unknown)}, whose cache's bytes are not "
@@ -115,19 +129,27 @@ class RolloutMemory:
 
     @classmethod
     def of(
-        cls, model: nn.Module, tokens: int, asked: int, *, available: int, engine: int = 0
+        cls,
+        model: nn.Module,
+        tokens: int,
+        asked: int,
+        *,
+        available: int,
+        engine: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> RolloutMemory:
         """Of a Hugging Face model, bare or with an adapter, whose trained weights AdamW updates.
 
         Args:
             tokens: of the longest sequence, prompt and completion.
+            dtype: of the cache; None: the weights'.
 
         Raises:
             KvCacheError: see ``KvCache``.
         """
         language_model: Any = model
-        width = language_model.get_input_embeddings().weight.element_size()
-        cache = KvCache.of(language_model.config, width)
+        dtype = dtype or language_model.get_input_embeddings().weight.dtype
+        cache = KvCache.of(language_model.config, dtype.itemsize)
         weights = sum(p.nbytes for p in model.parameters())
         states = _ADAM_STATES * sum(p.nbytes for p in model.parameters() if p.requires_grad)
         return cls(weights, states, engine, cache.sequence_bytes(tokens), asked, available)
