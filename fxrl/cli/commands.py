@@ -127,7 +127,7 @@ def _outlook(args: Args) -> show.Outlook:
         args.config.append(f"host_memory={args.host_memory}")
     rows = max(2, args.batch) if args.fit else args.batch  # a lone row is a constant of the graph
     asked = argparse.Namespace(**{**vars(args), "batch": rows})
-    step, batch = _on_fakes(asked, right_padded=True)
+    step, batch = _on_fakes(asked, as_trained=True)
     told = (step.model, step.loss_fn, batch, step.config)
     captures = explained(*told, target=target, planned=True)[1]
     whatif = WhatIf.of(captures, Plan(), rows=args.batch)
@@ -142,13 +142,13 @@ def _outlook(args: Args) -> show.Outlook:
     return show.Outlook(plan, whatif.advice(), fits, args.tokens, rollouts)
 
 
-def _on_fakes(args: Args, *, right_padded: bool = False) -> tuple[Any, Any]:
+def _on_fakes(args: Args, *, as_trained: bool = False) -> tuple[Any, Any]:
     """A step over a model without weights, and a batch."""
     from fxrl.cli import inputs
 
     optimize = _optimizer(args)
-    model = inputs.empty_model(args)
-    return optimize(model), inputs.make_batch(args, model, right_padded=right_padded)
+    model = inputs.empty_model(args, as_trained=as_trained)
+    return optimize(model), inputs.make_batch(args, model, as_trained=as_trained)
 
 
 def _on_device(args: Args, *, on_policy: bool) -> tuple[Any, Any]:

@@ -63,9 +63,25 @@ def _table(pairs: Iterable[str], problems: list[str]) -> dict[str, Any]:
     return table
 
 
-def empty_model(args: argparse.Namespace) -> nn.Module:
-    """The model without weights (meta device), in training mode, with LoRA if asked for."""
-    return _trainable(build_from_config(_hf_config(args.model), args.dtype, "meta"), args)
+def empty_model(args: argparse.Namespace, *, as_trained: bool = False) -> nn.Module:
+    """The model without weights (meta device), in training mode, with LoRA if asked for.
+
+    Args:
+        as_trained: as ``fxrl train`` runs it: an adapter on bf16 weights under autocast.
+    """
+    model = _trainable(build_from_config(_hf_config(args.model), args.dtype, "meta"), args)
+    for module in model.modules() if as_trained and args.lora and args.dtype == "bf16" else ():
+        if type(module) is nn.Linear and module.weight.dtype == torch.float32:
+            module.__class__ = _Autocast
+    return model
+
+
+class _Autocast(nn.Linear):
+    """What a linear layer does under autocast, of which ``meta`` tensors know nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.bias is None, "adapters have none"
+        return nn.functional.linear(x.bfloat16(), self.weight.bfloat16())
 
 
 def real_model(args: argparse.Namespace, on_progress: Callable[[str], None]) -> nn.Module:
@@ -174,7 +190,7 @@ def make_batch(
     device: str = "cpu",
     *,
     on_policy: bool = False,
-    right_padded: bool = False,
+    as_trained: bool = False,
 ) -> Any:
     """A random batch with every key that ``fxrl.losses`` reads (see ``fxrl/losses/batch.py``).
 
@@ -187,7 +203,7 @@ def make_batch(
         on_policy: let ``old_logps`` and ``ref_logps`` lie around the model's own, which takes an
             eager forward. The first sequence then has ratio 1, so that no loss, however tightly it
             clips, is without a gradient. Otherwise they lie around -log V, a random model's mean.
-        right_padded: as ``fxrl train`` makes batches: padding behind completions, none elsewhere.
+        as_trained: as ``fxrl train`` makes batches: padding behind completions, none elsewhere.
 
     Raises:
         ConfigError: ``--completion`` leaves no prompt, or ``--make-batch`` does not work.
@@ -207,7 +223,7 @@ def make_batch(
     pad = torch.randint(0, max(1, (length - completion) // 2), (size, 1), generator=random)
     ends = torch.randint(max(1, completion // 2), completion + 1, (size, 1), generator=random)
     place = torch.arange(length)
-    real = place < length - completion + ends if right_padded else place >= pad
+    real = place < length - completion + ends if as_trained else place >= pad
     batch = {
         "input_ids": torch.randint(0, vocab, (size, length), generator=random),
         "attention_mask": real.long(),
@@ -219,7 +235,7 @@ def make_batch(
     batch = {name: value.to(device) for name, value in batch.items()}
     around = _logps(model, batch, completion) if on_policy else torch.tensor(-math.log(vocab))
     old, ref = around.to(device) + noise.to(device)
-    said = {"right_padded": True} if right_padded else {}
+    said = {"right_padded": True} if as_trained else {}
     return batch | {"old_logps": old, "ref_logps": ref} | said
 
 

@@ -28,7 +28,7 @@ def lora(
     A is Kaiming-uniform and B zero, so the wrapped model starts with the same numbers.
 
     Args:
-        model: a Hugging Face model; wrapped in place. On ``meta`` the adapter is, too.
+        model: a Hugging Face model; wrapped in place.
         r: rank.
         alpha: scale; ``None`` is ``2 * r``.
         target_modules: ``"all-linear"`` (every linear layer but the output layer), a list of name
@@ -61,6 +61,8 @@ def lora(
         task_type="CAUSAL_LM",
         fan_in_fan_out=_stores_transposed(model),
     )
+    # Without weights there is nothing to draw; PEFT makes such an adapter in fp32 and casts none.
+    empty = fp32_adapter and all(w.is_meta and w.itemsize <= 4 for w in model.parameters())
     with torch.random.fork_rng(enabled=seed is not None), warnings.catch_warnings():
         if seed is not None:
             torch.manual_seed(seed)
@@ -71,7 +73,7 @@ def lora(
                 model,
                 config,
                 autocast_adapter_dtype=fp32_adapter,
-                low_cpu_mem_usage=all(weight.is_meta for weight in model.parameters()),
+                low_cpu_mem_usage=empty,
             )
         except ValueError as error:
             raise ModelError(

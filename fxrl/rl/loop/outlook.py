@@ -90,7 +90,7 @@ def _update(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]:
         try:
             plan = parts.updater.step.plan_for(_batch(parts, rows, tokens, device))
         except Exception as error:  # a run needs no prediction
-            yield f"{what}; no plan: {str(error).splitlines()[0]}"
+            yield f"{what}, not planned: {type(error).__name__}: {error}".splitlines()[0]
             return
     top = max(plan.timeline, key=lambda moment: moment.bytes)
     yield what
