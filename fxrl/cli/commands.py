@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fxrl.cli import show
@@ -30,18 +31,13 @@ def plan(args: Args) -> int:
         before, after = inputs.two_plans(args.files)
         show.plan_difference(before, after, as_json=args.json)
         return 0
-    on = {} if args.target is None else {"target": inputs.target(args.target)}
-    for name in ("gpu_memory", "host_memory"):
-        if (size := getattr(args, name)) is not None:
-            args.config.append(f"{name}={size}")
-    step, batch = _on_fakes(args)
-    found = step.plan_for(batch, **on)
+    outlook = _outlook(args)
     if args.plot:
         from fxrl.inspect.timeline import plot
 
         what = f"{args.model}, {args.batch} x {args.tokens} tokens, {args.loss}"
-        show.status(f"written to {plot(found, args.plot, what)}")
-    print(found.to_json() if args.json else found)
+        show.status(f"written to {plot(outlook.plan, args.plot, what)}")
+    show.outlook(outlook, as_json=args.json)
     return 0
 
 
@@ -114,13 +110,45 @@ def fetch_model(args: Args) -> int:
     return 0
 
 
-def _on_fakes(args: Args) -> tuple[Any, Any]:
+def _outlook(args: Args) -> show.Outlook:
+    """A model's plan without weights, its rollout, and what else would fit."""
+    from fxrl.cli import inputs
+    from fxrl.compile.whatif import WhatIf
+    from fxrl.engines.kv_cache import ENGINE_BYTES, RolloutMemory
+    from fxrl.inspect.explain import explained
+    from fxrl.ir.plan import Moment, Plan
+    from fxrl.planner.budget import FRAGMENTS
+
+    engine = ENGINE_BYTES if args.rollout else 0
+    target = inputs.planned_target(args, engine)
+    # What fits is no error where the question is what would.
+    args.config.append("gpu_memory=none" if args.fit else f"gpu_memory={target.gpu_bytes}")
+    if args.host_memory is not None:
+        args.config.append(f"host_memory={args.host_memory}")
+    rows = max(2, args.batch) if args.fit else args.batch  # a lone row is a constant of the graph
+    asked = argparse.Namespace(**{**vars(args), "batch": rows})
+    step, batch = _on_fakes(asked, as_trained=True)
+    told = (step.model, step.loss_fn, batch, step.config)
+    captures = explained(*told, target=target, planned=True)[1]
+    whatif = WhatIf.of(captures, Plan(), rows=args.batch)
+    fits = tuple(whatif.fits()) if args.fit else ()
+    plan, lengths = whatif.plan(), {args.tokens, *(fit.tokens for fit in fits)}
+    available = int((target.gpu_bytes + engine) * (1 - FRAGMENTS))
+    rollout = partial(RolloutMemory.of, step.model, available=available, engine=engine)
+    rollouts = {n: rollout(n, args.rollout) for n in sorted(lengths) if args.rollout}
+    if rollouts:
+        moment = Moment("rollout", 0, rollouts[args.tokens].parts)
+        plan = plan.beside(moment, {"engine": engine})
+    return show.Outlook(plan, whatif.advice(), fits, args.tokens, rollouts)
+
+
+def _on_fakes(args: Args, *, as_trained: bool = False) -> tuple[Any, Any]:
     """A step over a model without weights, and a batch."""
     from fxrl.cli import inputs
 
     optimize = _optimizer(args)
-    model = inputs.empty_model(args)
-    return optimize(model), inputs.make_batch(args, model)
+    model = inputs.empty_model(args, as_trained=as_trained)
+    return optimize(model), inputs.make_batch(args, model, as_trained=as_trained)
 
 
 def _on_device(args: Args, *, on_policy: bool) -> tuple[Any, Any]:

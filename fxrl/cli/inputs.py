@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fxrl.config import Config
+from fxrl.config import Config, parse_bytes
 from fxrl.errors import ConfigError, did_you_mean, optional
 from fxrl.ir.plan import Plan
+from fxrl.ir.remark import format_bytes
 from fxrl.losses import by_name, completion_logits, token_stats
 from fxrl.losses.registry import load_function
 from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model, lora, tiny_config
@@ -61,9 +63,25 @@ def _table(pairs: Iterable[str], problems: list[str]) -> dict[str, Any]:
     return table
 
 
-def empty_model(args: argparse.Namespace) -> nn.Module:
-    """The model without weights (meta device), in training mode, with LoRA if asked for."""
-    return _trainable(build_from_config(_hf_config(args.model), args.dtype, "meta"), args)
+def empty_model(args: argparse.Namespace, *, as_trained: bool = False) -> nn.Module:
+    """The model without weights (meta device), in training mode, with LoRA if asked for.
+
+    Args:
+        as_trained: as ``fxrl train`` runs it: an adapter on bf16 weights under autocast.
+    """
+    model = _trainable(build_from_config(_hf_config(args.model), args.dtype, "meta"), args)
+    for module in model.modules() if as_trained and args.lora and args.dtype == "bf16" else ():
+        if type(module) is nn.Linear and module.weight.dtype == torch.float32:
+            module.__class__ = _Autocast
+    return model
+
+
+class _Autocast(nn.Linear):
+    """What a linear layer does under autocast, of which ``meta`` tensors know nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.bias is None, "adapters have none"
+        return nn.functional.linear(x.bfloat16(), self.weight.bfloat16())
 
 
 def real_model(args: argparse.Namespace, on_progress: Callable[[str], None]) -> nn.Module:
@@ -129,6 +147,24 @@ def target(name: str) -> Target:
     return TARGETS[name.lower()]
 
 
+def planned_target(args: argparse.Namespace, held: int) -> Target:
+    """``--target`` with the memory that the command line names.
+
+    Args:
+        held: bytes of it that are somebody else's all along.
+
+    Raises:
+        ConfigError: no such GPU, or no such size.
+    """
+    found = target(args.target)
+    named = [args.gpu_memory, optimize_config(args.config).gpu_memory, found.gpu_bytes]
+    size = next(size for size in named if size is not None)
+    left = parse_bytes(size, name="gpu_memory") - held
+    if left <= 0:
+        raise ConfigError(f"gpu_memory={size}: a sleeping engine holds {format_bytes(held)} of it")
+    return replace(found, gpu_bytes=left)
+
+
 def two_plans(files: list[str]) -> tuple[Plan, Plan]:
     """The plans in two files that ``fxrl plan --json`` wrote.
 
@@ -149,7 +185,12 @@ LOGP_STD = 0.1  # of old and reference log-probs around the policy's: some ratio
 
 
 def make_batch(
-    args: argparse.Namespace, model: nn.Module, device: str = "cpu", *, on_policy: bool = False
+    args: argparse.Namespace,
+    model: nn.Module,
+    device: str = "cpu",
+    *,
+    on_policy: bool = False,
+    as_trained: bool = False,
 ) -> Any:
     """A random batch with every key that ``fxrl.losses`` reads (see ``fxrl/losses/batch.py``).
 
@@ -162,6 +203,7 @@ def make_batch(
         on_policy: let ``old_logps`` and ``ref_logps`` lie around the model's own, which takes an
             eager forward. The first sequence then has ratio 1, so that no loss, however tightly it
             clips, is without a gradient. Otherwise they lie around -log V, a random model's mean.
+        as_trained: as ``fxrl train`` makes batches: padding behind completions, none elsewhere.
 
     Raises:
         ConfigError: ``--completion`` leaves no prompt, or ``--make-batch`` does not work.
@@ -180,9 +222,11 @@ def make_batch(
     random = torch.Generator().manual_seed(getattr(args, "seed", 0))
     pad = torch.randint(0, max(1, (length - completion) // 2), (size, 1), generator=random)
     ends = torch.randint(max(1, completion // 2), completion + 1, (size, 1), generator=random)
+    place = torch.arange(length)
+    real = place < length - completion + ends if as_trained else place >= pad
     batch = {
         "input_ids": torch.randint(0, vocab, (size, length), generator=random),
-        "attention_mask": (torch.arange(length) >= pad).long(),
+        "attention_mask": real.long(),
         "completion_mask": (torch.arange(completion) < ends).long(),
         "advantages": torch.randn(size, generator=random),
     }
@@ -191,7 +235,8 @@ def make_batch(
     batch = {name: value.to(device) for name, value in batch.items()}
     around = _logps(model, batch, completion) if on_policy else torch.tensor(-math.log(vocab))
     old, ref = around.to(device) + noise.to(device)
-    return batch | {"old_logps": old, "ref_logps": ref}
+    said = {"right_padded": True} if as_trained else {}
+    return batch | {"old_logps": old, "ref_logps": ref} | said
 
 
 def _logps(model: nn.Module, batch: dict[str, Tensor], completion: int) -> Tensor:

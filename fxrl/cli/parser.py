@@ -126,12 +126,14 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
     sub = _command(
         commands,
         "plan",
-        "print the plan: peak memory, seconds, what is done with each layer, longest context",
+        "print the plan: peak memory, seconds, choices, what binds, what else would fit",
         about="Works on fake tensors: no GPU, no weights, full-size models. Seconds are those of\n"
-        "the --target. fxrl plan diff A.json B.json compares two plans that --json wrote.\n"
-        "Exit code 2 when nothing fits: the error says the longest context that would.\n\n"
+        "the --target, for rows as fxrl train pads them.\n"
+        "fxrl plan diff A.json B.json compares two plans that --json wrote.\n"
+        "Exit code 1 when nothing fits: the error says the longest context that would.\n\n"
         + MODEL_HELP,
         examples="  fxrl plan Qwen/Qwen3-8B --context 131072 --lora 32 --gpu-memory 80GiB\n"
+        "  fxrl plan Qwen/Qwen3-8B --context 16384 --lora 32 --target h100 --rollout 64 --fit\n"
         "  fxrl plan ./config.json --context 16384 --batch 4 --target a100 --plot memory.png\n"
         "  fxrl plan Qwen/Qwen3-8B --loss dpo --host-memory 128GiB --json > a.json\n"
         "  fxrl plan diff a.json b.json",
@@ -142,10 +144,18 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
     sub.add_argument(
         "--target",
         metavar="GPU",
+        default="h200",
         help="h200, h100, b200, a100, l40s, rtx4090 (h200: the one whose figures are measured)",
     )
     sub.add_argument("--gpu-memory", metavar="SIZE", help="such as 80GiB (what the GPU has)")
     sub.add_argument("--host-memory", metavar="SIZE", help="for what layers keep (what is free)")
+    sub.add_argument(
+        "--rollout",
+        type=_positive,
+        metavar="N",
+        help="vLLM draws N sequences at once in the same process: plan its KV cache, too",
+    )
+    sub.add_argument("--fit", action="store_true", help="say how many rows fit, at which contexts")
     sub.add_argument("--plot", metavar="FILE", help="draw memory over a step, such as memory.png")
 
 

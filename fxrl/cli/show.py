@@ -6,7 +6,10 @@ stdout carries the answer, stderr everything else, so that pipes stay clean.
 from __future__ import annotations
 
 import json
-from typing import Any
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +21,11 @@ from fxrl.ir.plan import Plan, differing
 from fxrl.ir.remark import Report, format_bytes
 from fxrl.ir.table import cell, open_table
 
+if TYPE_CHECKING:
+    from fxrl.compile.whatif import Advice, Fit
+    from fxrl.engines.kv_cache import RolloutMemory
+
+_WIDTH = 80
 _STYLES = {"ok": "green", "missing": "yellow", "wrong version": "yellow", "broken": "bold red"}
 
 
@@ -42,6 +50,101 @@ def error(problem: FxrlError, *, as_json: bool) -> None:
 def report(found: Report) -> None:
     """The report's own table and totals."""
     print(found if found.remarks else "no remarks: no pass found anything to say")
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What ``fxrl plan`` found.
+
+    Attributes:
+        plan: with the rollout, if there is one.
+        advice: None where nothing fits.
+        fits: the frontier, if it was asked for.
+        tokens: of the batch's rows.
+        rollouts: by the tokens of their sequences.
+    """
+
+    plan: Plan
+    advice: Advice | None
+    fits: tuple[Fit, ...]
+    tokens: int
+    rollouts: Mapping[int, RolloutMemory]
+
+
+def outlook(found: Outlook, *, as_json: bool) -> None:
+    """The plan, the rollout, what binds, what would help, what else would fit."""
+    if as_json:
+        print(json.dumps(_outlook_table(found), indent=1))
+        return
+    lines = [*str(found.plan).splitlines(), *_rollout_lines(found), *_advice_lines(found)]
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        print(textwrap.fill(line, _WIDTH, subsequent_indent=indent, break_long_words=False))
+    if found.fits:
+        print("\nwhat fits:")
+        Console(highlight=False, width=_WIDTH).print(_frontier(found))
+
+
+def _outlook_table(found: Outlook) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(found.plan.to_json())
+    if found.advice is not None:
+        told |= asdict(found.advice)
+    if (rollout := found.rollouts.get(found.tokens)) is not None:
+        names = ("asked", "sequences", "most", "kv_bytes", "engine")
+        own = {name: getattr(rollout, name) for name in names}
+        told["rollout"] = own | {"gpu_bytes": sum(rollout.parts.values())}
+    if found.fits:
+        told["fits"] = [asdict(fit) | _at_once(found, fit) for fit in found.fits]
+    return told
+
+
+def _at_once(found: Outlook, fit: Fit) -> dict[str, int]:
+    rollout = found.rollouts.get(fit.tokens)
+    return {} if rollout is None else {"sequences": rollout.most}
+
+
+def _rollout_lines(found: Outlook) -> list[str]:
+    if (rollout := found.rollouts.get(found.tokens)) is None:
+        return []
+    total, kv = sum(rollout.parts.values()), format_bytes(rollout.kv_bytes)
+    parts = ", ".join(f"{format_bytes(size)} {what}" for what, size in rollout.parts.items())
+    waiting = rollout.asked - rollout.sequences
+    wait = f"; {waiting} wait for their turn" if waiting else ""
+    share = 100 * rollout.kv_bytes / rollout.available
+    return [
+        f"rollout: {format_bytes(total)}, {rollout.sequences} sequences of {found.tokens} tokens "
+        f"at once{wait}",
+        f"  awake: {parts} ({share:.0f} % of what there is)",
+        f"  asleep, for the update: the engine's {format_bytes(rollout.engine)} and the weights "
+        f"stay, {kv} of KV cache are given back",
+        f"  {rollout.most} fit at once: vllm.max_num_seqs={max(1, rollout.most)} "
+        f"vllm.max_model_len={found.tokens}",
+    ]
+
+
+def _advice_lines(found: Outlook) -> list[str]:
+    if found.advice is None:
+        return ["binds: GPU memory; this batch does not fit"]
+    if not found.advice.changes:
+        return ["binds: nothing, all is kept"]
+    most = ", then ".join(found.advice.binds)
+    return [
+        f"binds: {most or 'nothing much: a quarter more of anything saves less than 0.5 %'}",
+        "what would help most:",
+        *(f"  {one.seconds:.3g} s a step with {one.what}" for one in found.advice.changes),
+    ]
+
+
+def _frontier(found: Outlook) -> Table:
+    numbers = ["context", "rows", "s a step", "tokens/s", "on the host"]
+    numbers += ["rollout at once"] if found.rollouts else []
+    table = open_table(*numbers, right=tuple(numbers))
+    for fit in found.fits:
+        rate = fit.tokens * fit.rows / fit.seconds
+        values = [str(fit.tokens), str(fit.rows), f"{fit.seconds:.3g}", f"{rate:,.0f}"]
+        values += [format_bytes(fit.host_bytes)]
+        table.add_row(*values, *map(str, _at_once(found, fit).values()))
+    return table
 
 
 def plan_difference(before: Plan, after: Plan, *, as_json: bool) -> None:

@@ -156,7 +156,8 @@ class ByPlan:
             why = in_one_line(str(error))
             raise torch.OutOfMemoryError(f"{told}; no other plan could be made: {why}") from error
         if planned.plan.choices == failed.plan.choices:
-            why = capture.planner.too_large(capture.found, failed.plan, dict(sizes))
+            planner = capture.planner
+            why = planner.too_large(planner.step(capture.found, failed.plan, dict(sizes)))
             raise torch.OutOfMemoryError(f"{told}; {why}")
         self._known[sizes] = planned
         return planned

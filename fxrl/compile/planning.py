@@ -7,7 +7,7 @@ each cut, not compiled: what a layer needs and how long it takes is read off its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxrl.analysis.saved_tensors import read_later
 from fxrl.compile.bodies.figures import BodyProfile, Figures
@@ -51,7 +52,7 @@ from fxrl.planner.eager_profile import CallCost
 from fxrl.planner.eager_profile import peak as eager_peak
 from fxrl.planner.memory_profile import nbytes, tensor_bytes
 from fxrl.planner.schedule import Measure, volume
-from fxrl.planner.solver import Runs, fastest
+from fxrl.planner.solver import fastest, least_peak
 from fxrl.planner.target import Target
 
 #: What may be chosen for a layer, tiles apart. The first is the fastest.
@@ -78,7 +79,7 @@ _LIBRARIES = 64 * 2**20
 #: What a loss head's tiles take (``kernels.hopper.plan``), and those of a trained one's backward.
 _HEAD_SCRATCH = 200 * 2**20
 _TRAINED_HEAD_SCRATCH = 256 * 2**20
-_LONGEST = 2**24  # tokens; nobody asks for more
+_MOST = 2**24  # tokens, or rows; nobody asks for more
 _GUESSES = 12
 
 #: What symbols of the outer graph are.
@@ -112,18 +113,21 @@ class Planner:
         Raises:
             PlanError: nothing fits the budget that the user gave.
         """
-        step = self._step(gm, plan, sizes)
+        return self.planned(self.step(gm, plan, sizes))
+
+    def planned(self, step: StepChain) -> Plan:
+        """The same, of a step as a chain."""
         best = step.fastest(self.budget)
         if best is None:
             if self.budget.given:
-                raise PlanError(self._too_large(step))
+                raise PlanError(self.too_large(step))
             best, _ = step.smallest(self.budget.host_bytes)
         chain = step.chain([[option] for option in best])
         names = (layer.name for layer in step.layers)
         chosen: dict[str, Choice] = {n: o.choice for n, o in zip(names, best, strict=True)}
         return replace(
-            plan,
-            choices={**plan.choices, **chosen},
+            step.plan,
+            choices={**step.plan.choices, **chosen},
             peak_gpu_bytes=peak_bytes(chain, best),
             peak_host_bytes=host_bytes(best),
             step_seconds=round(step_seconds(chain, best), 4),
@@ -133,21 +137,19 @@ class Planner:
 
     def fits(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes) -> bool:
         """Whether a plan that was made fits the budget with a batch of these sizes, too."""
-        step = self._step(gm, plan, sizes)
+        step = self.step(gm, plan, sizes)
         chain = step.chain()
         options = [option for (option,) in chain.layers]
         gpu, host = peak_bytes(chain, options), host_bytes(options)
         return gpu <= self.budget.gpu_bytes and host <= self.budget.host_bytes
 
-    def _step(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes | None) -> _Step:
+    def step(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes | None = None) -> StepChain:
+        """A captured graph as a chain, at the sizes of its batch or at others."""
         values = {symbol: sympy.Integer(size) for symbol, size in (sizes or {}).items()}
-        return _Step(gm, plan, self.profiles, self.target, values)
+        return StepChain(gm, plan, self.profiles, self.target, values)
 
-    def too_large(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes) -> str:
-        """Why no plan fits a batch of these sizes: what is largest, and what would fit."""
-        return self._too_large(self._step(gm, plan, sizes))
-
-    def _too_large(self, step: _Step) -> str:
+    def too_large(self, step: StepChain) -> str:
+        """Why no plan fits: what is largest, and what would fit."""
         best, needed = step.smallest(self.budget.host_bytes)
         chain = step.chain([[option] for option in best])
         top = _told(max(moments(chain, best), key=lambda moment: moment.bytes))
@@ -162,7 +164,7 @@ class Planner:
 
 
 @dataclass(frozen=True)
-class _Step:
+class StepChain:
     """A captured graph as a chain, at the sizes of its batch or at others.
 
     Attributes:
@@ -207,54 +209,73 @@ class _Step:
     def fastest(self, budget: Budget) -> tuple[Option, ...] | None:
         """The fastest options that fit: products kept everywhere, where these do."""
         gpu, host = budget.gpu_bytes, budget.host_bytes
-        first = [self._options(layer, CUTS[:1], TILES[:1]) for layer in self.layers]
-        plain = tuple(option for (option,) in first)
-        if peak_bytes(self.chain(first), plain) <= gpu and host_bytes(plain) <= host:
+        chain, plain = self.plain()
+        if peak_bytes(chain, plain) <= gpu and host_bytes(plain) <= host:
             return plain
         return fastest(self.chain(), gpu, host)
 
+    def plain(self) -> tuple[Chain, tuple[Option, ...]]:
+        """Products kept everywhere, or what the user's plan says: nothing is faster."""
+        first = [self._options(layer, CUTS[:1], TILES[:1]) for layer in self.layers]
+        return self.chain(first), tuple(option for (option,) in first)
+
     def smallest(self, host: int) -> tuple[tuple[Option, ...], int]:
         """The options with the least peak, and the budget that they need."""
-        return Runs(self.chain()).least_peak(host)
+        return least_peak(self.chain(), host)
 
+    # -- other sizes
     def longest(self, budget: Budget) -> int | None:
         """Tokens of the longest context that some plan fits, to a percent; None where sizes do not
         vary, or nothing fits."""
-        symbol, tokens = self._context()
-        if symbol is None:
+        return self._most(-1, lambda tokens: self.at(tokens=tokens), budget)
+
+    def most_rows(self, budget: Budget) -> int | None:
+        """How many sequences some plan fits, likewise."""
+        return self._most(0, lambda rows: self.at(rows=rows), budget)
+
+    def at(self, *, rows: int | None = None, tokens: int | None = None) -> StepChain:
+        """The same step at other sizes; what is no number of rows grows with the tokens.
+
+        Args:
+            rows, tokens: of the batch; None, or one that does not vary, stays.
+        """
+        row, length = self._symbol(0), self._symbol(-1)
+        values = dict(self.values)
+        if tokens is not None and length is not None:
+            before = max(2, int(self._batch.get(length, 0)))
+            grown = {s: n * tokens // before for s, n in self._batch.items() if s != row}
+            values |= {s: sympy.Integer(max(2, n)) for s, n in grown.items()}
+            values[length] = sympy.Integer(tokens)
+        if rows is not None and row is not None:
+            values[row] = sympy.Integer(rows)
+        return replace(self, values=values)
+
+    def size(self, dim: int) -> int | None:
+        """Rows (dim 0) or tokens (dim -1) of the batch; None where they do not vary."""
+        symbol = self._symbol(dim)
+        return None if symbol is None else self.measure(symbol)
+
+    def _most(self, dim: int, at: Callable[[int], StepChain], budget: Budget) -> int | None:
+        if (now := self.size(dim)) is None:
             return None
 
-        def least(tokens: int) -> int:
-            step = replace(self, values={symbol: sympy.Integer(tokens)})
-            return step.smallest(budget.host_bytes)[1]
+        def needed(size: int) -> int:
+            return at(size).smallest(budget.host_bytes)[1]
 
-        # The least peak is nearly a line, so the next guess is where the line through the two last
-        # lengths meets the budget; but never closer than a percent to one that is known already.
-        low, high = 1, _LONGEST
-        points: list[tuple[int, int]] = []
-        guess = max(1, tokens // 2)
-        for _ in range(_GUESSES):
-            points.append((guess, least(guess)))
-            low, high = (guess, high) if points[-1][1] <= budget.gpu_bytes else (low, guess)
-            if high - low <= max(1, low // 100):
-                break
-            guess = _meets(points[-2:], budget.gpu_bytes) if len(points) > 1 else tokens
-            guess = min(max(guess, low + max(1, low // 100)), high - max(1, high // 101))
-        return low if low > 1 else None
+        return largest(needed, budget.gpu_bytes, now) or None
 
-    def _context(self) -> tuple[Any, int]:
-        """The symbol that is the sequence's length, and what it is in this batch: the last dim of
-        the largest input of token ids."""
+    def _symbol(self, dim: int) -> Any:
+        """The symbol that is a dim of the largest input of token ids, [rows, tokens] or [tokens];
+        None where it does not vary."""
         inputs = [n.meta.get("val") for n in self.gm.graph.find_nodes(op="placeholder")]
         ids = [v for v in inputs if isinstance(v, torch.Tensor) and v.dtype == torch.int64]
         ids = [v for v in ids if v.dim() > 0 and isinstance(v.shape[-1], torch.SymInt)]
-        if not ids:
-            return None, 0
-        length = max(ids, key=lambda v: self.measure(volume(v))).shape[-1]
-        assert isinstance(length, torch.SymInt)
-        symbols = length.node.expr.free_symbols
-        symbol = min(symbols, key=str)
-        return symbol, max(2, int(self._batch.get(symbol, 0)))
+        found = max(ids, key=lambda v: self.measure(volume(v)), default=None)
+        if found is None or (dim == 0 and found.dim() == 1):
+            return None
+        size = found.shape[dim]
+        symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
+        return min(symbols, key=str, default=None)
 
     # -- the chain
     def chain(self, layers: Sequence[Sequence[Option]] | None = None) -> Chain:
@@ -332,6 +353,28 @@ class _Step:
         return sum(nbytes(node, self.measure) for node in weights)
 
 
+def largest(need: Callable[[int], int], limit: int, start: int) -> int:
+    """The largest number, to a percent, that needs no more than a limit; 0 where none does.
+
+    What is needed is nearly a line, so the next guess is where the line through the two last ones
+    meets the limit; but never closer than a percent to a number that is known already.
+
+    Args:
+        start: where to begin.
+    """
+    low, high = 0, _MOST
+    points: list[tuple[int, int]] = []
+    guess = max(1, start // 2)
+    for _ in range(_GUESSES):
+        points.append((guess, need(guess)))
+        low, high = (guess, high) if points[-1][1] <= limit else (low, guess)
+        if high - low <= max(1, low // 100):
+            break
+        guess = _meets(points[-2:], limit) if len(points) > 1 else start
+        guess = min(max(guess, low + max(1, low // 100)), high - max(1, high // 101))
+    return low
+
+
 def _meets(points: Sequence[tuple[int, int]], level: int) -> int:
     """Where the line through two points is at a level; twice as far out where it is flat."""
     (n, peak), (m, other) = points
@@ -396,8 +439,9 @@ def as_chosen(region: Region, choice: CutLayer) -> Region | None:
     return tile_widest(cut, choice.tile_tokens) if choice.tile_tokens else cut
 
 
-#: Graphs on ``meta``, and the same on a CPU.
+#: Graphs and fake tensors on ``meta``, and the same on a CPU.
 _MOVED: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
+_TWINS: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 
 
 def _off_meta(region: Region) -> Region:
@@ -415,8 +459,12 @@ def _off_meta(region: Region) -> Region:
 
 
 def _on_cpu(fake: Any) -> torch.Tensor:
-    with fake.fake_mode:
-        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu")
+    if fake not in _TWINS:
+        with fake.fake_mode:
+            _TWINS[fake] = torch.empty_strided(
+                fake.shape, fake.stride(), dtype=fake.dtype, device="cpu"
+            )
+    return _TWINS[fake]
 
 
 def _kept(
@@ -457,7 +505,7 @@ class _Outer:
         seconds: of all of it.
     """
 
-    def __init__(self, step: _Step) -> None:
+    def __init__(self, step: StepChain) -> None:
         self._step = step
         graph, calls = step.gm.graph, {call for layer in step.layers for call in layer.calls}
         order = {node: place for place, node in enumerate(graph.nodes)}

@@ -200,6 +200,10 @@ class Engine(Protocol):
         """
         ...
 
+    def most_at_once(self, tokens: int) -> int:
+        """How many sequences of so many tokens, prompts included, are drawn at once at most."""
+        ...
+
     def standby(self) -> AbstractContextManager[None]:
         """Gives the memory that only generation needs to the trainer, until the block ends."""
         ...

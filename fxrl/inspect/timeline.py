@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from fxrl.errors import PlanError, optional
-from fxrl.ir.plan import Plan
+from fxrl.ir.plan import Moment, Plan
 
 _GIB = 2**30
 
 
 def plot(plan: Plan, path: str | Path, title: str) -> Path:
     """Draw predicted GPU memory over a step: one column a moment, forward to the left of the loss
-    head and backward to the right, stacked by what it is for.
+    head and backward to the right, behind the rollout if there is one, stacked by what it is for.
 
     Args:
         path: its ending says the format (png, pdf, svg).
@@ -26,31 +29,47 @@ def plot(plan: Plan, path: str | Path, title: str) -> Path:
     figure = optional("matplotlib.figure", purpose).Figure(figsize=(9, 4.5), layout="constrained")
     optional("matplotlib.backends.backend_agg", purpose).FigureCanvasAgg(figure)
     axis = figure.subplots()
-    moments = plan.timeline
-    places = list(range(len(moments)))
-    bottom = [0.0] * len(moments)
-    for index, part in enumerate(moments[0].parts):
-        heights = [moment.parts[part] / _GIB for moment in moments]
-        if any(heights):
-            axis.bar(places, heights, 1.0, bottom, label=part, color=f"C{index}", linewidth=0)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    top = max(places, key=lambda place: moments[place].bytes)
-    axis.annotate(
-        f"{bottom[top]:.1f} GiB in {moments[top].where}",
-        (top, bottom[top]),
-        (0, 6),
-        textcoords="offset points",
-        ha=("left", "center", "center", "right")[4 * top // len(places)],
-    )
-    head = next((p for p in places if moments[p].phase == "head"), 0)
-    shown = [p for p in places if moments[p].layer % 6 == 0 or p == head]
-    axis.set_xticks(shown, ["head" if p == head else str(moments[p].layer) for p in shown])
-    axis.set_xlabel("forward, layer by layer        the loss head        backward, layer by layer")
-    axis.set_ylabel("GPU memory [GiB]")
-    axis.set_ylim(0, 1.12 * max(bottom))
+    _draw(axis, plan.timeline)
     host = (plan.peak_host_bytes or 0) / _GIB
     axis.set_title(f"{title}\n{plan.step_seconds:.3g} s a step, {host:.1f} GiB on the host")
+    axis.set_ylabel("GPU memory [GiB]")
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", reverse=True)
     axis.grid(alpha=0.3, axis="y")
     figure.savefig(str(path), dpi=120)
     return Path(path)
+
+
+def _draw(axis: Any, moments: Sequence[Moment]) -> None:
+    """The columns, the highest one's words, and which part of a step is where."""
+    widths = [len(moments) / 6 if moment.phase == "rollout" else 1.0 for moment in moments]
+    starts = [0.0, *accumulate(w + w // 2 if w > 1 else w for w in widths)]
+    places = [start + width / 2 for start, width in zip(starts, widths, strict=False)]
+    bottom = [0.0] * len(moments)
+    parts = dict.fromkeys(part for moment in moments for part in moment.parts)
+    for index, part in enumerate(parts):
+        heights = [moment.parts.get(part, 0) / _GIB for moment in moments]
+        if any(heights):
+            axis.bar(places, heights, widths, bottom, label=part, color=f"C{index}", linewidth=0)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    top = max(range(len(moments)), key=lambda at: moments[at].bytes)
+    axis.annotate(
+        f"{bottom[top]:.1f} GiB in {moments[top].where}",
+        (places[top], bottom[top]),
+        (0, 6),
+        textcoords="offset points",
+        ha=("left", "center", "center", "right")[int(4 * places[top] / starts[-1])],
+    )
+    axis.set_ylim(0, 1.12 * max(bottom))
+    named = [at for at, moment in enumerate(moments) if moment.phase in ("rollout", "head")]
+    layers = [at for at, moment in enumerate(moments) if moment.phase in ("forward", "backward")]
+    ticks = {at: str(moments[at].layer) for at in layers if moments[at].layer % 6 == 0}
+    ticks |= {at: moments[at].phase for at in named}
+    axis.set_xticks([places[at] for at in ticks], list(ticks.values()))
+    for phase in ("forward", "backward"):
+        mine = [at for at, moment in enumerate(moments) if moment.phase == phase]
+        if mine:
+            middle = (places[mine[0]] + places[mine[-1]]) / 2
+            axis.text(
+                middle, -0.11, f"{phase}, layer by layer", ha="center", va="top",
+                transform=axis.get_xaxis_transform(),
+            )  # fmt: skip

@@ -95,8 +95,8 @@ class Moment:
     """What is predicted to be alive on the GPU at one moment of a step.
 
     Attributes:
-        phase: ``"forward"``, ``"head"``, ``"backward"`` or ``"end"``.
-        layer: the layer that runs, by number; how many there are for the head, 0 for the end.
+        phase: ``"rollout"``, ``"forward"``, ``"head"``, ``"backward"`` or ``"end"``.
+        layer: the layer that runs, by number; how many there are for the head, else 0.
         parts: what it is for -> bytes.
     """
 
@@ -112,7 +112,11 @@ class Moment:
     @property
     def where(self) -> str:
         """When it is, in words."""
-        others = {"head": "the loss head", "end": "backward of the embeddings"}
+        others = {
+            "rollout": "the rollout",
+            "head": "the loss head",
+            "end": "backward of the embeddings",
+        }
         return others.get(self.phase, f"{self.phase} of layer {self.layer}")
 
 
@@ -125,7 +129,8 @@ class Plan:
         peak_gpu_bytes, peak_host_bytes, step_seconds: predictions of one step, with AdamW's states
             and without the optimizer's own time; None where none was made.
         max_context: tokens of the longest sequences that some plan fits; None where nobody asked.
-        timeline: the moments of a step, in order; the highest is ``peak_gpu_bytes``.
+        timeline: the moments of a step, in order, behind a rollout if there is one; the highest is
+            ``peak_gpu_bytes``.
         switched_off: ``(pass, site)`` pairs that stay as they are whatever else is said; how
             ``verify`` searches for a wrong rewrite.
     """
@@ -141,6 +146,14 @@ class Plan:
     def without(self, rewrites: frozenset[tuple[str, str]]) -> Plan:
         """The same plan with these passes told to leave these sites alone."""
         return replace(self, switched_off=self.switched_off | rewrites)
+
+    def beside(self, rollout: Moment, stays: Mapping[str, int]) -> Plan:
+        """The same step behind a rollout, of which ``stays`` (what -> bytes) is there all along."""
+        step = (replace(moment, parts={**moment.parts, **stays}) for moment in self.timeline)
+        timeline = (rollout, *step)
+        return replace(
+            self, timeline=timeline, peak_gpu_bytes=max(moment.bytes for moment in timeline)
+        )
 
     def to_json(self) -> str:
         """The plan as JSON: ``from_json`` reads it back."""

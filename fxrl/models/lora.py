@@ -61,13 +61,20 @@ def lora(
         task_type="CAUSAL_LM",
         fan_in_fan_out=_stores_transposed(model),
     )
+    # Without weights there is nothing to draw; PEFT makes such an adapter in fp32 and casts none.
+    empty = fp32_adapter and all(w.is_meta and w.itemsize <= 4 for w in model.parameters())
     with torch.random.fork_rng(enabled=seed is not None), warnings.catch_warnings():
         if seed is not None:
             torch.manual_seed(seed)
         # PEFT reads this attribute of every model, and transformers has another name for it.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
         try:
-            wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=fp32_adapter)
+            wrapped = peft.get_peft_model(
+                model,
+                config,
+                autocast_adapter_dtype=fp32_adapter,
+                low_cpu_mem_usage=empty,
+            )
         except ValueError as error:
             raise ModelError(
                 f"lora: target_modules={target_modules!r} does not work here "

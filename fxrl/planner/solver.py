@@ -20,7 +20,7 @@ sub-chains again, where here each layer keeps or recomputes for itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,7 +44,60 @@ def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
     """
     if not chain.layers:
         return () if peak_bytes(chain, ()) <= gpu_bytes else None
-    return Runs(chain).fastest(gpu_bytes, host_bytes)
+    return Runs(_unbeaten(chain, (*_BYTES, *_SECONDS))).fastest(gpu_bytes, host_bytes)
+
+
+def least_peak(chain: Chain, host_bytes: int) -> tuple[Plan, int]:
+    """The plan with the lowest peak that the host has room for, and what it is charged.
+
+    Raises:
+        PlanError: there is none: choices that were given ask for more.
+    """
+    if not chain.layers:
+        return (), peak_bytes(chain, ())
+    return Runs(_unbeaten(chain, _BYTES)).least_peak(host_bytes)
+
+
+_BYTES = ("gpu_bytes", "host_bytes", "forward_bytes", "backward_bytes")
+_SECONDS = ("forward_s", "backward_s")
+
+
+def _unbeaten(chain: Chain, costs: Sequence[str]) -> Chain:
+    """Without the choices that another, which every layer has too, is below in no cost and equal
+    to at best: no plan is better for having them."""
+    of = [{o.choice: [getattr(o, n) for n in costs] for o in layer} for layer in chain.layers]
+    choices = list(dict.fromkeys(o.choice for layer in chain.layers for o in layer))
+
+    def beats(one: CutLayer, other: CutLayer) -> bool:
+        mine = [layer.get(one) for layer in of if other in layer]
+        its = [layer[other] for layer in of if other in layer]
+        no_worse = all(
+            m is not None and all(a <= b for a, b in zip(m, c, strict=True))
+            for m, c in zip(mine, its, strict=True)
+        )
+        return no_worse and (mine != its or choices.index(one) < choices.index(other))
+
+    left = [c for c in choices if not any(beats(one, c) for one in choices if one != c)]
+    layers = tuple(tuple(o for o in layer if o.choice in left) for layer in chain.layers)
+    return replace(chain, layers=layers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One of the three runs of all plans: [choice, place].
+
+    Attributes:
+        seconds: of forward and backward.
+        gpu, host: bytes that its layers keep.
+        peak: most bytes while they run, besides what those before it keep.
+        sent: most that one of them sends to the host.
+    """
+
+    seconds: Array
+    gpu: Array
+    host: Array
+    peak: Array
+    sent: Array
 
 
 @dataclass(frozen=True)
@@ -72,13 +125,7 @@ class Runs:
         return None if found is None else self._plan(*found)
 
     def least_peak(self, host_bytes: int) -> tuple[Plan, int]:
-        """The plan with the lowest peak that the host has room for, and what it is charged.
-
-        Raises:
-            PlanError: there is none: choices that were given ask for more.
-        """
-        if not self.chain.layers:
-            return (), peak_bytes(self.chain, ())
+        """See ``least_peak``."""
         best, found = np.inf, (0, 0, 0)
         for first in range(len(self._choices)):
             for second in range(len(self._choices)):
@@ -136,12 +183,6 @@ class Runs:
     def _tables(self) -> dict[str, Array]:
         return {n: self._sums(n) for n in ("gpu_bytes", "host_bytes", "forward_s", "backward_s")}
 
-    def _over(self, name: str, choice: Any, start: Array, end: Array) -> Array:
-        """An attribute over the layers ``start`` to ``end`` with a choice, each or all of them."""
-        table = self._tables[name][choice]
-        total: Array = table[..., end] - table[..., start]
-        return total
-
     @cached_property
     def _most(self) -> tuple[Array, Array]:
         """[choice, start, end]: most bytes while a run's layers run, besides what those before it
@@ -163,6 +204,22 @@ class Runs:
                     peaks[choice, start, end], sends[choice, start, end] = peak, sent
         return peaks, sends
 
+    @cached_property
+    def _runs(self) -> tuple[_Run, _Run, _Run]:
+        """The first, second and third run of every plan."""
+        a, b = self._cuts
+        begin, end = np.zeros_like(a), np.full_like(a, len(self.chain.layers))
+        return self._run(begin, a), self._run(a, b), self._run(b, end)
+
+    def _run(self, start: Array, end: Array) -> _Run:
+        """A step's seconds are counted by runs, as ``chain.step_seconds`` does."""
+        over = {name: table[:, end] - table[:, start] for name, table in self._tables.items()}
+        moved = over["host_bytes"] / self.chain.link
+        seconds = np.maximum(over["forward_s"], moved) + np.maximum(over["backward_s"], moved)
+        peaks, sends = self._most
+        gpu, host = over["gpu_bytes"], over["host_bytes"]
+        return _Run(seconds, gpu, host, peaks[:, start, end], sends[:, start, end])
+
     def _plans(self, first: int, second: int) -> tuple[Array, Array, Array]:
         """[third choice, place]: seconds, peak bytes and host bytes of every plan that begins with
         these two choices.
@@ -170,35 +227,18 @@ class Runs:
         What is on its way to the host or back is charged as if every layer sent as much as the one
         that sends most.
         """
-        a, b = self._cuts
-        begin, end = np.zeros_like(a), np.full_like(a, len(self.chain.layers))
-        every = slice(None)
-
-        def total(name: str) -> Array:
-            begun = self._over(name, first, begin, a) + self._over(name, second, a, b)
-            found: Array = begun + self._over(name, every, b, end)
-            return found
-
-        peaks, sends = self._most
-        before = self._over("gpu_bytes", first, begin, a)
-        between = before + self._over("gpu_bytes", second, a, b)
-        peak = np.maximum(peaks[first, 0, a], before + peaks[second, a, b])
-        peak = np.maximum(peak, between + peaks[:, b, end])
+        one, two, three = self._runs
         made = gradients_made(self.chain)
-        peak = np.maximum(peak, total("gpu_bytes") + made[-1] + self.chain.head_bytes)
-        peak = np.maximum(peak, made[0])
-        sent = np.maximum(np.maximum(sends[first, 0, a], sends[second, a, b]), sends[:, b, end])
-        host = total("host_bytes")
-        seconds = self._seconds(first, begin, a) + self._seconds(second, a, b)
-        seconds = self.chain.head_s + seconds + self._seconds(every, b, end)
+        before = one.gpu[first]
+        between = before + two.gpu[second]
+        peak = np.maximum(one.peak[first], before + two.peak[second])
+        peak = np.maximum(peak, between + three.peak)
+        at_head = between + three.gpu + (made[-1] + self.chain.head_bytes)
+        peak = np.maximum(np.maximum(peak, at_head), made[0])
+        sent = np.maximum(np.maximum(one.sent[first], two.sent[second]), three.sent)
+        host = one.host[first] + two.host[second] + three.host
+        seconds = self.chain.head_s + one.seconds[first] + two.seconds[second] + three.seconds
         return seconds, self.chain.base_bytes + peak + ON_THEIR_WAY * sent, host
-
-    def _seconds(self, choice: Any, start: Array, end: Array) -> Array:
-        """Of runs, as ``chain.step_seconds`` counts them."""
-        moved = self._over("host_bytes", choice, start, end) / self.chain.link
-        forward = np.maximum(self._over("forward_s", choice, start, end), moved)
-        both: Array = forward + np.maximum(self._over("backward_s", choice, start, end), moved)
-        return both
 
 
 def fits(chain: Chain, options: Sequence[Option], gpu_bytes: int, host_bytes: int) -> bool:

@@ -118,6 +118,19 @@ def test_empty_model_has_no_weights_and_takes_lora(tmp_path):
         assert model.training
 
 
+def test_an_empty_adapter_computes_as_under_autocast():
+    args = parse(["plan", "tiny:qwen3", "--lora", "8"])
+    adapters = [
+        m for n, m in inputs.empty_model(args, as_trained=True).named_modules() if "lora_A." in n
+    ]
+    assert {adapter.weight.dtype for adapter in adapters} == {torch.float32}
+    x = torch.empty(2, adapters[0].in_features, device="meta")
+    assert adapters[0](x).dtype == torch.bfloat16
+    batch = make_batch(args, inputs.empty_model(args), as_trained=True)
+    assert batch["right_padded"]
+    assert batch["attention_mask"][:, 0].all()
+
+
 def test_unreachable_hub_says_that_a_config_is_enough(monkeypatch):
     monkeypatch.setattr(inputs, "why_no_hub", lambda: "the hub cannot be reached")
     args = parse(["explain", "someone/no-such-model", "--loss", "grpo"])

@@ -18,9 +18,10 @@ def run(capsys, *words, code=0):
 
 def test_text(capsys):
     lines = run(capsys, *TINY).splitlines()
-    for begin in ("GPU memory: ", "host memory: ", "step: ", "longest context: "):
+    for begin in ("GPU memory: ", "host memory: ", "step: ", "longest context: ", "binds: nothing"):
         assert sum(line.startswith(begin) for line in lines) == 1
-    assert all("0:" in line for line in lines[-2:])  # a line for each choice
+    assert sum(line.startswith("0:") for line in lines) == 2  # one for each choice
+    assert max(map(len, lines)) <= 80
 
 
 def test_json(capsys):
@@ -63,12 +64,43 @@ def test_two_plans_compared(tmp_path, capsys):
     assert "no choice differs" in same
 
 
+ROLLOUT = [*TINY, "--gpu-memory", "1GiB", "--rollout", "9999", "--fit"]
+
+
+def test_a_rollout_and_what_fits(capsys):
+    found = json.loads(run(capsys, *ROLLOUT, "--json"))
+    plan, rollout = Plan.from_json(json.dumps(found)), found["rollout"]
+    first, *update = plan.timeline
+    assert first.phase == "rollout"
+    assert first.bytes == rollout["gpu_bytes"] <= 2**30
+    assert plan.peak_gpu_bytes == max(moment.bytes for moment in plan.timeline)
+    assert {moment.parts["engine"] for moment in update} == {rollout["engine"]}
+    assert rollout["asked"] == 9999 > rollout["sequences"] == rollout["most"] > 1
+    (here,) = (fit for fit in found["fits"] if fit["tokens"] == 4096)
+    assert here["sequences"] == rollout["most"]
+    assert {"tokens", "rows", "seconds", "host_bytes"} <= here.keys()
+    sizes = [fit["rows"] for fit in found["fits"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert found["binds"] == []
+
+
+def test_the_same_for_people(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "memory.svg"
+    text = run(capsys, *ROLLOUT, "--plot", str(file))
+    assert max(map(len, text.splitlines())) <= 80
+    for said in ("highest in the rollout", "wait for their turn", "rollout at once"):
+        assert said in " ".join(text.split())
+    assert file.read_text().startswith("<?xml")
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
         ([*TINY, "--gpu-memory", "70MiB"], 1, "no plan fits gpu_memory"),
         ([*TINY, "--gpu-memory", "lots"], 2, "'lots'"),
         ([*TINY, "--target", "h900"], 2, "h900"),
+        ([*TINY, "--gpu-memory", "512MiB", "--rollout", "8"], 2, "a sleeping engine holds"),
         (["plan", "diff", "a.json"], 2, "two"),
         (["plan", "diff", "no-such-a.json", "no-such-b.json"], 2, "no-such-a.json"),
     ],

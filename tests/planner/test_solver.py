@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer
 from fxrl.planner.chain import Chain, Option, host_bytes, peak_bytes, step_seconds
-from fxrl.planner.solver import Runs, fastest, fits
+from fxrl.planner.solver import fastest, fits, least_peak
 
 SIZES = st.integers(0, 12)
 TIMES = st.integers(1, 20).map(float)
@@ -68,7 +68,7 @@ def test_no_plan_is_faster(chain, gpu, host):
 @settings(max_examples=100, deadline=None)
 @given(chains())
 def test_nothing_needs_less(chain):
-    least, needed = Runs(chain).least_peak(10**9)
+    least, needed = least_peak(chain, 10**9)
     assert fits(chain, least, needed, 10**9)
     assert not any(fits(chain, o, needed - 1, 10**9) for o in in_runs(chain))
 
@@ -82,7 +82,7 @@ def test_given_choices_stay_wherever_they_are():
         assert all(found[i] == LAYER[i] for i in given)
         assert peak_bytes(chain, found) <= gpu * MiB
     with pytest.raises(PlanError, match=r"choices that are given keep .* in host memory"):
-        Runs(Chain((LAYER[-1:],) * 3, 0, 0, 0.0, 54e9)).least_peak(64 * MiB)
+        least_peak(Chain((LAYER[-1:],) * 3, 0, 0, 0.0, 54e9), 64 * MiB)
 
 
 MiB = 2**20

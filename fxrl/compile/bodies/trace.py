@@ -16,7 +16,8 @@ as they are is what AOTAutograd does, and works on every version.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
@@ -84,8 +85,8 @@ class TracedBody:
         self.bound = BoundSizes(region.inputs)
         self._symbols = self._make_symbols(sizes)
         self.input_examples = self._inputs()
-        self.forward = self._trace(self._forward, self.input_examples)
-        outputs = _outputs_of(self.forward)
+        with self._tracing():
+            outputs = self._forward(*self.input_examples)
         self.num_outputs = len(outputs)
         self.grad_outputs = tuple(
             i for i, o in enumerate(outputs) if o.is_floating_point() or o.is_complex()
@@ -99,6 +100,8 @@ class TracedBody:
         differentiated = bool(given) and any(spec.needs_grad for spec in region.inputs)
         if differentiated:
             self._joint = self._trace_joint(given)
+        else:
+            self.forward = self._trace(self._forward, self.input_examples)
         self._cut()
 
     def with_cut(self, region: Region) -> TracedBody:
@@ -255,7 +258,16 @@ class TracedBody:
     def _trace(
         self, function: Any, inputs: Sequence[Any], decompositions: Any = None
     ) -> fx.GraphModule:
-        # The body already holds the casts that autocast asked for where it was captured.
+        with self._tracing():
+            gm = make_fx(function, decomposition_table=decompositions)(*inputs)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        return gm
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Ops on fake tensors make fake tensors, as on the device; the body already holds the casts
+        that autocast asked for where it was captured."""
         with (
             self.mode,
             enable_python_dispatcher(),
@@ -263,10 +275,7 @@ class TracedBody:
             torch._C._DisableAutocast(),
             fastest(self.region.inputs[0].example.device),
         ):
-            gm = make_fx(function, decomposition_table=decompositions)(*inputs)
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
-        return gm
+            yield
 
 
 def _functional(joint: fx.GraphModule) -> Any:
@@ -276,8 +285,3 @@ def _functional(joint: fx.GraphModule) -> Any:
         return function(primals, tangents)
 
     return run
-
-
-def _outputs_of(gm: fx.GraphModule) -> list[Tensor]:
-    (output,) = gm.graph.find_nodes(op="output")
-    return [node.meta["val"] for node in output.args[0]]

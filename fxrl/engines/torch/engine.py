@@ -350,6 +350,10 @@ class TorchEngine:
             return nullcontext()
         return torch.autocast(next(self.model.parameters()).device.type, dtype=self.autocast)
 
+    def most_at_once(self, tokens: int) -> int:
+        """See ``Engine.most_at_once``."""
+        return self.max_batch_tokens // tokens
+
     @contextmanager
     def standby(self) -> Iterator[None]:
         """The KV cache dies with each call; what is given back here is the

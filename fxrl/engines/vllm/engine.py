@@ -230,6 +230,10 @@ class VllmEngine:
         self.weight_sync.attach(model, route=route)
         self._handle.reset_prefix_cache()
 
+    def most_at_once(self, tokens: int) -> int:
+        """See ``Engine.most_at_once``; the KV cache may have room for less."""
+        return self.options.max_num_seqs
+
     @contextmanager
     def standby(self) -> Iterator[None]:
         """See ``Engine.standby``; the KV cache's memory is free inside.

@@ -16,6 +16,7 @@ from fxrl.rl.errors import BadConfigError
 from fxrl.rl.loop import checkpoint
 from fxrl.rl.loop.build import Questions, build_parts, pick_device, read_questions, seed_everything
 from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
+from fxrl.rl.loop.outlook import outlook
 from fxrl.rl.loop.trainer import Trainer
 from fxrl.rl.report.files import METRICS, read_lines, try_to_write, why
 from fxrl.rl.report.plots import plot_curves, plot_times
@@ -72,6 +73,9 @@ def run(task: Task, reporter: Reporter) -> int:
         if found is not None:
             trainer.resume(found)
             reporter.message(f"resumed at step {trainer.done} from {found}")
+        with reporter.stage("planning: memory of rollout and update"):
+            for line in outlook(config, parts):
+                reporter.message(line)
         reporter.begin(config.steps, trainer.done)
         with stop_on_signal() as stop:
             trainer.run(reporter, stop)

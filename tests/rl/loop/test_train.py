@@ -60,6 +60,11 @@ def test_a_run_writes_everything(config_file, capsys):
     events = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
     assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 4]
     assert events[-1]["event"] == "summary"
+    begun = next(i for i, e in enumerate(events) if e["event"] == "step")
+    said = [e["text"] for e in events[:begun] if e["event"] == "message"]
+    for begin in ("plan: ", "rollout: ", "update: micro-batches of up to "):
+        (line,) = (text for text in said if text.startswith(begin))
+        assert len(line) <= 80
     out = Path("out")
     assert (out / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
     assert any((out / "tensorboard").iterdir())

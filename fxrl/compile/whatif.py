@@ -1,0 +1,195 @@
+"""What would become of a planned step with more of something, or at other sizes.
+
+Every answer is the solver's, over a chain that is there already: nothing is traced again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fxrl.compile.planning import Planner, StepChain
+from fxrl.errors import PlanError
+from fxrl.ir.capture_record import Capture, plan_of
+from fxrl.ir.plan import Plan
+from fxrl.ir.remark import format_bytes
+from fxrl.planner.budget import FRAGMENTS, Budget
+from fxrl.planner.chain import Chain, host_bytes, peak_bytes, step_seconds
+from fxrl.planner.solver import fastest
+
+#: More of one thing, as a share of what there is.
+_MORE = 0.25
+#: A resource binds where more of it saves this share of a step.
+_MATTERS = 0.005
+#: Contexts of the frontier reach down to this part of the longest.
+_SHORTEST = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A step where something is different.
+
+    Attributes:
+        what: that, in words.
+        seconds: for as many tokens as the step has now.
+    """
+
+    what: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What makes a step slower than it could be.
+
+    Attributes:
+        binds: what more of would save time, the most of it first; () where everything is kept.
+        changes: the one that helps most first.
+    """
+
+    binds: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Sizes that fit: as many rows as do at this context, or the longest context for these rows.
+
+    Attributes:
+        tokens, rows: of a batch.
+        seconds: of its step.
+        host_bytes: what waits there.
+    """
+
+    tokens: int
+    rows: int
+    seconds: float
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """Questions about a captured step.
+
+    Attributes:
+        planner: the one that planned it.
+        step: what it planned, or the same at other sizes.
+        captured: what it found.
+    """
+
+    planner: Planner
+    step: StepChain
+    captured: Plan
+
+    @classmethod
+    def of(cls, captures: Sequence[Capture], given: Plan, *, rows: int | None = None) -> WhatIf:
+        """Of the captured graph that needs most.
+
+        Args:
+            captures: planned; ``planner`` of at least one.
+            given: the plan that they had to obey.
+            rows: of the batch that is asked about, where it is not the captured one.
+
+        Raises:
+            PlanError: there is none; says why.
+        """
+        planned = [one for one in captures if one.planner is not None and one.found is not None]
+        if not planned:
+            said = [r for one in captures for r in one.report.of_kind("missed")]
+            raise PlanError("; ".join(r.reason for r in said) or "no graph was captured")
+        most = max(planned, key=lambda one: one.given.peak_gpu_bytes or 0)
+        step = most.planner.step(most.found, given)
+        step = step if rows in (None, step.size(0)) else step.at(rows=rows)
+        return cls(most.planner, step, plan_of(captures))
+
+    @property
+    def budget(self) -> Budget:
+        """What the planner may use."""
+        return self.planner.budget
+
+    def plan(self) -> Plan:
+        """See ``Planner``."""
+        if not self.step.values:
+            return self.captured
+        found = self.planner.planned(self.step)
+        return replace(found, choices={**self.captured.choices, **found.choices})
+
+    def advice(self) -> Advice | None:
+        """What binds and what would help; None where nothing fits."""
+        gpu, host = self.budget.gpu_bytes, self.budget.host_bytes
+        chain, plain = self.step.plain()
+        whole, least = peak_bytes(chain, plain), step_seconds(chain, plain)
+        if whole <= gpu:
+            return Advice((), ())
+        chain = self.step.chain()
+        if (now := _seconds(chain, gpu, host)) is None:
+            return None
+        found = {name: (what, seconds) for name, what, seconds in self._more(chain)}
+        won = {name: now - seconds for name, (_, seconds) in found.items()}
+        binds = [n for n in sorted(won, key=lambda n: -won[n]) if won[n] > _MATTERS * now]
+        changes = [Change(what, seconds) for what, seconds in found.values()]
+        changes.append(Change(f"{_of_gpu(whole)}, where all is kept", least))
+        changes += self._shorter()
+        return Advice(tuple(binds), tuple(sorted(changes, key=lambda change: change.seconds)))
+
+    def fits(self) -> Iterator[Fit]:
+        """The frontier, by context: how many rows of it fit; the longest for a lone row, and for as
+        many as the batch has."""
+        for tokens, rows in sorted(self._sizes()):
+            step = self.step.at(tokens=tokens, rows=rows)
+            if (best := step.fastest(self.budget)) is not None:
+                chain = step.chain([[option] for option in best])
+                yield Fit(tokens, rows, step_seconds(chain, best), host_bytes(best))
+
+    def _sizes(self) -> Iterator[tuple[int, int]]:
+        """Tokens and rows on the frontier."""
+        rows, tokens = self.step.size(0), self.step.size(-1)
+        alone = self.step.at(rows=1).longest(self.budget)
+        if rows is None or tokens is None or alone is None:
+            return
+        yield alone, 1
+        if rows > 1 and (longest := self.step.longest(self.budget)) is not None:
+            yield longest, rows
+        lengths = {2**k for k in range(8, 25) if alone / _SHORTEST < 2**k < 0.9 * alone}
+        for length in lengths | ({tokens} if tokens <= alone else set()):
+            start = self.step.at(tokens=length, rows=max(1, alone // length))
+            if (most := start.most_rows(self.budget)) is not None:
+                yield length, most
+
+    def _more(self, chain: Chain) -> Iterator[tuple[str, str, float]]:
+        """Each resource, how much more of it, and the seconds of a step then."""
+        gpu, host = self.budget.gpu_bytes, self.budget.host_bytes
+        more_gpu, more_host = (int(size * (1 + _MORE)) for size in (gpu, host))
+        link = chain.link * (1 + _MORE)
+        tried = (
+            ("GPU memory", _of_gpu(more_gpu), (chain, more_gpu, host)),
+            ("host memory", f"{format_bytes(more_host)} of host memory", (chain, gpu, more_host)),
+            (
+                "the link to the host",
+                f"a link to the host of {link / 1e9:.0f} GB/s",
+                (replace(chain, link=link), gpu, host),
+            ),
+        )
+        for name, what, asked in tried:
+            seconds = _seconds(*asked)
+            assert seconds is not None, "what fits does so with more, too"
+            yield name, what, seconds
+
+    def _shorter(self) -> Iterator[Change]:
+        tokens = self.step.size(-1)
+        if tokens is None or tokens < 4:
+            return
+        step = self.step.at(tokens=tokens // 2)
+        if (best := step.fastest(self.budget)) is not None:
+            chain = step.chain([[option] for option in best])
+            yield Change("half the context, twice as many steps", 2 * step_seconds(chain, best))
+
+
+def _seconds(chain: Chain, gpu: int, host: int) -> float | None:
+    best = fastest(chain, gpu, host)
+    return None if best is None else step_seconds(chain, best)
+
+
+def _of_gpu(alive: int) -> str:
+    """GPU memory in words, with the fragments that a budget leaves room for."""
+    return f"{format_bytes(int(alive / (1 - FRAGMENTS)))} of GPU memory"

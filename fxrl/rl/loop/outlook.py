@@ -1,0 +1,113 @@
+"""What a run takes, said before it starts: what stays, the rollout, the update, the host.
+
+    rollout   weights | optimizer's states | engine | KV cache
+    update    weights | optimizer's states | engine | what the planner predicts
+
+On a GPU the update is planned for the largest micro-batch, with the KV cache given back as it is
+then. On a CPU nothing is planned, and sizes are all there is to say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from fxrl import TrainStep
+from fxrl.engines import Completion
+from fxrl.engines.kv_cache import RolloutMemory
+from fxrl.errors import FxrlError
+from fxrl.ir.remark import format_bytes
+from fxrl.rl.config.tables import TrainConfig
+from fxrl.rl.loop.batching import make_batches
+from fxrl.rl.loop.build import RunParts
+from fxrl.rl.types import Batch
+
+#: Prompts that are looked at for the longest.
+_PROMPTS = 512
+
+
+def outlook(config: TrainConfig, parts: RunParts) -> Iterator[str]:
+    """Lines of at most 80 columns; what cannot be said is said to be so."""
+    try:
+        tokens = _longest(parts) + config.sampling.max_tokens
+        yield from _rollout(config, parts, tokens)
+    except FxrlError as error:
+        yield f"plan: the rollout's memory is not known: {error}"
+        return
+    yield from _update(config, parts, tokens)
+
+
+def _longest(parts: RunParts) -> int:
+    """Tokens of the longest of some prompts: the longest text's."""
+    rows, builder = parts.questions.split.train, parts.rollouter.builder
+    some = rows[:: max(1, len(rows) // _PROMPTS)]
+    return len(builder.encode(max(map(builder.prompt, some), key=lambda one: len(str(one)))))
+
+
+def _rollout(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]:
+    asked = config.prompts_per_step * config.sampling.num_generations
+    device = next(parts.model.parameters()).device
+    held = RolloutMemory.of(
+        parts.model,
+        tokens,
+        min(asked, parts.engine.most_at_once(tokens)),
+        available=_memory(device),
+        dtype=config.model.autocast_dtype,
+    )
+    weights, states = format_bytes(held.weights), format_bytes(held.states)
+    yield f"plan: {weights} of weights and {states} of optimizer (as AdamW has) stay"
+    yield f"rollout: {held.sequences} of {asked} sequences of up to {tokens} tokens at once"
+    if (ledger := getattr(parts.engine, "ledger", None)) is None:
+        yield f"  {format_bytes(held.kv_bytes)} of KV cache, gone when it ends"
+        return
+    built = ledger.entries("load")[-1]
+    own = format_bytes(built.engine_other)
+    yield f"  awake: {format_bytes(built.kv_cache)} of KV cache, {own} of the engine's own"
+    yield f"  asleep, for the update: {own}; the KV cache is given back"
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that the device has in all."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _update(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]:
+    asked = config.prompts_per_step * config.sampling.num_generations
+    rows = min(asked, max(1, config.micro_batch_tokens // tokens))
+    device = next(parts.model.parameters()).device
+    what = f"update: micro-batches of up to {rows} x {tokens} tokens"
+    if not isinstance(parts.updater.step, TrainStep):
+        yield f"{what}, not planned: optimize=false"
+        return
+    if device.type != "cuda":
+        yield f"{what}, planned on a GPU alone"
+        return
+    with parts.engine.standby():
+        try:
+            plan = parts.updater.step.plan_for(_batch(parts, rows, tokens, device))
+        except Exception as error:  # a run needs no prediction
+            yield f"{what}, not planned: {type(error).__name__}: {error}".splitlines()[0]
+            return
+    top = max(plan.timeline, key=lambda moment: moment.bytes)
+    yield what
+    yield f"  {format_bytes(top.bytes)} on the GPU at the highest, in {top.where}"
+    yield f"  {format_bytes(plan.peak_host_bytes or 0)} on the host; {plan.step_seconds:.3g} s each"
+    if plan.max_context is not None:
+        yield f"  {rows} rows of up to {plan.max_context} tokens would fit"
+
+
+def _batch(parts: RunParts, rows: int, tokens: int, device: torch.device) -> Batch:
+    """A micro-batch of these sizes, as the trainer makes them."""
+    ids, half = (0,) * tokens, tokens // 2
+    row = Completion(ids[:half], ids[half:], (0.0,) * (tokens - half), "length", 0)
+    dtype = torch.promote_types(next(parts.model.parameters()).dtype, torch.float32)
+    [batch] = make_batches(
+        [row] * rows, [0.0] * rows, [range(rows)], pad_token_id=0, device=device, dtype=dtype
+    )
+    scored = {"old_logps": parts.old_policy, "ref_logps": parts.reference}
+    logps = batch["rollout_logps"]
+    return batch | {name: logps for name, scorer in scored.items() if scorer is not None}
