@@ -128,17 +128,17 @@ def _outlook(args: Args) -> show.Outlook:
     rows = max(2, args.batch) if args.fit else args.batch  # a lone row is a constant of the graph
     asked = argparse.Namespace(**{**vars(args), "batch": rows})
     step, batch = _on_fakes(asked, as_trained=True)
+    available = int((target.gpu_bytes + engine) * (1 - FRAGMENTS))
+    rollout = partial(RolloutMemory.of, step.model, available=available, engine=engine)
+    rollouts = {args.tokens: rollout(args.tokens, args.rollout)} if args.rollout else {}
     told = (step.model, step.loss_fn, batch, step.config)
     captures = explained(*told, target=target, planned=True)[1]
     whatif = WhatIf.of(captures, Plan(), rows=args.batch)
-    fits = tuple(whatif.fits()) if args.fit else ()
-    plan, lengths = whatif.plan(), {args.tokens, *(fit.tokens for fit in fits)}
-    available = int((target.gpu_bytes + engine) * (1 - FRAGMENTS))
-    rollout = partial(RolloutMemory.of, step.model, available=available, engine=engine)
-    rollouts = {n: rollout(n, args.rollout) for n in sorted(lengths) if args.rollout}
+    plan, fits = whatif.plan(), tuple(whatif.fits()) if args.fit else ()
     if rollouts:
         moment = Moment("rollout", 0, rollouts[args.tokens].parts)
         plan = plan.beside(moment, {"engine": engine})
+        rollouts |= {fit.tokens: rollout(fit.tokens, args.rollout) for fit in fits}
     return show.Outlook(plan, whatif.advice(), fits, args.tokens, rollouts)
 
 

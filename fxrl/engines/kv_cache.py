@@ -19,6 +19,7 @@ from torch import nn
 
 from fxrl.config import MiB
 from fxrl.engines.engine import EngineError
+from fxrl.errors import ConfigError
 
 #: What vLLM keeps asleep or awake, whatever the model's size: workspaces and buffers, 0.24 GiB,
 #: CUDA modules and graphs, 0.36 GiB (measured on an H200).
@@ -29,7 +30,7 @@ _ADAM_STATES = 2
 _ATTENTION = {"full_attention": False, "sliding_attention": True}
 
 
-class KvCacheError(EngineError):
+class KvCacheError(EngineError, ConfigError):
     """A model keeps something else than keys and values of tokens."""
 
 

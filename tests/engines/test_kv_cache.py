@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fxrl.engines.kv_cache import KvCache, KvCacheError, RolloutMemory
+from fxrl.engines.kv_cache import KvCache, RolloutMemory
+from fxrl.errors import ConfigError
 from fxrl.models import build_from_config, lora, tiny_config
 
 pytest.importorskip("transformers")
@@ -31,10 +32,10 @@ def test_a_window_holds_no_more_than_itself():
 def test_other_caches_are_refused():
     config = tiny_config("qwen3")
     config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(KvCacheError, match="linear_attention"):
+    with pytest.raises(ConfigError, match="linear_attention"):
         KvCache.of(config, 2)
     config.kv_lora_rank = 512
-    with pytest.raises(KvCacheError, match="kv_lora_rank=512"):
+    with pytest.raises(ConfigError, match="kv_lora_rank=512"):
         KvCache.of(config, 2)
 
 
