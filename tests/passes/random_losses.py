@@ -218,9 +218,7 @@ class _Branch:
 
     def grow(self) -> None:
         """One more value."""
-        kind = self.draw(
-            [*["wide"] * 4, "with", "pair", "reduce", "feedback", "no_grad", "scalar"]
-        )
+        kind = self.draw([*["wide"] * 4, "with", "pair", "reduce", "feedback", "no_grad", "scalar"])
         z = self.draw(self.wide)
         if kind == "wide":
             self.wide.append(WIDE[self.draw(sorted(WIDE))](z))
