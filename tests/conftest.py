@@ -1,5 +1,7 @@
 """Settings that all tests share."""
 
+import gc
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -8,6 +10,17 @@ settings.register_profile(
     "fxrl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("fxrl")
+
+
+def pytest_collection_finish():
+    """What was imported stays: the collector looks at what tests make, and seldom."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or bindings that count what is left at the end warn of it
 
 
 @pytest.fixture(autouse=True, scope="session")

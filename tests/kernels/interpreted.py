@@ -1,5 +1,6 @@
 """Runs a file of cases under Triton's interpreter."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -19,7 +20,8 @@ def check_interpreted(cases: Path | str, *arguments: str) -> None:
 
 
 def mend_interpreter():
-    """Triton 3.6 makes a loop's bound of a one-element array, which numpy 2.4 refuses."""
+    """Triton 3.6 makes a loop's bound of a one-element array, which numpy 2.4 refuses; and patches
+    its language anew for every call inside a kernel, which is a third of the time."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -29,3 +31,10 @@ def mend_interpreter():
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_and_mend
+    once = functools.cache(interpreter._patch_lang)
+
+    def call(self, *args, **kwargs):
+        once(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fxrl.ops import host_memory
 from fxrl.ops.host_memory import PAGE, HostPool, can_wait, pool_of
 
 CPU = torch.device("cpu")
@@ -67,11 +68,13 @@ def test_a_store_may_lie_across_pages():
     assert all(map(same, stored.fetch(), tensors))
 
 
-def test_pages_are_used_again_whatever_the_lengths():
+def test_pages_are_used_again_whatever_the_lengths(monkeypatch):
+    page = 2**12  # pages of a real size take a minute to fill
+    monkeypatch.setattr(host_memory, "PAGE", page)
     pool, seen = HostPool(CPU), []
     for step in range(20):
         rows = [1 + (step * 7 + i) % 13 for i in range(4)]
-        layers = [drawn((count, PAGE // 8), torch.float32, seed=count) for count in rows]
+        layers = [drawn((count, page // 8), torch.float32, seed=count) for count in rows]
         stored = [pool.store([x]) for x in layers]
         for one, x in zip(reversed(stored), reversed(layers), strict=True):
             assert same(one.fetch()[0], x)

@@ -180,8 +180,9 @@ MIXES: dict[str, Callable] = {
     "amax": lambda z: z - z.amax((0, 1, 2)),
     "norm": lambda z: z / (1 + z.norm(dim=0, keepdim=True)),
     "neighbours": lambda z: z[:, 1:] + z[:, :-1],
-    "gram": lambda z: z @ (z.transpose(1, 2) @ z),
-    "matmul": lambda z: (torch.ones_like(z[:, :, :1]).transpose(1, 2) * z.mean()) @ z,
+    # softmaxes, for a product that others follow is a loss head only where a class op reads it
+    "gram": lambda z: z @ (z.transpose(1, 2) @ z.softmax(-1)),
+    "matmul": lambda z: (torch.ones_like(z[:, :, :1]).transpose(1, 2) * z.mean()) @ z.softmax(-1),
     "pool": lambda z: F.avg_pool1d(z.transpose(1, 2), 2, 1).transpose(1, 2),
     "first": lambda z: z * z[:, :1],
     "cross": lambda z: z + z[:, [1, 0, 2, 3, 4]],
@@ -217,9 +218,7 @@ class _Branch:
 
     def grow(self) -> None:
         """One more value."""
-        kind = self.draw(
-            ["wide", "wide", "with", "pair", "reduce", "feedback", "no_grad", "scalar"]
-        )
+        kind = self.draw([*["wide"] * 4, "with", "pair", "reduce", "feedback", "no_grad", "scalar"])
         z = self.draw(self.wide)
         if kind == "wide":
             self.wide.append(WIDE[self.draw(sorted(WIDE))](z))

@@ -1,27 +1,39 @@
 """Random losses: rewritten graphs have eager's numbers, and what mixes tokens is refused."""
 
+import functools
+from collections import Counter
+from random import Random
+
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from fxrl.ir.remark import RemarkKind
 from fxrl.passes import REGISTRY
 from tests.passes.random_losses import LEAVES, MIXES, draw_loss, make_inputs, rewrite, run
 
 CHUNK, ALL = ("chunk-vocab-region",), tuple(REGISTRY)
-COMMON = {
-    "derandomize": True,
-    "deadline": None,
-    "database": None,
-    "suppress_health_check": list(HealthCheck),
-    "phases": (Phase.explicit, Phase.generate),  # shrinking a program takes minutes, reading it not
-}
+WAYS = [(CHUNK, False), (ALL, False), (ALL, True)]
 
 
-def drawer(data):
-    """Draws by position: hypothesis would compare the options, and graph proxies record that."""
-    return lambda options: options[data.draw(st.integers(0, len(options) - 1))]
+def drawer(seed):
+    """Draws of some candidates the one drawn least: few losses then hold the whole grammar."""
+    random, drawn = Random(seed), Counter()
+
+    def draw(options):
+        if not all(isinstance(option, str) for option in options):
+            return random.choice(options)  # to compare graph proxies would record that
+        at = [(tuple(options), index) for index in random.choices(range(len(options)), k=4)]
+        least = min(at, key=drawn.__getitem__)
+        drawn[least] += 1
+        return options[least[1]]
+
+    return draw
+
+
+@functools.cache
+def losses():
+    draw = drawer(0)
+    return [draw_loss(draw) for _ in range(75)]
 
 
 def assert_equal_runs(gm, rewritten, inputs):
@@ -39,21 +51,18 @@ def assert_equal_runs(gm, rewritten, inputs):
         )
 
 
-@settings(max_examples=300, **COMMON)
-@given(st.data())
-def test_rewritten_equals_eager(data):
-    gm = draw_loss(drawer(data))
-    dynamic, passes = data.draw(st.sampled_from([(False, CHUNK), (False, ALL), (True, ALL)]))
+@pytest.mark.parametrize("index", range(75))
+def test_rewritten_equals_eager(index):
+    gm, (passes, dynamic) = losses()[index], WAYS[index % len(WAYS)]
     result = rewrite(gm, passes, dynamic=dynamic)
     assert result.report.of_kind(RemarkKind.APPLIED), f"{result.report}\n{gm.code}"
     assert_equal_runs(gm, result.graph, make_inputs())
 
 
-@settings(max_examples=60, **COMMON)
-@given(st.data())
-def test_mixing_tokens_is_refused(data):
-    mix = data.draw(st.sampled_from(sorted(MIXES)))
-    gm = draw_loss(drawer(data), mix)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("mix", sorted(MIXES))
+def test_mixing_tokens_is_refused(mix, seed):
+    gm = draw_loss(drawer(f"{mix} {seed}"), mix)
     result = rewrite(gm, CHUNK, dynamic=False)
     missed = result.report.of_kind(RemarkKind.MISSED)
     assert missed, f"{mix} was not refused\n{result.report}\n{gm.code}"
