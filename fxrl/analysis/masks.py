@@ -70,7 +70,7 @@ def factored(mask: fx.Node) -> FactoredMask:
         Refusal: a square value is an input, or is made of other than single pairs.
     """
     if val_of(mask).dtype != torch.bool:
-        raise Refusal("the mask adds numbers to the scores", at=mask)
+        raise Refusal("it adds numbers to the scores", "give attention a mask of bools", mask)
     reader = _Reader()
     text = reader.text(mask, _axes(mask))
     return FactoredMask(text, tuple(reader.vectors))
@@ -95,11 +95,12 @@ class _Reader:
         """What ``node`` is at one pair."""
         made = known(node)
         if isinstance(made, Positions) and (index := _INDEX.get(axes[made.dim] or 0)):
-            return index if not made.offset else f"add({index}, {made.offset})"
+            return _moved(index, made.offset)
         if not {_QUERY, _KEY} <= set(axes):
             return self.vectors.setdefault((node, axes), f"v{len(self.vectors)}")
         if node.op != "call_function":
-            raise Refusal(f"%{node} is a mask with an entry for each pair already", at=node)
+            reason = f"%{node} has an entry for each pair already"
+            raise Refusal(reason, "give the model attention_mask as [B, T], or position_ids", node)
         seen = _through(node, axes)
         text = self._elementwise(node, axes) if seen is None else self.text(*seen)
         if len(text) > _LONGEST:
@@ -109,7 +110,7 @@ class _Reader:
     def _elementwise(self, node: fx.Node, axes: Axes) -> str:
         if is_call(node, aten.tril.default):
             given = bound(node)
-            below = f"le(key, add(query, {given['diagonal']}))"
+            below = f"le(key, {_moved('query', given['diagonal'])})"
             return _all([*self._factors([given["self"]], axes), below])
         if is_call(node, aten._to_copy.default):
             return self._cast(node, axes)
@@ -150,6 +151,10 @@ class _Reader:
         raise Refusal(f"%{node} makes {after} of {before}", at=node)
 
 
+def _moved(index: str, offset: int) -> str:
+    return f"add({index}, {offset})" if offset else index
+
+
 def _is_bool(arg: Any) -> bool:
     return is_tensor(arg) and val_of(arg).dtype == torch.bool
 
@@ -157,7 +162,7 @@ def _is_bool(arg: Any) -> bool:
 def _all(factors: Sequence[str]) -> str:
     """All of them at once; nothing is left of a mask that is true everywhere."""
     if not factors:
-        raise Refusal("the mask hides nothing")
+        raise Refusal("it hides nothing", "give no mask")
     return reduce("bitwise_and({}, {})".format, factors)
 
 
@@ -191,6 +196,6 @@ def _reshaped(node: fx.Node, source: fx.Node, axes: Axes) -> Axes:
     wide = [(size, axis) for size, axis in wide if _one(size, 0) is not None]
     sizes = [size for size in shape if _one(size, 0) is not None]
     if [str(size) for size in sizes] != [str(size) for size, _ in wide]:
-        raise Refusal(f"%{node} ({node.target}) moves entries between pairs", at=node)
+        raise Refusal(f"%{node} ({node.target}) is not made pair by pair", at=node)
     rest = iter(axis for _, axis in wide)
     return tuple(None if _one(size, 0) is None else next(rest) for size in shape)
