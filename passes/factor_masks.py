@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import fxrl.ops.masked_attention  # noqa: F401  # defines the ops
 from fxrl.analysis.attention import aten, before_repeat, calls_with_masks, options_of
 from fxrl.analysis.masks import Axes, FactoredMask, factored, is_square
 from fxrl.config import Config
@@ -32,6 +31,7 @@ from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
 from fxrl.ir.plan import Choice, Keep, Rewrite
 from fxrl.ir.remark import Refusal, format_bytes
 from fxrl.ir.sizes import SizeTable
+from fxrl.ops.masked_attention import can_be_fast
 
 #: Bytes of a mask from which its own values cost more than they spare. On a CPU the dense mask is
 #: faster (PyTorch's kernel against one in tiles), so there it is memory alone that counts.
@@ -122,7 +122,11 @@ def _check(gm: fx.GraphModule, mask: fx.Node, calls: Sequence[fx.Node]) -> None:
     for call in calls:
         if options_of(call).get("dropout_p"):
             raise Refusal("attention has dropout", at=call)
-        if any(len(shape_of(_node(arg))) != 4 for arg in call.args[:3]):
+        query, _, value = map(val_of, map(_node, call.args[:3]))
+        if query.is_cuda and not can_be_fast(query, value):
+            kind = f"heads of {value.shape[-1]} features in {query.dtype}"
+            raise Refusal(f"FlexAttention has no kernel for {kind}", at=call)
+        if query.dim() != 4:
             raise Refusal("attention is not over [batch, heads, tokens, features]", at=call)
 
 

@@ -247,34 +247,3 @@ def _sliced(node: fx.Node, inner: Positions, rank: int) -> Positions | None:
     if not isinstance(start, int) or start < 0 or given["step"] != 1:
         return None
     return Positions(inner.dim, inner.offset + start, str(shape_of(node)[inner.dim]))
-
-
-def is_causal(mask: fx.Node) -> bool:
-    """Whether ``mask[..., q, k]`` is ``k <= q`` for square attention, from how it is computed."""
-    node = _unwrapped(mask)
-    if is_call(node, aten.bitwise_and.Tensor, aten.logical_and.default):
-        sides = [side for side in node.args[:2] if known(side) != Constant(True)]
-        return len(sides) == 1 and is_causal(sides[0])  # type: ignore[arg-type]
-    if is_call(node, aten.le.Tensor):
-        keys, queries = node.args
-    elif is_call(node, aten.ge.Tensor):
-        queries, keys = node.args
-    else:
-        return False
-    key, query = known(keys), known(queries)
-    return (
-        isinstance(key, Positions)
-        and isinstance(query, Positions)
-        and (key.dim, query.dim) == (-1, -2)
-        and (key.offset, key.count) == (query.offset, query.count)
-    )
-
-
-def _unwrapped(node: Any) -> Any:
-    """Through views that only repeat the mask over batch and heads."""
-    while is_call(node, aten.expand.default, aten.unsqueeze.default, aten.alias.default):
-        square = [str(size) for size in shape_of(node)[-2:]]
-        if square != [str(size) for size in shape_of(node.args[0])[-2:]]:  # type: ignore[arg-type]
-            return node
-        node = node.args[0]
-    return node

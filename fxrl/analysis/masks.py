@@ -15,6 +15,7 @@ where the graph proves them (``analysis.attention.known``), need no vector.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -41,6 +42,11 @@ Axes = tuple[int | None, ...]
 _QUERY, _KEY = 2, 3
 _INDEX = {_QUERY: "query", _KEY: "key"}
 _AND = (aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor)
+_COMPARE = (
+    *(aten.le.Tensor, aten.lt.Tensor, aten.ge.Tensor),
+    *(aten.gt.Tensor, aten.eq.Tensor, aten.ne.Tensor),
+)
+_MOVED = re.compile(r"add\((query|key), (-?\d+)\)")
 #: More text than any mask that people write; values that are shared are repeated in it.
 _LONGEST = 2000
 
@@ -74,6 +80,16 @@ def factored(mask: fx.Node) -> FactoredMask:
     reader = _Reader()
     text = reader.text(mask, _axes(mask))
     return FactoredMask(text, tuple(reader.vectors))
+
+
+def is_causal(mask: fx.Node) -> bool:
+    """Whether ``mask[..., q, k]`` is ``k <= q`` for square attention, from how it is computed."""
+    if len({str(size) for size in shape_of(mask)[-2:]}) > 1:
+        return False
+    try:
+        return factored(mask).text in ("le(key, query)", "ge(query, key)")
+    except Refusal:
+        return False
 
 
 def _axes(mask: fx.Node) -> Axes:
@@ -125,6 +141,8 @@ class _Reader:
         ):
             raise Refusal(f"%{node} ({node.target}) is not made pair by pair", at=node)
         args = [self._argument(arg, axes) for arg in node.args]
+        if is_call(node, *_COMPARE):
+            args = _without_common_offset(*args)
         return f"{overload.overloadpacket.__name__}({', '.join(args)})"
 
     def _factors(self, args: Iterable[Any], axes: Axes) -> list[str]:
@@ -153,6 +171,13 @@ class _Reader:
 
 def _moved(index: str, offset: int) -> str:
     return f"add({index}, {offset})" if offset else index
+
+
+def _without_common_offset(left: str, right: str) -> list[str]:
+    """``le(add(key, 7), add(query, 7))`` says ``le(key, query)``."""
+    first, second = map(_MOVED.fullmatch, (left, right))
+    same = first is not None and second is not None and first[2] == second[2]
+    return [first[1], second[1]] if same else [left, right]  # type: ignore[index]
 
 
 def _is_bool(arg: Any) -> bool:

@@ -151,10 +151,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 # ---------------------------------------------------------------------------- kernels
 class Kernels(Protocol):
-    """A device's own attention; it says no to inputs that it cannot take."""
-
-    def takes(self, query: Tensor, value: Tensor) -> bool:
-        """Whether it can run at these dtypes and features."""
+    """A device's own attention, for what ``can_be_fast`` says."""
 
     def forward(
         self,
@@ -185,6 +182,14 @@ class Kernels(Protocol):
 
 
 _ATTACHED: dict[str, Kernels] = {}
+_FAST = (torch.bfloat16, torch.float16, torch.float32)
+_LEAST_FEATURES = 16
+
+
+def can_be_fast(query: Tensor, value: Tensor) -> bool:
+    """Whether FlexAttention has a kernel for heads like these: else the reference runs."""
+    features = min(query.shape[-1], value.shape[-1])
+    return query.dtype == value.dtype and query.dtype in _FAST and features >= _LEAST_FEATURES
 
 
 def attach(device: str, kernels: Kernels) -> None:
@@ -193,8 +198,8 @@ def attach(device: str, kernels: Kernels) -> None:
 
 
 def _kernels(query: Tensor, value: Tensor) -> Kernels | None:
-    found = _ATTACHED.get(query.device.type)
-    return found if found is not None and found.takes(query, value) else None
+    fast = can_be_fast(query, value) and query.numel() > 0
+    return _ATTACHED.get(query.device.type) if fast else None
 
 
 # ---------------------------------------------------------------------------- forward

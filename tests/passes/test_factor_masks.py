@@ -1,16 +1,24 @@
 """``factor-masks``: masks become expressions over vectors, numbers agree, every miss has its reason."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch.utils.checkpoint import checkpoint
 
+from fxrl.compile.bodies.variants import build_region
 from fxrl.config import Config
 from fxrl.ir.graph import is_call, modules_of
 from fxrl.ir.plan import Keep, Plan
 from fxrl.ir.printer import print_graph
+from fxrl.ir.region import regions_of
 from fxrl.passes.factor_masks import FactorMasks
+from fxrl.passes.outline_layers import OutlineLayers
+from fxrl.planner.cost import attention_flops
+from fxrl.planner.schedule import is_attention
+from tests.passes.layered import Block, ids_batch, make_stack
 from tests.passes.lowered import call, lowered
 
 T = 6
@@ -177,6 +185,57 @@ def test_masks_alike_are_made_once_for_all_layers():
     calls = [n for m in modules_of(gm) for n in m.graph.nodes]
     assert sum(is_call(n, torch.ops.fxrl.mask_blocks.default) for n in calls) == 1
     assert sum(is_call(n, torch.ops.fxrl.masked_attention.default) for n in calls) == 2
+
+
+class Masked(Block):
+    """A layer under the mask that the model made."""
+
+    def forward(self, x, mask):
+        def heads(name):
+            return self.qkv[name](x).view(2, 5, 2, 4).transpose(1, 2)
+
+        mixed = attend(mask, *map(heads, "qkv")).transpose(1, 2).reshape(2, 5, 8)
+        return x + self.mlp(x + self.out(mixed))
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """The region of a layer under a mask of documents."""
+    model, at = make_stack(2, block=Masked), torch.arange(5)
+
+    def loss(ids):
+        same = ids[:, None, :, None] == ids[:, None, None, :]
+        x, mask = model.embed(ids), same & (at <= at[:, None])
+        for block in model.blocks:
+            x = block(x, mask)
+        return x.square().mean()
+
+    gm = lowered(loss, ids_batch()["ids"])
+    FactorMasks().run(gm)
+    OutlineLayers().run(gm)
+    (region,) = regions_of(gm).values()
+    return region
+
+
+@pytest.mark.parametrize("cut", ["inputs", "attention", "fewest", "products"])
+def test_attention_runs_again_only_where_nothing_is_kept(layer, cut):
+    built = build_region(replace(layer, cut=cut), None)
+    forward, backward = (
+        [n.target for n in half.graph.nodes]
+        for half in (built.traced.forward, built.traced.backward)
+    )
+    again = backward.count(torch.ops.fxrl.masked_attention.default)
+    assert (forward.count(torch.ops.fxrl.masked_attention.default), again) == (1, cut == "inputs")
+    assert backward.count(torch.ops.fxrl.masked_attention_vjp.default) == 1
+    assert built.attention == "attention under a computed mask"
+
+
+def test_the_planner_counts_it_as_causal_attention(layer):
+    """Two heads of 4 over 2 rows of 5 tokens: 4 * 2 * 2 * 5 * 5 * 4 FLOPs, half of them hidden."""
+    nodes = build_region(layer, None).traced.forward.graph.nodes
+    (call,) = [n for n in nodes if is_call(n, torch.ops.fxrl.masked_attention.default)]
+    assert is_attention(call)
+    assert attention_flops(call, int) == 4 * 2 * 2 * 5 * 5 * 4 // 2
 
 
 # ------------------------------------------------------------------------- misses

@@ -35,8 +35,6 @@ aten = torch.ops.aten
 hop = torch.ops.higher_order
 Run = Callable[..., Sequence[Tensor]]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_LEAST_FEATURES = 16  # of a head, below which FlexAttention has no kernel
 _BLOCK_LISTS = tuple(
     f"{full}{side}_{what}"
     for side in ("kv", "q")
@@ -90,11 +88,6 @@ class FlexAttention:
     def __init__(self, options: InductorOptions | None) -> None:
         self._options = options
         self._known: dict[_Kind, list[_Compiled]] = {}
-
-    def takes(self, query: Tensor, value: Tensor) -> bool:
-        """Whether FlexAttention has a kernel for these."""
-        features = min(query.shape[-1], value.shape[-1])
-        return query.dtype in _DTYPES and features >= _LEAST_FEATURES and query.numel() > 0
 
     def forward(
         self,
