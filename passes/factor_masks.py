@@ -33,8 +33,9 @@ from fxrl.ir.remark import Refusal, format_bytes
 from fxrl.ir.sizes import SizeTable
 from fxrl.ops.masked_attention import can_be_fast
 
-#: Bytes of a mask from which its own values cost more than they spare. On a CPU the dense mask is
-#: faster (PyTorch's kernel against one in tiles), so there it is memory alone that counts.
+#: Bytes of a mask from which computing it pays. On a CPU the dense mask is faster (PyTorch's kernel
+#: against one in tiles), so there it is memory alone that counts. On a GPU a dense mask makes every
+#: kernel look at all pairs; 4 rows of 2048 tokens, an estimate that is yet to be measured.
 _LEAST_MASK = {"cpu": 2**30, "meta": 2**24, "cuda": 2**24}
 
 
@@ -84,15 +85,19 @@ class FactorMasks(Pass[MaskSite]):
                 yield MaskSite(mask, nbytes(mask), factored(mask), tuple(calls))
             except Refusal as refusal:
                 reason = f"{len(calls)} attention calls keep their mask: {refusal.reason}"
-                yield Miss(calls[0], Refusal(reason, refusal.cure, refusal.at))
+                loses = nbytes(mask) >= self._least(mask)
+                yield Miss(calls[0], Refusal(reason, refusal.cure, refusal.at), loses)
 
     def decide(self, site: MaskSite) -> Choice:
         """A mask that is too small stays; that is no miss."""
-        least = self.least_mask.get(val_of(site.anchor).device.type, 0)
+        least = self._least(site.anchor)
         if site.saved_bytes >= least:
             return Rewrite(self.name)
         have = f"{format_bytes(site.saved_bytes)}, below {format_bytes(least)}"
         return Keep(f"the mask has {have}, from where it pays on this device", missed=False)
+
+    def _least(self, mask: fx.Node) -> int:
+        return self.least_mask.get(val_of(mask).device.type, 0)
 
     def rewrite(self, gm: fx.GraphModule, site: MaskSite, choice: Choice) -> Applied:
         mask, text = site.anchor, site.mask.text
@@ -101,6 +106,8 @@ class FactorMasks(Pass[MaskSite]):
             sizes = SizeTable(mask.graph)
             vectors = [_laid_out(build, *vector) for vector in site.mask.vectors]
             counts = [sizes.arg(size) for size in (queries, keys)]
+            if None in counts:
+                raise Refusal(f"its size {queries} x {keys} is told by no input", at=mask)
             device = val_of(mask).device
             blocks = _parts(
                 build, torch.ops.fxrl.mask_blocks.default, vectors, text, *counts, device

@@ -9,6 +9,7 @@ from expecttest import assert_expected_inline
 from torch.utils.checkpoint import checkpoint
 
 from fxrl.compile.bodies.variants import build_region
+from fxrl.compile.step import optimize
 from fxrl.config import Config
 from fxrl.ir.graph import is_call, modules_of
 from fxrl.ir.plan import Keep, Plan
@@ -260,6 +261,13 @@ def hides_nothing(q, key, value, real, docs):
     return attend(q.new_ones((T, T), dtype=torch.bool) & q.new_ones((T, T), dtype=torch.bool), q, key, value)  # fmt: skip
 
 
+def endless(q, key, value, real, docs):
+    seen = causal()
+    for step in range(8):
+        seen = (seen ^ (docs[:, :, None] == step)) | (seen & causal())
+    return attend(seen[:, None], q, key, value)
+
+
 def with_dropout(q, key, value, real, docs):
     return attend(causal() & real.bool()[:, None, None], q, key, value, dropout_p=0.5)
 
@@ -268,7 +276,7 @@ def without_heads(q, key, value, real, docs):
     return attend(causal() & real.bool()[:, None], q[:, 0], key[:, 0], value[:, 0])
 
 
-MISSES = (of_scores, numbers, summed, cut_out, hides_nothing, with_dropout, without_heads)
+MISSES = (of_scores, numbers, summed, cut_out, hides_nothing, endless, with_dropout, without_heads)
 
 
 def test_every_miss_has_its_reason():
@@ -288,6 +296,7 @@ numbers: 1 attention calls keep their mask: it adds numbers to the scores (at %_
 summed: 1 attention calls keep their mask: %cumsum (aten.cumsum.default) is not made pair by pair (at %cumsum)
 cut_out: 1 attention calls keep their mask: %slice_2 (aten.slice.Tensor) is not made pair by pair (at %slice_2)
 hides_nothing: 1 attention calls keep their mask: it hides nothing
+endless: 1 attention calls keep their mask: the expression of %bitwise_or_4 is longer than 2000 (at %bitwise_or_4)
 with_dropout: 1 attention calls keep their mask: attention has dropout
 without_heads: 1 attention calls keep their mask: attention is not over [batch, heads, tokens, features]""",
     )
@@ -302,6 +311,26 @@ def test_missed_when_the_mask_is_given_dense():
     assert_expected_inline(
         f"{remark.reason}; {remark.cure}",
         """1 attention calls keep their mask: %l_square_ has an entry for each pair already (at %l_square_); give the model attention_mask as [B, T], or position_ids""",
+    )
+
+
+def test_missed_where_layers_that_are_one_graph_have_masks_of_their_own():
+    model, at = make_stack(2, block=Masked), torch.arange(5)
+
+    def loss(model, batch):
+        x = model.embed(batch["ids"])
+        for width, block in enumerate(model.blocks, 2):
+            x = block(x, (at <= at[:, None]) & (at > at[:, None] - width))
+        return x.square().mean()
+
+    config = Config(passes=("factor-masks",), compile_regions=False, on_miss="ignore")
+    step = optimize(model, loss, config)
+    step(ids_batch()).backward()
+    (remark,) = [r for r in step.report.remarks if r.pass_name == "factor-masks"]
+    assert remark.kind == "missed"
+    assert_expected_inline(
+        remark.reason,
+        """2 attention calls keep their mask: layers that are one graph are given different masks (at %given_and_)""",
     )
 
 
@@ -321,6 +350,9 @@ def test_a_small_mask_stays_unless_the_pass_is_asked_for():
         remark.reason, """the mask has 72 B, below 1.00 GiB, from where it pays on this device"""
     )
     assert FactorMasks.of(Config(passes=("factor-masks",))) == FactorMasks()
+    gm = lowered(with_dropout, *inputs().values(), respelled=False)
+    (remark,) = FactorMasks.of(Config()).run(gm).remarks
+    assert remark.kind == "analysis"  # nothing is lost by a small one
 
 
 def test_missed_when_the_plan_keeps_it():
