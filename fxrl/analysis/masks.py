@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from math import isfinite
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ _AND = (aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor)
 _COMPARE = (
     *(aten.le.Tensor, aten.lt.Tensor, aten.ge.Tensor),
     *(aten.gt.Tensor, aten.eq.Tensor, aten.ne.Tensor),
+)
+#: Calls that leave out or add dims of size 1; a slice, where it is whole.
+_OF_ONES = (
+    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+    *(aten.unsqueeze.default, aten.slice.Tensor),
 )
 _MOVED = re.compile(r"add\((query|key), (-?\d+)\)")
 #: More text than any mask that people write; values that are shared are repeated in it.
@@ -150,10 +156,10 @@ class _Reader:
         return [self._argument(arg, axes) for arg in args if known(arg) != Constant(True)]
 
     def _argument(self, arg: Any, axes: Axes) -> str:
-        if isinstance(arg, (bool, int, float)):
+        if isinstance(arg, (bool, int, float)) and isfinite(arg):
             return repr(arg)
         if not is_tensor(arg):
-            raise Refusal(f"{arg} is no number and no tensor")
+            raise Refusal(f"{arg} is no finite number and no tensor")
         shape = shape_of(arg)
         own = axes[len(axes) - len(shape) :]
         return self.text(arg, tuple(map(_one, shape, own)))
@@ -210,7 +216,7 @@ def _through(node: fx.Node, axes: Axes) -> tuple[fx.Node, Axes] | None:
         first, second = (int(dim) for dim in node.args[1:3])  # type: ignore[arg-type]
         swapped[first], swapped[second] = swapped[second], swapped[first]
         return source, tuple(swapped)
-    if is_call(node, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim, *RESHAPES):
+    if is_call(node, *_OF_ONES, *RESHAPES):
         return source, _reshaped(node, source, axes)
     return None
 

@@ -255,7 +255,8 @@ class _Compiled:
     ) -> Tensor:
         """The mask at one pair, as FlexAttention asks for it."""
         place = (batch, head, query, key)
-        values = {"query": query, "key": key}
+        # as wide as positions are: what a mask makes of them must not overflow
+        values = {"query": query.to(torch.int64), "key": key.to(torch.int64)}
         for index, (vector, (dims, _)) in enumerate(zip(vectors, self._kind.vectors, strict=True)):
             at = [place[dim] for dim in dims]
             values[f"v{index}"] = aten.index.Tensor(vector, at) if at else vector
