@@ -15,6 +15,7 @@ from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
 from fxrl.passes.differentiate_copies import DifferentiateCopies
 from fxrl.passes.drop_unused_inputs import DropUnusedInputs
 from fxrl.passes.eliminate_noops import EliminateNoops
+from fxrl.passes.factor_masks import FactorMasks
 from fxrl.passes.fold_broadcast_products import FoldBroadcastProducts
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
 from fxrl.passes.group_queries import GroupQueries
@@ -44,6 +45,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         RestoreCausalAttention,
         GroupQueries,
         # heads and layers become regions
+        FactorMasks,
         FuseLinearLogprob,
         ChunkVocabRegion,
         OutlineLayers,

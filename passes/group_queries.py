@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
-from fxrl.analysis.attention import SDPA, aten, options_of, set_options
-from fxrl.ir.graph import RESHAPES, graphs_of, hint, is_call, nbytes, shape_of
+from fxrl.analysis.attention import SDPA, before_repeat, options_of, set_options
+from fxrl.ir.graph import graphs_of, hint, nbytes, shape_of
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
@@ -51,7 +51,7 @@ class GroupQueries(Normalisation[RepeatedKeys]):
         for call in calls:
             if options_of(call).get("attn_mask") is not None:
                 continue
-            keys, values = map(_before_repeat, call.args[1:3])
+            keys, values = map(before_repeat, call.args[1:3])
             if keys is None or values is None:
                 continue
             features = hint(shape_of(keys)[-1])
@@ -68,25 +68,3 @@ class GroupQueries(Normalisation[RepeatedKeys]):
         return Applied(
             "attention takes grouped queries: keys and values are not repeated", repeated
         )
-
-
-def _before_repeat(node: Any) -> fx.Node | None:
-    """``x`` of ``reshape(expand(unsqueeze(x, 2)))``: [B, Hkv, T, D] repeated to [B, H, T, D]."""
-    if not is_call(node, *RESHAPES) or len(shape_of(node)) != 4:
-        return None
-    inner: Any = node.args[0]
-    inner = inner.args[0] if is_call(inner, aten.clone.default) else inner
-    if not is_call(inner, aten.expand.default) or len(shape_of(inner)) != 5:
-        return None
-    heads = shape_of(inner)[1] * shape_of(inner)[2]
-    inner = _skip_whole_slices(inner.args[0])
-    if not is_call(inner, aten.unsqueeze.default) or inner.args[1] != 2:
-        return None
-    source: Any = _skip_whole_slices(inner.args[0])
-    return source if isinstance(heads, int) and heads == shape_of(node)[1] else None
-
-
-def _skip_whole_slices(node: Any) -> Any:
-    while is_call(node, aten.slice.Tensor) and node.args[2:] == (0, 2**63 - 1):
-        node = node.args[0]
-    return node

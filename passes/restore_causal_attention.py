@@ -19,7 +19,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxrl.analysis.attention import calls_with_masks, data_of, is_causal, set_options
+from fxrl.analysis.attention import calls_with_masks, data_of, set_options
+from fxrl.analysis.masks import is_causal
 from fxrl.ir.graph import nbytes
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
@@ -71,7 +72,7 @@ class RestoreCausalAttention(Normalisation[CausalMask]):
 
 def _why_it_stays(mask: fx.Node, count: int) -> Refusal:
     data = data_of(mask)
-    stay = f"{count} attention calls keep their mask: "
+    stay = f"{count} attention calls are under another mask: "
     if data is None:
         return Refusal(f"{stay}it is not plainly causal")
     return Refusal(

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import COPIES, body_of, bound, is_call, is_tensor, shape_of, tensor_val
+from fxrl.ir.graph import (
+    COPIES,
+    RESHAPES,
+    body_of,
+    bound,
+    is_call,
+    is_tensor,
+    shape_of,
+    tensor_val,
+)
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -70,6 +79,28 @@ def data_of(mask: fx.Node) -> fx.Node | None:
                 seen.add(arg)
                 stack.append(arg)
     return None
+
+
+def before_repeat(node: Any) -> fx.Node | None:
+    """``x`` of ``reshape(expand(unsqueeze(x, 2)))``: [B, Hkv, T, D] repeated to [B, H, T, D]."""
+    if not is_call(node, *RESHAPES) or len(shape_of(node)) != 4:
+        return None
+    inner: Any = node.args[0]
+    inner = inner.args[0] if is_call(inner, aten.clone.default) else inner
+    if not is_call(inner, aten.expand.default) or len(shape_of(inner)) != 5:
+        return None
+    heads = shape_of(inner)[1] * shape_of(inner)[2]
+    inner = _skip_whole_slices(inner.args[0])
+    if not is_call(inner, aten.unsqueeze.default) or inner.args[1] != 2:
+        return None
+    source: Any = _skip_whole_slices(inner.args[0])
+    return source if isinstance(heads, int) and heads == shape_of(node)[1] else None
+
+
+def _skip_whole_slices(node: Any) -> Any:
+    while is_call(node, aten.slice.Tensor) and node.args[2:] == (0, 2**63 - 1):
+        node = node.args[0]
+    return node
 
 
 # ---------------------------------------------------------------------------- the proof
@@ -216,34 +247,3 @@ def _sliced(node: fx.Node, inner: Positions, rank: int) -> Positions | None:
     if not isinstance(start, int) or start < 0 or given["step"] != 1:
         return None
     return Positions(inner.dim, inner.offset + start, str(shape_of(node)[inner.dim]))
-
-
-def is_causal(mask: fx.Node) -> bool:
-    """Whether ``mask[..., q, k]`` is ``k <= q`` for square attention, from how it is computed."""
-    node = _unwrapped(mask)
-    if is_call(node, aten.bitwise_and.Tensor, aten.logical_and.default):
-        sides = [side for side in node.args[:2] if known(side) != Constant(True)]
-        return len(sides) == 1 and is_causal(sides[0])  # type: ignore[arg-type]
-    if is_call(node, aten.le.Tensor):
-        keys, queries = node.args
-    elif is_call(node, aten.ge.Tensor):
-        queries, keys = node.args
-    else:
-        return False
-    key, query = known(keys), known(queries)
-    return (
-        isinstance(key, Positions)
-        and isinstance(query, Positions)
-        and (key.dim, query.dim) == (-1, -2)
-        and (key.offset, key.count) == (query.offset, query.count)
-    )
-
-
-def _unwrapped(node: Any) -> Any:
-    """Through views that only repeat the mask over batch and heads."""
-    while is_call(node, aten.expand.default, aten.unsqueeze.default, aten.alias.default):
-        square = [str(size) for size in shape_of(node)[-2:]]
-        if square != [str(size) for size in shape_of(node.args[0])[-2:]]:  # type: ignore[arg-type]
-            return node
-        node = node.args[0]
-    return node

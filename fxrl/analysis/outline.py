@@ -34,6 +34,8 @@ from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
+#: fxrl's ops that are kernels like others, with a backward of their own kind.
+_KERNELS = ("fxrl.masked_attention.default", "fxrl.mask_blocks.default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def illegal(node: fx.Node) -> str | None:
         return f"calls {node.target}, which has a graph for a body"
     if not isinstance(node.target, OpOverload):
         return None if node.target is operator.getitem else f"calls {node.target}, no ATen op"
-    if node.target.namespace == "fxrl":
+    if node.target.namespace == "fxrl" and str(node.target) not in _KERNELS:
         return f"is {node.target} already"
     if node.target._schema.is_mutable:
         return f"({node.target}) writes into its input"

@@ -18,11 +18,13 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
+from fxrl.compile.bodies.flex import attach_flex
 from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, modules_of
 
 
 def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
     """A callable for a rewritten graph: eager autograd, or AOT where an op asks for it."""
+    attach_flex()
     restore_checkpoints(gm)
     own = (node.target for node in gm.graph.nodes if node.target is not CALL_LAYER)
     if any(isinstance(target, HigherOrderOperator) for target in own):

@@ -140,12 +140,15 @@ def nbytes(node: fx.Node, measure: Measure) -> int:
 
 def _workspace(call: fx.Node, measure: Measure) -> int:
     """What an attention's backward allocates inside: the query's gradient in fp32, its row sums,
-    and where heads share keys the keys' and values' gradients for each of them."""
+    and where heads share keys the keys' and values' gradients for each of them; under a computed
+    mask the row sums alone."""
     if not (is_attention(call) and is_backward(call)):
         return 0
     given = bound(call)
     query, key = val_of(given["query"]), val_of(given["key"])
     count = measure(volume(query))
+    if "mask" in given:
+        return 4 * count // measure(query.shape[-1])
     shared = 2 * query.element_size() * count if query.shape[1] != key.shape[1] else 0
     return 4 * count + 4 * count // measure(query.shape[-1]) + shared
 

@@ -72,12 +72,12 @@ def volume(tensor: torch.Tensor) -> Volume:
 
 def is_attention(call: fx.Node) -> bool:
     """Whether a call is of a kernel for attention, or its backward."""
-    return "scaled_dot_product" in str(call.target)
+    return any(name in str(call.target) for name in ("scaled_dot_product", "masked_attention"))
 
 
 def is_backward(call: fx.Node) -> bool:
     """Whether an attention kernel is a backward."""
-    return "backward" in str(call.target)
+    return any(name in str(call.target) for name in ("backward", "vjp"))
 
 
 def _holds_tensors(node: fx.Node) -> bool:

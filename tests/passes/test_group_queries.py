@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from fxrl.compile.step import TrainStep, optimize
 from fxrl.config import Config
+from fxrl.ir.graph import is_call, tensor_val
+from fxrl.ir.region import regions_of
 
 CONFIG = Config(min_saved_bytes=0, chunk_tokens=8, compile_regions=False, on_miss="error")
 
@@ -59,7 +62,7 @@ def test_no_mask_given_and_grouped_queries_are_not_repeated() -> None:
     model = tiny("qwen3")
     step = optimize(model, log_prob_loss, CONFIG)
     assert_eagers(step, model, {"input_ids": ids()})
-    assert not any("keep their mask" in reason for reason in masks_of(step))
+    assert not any("another mask" in reason for reason in masks_of(step))
     (call,) = attention_of(step)
     assert call["enable_gqa"] is True
     assert call["is_causal"] is True
@@ -82,6 +85,38 @@ def test_packed_positions_stay_exact() -> None:
         positions = torch.cat([torch.arange(cut), torch.arange(9 - cut)])[None]
         assert_eagers(step, model, {"input_ids": ids(1), "position_ids": positions})
     assert "position_ids" in masks_of(step)[0]
+
+
+PADDED = torch.ones(3, 9, dtype=torch.int64)
+PADDED[0, :4] = 0
+RESTART = torch.cat([torch.arange(4), torch.arange(5)]).expand(3, -1)
+
+
+@pytest.mark.parametrize(
+    ("given", "checkpointed"),
+    [({"attention_mask": PADDED}, False), ({"position_ids": RESTART}, True)],
+)
+def test_no_dense_mask_where_it_is_computed(given: Any, checkpointed: bool) -> None:
+    """Inside the layers' regions; blocks are found once, and groups of queries share their keys."""
+    model = tiny("qwen3", layers=2)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+        model.train()
+    passes = ("factor-masks", "outline-layers", "recompute", "fuse-linear-logprob")
+    step = optimize(model, log_prob_loss, replace(CONFIG, passes=passes))
+    assert_eagers(step, model, {"input_ids": ids()} | given)
+    gm = step.captures[0].rewritten.gm
+    graphs = [gm.graph, *(region.forward.graph for region in regions_of(gm).values())]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    assert not any(
+        val.dtype == torch.bool and val.dim() > 3 and val.shape[-2:] == (9, 9)
+        for n in nodes
+        if (val := tensor_val(n)) is not None
+    )
+    assert sum(is_call(n, torch.ops.fxrl.mask_blocks.default) for n in nodes) == 1
+    (call,) = [n for n in nodes if is_call(n, torch.ops.fxrl.masked_attention.default)]
+    query, key = (tensor_val(arg) for arg in call.args[:2])
+    assert query.shape[1] > key.shape[1]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

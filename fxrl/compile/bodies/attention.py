@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import fxrl.ops.masked_attention  # noqa: F401  # defines the op
 from fxrl.analysis.attention import SDPA
 from fxrl.ir.graph import is_call
 
@@ -25,6 +26,7 @@ KERNELS = {
     aten._scaled_dot_product_flash_attention.default: "FlashAttention",
     aten._scaled_dot_product_efficient_attention.default: "memory-efficient attention",
     aten._scaled_dot_product_flash_attention_for_cpu.default: "FlashAttention for CPUs",
+    torch.ops.fxrl.masked_attention.default: "attention under a computed mask",
 }
 _FLAGS = {
     SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,

@@ -1,0 +1,363 @@
+"""``fxrl::masked_attention`` on a GPU: FlexAttention, compiled for a mask's expression.
+
+PyTorch's own higher-order ops, forward and backward each, are traced with the expression inside and
+given to Inductor, which makes a Triton kernel of each. What is compiled serves every length of a
+kind: sizes are symbols, as in a region's body.
+
+NOTE [Why not torch.compile(flex_attention)]: its autograd would run the forward again to get at a
+backward, since an opaque op's is called with tensors alone; here the backward is given output and
+logarithm. Dynamo would guard and recompile by limits that are the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.nn.attention.flex_attention import BlockMask
+
+from fxrl.compile.bodies.inductor import InductorOptions, compile_body
+from fxrl.ir.graph import Size
+from fxrl.ops.masked_attention import BLOCK, attach, expression
+
+aten = torch.ops.aten
+hop = torch.ops.higher_order
+Run = Callable[..., Sequence[Tensor]]
+
+_BLOCK_LISTS = tuple(
+    f"{full}{side}_{what}"
+    for side in ("kv", "q")
+    for full in ("", "full_")
+    for what in ("num_blocks", "indices")
+)
+#: What ``flex_attention`` itself asks for. TRITON: the one kernel that has a backward and does not
+#: depend on the length; rows that see nothing are legal.
+_OPTIONS = {
+    "BACKEND": "TRITON",
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """All that a kernel is compiled for, but for the sizes that vary.
+
+    Attributes:
+        vectors: of each the dims that it has of [batch, head, query, key], and its dtype.
+        blocks: of the lists of blocks those that they have of [batch, head].
+        square: as many queries as keys.
+        whole: whether queries, and keys, are whole blocks; the kernel checks no bounds then.
+    """
+
+    mask: str
+    scale: float
+    dtype: torch.dtype
+    device: torch.device
+    heads: int
+    groups: int
+    features: tuple[int, int]
+    vectors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    blocks: tuple[bool, bool]
+    square: bool
+    whole: tuple[bool, bool]
+
+
+class FlexAttention:
+    """FlexAttention for every mask, compiled when it first runs.
+
+    Args:
+        options: Inductor's; None runs PyTorch's reference of the same ops, on every device.
+    """
+
+    def __init__(self, options: InductorOptions | None) -> None:
+        self._options = options
+        self._known: dict[_Kind, list[_Compiled]] = {}
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        vectors: Sequence[Tensor],
+        blocks: Sequence[Tensor],
+        mask: str,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """As ``fxrl.ops.masked_attention.masked_attention``."""
+        compiled = self._compiled(query, key, value, vectors, blocks, mask, scale)
+        out, lse = compiled.forward(*map(_rows, (query, key, value)), *_plain(vectors), *blocks)
+        return out, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        vectors: Sequence[Tensor],
+        blocks: Sequence[Tensor],
+        mask: str,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``fxrl.ops.masked_attention.masked_attention_vjp``."""
+        compiled = self._compiled(query, key, value, vectors, blocks, mask, scale)
+        heads = map(_rows, (grad, query, key, value, out))
+        first, second, third = compiled.backward(*heads, lse, *_plain(vectors), *blocks)
+        return first, second, third
+
+    def _compiled(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        vectors: Sequence[Tensor],
+        blocks: Sequence[Tensor],
+        mask: str,
+        scale: float,
+    ) -> _Compiled:
+        sizes = {"batch": query.shape[0], "queries": query.shape[2], "keys": key.shape[2]}
+        kind = _Kind(
+            mask,
+            scale,
+            query.dtype,
+            query.device,
+            query.shape[1],
+            key.shape[1],
+            (query.shape[3], value.shape[3]),
+            tuple((_dims(vector), vector.dtype) for vector in vectors),
+            (blocks[0].shape[0] > 1, blocks[0].shape[1] > 1),
+            sizes["queries"] == sizes["keys"],
+            (sizes["queries"] % BLOCK == 0, sizes["keys"] % BLOCK == 0),
+        )
+        variants = self._known.setdefault(kind, [])
+        for one in variants:
+            if one.serves(sizes):
+                return one
+        variants.append(_Compiled(kind, sizes, self._options))
+        return variants[-1]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, H, T, D] whose memory is [B, T, H, D], as kernels are compiled for."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _dims(vector: Tensor) -> tuple[int, ...]:
+    return tuple(dim for dim, size in enumerate(vector.shape) if size != 1)
+
+
+def _plain(vectors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The vectors without dims of one entry."""
+    return (vector.squeeze().contiguous() for vector in vectors)
+
+
+class _Compiled:
+    """Forward and backward for one kind and all sizes alike."""
+
+    def __init__(self, kind: _Kind, sizes: dict[str, int], options: InductorOptions | None) -> None:
+        self._kind, self._options = kind, options
+        self._mode = FakeTensorMode(
+            shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False
+        )
+        self._units: dict[str, tuple[Any, int]] = {}  # size -> its symbol, and how often it counts
+        units = [BLOCK if whole else 1 for whole in kind.whole]
+        self._batch = self._size("batch", sizes["batch"], 1)
+        self._queries = self._keys = self._size("queries", sizes["queries"], units[0])
+        if not kind.square:
+            self._keys = self._size("keys", sizes["keys"], units[1])
+        self._forward: Run | None = None
+        self._backward: Run | None = None
+
+    def serves(self, sizes: dict[str, int]) -> bool:
+        """Whether what was compiled holds for these sizes."""
+        values = {}
+        for name, (symbol, unit) in self._units.items():
+            count = sizes[name] // unit
+            if count != symbol if isinstance(symbol, int) else count < 2:
+                return False
+            if not isinstance(symbol, int):
+                values[symbol.node._expr] = sympy.Integer(count)
+        env = self._mode.shape_env
+        assert env is not None
+        return all(guard.expr.xreplace(values) != sympy.false for guard in env.guards)
+
+    def forward(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """query, key, value, vectors, blocks -> output, logarithm"""
+        if self._forward is None:
+            self._forward = self._build(self._run, self._heads()[:3])
+        return self._forward(*inputs)
+
+    def backward(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """gradient, query, key, value, output, logarithm, vectors, blocks -> three gradients"""
+        if self._backward is None:
+            query, key, value, out, lse = self._heads()
+            self._backward = self._build(self._differentiate, [out, query, key, value, out, lse])
+        return self._backward(*inputs)
+
+    # -- what is traced
+    def _run(self, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> list[Tensor]:
+        blocks, vectors = self._parted(rest)
+        scale = self._kind.scale
+        made = hop.flex_attention(
+            query, key, value, _same, blocks, scale, dict(_OPTIONS), (), vectors
+        )
+        return list(made[:2])
+
+    def _differentiate(self, grad: Tensor, *given: Tensor) -> list[Tensor]:
+        blocks, vectors = self._parted(given[5:])
+        made = hop.flex_attention_backward(
+            *given[:5],
+            grad,
+            None,
+            _same,
+            _gradient_of_same,
+            blocks,
+            self._kind.scale,
+            dict(_OPTIONS),
+            (),
+            vectors,
+        )
+        return list(made[:3])
+
+    def _parted(self, rest: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+        """Blocks as the higher-order ops take them, and vectors."""
+        count = len(self._kind.vectors)
+        lists: Any = dict(zip(_BLOCK_LISTS, rest[count:], strict=True))
+        lengths: Any = (self._queries, self._keys)  # symbols
+        blocks = BlockMask(
+            seq_lengths=lengths,
+            BLOCK_SIZE=(BLOCK, BLOCK),
+            mask_mod=self._seen,
+            **lists,
+        )
+        return blocks.as_tuple(), tuple(rest[:count])
+
+    def _seen(
+        self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, *vectors: Tensor
+    ) -> Tensor:
+        """The mask at one pair, as FlexAttention asks for it."""
+        place = (batch, head, query, key)
+        # as wide as positions are: what a mask makes of them must not overflow
+        values = {"query": query.to(torch.int64), "key": key.to(torch.int64)}
+        for index, (vector, (dims, _)) in enumerate(zip(vectors, self._kind.vectors, strict=True)):
+            at = [place[dim] for dim in dims]
+            values[f"v{index}"] = aten.index.Tensor(vector, at) if at else vector
+        seen: Tensor = expression(self._kind.mask)(values)
+        return seen
+
+    # -- the values it is traced with
+    def _size(self, name: str, size: int, unit: int) -> Size:
+        """A symbol for how many units a size that varies is."""
+        count = size // unit
+        if count < 2:  # no symbol is 0 or 1
+            self._units[name] = count, unit
+            return size
+        env = self._mode.shape_env
+        assert env is not None
+        source = ConstantSource(f"fxrl_{name}")
+        symbol = env.create_symbol(count, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        made: Any = env.create_symintnode(symbol, hint=count, source=source)
+        self._units[name] = made, unit
+        whole: Size = made * unit
+        return whole
+
+    def _heads(self) -> list[Tensor]:
+        """query, key, value, output, logarithm"""
+        kind = self._kind
+        narrow, wide = kind.features
+        sizes = (
+            (self._queries, kind.heads, narrow),
+            (self._keys, kind.groups, narrow),
+            (self._keys, kind.groups, wide),
+            (self._queries, kind.heads, wide),
+        )
+        dtype = torch.float64 if kind.dtype == torch.float64 else torch.float32
+        lse = self._empty(dtype, self._batch, kind.heads, self._queries)
+        return [*(self._empty(kind.dtype, self._batch, *s).transpose(1, 2) for s in sizes), lse]
+
+    def _rest(self) -> Iterator[Tensor]:
+        """vectors, blocks"""
+        kind = self._kind
+        place = (self._batch, kind.heads, self._queries, self._keys)
+        for dims, dtype in kind.vectors:
+            yield self._empty(dtype, *(place[dim] for dim in dims))
+        leading = [size if has else 1 for size, has in zip(place[:2], kind.blocks, strict=True)]
+        rows, columns = ((size + BLOCK - 1) // BLOCK for size in place[2:])
+        for n, m in ((rows, columns), (rows, columns), (columns, rows), (columns, rows)):
+            yield self._empty(torch.int32, *leading, n)
+            yield self._empty(torch.int32, *leading, n, m)
+
+    def _empty(self, dtype: torch.dtype, *shape: Size) -> Tensor:
+        with self._mode:
+            return torch.empty(shape, dtype=dtype, device=self._kind.device)
+
+    # -- from the functions to what runs
+    def _build(self, function: Callable[..., Any], heads: Sequence[Tensor]) -> Run:
+        # NOTE [Why a thread]: an op's kernel runs with autograd's dispatch keys excluded, and maybe
+        # inside of a mode; that state belongs to the thread.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self._built, function, heads).result()
+
+    def _built(self, function: Callable[..., Any], heads: Sequence[Tensor]) -> Run:
+        with _on(self._kind.device):
+            gm = self._traced(function, [*heads, *self._rest()])
+            if self._options is None:
+                return gm
+            return compile_body(gm, self._mode, self._options)
+
+    def _traced(self, function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphModule:
+        with self._mode, enable_python_dispatcher(), torch.no_grad():
+            # a mode traces one tensor as one value
+            own = [
+                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+                for x in examples
+            ]
+            gm = make_fx(function)(*own)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        return gm
+
+
+def _same(score: Tensor, *_: Tensor) -> Tensor:
+    return score
+
+
+def _gradient_of_same(*given: Tensor) -> list[Tensor | None]:
+    """Of the score it is what comes in, of the four indices there is none."""
+    return [given[-1], None, None, None, None]
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """A new thread begins on the first GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
+
+
+def attach_flex() -> None:
+    """Let ``fxrl::masked_attention`` run FlexAttention on GPUs from now on."""
+    attach("cuda", _ON_GPU)
+
+
+_ON_GPU = FlexAttention(InductorOptions.of(None))
