@@ -310,7 +310,7 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=16384, help="completion tokens in all")
     parser.add_argument("--completion", type=int, default=2048, help="completion tokens a row")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens a row")
-    parser.add_argument("--mask", default="none", choices=("none", "ones", "causal"))
+    parser.add_argument("--mask", default="none", choices=qwen.MASKS)
     parser.add_argument("--attention", default="cudnn", choices=("cudnn", "flash", "math", "any"))
     parser.add_argument("--no-input-hook", action="store_true", help="see bench/lib/qwen.py")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")

@@ -34,8 +34,10 @@ from fxrl.ir.sizes import SizeTable
 from fxrl.ops.masked_attention import can_be_fast
 
 #: Bytes of a mask from which computing it pays. On a CPU the dense mask is faster (PyTorch's kernel
-#: against one in tiles), so there it is memory alone that counts. On a GPU a dense mask makes every
-#: kernel look at all pairs; 4 rows of 2048 tokens, an estimate that is yet to be measured.
+#: against one in tiles), so there it is memory alone that counts. On a GPU: forward and backward of
+#: one layer of Qwen3-8B's shape on an H200, beside cuDNN under the dense mask; 8 documents of 2048
+#: tokens in all (4 MiB) 1.4 ms of 0.9, 8 rows of 2048 padded on the left (32 MiB) 2.2 of 6.4,
+#: 8 documents of 16384 in all (256 MiB) 3.0 of 50.
 _LEAST_MASK = {"cpu": 2**30, "meta": 2**24, "cuda": 2**24}
 
 

@@ -65,6 +65,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 WEIGHT_STD = 0.02
 LORA_B_STD = 0.01
+MASKS = ("none", "ones", "causal", "padded", "packed")
+_DOCUMENTS = 8
 _LOGIT_ROWS = 2048
 
 
@@ -147,11 +149,12 @@ def make_batch(
     Args:
         mask: ``"none"`` leaves ``attention_mask`` out, ``"ones"`` gives a mask of ones,
             ``"causal"`` a mapping that tells transformers to make no mask: plain causal
-            attention, also where the model is traced.
+            attention, also where the model is traced; ``"padded"`` pads prompts on the left, each
+            row's less than the next one's; ``"packed"`` makes eight documents of each row.
 
     Returns:
         ``input_ids [B, prompt + completion]``, ``completion_mask``, ``old_logps [B, completion]``,
-        ``advantages [B]``.
+        ``advantages [B]``; ``attention_mask`` or ``position_ids`` of the ids' shape.
     """
     rows, rest = divmod(tokens, completion)
     if rest or not rows:
@@ -170,6 +173,12 @@ def make_batch(
         batch["attention_mask"] = {"full_attention": None}
     if mask == "ones":
         batch["attention_mask"] = torch.ones_like(ids)
+    places = torch.arange(prompt + completion, device=device).expand_as(ids)
+    if mask == "padded":
+        begins = torch.arange(rows, device=device) * prompt // rows
+        batch["attention_mask"] = (places >= begins[:, None]).long()
+    if mask == "packed":
+        batch["position_ids"] = places % -(-places.shape[1] // _DOCUMENTS)
     return batch
 
 
