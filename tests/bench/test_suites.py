@@ -33,7 +33,7 @@ def test_step_fits_a_cpu(tmp_path):
 
 
 def test_step_fails_if_fxrl_fails(tmp_path, monkeypatch):
-    def broken(variant, model, plan):
+    def broken(*args):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(update_step, "make_step", broken)

@@ -7,7 +7,6 @@ import pytest
 import fxrl
 from fxrl.cli import main
 from fxrl.inspect.compare import VerifyReport, VerifyRow
-from fxrl.ir.plan import Plan, TileHead
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
 TINY = ["tiny:qwen3:layers=1", "--loss", "grpo", "--batch", "2", "--tokens", "12"]
@@ -25,9 +24,6 @@ class FakeStep:
 
     def explain(self, batch):
         return Report((Remark(self.kind, "some-pass", "mm_1", "a.py:3", "why not", "a cure", 7),))
-
-    def plan_for(self, batch):
-        return Plan({"0:lm_head/mm": TileHead("some-pass", 64)}, peak_gpu_bytes=2**30)
 
     def verify(self, batch):
         row = VerifyRow("loss", "loss", 0.1, 0.2, 1e-5, self.ok)
@@ -55,20 +51,6 @@ def test_explain_json_is_one_remark_a_line(step, capsys):
     assert main(["explain", *TINY, "--json"]) == 1
     (remark,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert (remark["kind"], remark["site"], remark["saved_bytes"]) == ("missed", "mm_1", 7)
-
-
-def test_plan(step, capsys):
-    assert main(["plan", *TINY]) == 0
-    assert "0:lm_head/mm: some-pass, rows per tile: 64" in capsys.readouterr().out
-    assert main(["plan", *TINY, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "version": 1,
-        "peak_gpu_bytes": 2**30,
-        "peak_host_bytes": None,
-        "step_seconds": None,
-        "max_context": None,
-        "choices": {"0:lm_head/mm": {"kind": "head", "by": "some-pass", "tile_tokens": 64}},
-    }
 
 
 def test_verify_is_1_when_they_disagree(step, capsys):
