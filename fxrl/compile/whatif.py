@@ -44,7 +44,7 @@ class Advice:
 
     Attributes:
         binds: what more of would save time, the most of it first; () where everything is kept.
-        changes: the one that helps most first.
+        changes: those that matter, the one that helps most first, and what keeping all would take.
     """
 
     binds: tuple[str, ...]
@@ -127,9 +127,9 @@ class WhatIf:
         found = {name: (what, seconds) for name, what, seconds in self._more(chain)}
         won = {name: now - seconds for name, (_, seconds) in found.items()}
         binds = [n for n in sorted(won, key=lambda n: -won[n]) if won[n] > _MATTERS * now]
-        changes = [Change(what, seconds) for what, seconds in found.values()]
+        changes = [Change(what, seconds) for what, seconds in found.values()] + [*self._shorter()]
+        changes = [change for change in changes if now - change.seconds > _MATTERS * now]
         changes.append(Change(f"{_of_gpu(whole)}, where all is kept", least))
-        changes += self._shorter()
         return Advice(tuple(binds), tuple(sorted(changes, key=lambda change: change.seconds)))
 
     def fits(self) -> Iterator[Fit]:
