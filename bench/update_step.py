@@ -106,12 +106,12 @@ def make_plan(text: str, model: nn.Module) -> fxrl.Plan | None:
 
 
 def make_step(
-    variant: str, model: nn.Module, plan: str = "", budgets: Mapping[str, str] | None = None
+    variant: str, model: nn.Module, plan: str = "", budgets: Mapping[str, Any] | None = None
 ) -> Callable[[Any], Any]:
     """``batch -> what the loss function returns`` for one variant.
 
     Args:
-        budgets: ``gpu_memory`` and ``host_memory`` of fxrl's configuration.
+        budgets: ``gpu_memory`` and ``host_memory`` of fxrl's configuration; None: what is free.
     """
     loss_fn = make_loss()
     if variant == "eager":
@@ -183,7 +183,7 @@ def _one_variant(
     results: common.Results,
 ) -> dict[str, Any]:
     budgets = {"gpu_memory": args.gpu_memory, "host_memory": args.host_memory}
-    step = make_step(variant, model, args.plan, {k: v for k, v in budgets.items() if v})
+    step = make_step(variant, model, args.plan, budgets)
     optimizer = torch.optim.AdamW(list(qwen.trainable(model).values()), lr=1e-6, fused=True)
     losses: list[torch.Tensor] = []
 

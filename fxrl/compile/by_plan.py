@@ -27,7 +27,7 @@ from fxrl.compile.planning import symbols_of
 from fxrl.errors import HostMemoryError, PlanError
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import hint, is_call, needs_grad
-from fxrl.ir.plan import CutLayer, Moment, Plan
+from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ir.region import region_at
 from fxrl.ir.remark import format_bytes
 from fxrl.ops.host_memory import drop_free_pages
@@ -41,11 +41,11 @@ Replan = Callable[[Capture, Sequence[Any], dict[Any, int], str], Run]
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A plan, what runs by it, and the moments of each op that autograd remembers, in order."""
+    """A plan, what runs by it, and the layer of each op that autograd remembers, in order."""
 
     plan: Plan
     run: Run
-    moments: tuple[Moment | None, ...]
+    layers: tuple[int | None, ...]
 
 
 class ByPlan:
@@ -99,7 +99,7 @@ class ByPlan:
     def _planned(self, run: Run) -> _Planned:
         assert self._capture.rewritten is not None
         plan = self._capture.given
-        return _Planned(plan, run, tuple(_moments(self._capture.rewritten.gm, plan)))
+        return _Planned(plan, run, tuple(_layers(self._capture.rewritten.gm, plan)))
 
     def _sizes(self, args: Sequence[Any], number: Callable[[Any], int]) -> tuple[Any, ...]:
         return tuple((symbol, number(read(args))) for symbol, read in self._symbols.items())
@@ -165,10 +165,10 @@ class ByPlan:
 
 def _autopsy(phase: str, planned: _Planned, shortage: Shortage) -> str:
     """What was predicted and what was found where memory ran out, in words."""
-    moments, plan, used = planned.moments, planned.plan, shortage.used_bytes
-    layer = moments[shortage.op] if shortage.op < len(moments) else None
-    found = [m for m in plan.timeline if m.phase == phase and layer and m.layer == layer.layer]
-    moment = (found or [m for m in plan.timeline if m.phase == "head"])[0]
+    layers, timeline, used = planned.layers, planned.plan.timeline, shortage.used_bytes
+    layer = layers[shortage.op] if shortage.op < len(layers) else None
+    found = [m for m in timeline if m.phase == phase and m.layer == layer]
+    moment = (found or [m for m in timeline if m.phase == "head"])[0]
     actual = f", {format_bytes(used)} were in use" if used else ""
     if shortage.pieces_bytes > FRAGMENTS * used:
         actual += (
@@ -180,10 +180,9 @@ def _autopsy(phase: str, planned: _Planned, shortage: Shortage) -> str:
     return f"memory ran out in {moment.where}: {predicted}{actual}; {first}"
 
 
-def _moments(gm: fx.GraphModule, plan: Plan) -> Iterator[Moment | None]:
-    """For each op of a graph that autograd remembers, its layer's moment in the forward; None for
-    heads and what else is no layer."""
-    forward = {m.layer: m for m in plan.timeline if m.phase == "forward"}
+def _layers(gm: fx.GraphModule, plan: Plan) -> Iterator[int | None]:
+    """For each op of a graph that autograd remembers, its layer's number; None for heads and what
+    else is no layer."""
     sites = [site for site, choice in plan.choices.items() if isinstance(choice, CutLayer)]
     number = {site: place for place, site in enumerate(sites)}
     for node in gm.graph.nodes:
@@ -191,7 +190,7 @@ def _moments(gm: fx.GraphModule, plan: Plan) -> Iterator[Moment | None]:
         if region is None and not is_call(node, torch.ops.fxrl.linear_logprob.default):
             continue
         if any(map(needs_grad, node.all_input_nodes)):
-            yield forward.get(number.get(region.layer, -1)) if region is not None else None
+            yield None if region is None else number.get(region.layer)
 
 
 def _within(sizes: tuple[Any, ...], known: tuple[Any, ...]) -> bool:

@@ -66,12 +66,10 @@ class Watch:
     Attributes:
         tell: hears of a shortage, and says it in words.
         room: bytes that may be moved to the host now.
-        count: how many ops joined.
     """
 
     def __init__(self, tell: Callable[[Shortage], str], room: Callable[[], int]) -> None:
         self.tell, self.room = tell, room
-        self.count = 0
         self._contexts: list[tuple[ref[Any], Sequence[bool]]] = []
 
     @contextmanager
@@ -84,10 +82,14 @@ class Watch:
             _RUNNING.reset(token)
             _WATCHES.add(self)
 
+    @property
+    def count(self) -> int:
+        """How many ops joined."""
+        return len(self._contexts)
+
     def join(self, ctx: Any, movable: Sequence[bool]) -> int:
         """An op's autograd context, and which of its saved tensors nobody else holds."""
         self._contexts.append((ref(ctx), movable))
-        self.count += 1
         return self.count - 1
 
     def move(self, device: torch.device, room: int) -> int:
