@@ -214,12 +214,12 @@ def make_body(name: str, shape: str, tokens: int, device: str) -> Body:
     if name == "head":
         return _head(shape, tokens, device)
     model = qwen.make_model(shape, device, layers=1, checkpointing=False)
-    layer = model.get_base_model().model.layers[0]
+    layer = qwen.base_model(model).model.layers[0]
     hidden = qwen.SHAPES[shape]["hidden_size"]
     x = torch.randn(1, tokens, hidden, device=device, dtype=torch.bfloat16)
     if name == "mlp":
         return _module_body("mlp", layer.mlp, (x[0],), {}, tiled=(0,))
-    rotary = model.get_base_model().model.rotary_emb
+    rotary = qwen.base_model(model).model.rotary_emb
     cos, sin = rotary(x, torch.arange(tokens, device=device)[None])
     return _module_body("layer", layer, (x, cos, sin), {"attention_mask": None})
 

@@ -1,4 +1,4 @@
-"""One GRPO update of a LoRA model: peak memory, time, and how far the gradients are from fp32.
+"""One update, GRPO with LoRA by default: peak memory, time, and how far gradients are from fp32.
 
 Variants: ``eager``, ``fxrl`` (``fxrl.optimize`` over the same model), ``fxrl-layers-eager`` (with
 the layers run op by op) and ``compile`` (``torch.compile`` of the loss function). Hugging Face's
@@ -61,17 +61,21 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         1 if fxrl failed in one of them, else 0.
     """
+    trained = f"LoRA r={args.rank}, all linear layers" if args.rank else "all weights trained"
     notes = [
         f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0, "
         f"on_miss=error; checkpointing {'off' if args.no_checkpointing else 'on'}; "
         f"{args.micro_batches} micro-batches an update; layers' plan: {args.plan or 'default'}; "
         f"gpu_memory: {args.gpu_memory or 'free'}, host_memory: {args.host_memory or 'free'}",
-        f"{args.shape} shape, LoRA r={args.rank}, all linear layers, bf16, random weights; "
-        f"rows of {args.prompt} prompt and {args.completion} completion tokens",
+        f"{args.loss}; {args.shape} shape, {trained}, bf16, random weights; rows of {args.prompt} "
+        f"prompt and {args.completion} completion tokens; card: {args.card or 'all'} GiB",
         "grad_error columns: relative L2 distance to the fp32 gradient of the same weights; over "
         "all LoRA parameters at once, and mean and max over single parameters; rows 'gradients': "
         "one draw of weights and batch each",
     ]
+    if args.card:
+        whole = torch.cuda.get_device_properties(0).total_memory / common.GiB
+        torch.cuda.set_per_process_memory_fraction(args.card / whole)
     results = common.Results(
         "GRPO update: eager, fxrl, fp32 reference", COLUMNS, args.out, notes, as_json=args.json
     )
@@ -86,11 +90,26 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row[error] and row[first].startswith("fxrl") for row in results.rows))
 
 
-def make_loss() -> LossFn:
-    """GRPO as the library's users get it: clipped ratio, no KL term."""
+def make_loss(name: str = "grpo") -> LossFn:
+    """GRPO as the library's users get it (clipped ratio, no KL term), or DPO with two forwards."""
     from fxrl import losses
 
-    return losses.grpo(beta=0.0)
+    return losses.grpo(beta=0.0) if name == "grpo" else dpo_in_two_forwards
+
+
+def dpo_in_two_forwards(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """DPO (arXiv:2305.18290, eq. 7) as one writes it: the better half of the rows (at random the
+    first one) goes through the model, then the other; the reference is ``old_logps``."""
+    gains = []
+    for half in (0, 1):
+        ids, mask, reference = (
+            batch[name].chunk(2)[half] for name in ("input_ids", "completion_mask", "old_logps")
+        )
+        count = mask.shape[1]
+        logits = model(input_ids=ids).logits[:, -count - 1 : -1]
+        logps = torch.log_softmax(logits.float(), -1).gather(-1, ids[:, -count:, None])[..., 0]
+        gains.append(((logps - reference) * mask).sum(-1))
+    return -nn.functional.logsigmoid(0.1 * (gains[0] - gains[1])).mean()
 
 
 def make_plan(text: str, model: nn.Module) -> fxrl.Plan | None:
@@ -106,14 +125,17 @@ def make_plan(text: str, model: nn.Module) -> fxrl.Plan | None:
 
 
 def make_step(
-    variant: str, model: nn.Module, plan: str = "", budgets: Mapping[str, Any] | None = None
+    variant: str,
+    model: nn.Module,
+    loss_fn: LossFn,
+    plan: str = "",
+    budgets: Mapping[str, Any] | None = None,
 ) -> Callable[[Any], Any]:
-    """``batch -> what the loss function returns`` for one variant.
+    """``batch -> what loss_fn returns`` for one variant.
 
     Args:
         budgets: ``gpu_memory`` and ``host_memory`` of fxrl's configuration; None: what is free.
     """
-    loss_fn = make_loss()
     if variant == "eager":
         return lambda batch: loss_fn(model, batch)
     if variant == "compile":
@@ -147,7 +169,7 @@ def measure_updates(args: argparse.Namespace, results: common.Results) -> None:
     for variant in args.variants:
         row: dict[str, Any] = {
             "variant": variant,
-            "layers": model.get_base_model().config.num_hidden_layers,
+            "layers": qwen.base_model(model).config.num_hidden_layers,
             "tokens": args.tokens,
         }
         try:
@@ -161,7 +183,7 @@ def measure_updates(args: argparse.Namespace, results: common.Results) -> None:
                 parameter.grad = None
         torch.compiler.reset()
         common.free_memory(args.device)
-    _note_saving(args, model.get_base_model().config.vocab_size, results)
+    _note_saving(args, qwen.base_model(model).config.vocab_size, results)
 
 
 def _note_saving(args: argparse.Namespace, vocab_size: int, results: common.Results) -> None:
@@ -183,7 +205,7 @@ def _one_variant(
     results: common.Results,
 ) -> dict[str, Any]:
     budgets = {"gpu_memory": args.gpu_memory, "host_memory": args.host_memory}
-    step = make_step(variant, model, args.plan, budgets)
+    step = make_step(variant, model, make_loss(args.loss), args.plan, budgets)
     optimizer = torch.optim.AdamW(list(qwen.trainable(model).values()), lr=1e-6, fused=True)
     losses: list[torch.Tensor] = []
 
@@ -252,7 +274,8 @@ def measure_gradients(args: argparse.Namespace, results: common.Results, seed: i
     failed: dict[str, str] = {}
     for variant in args.variants:
         try:
-            found[variant] = _gradients(make_step(variant, model, args.plan), model, batch)
+            step = make_step(variant, model, make_loss(args.loss), args.plan)
+            found[variant] = _gradients(step, model, batch)
         except Exception as error:  # recorded in its row
             failed[variant] = common.error_text(error)
         torch.compiler.reset()
@@ -260,9 +283,9 @@ def measure_gradients(args: argparse.Namespace, results: common.Results, seed: i
     torch.set_float32_matmul_precision("highest")
     model.float()
     with qwen.attention("math"):  # the fused kernels take no fp32
-        loss_fn = make_loss()
+        loss_fn = make_loss(args.loss)
         true_loss, truth = _gradients(lambda given: loss_fn(model, given), model, batch)
-    layers = model.get_base_model().config.num_hidden_layers
+    layers = qwen.base_model(model).config.num_hidden_layers
     for variant in args.variants:
         row: dict[str, Any] = {
             "variant": f"{variant}, gradients, seed {seed}",
@@ -306,7 +329,8 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
     parser = common.parser(about)
     parser.add_argument("--shape", default="qwen3-8b", choices=sorted(qwen.SHAPES))
     parser.add_argument("--layers", type=int, help="by default the shape's own number")
-    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--loss", default="grpo", choices=("grpo", "dpo"))
+    parser.add_argument("--rank", type=int, default=32, help="0 trains all weights")
     parser.add_argument("--tokens", type=int, default=16384, help="completion tokens in all")
     parser.add_argument("--completion", type=int, default=2048, help="completion tokens a row")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens a row")
@@ -318,6 +342,9 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="print the kernels of one update")
     parser.add_argument("--plan", default="", metavar="KEPT,INPUTS_ON,KEPT_ON,TILE", help="for all")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="for fxrl; what is free by default")
+    parser.add_argument(
+        "--card", type=float, metavar="GIB", help="what PyTorch may allocate, eager too"
+    )
     parser.add_argument("--host-memory", metavar="SIZE")
     parser.add_argument("--repeats", type=int, default=7, help="0 leaves the timing out")
     parser.add_argument("--variants", default="eager,fxrl", type=lambda text: text.split(","))

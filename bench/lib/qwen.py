@@ -131,6 +131,11 @@ def _with_lora(base: nn.Module, rank: int, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def base_model(model: nn.Module) -> Any:
+    """The model under LoRA's wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def make_batch(
     model: nn.Module,
     *,
@@ -160,7 +165,7 @@ def make_batch(
     if rest or not rows:
         raise SystemExit(f"--tokens {tokens} is not a multiple of --completion {completion}")
     draw = torch.Generator(device).manual_seed(seed)
-    vocab = model.get_base_model().config.vocab_size
+    vocab = base_model(model).config.vocab_size
     ids = torch.randint(0, vocab, (rows, prompt + completion), device=device, generator=draw)
     old = torch.cat([token_logps(model, row[None], completion) for row in ids])
     batch: dict[str, Any] = {
@@ -186,7 +191,7 @@ def make_batch(
 def token_logps(model: nn.Module, ids: torch.Tensor, completion: int) -> torch.Tensor:
     """Log-probs of the last ``completion`` tokens, fp32 ``[B, completion]``, some rows of logits at
     a time."""
-    base = model.get_base_model()
+    base = base_model(model)
     hidden = base.model(input_ids=ids, use_cache=False).last_hidden_state[:, -completion - 1 : -1]
     targets = ids[:, -completion:, None]
     parts = zip(hidden.split(_LOGIT_ROWS, 1), targets.split(_LOGIT_ROWS, 1), strict=True)

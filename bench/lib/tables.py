@@ -157,16 +157,21 @@ LINES = (
         _LARGE | {"mode": ["trainable"]},
     ),
     Line(
-        "GRPO update, Qwen3-8B's shape, LoRA, 16384 tokens: time, peak",
-        "update_step_qwen3_8b_h200",
+        "GRPO update, Qwen3-8B's shape, LoRA, one sequence of 16384 tokens, 24 GiB: time, peak",
+        "update_step_qwen3_8b_24gib_h200",
         _UPDATE_CELLS,
         "update_ms",
-        {"layers": [36]},
     ),
     Line(
         "one sequence of 131072 tokens, the same model: time, peak, host memory",
         "update_step_qwen3_8b_131k_h200",
         "{update_ms:.0f} ms, {peak_gib:.1f} GiB, {host_gib:.1f} GiB",
+        "update_ms",
+    ),
+    Line(
+        "all weights of Qwen3-1.7B's shape, 16384 tokens, a card of 24 GiB: time, peak",
+        "update_step_full_1.7b_h200",
+        _UPDATE_CELLS,
         "update_ms",
     ),
     Line(
