@@ -1,15 +1,21 @@
 """``explain``: what would be rewritten, found on fake tensors; nothing runs, no memory is taken.
 
 The step is captured as ever, which is a matter of shapes alone; in place of each captured graph
-runs a stand-in that returns zeros of the right shapes with one number of storage each. So a model
-may be on any device or on none (``meta``), and code after a graph break is captured too.
+runs a stand-in that returns something of the right shapes. So a model may be on any device or on
+none (``meta``), and code after a graph break is captured too.
+
+NOTE [Why nothing is captured on meta]: code asks tensors for their device, and what it then does on
+``meta`` is done nowhere else: PEFT enters autocast of a device that has none, mixtures of experts
+count in a dtype that a CPU does not count in, KV caches mix real with fake. So fake tensors of a
+CPU take the place of a model's on ``meta`` while it is captured. The captured graph is on ``meta``
+again, which stands for the GPU that it is planned for: rules that depend on the device take it so.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxrl.capture._torch import FakeTensor
+from fxrl.capture._torch import FakeTensor, FakeTensorMode
 from fxrl.capture.lower import example_of
 from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
@@ -32,14 +38,30 @@ from fxrl.planner.target import Target
 
 
 class ExplainBackend(Backend):
-    """Captures and rewrites like ``Backend``; what it returns does not compute."""
+    """Captures and rewrites like ``Backend``; what it returns does not compute.
 
-    def __init__(self, config: Config, plan: Plan, target: Target | None, *, planned: bool) -> None:
+    Args:
+        mode: of the fake tensors that stand in for the model's; None where these are real.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        target: Target | None,
+        *,
+        planned: bool,
+        mode: FakeTensorMode | None,
+    ) -> None:
         super().__init__(config, plan, only_explain=True, always_planned=planned, target=target)
+        self.mode = mode
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        stand_in = _stand_in(gm, self.mode)
+        if self.mode is not None:
+            _put_on_meta(gm)
         super().__call__(gm, example_inputs)
-        return _stand_in(gm)
+        return stand_in
 
 
 def explain(
@@ -76,105 +98,113 @@ def explained(
         planned: predict, also where nothing bounds the memory.
     """
     config = replace(config, on_miss="ignore")
-    plan = plan or Plan()
-    backend = ExplainBackend(config, plan, target, planned=planned)
-    twin = without_fakes(Wrapper(model).inner)  # no process waits for another
-    step = TrainStep(twin, loss_fn, config, plan, backend=backend)
+    inner = Wrapper(model).inner  # no process waits for another
     captured_all = Report()
-    try:
-        with _without_kv_cache(twin):
-            step(_like_model(twin, batch))
-    except FxrlError:
-        raise
-    except _NEEDS_NUMBERS as error:
-        if not backend.captures:
+    with _without_meta(inner, loss_fn) as mode:
+        backend = ExplainBackend(config, plan or Plan(), target, planned=planned, mode=mode)
+        step = TrainStep(inner, loss_fn, config, backend.plan, backend=backend)
+        try:
+            step(pytree.tree_map_only(Tensor, lambda x: _input(x, mode), batch))
+        except FxrlError:
             raise
-        reason = f"code after a graph break needs real numbers: {str(error).splitlines()[0][:200]}"
-        cure = "look at step.report after one real step"
-        captured_all = Report((Remark(RemarkKind.MISSED, "capture", "graph", "", reason, cure),))
+        except _NEEDS_NUMBERS as error:
+            if not backend.captures:
+                raise
+            why = str(error).splitlines()[0][:200]
+            reason = f"code after a graph break needs real numbers: {why}"
+            cure = "look at step.report after one real step"
+            missed = Remark(RemarkKind.MISSED, "capture", "graph", "", reason, cure)
+            captured_all = Report((missed,))
     return step.report + captured_all, backend.captures
-
-
-@contextmanager
-def _without_kv_cache(model: nn.Module) -> Iterator[None]:
-    """Transformers' ``config.use_cache`` off, for the time of the capture of a model on ``meta``.
-
-    NOTE [Why]: a training forward fills a KV cache that nobody reads; on ``meta`` its first empty
-    tensor is made while tracing and is no fake, so Dynamo refuses to concatenate with it. Anywhere
-    else the cache stays: without one a model makes its masks otherwise than the step will see.
-    """
-    on_meta = any(tensor.is_meta for tensor in _tensors(model))
-    configs = [getattr(module, "config", None) for module in model.modules() if on_meta]
-    on = {id(c): c for c in configs if getattr(c, "use_cache", None) is True}
-    for config in on.values():
-        config.use_cache = False  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        for config in on.values():
-            config.use_cache = True  # type: ignore[union-attr]
 
 
 #: What stand-ins cannot serve: code outside of the captured graphs that reads numbers.
 _NEEDS_NUMBERS = (NotImplementedError, RuntimeError, ValueError, IndexError)
 
 
-def without_fakes(model: nn.Module) -> nn.Module:
-    """The model itself; or, if it holds fake tensors, a twin of it on ``meta``.
+@contextmanager
+def _without_meta(model: nn.Module, loss_fn: LossFunction) -> Iterator[FakeTensorMode | None]:
+    """Fake tensors of a CPU in the place of a model's that are on ``meta``, or fake of any kind.
 
-    Dynamo makes fakes of its own and takes none of another fake mode.
+    Other models that the loss knows, such as a reference, are treated likewise.
+
+    Yields:
+        The fakes' mode; None where all tensors are real.
     """
-    held = list(_tensors(model))
-    if not any(isinstance(tensor, FakeTensor) for tensor in held):
-        return model
-    memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in held}
-    return copy.deepcopy(model, memo)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    modules = {module for root in (model, *_models_of(loss_fn)) for module in root.modules()}
+    tables: list[dict[str, Any]] = [
+        table for m in modules for table in (m._parameters, m._buffers, vars(m))
+    ]
+    held = [(t, name, x) for t in tables for name, x in t.items() if isinstance(x, Tensor)]
+    shapes = [entry for entry in held if entry[2].is_meta or isinstance(entry[2], FakeTensor)]
+    fakes = {id(x): _fake(x, mode) for _, _, x in shapes}
+    try:
+        for table, name, x in shapes:
+            table[name] = fakes[id(x)]
+        yield mode if shapes else None
+    finally:
+        for table, name, x in shapes:
+            table[name] = x
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    plain = torch.empty_strided(
-        tuple(map(hint, tensor.shape)),
-        tuple(map(hint, tensor.stride())),
-        dtype=tensor.dtype,
-        device="meta",
-    )
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(plain, requires_grad=tensor.requires_grad)
-    return plain
+def _models_of(function: Any, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """Modules that a function holds: in its closure, bound to it, or as a partial's arguments."""
+    seen = set() if seen is None else seen
+    seen.add(id(function))
+    held = [getattr(function, "__self__", None)]
+    if isinstance(function, functools.partial):
+        held += [function.func, *function.args, *function.keywords.values()]
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # not yet filled
+            held.append(cell.cell_contents)
+    for value in held:
+        if isinstance(value, nn.Module):
+            yield value
+        elif callable(value) and id(value) not in seen:
+            yield from _models_of(value, seen)
 
 
-def _like_model(model: nn.Module, batch: Any) -> Any:
-    """The batch on ``meta`` if the model is, else as it is; fake tensors become real zeros."""
-    devices = {tensor.device.type for tensor in _tensors(model)}
-    on_meta = "meta" in devices
-
-    def moved(tensor: Tensor) -> Tensor:
-        if on_meta:
-            return _on_meta(tensor).requires_grad_(tensor.requires_grad)
-        if isinstance(tensor, FakeTensor):
-            return _zeros(tensor)
-        return tensor
-
-    return pytree.tree_map_only(Tensor, moved, batch)
+def _fake(like: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        fake = torch.empty_strided(
+            tuple(map(hint, like.shape)), tuple(map(hint, like.stride())), dtype=like.dtype
+        )
+    if isinstance(like, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=like.requires_grad)
+    return fake.requires_grad_(like.requires_grad)
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+def _input(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
+    """A tensor of the batch, which is where the model is; a fake one becomes real zeros."""
+    if mode is not None:
+        return _fake(tensor, mode)
+    return _zeros(tensor) if isinstance(tensor, FakeTensor) else tensor
 
 
-def _stand_in(gm: fx.GraphModule) -> Callable[..., Any]:
+def _put_on_meta(gm: fx.GraphModule) -> None:
+    """Moves the fake values of a captured graph, and what its calls say of a device."""
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    for body in gm.modules():
+        for node in body.graph.nodes if isinstance(body, fx.GraphModule) else ():
+            for value in pytree.tree_leaves(example_of(node)):
+                if isinstance(value, FakeTensor):
+                    value.fake_device = meta
+            node.args, node.kwargs = pytree.tree_map_only(
+                torch.device, lambda x: meta if x == cpu else x, (node.args, node.kwargs)
+            )
+
+
+def _stand_in(gm: fx.GraphModule, mode: FakeTensorMode | None) -> Callable[..., Any]:
     """A callable that returns what the graph returns in shape, dtype and device."""
     (output,) = gm.graph.find_nodes(op="output")
     results = [example_of(n) if isinstance(n, fx.Node) else n for n in output.args[0]]
-
-    def run(*_: Any) -> list[Any]:
-        return [
-            _zeros(r) if isinstance(r, Tensor) else hint(r) if isinstance(r, torch.SymInt) else r
-            for r in results
-        ]
-
-    return run
+    make = _zeros if mode is None else functools.partial(_fake, mode=mode)
+    made = [
+        make(r) if isinstance(r, Tensor) else hint(r) if isinstance(r, torch.SymInt) else r
+        for r in results
+    ]
+    return lambda *_: made
 
 
 def _zeros(like: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ def lora(
         model: a Hugging Face model; wrapped in place.
         r: rank.
         alpha: scale; ``None`` is ``2 * r``.
-        target_modules: ``"all-linear"`` (every linear layer but the output layer), a list of name
+        target_modules: ``"all-linear"`` (every linear layer but the output layer; routers and
+            experts whose weights are one tensor are none, and stay as they are), a list of name
             endings, or a regular expression over full names.
         dropout: on x, adapter only.
         fp32_adapter: keep A and B in fp32 on a bf16 or fp16 base, which is PEFT's default
@@ -52,6 +53,8 @@ def lora(
         raise ModelError(f"lora: dropout={dropout} is outside [0, 1); 0 is usual for RL")
     peft = optional("peft", "LoRA")
     targets: Any = target_modules if isinstance(target_modules, str) else list(target_modules)
+    if targets == "all-linear":
+        targets = _linear_layers(model)
     config = peft.LoraConfig(
         r=r,
         lora_alpha=2 * r if alpha is None else alpha,
@@ -82,6 +85,21 @@ def lora(
             ) from error
     assert isinstance(wrapped, nn.Module)
     return wrapped
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Name endings of the linear layers but the output layer; full names where these differ.
+
+    NOTE [Why PEFT is not asked]: its "all-linear" takes a mixture's routers and 3-D expert weights
+    along, under parametrizations that end a traced graph in every layer.
+    """
+    kinds = (nn.Linear, optional("transformers.pytorch_utils", "LoRA").Conv1D)
+    output: Any = getattr(model, "get_output_embeddings", None)
+    head = output() if output else None
+    linear = {name for name, m in model.named_modules() if isinstance(m, kinds) and m is not head}
+    others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in linear}
+    endings = {name.rpartition(".")[2] for name in linear}
+    return sorted(linear if endings & others else endings)
 
 
 def _stores_transposed(model: nn.Module) -> bool:

@@ -25,9 +25,6 @@ from fxrl.config import Config
 from fxrl.models import TINY_KINDS, lora, tiny_config
 
 CONFIG = Config(min_saved_bytes=0, chunk_tokens=8, compile_regions=False, on_miss="error")
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"]
-#: Where "all-linear" is not what is asked for: PEFT wraps Mixtral's experts as parametrizations.
-TARGETS = {"mixtral": ATTENTION}
 #: Captured with a symbolic batch and length; fixed sizes compile five times faster.
 DYNAMIC = ("qwen3", "gemma3", "gpt2", "gpt-oss", "mixtral")
 
@@ -38,7 +35,7 @@ def tiny_model(kind: str, *, full: bool) -> nn.Module:
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).double()
     if full:
         return model
-    model = lora(model, r=2, target_modules=TARGETS.get(kind, "all-linear"), fp32_adapter=False)
+    model = lora(model, r=2, fp32_adapter=False)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero to begin with, which would hide A's gradient
             nn.init.normal_(parameter, std=0.1)

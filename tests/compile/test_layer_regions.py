@@ -17,7 +17,7 @@ from fxrl.compile.step import optimize
 from fxrl.config import Config
 from fxrl.models import lora, tiny_config
 from fxrl.passes import REGISTRY
-from tests.compile.test_architectures import TARGETS, gradients, padded_batch
+from tests.compile.test_architectures import gradients, padded_batch
 
 #: Naming the pass asks for it at every size; see ``Plan.from_config``.
 CONFIG = Config(
@@ -33,8 +33,7 @@ def tiny_model(kind: str, layers: int, *, checkpointed: bool) -> nn.Module:
     config = tiny_config(kind, layers=layers, hidden=16, intermediate=24, head_dim=4, experts=2)
     torch.manual_seed(0)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).double()
-    targets = TARGETS.get(kind, "all-linear")
-    model = lora(model, r=2, target_modules=targets, fp32_adapter=False)
+    model = lora(model, r=2, fp32_adapter=False)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero to begin with, which would hide A's gradient
             nn.init.normal_(parameter, std=0.1)

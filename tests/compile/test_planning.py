@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import fxrl
+from fxrl import losses
 from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer, Plan
+from fxrl.models import lora, tiny_config
 from fxrl.planner.target import TARGETS
 from tests.compile.region_cases import assert_same
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
@@ -142,6 +144,22 @@ def test_another_gpu_another_time():
     h200, a100 = (step.plan_for(batch(2**15), target=TARGETS[n]) for n in ("h200", "a100"))
     assert a100.step_seconds > h200.step_seconds
     assert a100.peak_gpu_bytes == h200.peak_gpu_bytes
+
+
+def test_a_mixture_of_experts_without_weights():
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    shape = tiny_config("mixtral", layers=2, hidden=256, intermediate=512, experts=4)
+    with torch.device("meta"):
+        model = lora(transformers.AutoModelForCausalLM.from_config(shape), r=2)
+    rows = {"input_ids": (2, 2049), "completion_mask": (2, 2048), "old_logps": (2, 2048)}
+    given = {name: torch.zeros(size, dtype=torch.long) for name, size in rows.items()}
+    step = fxrl.optimize(model, losses.grpo(beta=0.0), config())
+    plan = step.plan_for(given | {"advantages": torch.zeros(2)}, target=TARGETS["h200"])
+    assert len(cuts(plan)) == 2
+    assert plan.step_seconds
+    assert plan.max_context
+    assert plan.max_context > 2049
 
 
 def test_a_model_without_layers_has_predictions():

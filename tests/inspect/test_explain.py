@@ -84,6 +84,35 @@ def test_it_needs_no_weights(kind):
     assert remark[1] > 8 * 4096 * 200_000 * 4  # at least one fp32 copy of the logits
 
 
+def test_a_reference_that_the_loss_holds_needs_none_either():
+    with torch.device("meta"):
+        model, reference = Lm(), Lm()
+
+    def against(model, batch):
+        with torch.no_grad():
+            drift = reference(batch["ids"]).logsumexp(-1).mean()
+        return loss_fn(model, batch) + drift
+
+    kept = dict(reference.named_parameters())
+    assert applied(explain(model, against, batch_of(), CONFIG))
+    assert all(p is kept[name] and p.is_meta for name, p in reference.named_parameters())
+
+
+def test_code_that_asks_for_the_device_finds_one_that_exists():
+    """On ``meta`` autocast is an error, and what is written for GPUs does not run on a CPU."""
+
+    class Asking(Lm):
+        def forward(self, ids):
+            with torch.autocast(self.head.weight.device.type, enabled=False):
+                return super().forward(ids)
+
+    with torch.device("meta"):
+        model = Asking()
+    report = explain(model, loss_fn, batch_of(), CONFIG)
+    assert applied(report)
+    assert not [r for r in report.remarks if r.kind == "missed"]
+
+
 @torch.library.custom_op("fxrl_tests::bomb", mutates_args=())
 def bomb(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("this ran")
