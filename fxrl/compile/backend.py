@@ -112,7 +112,7 @@ class Backend:
         cannot be lowered, or fails later, runs as the user wrote it, and the report says so.
         """
         try:
-            lowered = lower(capture.dynamo, grad_enabled=torch.is_grad_enabled())
+            lowered = self._lowered(capture.dynamo)
         except Exception as error:
             refusal = error if isinstance(error, Refusal) else Refusal(_line(error))
             refusal.reason = f"the graph could not be lowered: {refusal.reason}"
@@ -126,6 +126,9 @@ class Backend:
         capture.given = capture.rewritten.given
         capture.remarks += _not_found(self.plan, capture.index, capture.rewritten.plan)
         return capture.rewritten.gm
+
+    def _lowered(self, gm: fx.GraphModule) -> fx.GraphModule:
+        return lower(gm, grad_enabled=torch.is_grad_enabled())
 
     def _planner(self, capture: Capture) -> Callable[[fx.GraphModule, Plan], Plan] | None:
         """What makes the plan: where memory is bounded, or predictions are asked for."""

@@ -7,7 +7,7 @@ none (``meta``), and code after a graph break is captured too.
 NOTE [Why nothing is captured on meta]: code asks tensors for their device, and what it then does on
 ``meta`` is done nowhere else: PEFT enters autocast of a device that has none, mixtures of experts
 count in a dtype that a CPU does not count in, KV caches mix real with fake. So fake tensors of a
-CPU take the place of a model's on ``meta`` while it is captured. The captured graph is on ``meta``
+CPU take the place of a model's on ``meta`` while it is captured. The lowered graph is on ``meta``
 again, which stands for the GPU that it is planned for: rules that depend on the device take it so.
 """
 
@@ -57,11 +57,14 @@ class ExplainBackend(Backend):
         self.mode = mode
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        stand_in = _stand_in(gm, self.mode)
-        if self.mode is not None:
-            _put_on_meta(gm)
         super().__call__(gm, example_inputs)
-        return stand_in
+        return _stand_in(gm, self.mode)
+
+    def _lowered(self, gm: fx.GraphModule) -> fx.GraphModule:
+        lowered = super()._lowered(gm)
+        if self.mode is not None:
+            _put_on_meta(lowered)
+        return lowered
 
 
 def explain(
@@ -183,16 +186,16 @@ def _input(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
 
 
 def _put_on_meta(gm: fx.GraphModule) -> None:
-    """Moves the fake values of a captured graph, and what its calls say of a device."""
+    """Moves the fake values of a lowered graph, and what its calls say of a device."""
     cpu, meta = torch.device("cpu"), torch.device("meta")
-    for body in gm.modules():
-        for node in body.graph.nodes if isinstance(body, fx.GraphModule) else ():
-            for value in pytree.tree_leaves(example_of(node)):
-                if isinstance(value, FakeTensor):
-                    value.fake_device = meta
-            node.args, node.kwargs = pytree.tree_map_only(
-                torch.device, lambda x: meta if x == cpu else x, (node.args, node.kwargs)
-            )
+    bodies = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    for node in [node for body in bodies for node in body.graph.nodes]:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, FakeTensor):
+                value.fake_device = meta
+        node.args, node.kwargs = pytree.tree_map_only(
+            torch.device, lambda x: meta if x == cpu else x, (node.args, node.kwargs)
+        )
 
 
 def _stand_in(gm: fx.GraphModule, mode: FakeTensorMode | None) -> Callable[..., Any]:
