@@ -29,7 +29,7 @@ from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, body_of, clone
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.plan import Plan
-from fxrl.ir.region import region_calls
+from fxrl.ir.region import Region, region_calls
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import name_sites
 from fxrl.ir.source import user_source
@@ -186,8 +186,7 @@ class Backend:
             region = call.meta["region"]
             if region.id not in owned:
                 log.info("compiling the step: body %d of %d", len(owned) + 1, count)
-                owned[region.id] = build_region(region, self._options, self.plan)
-                owned[region.id].compile()
+                owned[region.id] = self._built(capture, region)
             call.update_arg(1, owned[region.id].key)
         capture.kernels |= owned  # those of another plan run, too
         attention = _attention(owned.values()).remarks
@@ -195,6 +194,22 @@ class Backend:
         capture.body_rewrites = [pair for one in owned.values() for pair in one.traced.rewrites]
         log.info("running the step for the first time")
         return run_outer(gm, examples)
+
+    def _built(self, capture: Capture, region: Region) -> CompiledRegion:
+        """A region's kernels; the graph op by op where Inductor does not make any."""
+        if self._options is None:
+            return build_region(region, None, self.plan)
+        built = build_region(region, self._options, self.plan)
+        try:
+            built.compile()
+        except Exception as error:
+            why = f"a body of it runs op by op, as it could not be compiled: {_line(error)}"
+            site = region.layer or f"{capture.index}:graph"
+            missed = Report((Remark(RemarkKind.MISSED, "kernels", site, "", why),))
+            capture.remarks += missed
+            judge_misses(missed, self.config.on_miss)
+            return build_region(region, None, self.plan)
+        return built
 
     def _fall_back(self, capture: Capture, refusal: Refusal) -> None:
         """Say that the user's own graph runs, as ``on_miss`` wants it said."""

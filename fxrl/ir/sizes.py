@@ -143,10 +143,14 @@ def _is_polynomial(expr: Any) -> bool:
     return whole or ((expr.is_Add or expr.is_Mul) and all(map(_is_polynomial, expr.args)))
 
 
-def _sum_of(symbol: Any, exprs: Sequence[Any]) -> Any:
-    """The symbol, or where it is no dim itself the dim that is it and a number."""
-    sums = (expr for expr in exprs if (expr - symbol).is_Integer)
-    return symbol if symbol in exprs else next(sums, symbol)
+def _told_by(symbol: Any, exprs: Sequence[Any]) -> Any:
+    """The symbol; or, where it is no dim itself, the dim that is a multiple of it and a number."""
+    linear = [
+        expr
+        for expr in exprs
+        if expr.free_symbols == {symbol} and _is_polynomial(expr) and expr.diff(symbol).is_Integer
+    ]
+    return symbol if symbol in exprs else min(linear, key=lambda e: e.diff(symbol), default=symbol)
 
 
 def measure_by(values: Mapping[Any, Any]) -> Callable[[Any], int]:
@@ -275,9 +279,9 @@ class BoundSizes:
         found = {
             symbol: formula for symbol in symbols if (formula := known.find(symbol)) is not None
         }
-        # NOTE [Why the sum is a name]: where only ``s + 1`` is a dim, Inductor of torch 2.11 cannot
+        # NOTE [Why the dim is a name]: where only ``s + 1`` or ``2 * s`` is a dim, Inductor cannot
         # tell ``s`` from it ("expected [s] to have been codegen-ed").
-        names = {symbol: _sum_of(symbol, exprs) for symbol in found}
+        names = {symbol: _told_by(symbol, exprs) for symbol in found}
         self._given: _Known[str] = _Known({name: str(name) for name in names.values()})
         places: dict[str, Any] = {
             str(name): known.sizes.get(name, found[symbol]) for symbol, name in names.items()

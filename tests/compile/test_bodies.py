@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.trace import TracedBody
 from fxrl.compile.bodies.variants import build_region
 from fxrl.ir.region import InputSpec, Region
+from tests.ir.test_sizes import Sizes
 
 
 def draw(*sizes):
@@ -89,6 +91,24 @@ def test_the_op_pair(options):
 
     wanted = gradients(lambda live: layer(*live), inputs(), NEEDS)
     assert_equal(gradients(run, inputs(), NEEDS), wanted, 1e-12 if options is None else 1e-6)
+
+
+@pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])
+def test_tokens_of_which_only_a_multiple_shows(options):
+    """As where a mixture of experts has each token twice."""
+
+    def function(x, w):
+        return [F.linear(x, w).unflatten(0, (-1, 2)).sum(1).softmax(-1)]
+
+    (rows,) = Sizes().tensors(lambda b, s: [(2 * s, 8)])
+    specs = (InputSpec(rows.double(), False, True, False), InputSpec(draw(8, 8), False, True, True))
+    kernels = build_region(Region(fx.symbolic_trace(function), specs, "products"), options)
+    for count in (6, 10):
+        live = [draw(count, 8).requires_grad_(), draw(8, 8).requires_grad_()]
+        (out, *_), (wanted,) = torch.ops.fxrl.region(live, kernels.key, 0, []), function(*live)
+        torch.testing.assert_close(out, wanted)
+        found = torch.autograd.grad(out.square().sum(), live)
+        torch.testing.assert_close(found, torch.autograd.grad(wanted.square().sum(), live))
 
 
 @pytest.mark.parametrize("cut", ["products", "fewest", "inputs"])

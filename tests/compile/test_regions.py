@@ -1,6 +1,7 @@
 """Regions of any kind: outlined from a graph, whole or in tiles, against eager."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,24 @@ def test_an_mlp_equals_eager(compiled):
         step = optimized(model, square_loss, name, compiled=compiled)
         for shape in ((3, 7), (2, 5), (1, 6), (2, 1)):
             assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-9)
+
+
+def test_a_body_that_cannot_be_compiled_runs_op_by_op(monkeypatch):
+    def broken(*args):
+        raise NotImplementedError("no kernels today")
+
+    monkeypatch.setattr("fxrl.compile.bodies.variants.compile_body", broken)
+    model = Mlp().double()
+    with registered_rewrite(outline_modules("mlps.0")) as name:
+        config = fxrl.Config(min_saved_bytes=0, passes=(name,), on_miss="ignore")
+        step = fxrl.optimize(model, square_loss, config)
+        assert_same(step, square_loss, model, ids_batch(3, 7), tolerance=1e-9)
+        strict = fxrl.optimize(model, square_loss, replace(config, on_miss="error"))
+        with pytest.raises(fxrl.errors.MissedRewriteError, match="no kernels today"):
+            strict(ids_batch(3, 7))
+    (missed,) = step.report.of_kind("missed")
+    assert "op by op" in missed.reason
+    assert step.report.of_kind("applied")
 
 
 def test_equal_layers_share_one_body():
