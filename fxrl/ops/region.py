@@ -155,9 +155,14 @@ def fresh(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     result = []
     for output in outputs:
         pointer = output.untyped_storage().data_ptr()
-        result.append(output.clone() if pointer in seen and output.numel() else output)
+        result.append(_copy(output) if pointer in seen and output.numel() else output)
         seen.add(result[-1].untyped_storage().data_ptr())
     return result
+
+
+def _copy(x: Tensor) -> Tensor:
+    """In the same layout, as the op says: a clone of a slice would have another."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _as_traced(x: Tensor, strides: Strides) -> Tensor:

@@ -127,6 +127,27 @@ def test_operands_of_other_strides_are_taken(cut):
     assert_equal(gradients(run, [x, *rest], NEEDS), wanted)
 
 
+@pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])
+@pytest.mark.parametrize("cut", ["products", "fewest"])
+def test_parts_of_one_product_are_kept_as_that_product(cut, options):
+    """Copies of queries, keys and values would not have the strides that the backward expects."""
+
+    def attention(x, qkv, out):
+        heads = F.linear(x, qkv).view(2, 12, 3, 2, 8).transpose(1, 3).unbind(2)
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return [F.linear(attended.transpose(1, 2).reshape(2, 12, 16), out)]
+
+    sizes, needs = ((2, 12, 8), (48, 8), (8, 16)), (True, True, True)
+    given = [draw(*size).float() for size in sizes]  # PyTorch 2.11 compiles no attention in float64
+    kernels = build_region(replace(region_of(attention, given, needs), cut=cut), options)
+
+    def run(live):
+        return torch.ops.fxrl.region(live, kernels.key, 0, [])[:1]
+
+    wanted = gradients(lambda live: attention(*live), given, needs)
+    assert_equal(gradients(run, given, needs), wanted, 1e-5)
+
+
 def test_only_outputs_carry_a_gradient():
     region = region_of(layer, inputs(), NEEDS)
     kernels = build_region(region, None)

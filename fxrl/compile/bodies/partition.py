@@ -15,7 +15,7 @@ as the gradients allow: little is alive at a time.
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrl.compile.bodies.attention import KERNELS
 from fxrl.ir.graph import Size, ancestors, graph_module, is_call, is_view
 from fxrl.ir.region import Cut
+from fxrl.ir.sizes import SizeTable
 
 Source = tuple[str, int]
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
@@ -162,6 +163,7 @@ class _Settling:
     def settle(self) -> Halves:
         """Return only what is the forward's own memory; the rest is an input, or a look at one."""
         self._recompute_views()
+        self._take_sizes()
         sources: list[Source] = []
         sizes: list[Size] = []
         grads = 0
@@ -172,7 +174,7 @@ class _Settling:
             elif isinstance(node.meta.get("val"), torch.SymInt):
                 sources.append(("size", len(sizes)))
                 sizes.append(node.meta["val"])
-            elif (twin := self._nodes[node.name]) in self._inputs:
+            elif (twin := self._nodes[str(node.target)]) in self._inputs:
                 sources.append(("input", self._inputs.index(twin)))
             else:
                 if twin not in self._results:
@@ -186,44 +188,80 @@ class _Settling:
         return Halves(self.forward, self.backward, tuple(sources), tuple(sizes))
 
     def _recompute_views(self) -> None:
-        """A kept value that looks at an input (a weight's transpose) or at another kept value
-        (attention's output as rows): keep that one alone."""
+        """In the place of views (a weight's transpose, attention's output as rows, queries, keys
+        and values of one product) keep what they look at, whose memory they are."""
         graph = self.backward.graph
-        places = {node.name: node for node in graph.nodes}
         given = graph.find_nodes(op="placeholder")
-        names = {node.name for node in given}
-        for kept in given:
-            twin = self._nodes.get(kept.name)
-            if twin is None or not _looks_at(twin, names):
-                continue
-            rest = next(n for n in graph.nodes if n.op != "placeholder")
+        again = {node.name: node for node in graph.nodes if node.op != "placeholder"}
+        rest = next(iter(again.values()))
+        views = [n for n in given if n.name in self._nodes and is_view(self._nodes[n.name])]
+        places = {node.name: node for node in given if node not in views}
+        for kept in views:
             with graph.inserting_before(rest):
-                kept.replace_all_uses_with(self._place(graph, twin, places, anew=True))
+                place = self._place(graph, self._nodes[kept.name], places, again)
+            kept.replace_all_uses_with(place)
             graph.erase_node(kept)
 
+    def _take_sizes(self) -> None:
+        """Compute the sizes that the backward takes (``b * s``) from dims of what it gets and from
+        plain symbols (``b``), which it takes where no dim tells them.
+
+        NOTE [Why]: Inductor's cache checks what was assumed of the sizes with the plain ones alone.
+        """
+        graph = self.backward.graph
+        rest = next(node for node in graph.nodes if node.op != "placeholder")
+        given = graph.find_nodes(op="placeholder")
+        made = [n for n in given if isinstance(n.meta.get("val"), torch.SymInt)]
+        made = [node for node in made if _symbol(node.meta["val"]) is None]
+        told = {_symbol(size) for node in given if node not in made for size in _dims(node)}
+        sizes = {_symbol(size): size for node in self._inputs for size in _dims(node)}
+        read = {symbol for node in graph.nodes for size in _dims(node) for symbol in _symbols(size)}
+        for symbol in sorted((read & sizes.keys()) - told, key=str):
+            with graph.inserting_before(next(iter(graph.nodes))):
+                graph.placeholder(f"size_{symbol}").meta["val"] = sizes[symbol]
+        table = SizeTable(graph, [n for n in graph.find_nodes(op="placeholder") if n not in made])
+        for node in made:
+            with graph.inserting_before(rest):
+                size = table.arg(node.meta["val"])
+            if isinstance(size, fx.Node):
+                node.replace_all_uses_with(size)
+                graph.erase_node(node)
+
     def _place(
-        self, graph: fx.Graph, node: fx.Node, places: dict[str, fx.Node], *, anew: bool = False
+        self,
+        graph: fx.Graph,
+        node: fx.Node,
+        places: dict[str, fx.Node],
+        again: dict[str, fx.Node],
     ) -> fx.Node:
-        """The forward's value ``node`` in the backward's graph."""
-        if node.name in places and not anew:
+        """The forward's value ``node`` at the beginning of the backward's graph."""
+        if node.name in places:
             return places[node.name]
         if node.op == "placeholder" or not is_view(node):  # an input, or a size
             with graph.inserting_before(next(iter(graph.nodes))):
                 place = graph.placeholder(node.name)
+            if node.name in again:  # it is kept now
+                again[node.name].replace_all_uses_with(place)
         else:
-            place = graph.node_copy(node, lambda n: self._place(graph, n, places))
+            place = graph.node_copy(node, lambda n: self._place(graph, n, places, again))
         place.meta = dict(node.meta)
         places[node.name] = place
         return place
 
 
-def _looks_at(node: fx.Node, names: Container[str]) -> bool:
-    """Whether a value is a view of an input, or of one of these that is no view itself."""
-    while is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-        if node.op == "placeholder" or (node.name in names and not is_view(node)):
-            return True
-    return False
+def _dims(node: fx.Node) -> tuple[Size, ...]:
+    """A value's dims, or the size that it is."""
+    val = node.meta.get("val")
+    return (val,) if isinstance(val, torch.SymInt) else tuple(getattr(val, "shape", ()))
+
+
+def _symbols(size: Size) -> set[Any]:
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def _symbol(size: Size) -> Any:
+    """The symbol that a size is; None where it is a number, or made of several."""
+    return size.node.expr if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol else None
 
 
 def writes(gm: fx.GraphModule) -> bool:
