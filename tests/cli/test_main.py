@@ -109,6 +109,7 @@ def test_train_hands_everything_over(monkeypatch):
         "overrides": ["steps=2"],
         "resume": "runs/a",
         "json": True,
+        "traceback": False,
     }
 
 
