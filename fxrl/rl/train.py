@@ -9,13 +9,15 @@ reader of stdout that goes away, ends no run: it goes on and writes to ``run_dir
 from __future__ import annotations
 
 import json as jsonlib
+import os
+import tempfile
 import traceback as tracebacks
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from fxrl.errors import FxrlError
+from fxrl.errors import ConfigError, FxrlError
 from fxrl.rl.errors import raised_at, shown
 from fxrl.rl.report.output import LOG, Output
 from fxrl.rl.report.progress import reporter_on
@@ -50,6 +52,7 @@ def main(
         code = BAD_CONFIG
         try:
             with reporter_on(console, json=json) as reporter:
+                _check_compile_cache()
                 with reporter.stage("importing PyTorch"):
                     from fxrl.rl.config.named import importable_from
                     from fxrl.rl.loop import run
@@ -66,6 +69,26 @@ def main(
             return code if isinstance(error, FxrlError | ImportError) else FAILED
 
 
+def _check_compile_cache() -> None:
+    """PyTorch makes the folder while it is imported, and writes to it in the first step.
+
+    Raises:
+        ConfigError: it will not be able to.
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if (folder := os.environ.get(name)) is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{name}={folder}: compiled code cannot be kept there: {error.strerror}; give another "
+            "folder, or unset it"
+        ) from error
+
+
 def _message_event(text: str) -> str:
     return jsonlib.dumps({"event": "message", "text": text})
 
@@ -78,7 +101,8 @@ def _tell_error(error: BaseException, console: Console, *, json: bool, traceback
     elif isinstance(error, SystemExit):
         text = f"sys.exit({shown(error.code)}) was called{raised_at(error)}"
     elif not isinstance(error, FxrlError):
-        text = f"{shown(error)}{raised_at(error)}; --traceback shows how it came about"
+        named = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else shown(error)
+        text = f"{named}{raised_at(error)}; --traceback shows how it came about"
     text = "\n".join([text, *getattr(error, "__notes__", [])])
     trace = "".join(tracebacks.format_exception(error)) if traceback else ""
     if json:

@@ -296,7 +296,7 @@ def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) 
         else:
             function = functools.partial(load_function(name), **keywords)
             short = name.partition(":")[2]
-            taken = short in BUILT_IN or short in {reward.name for reward in rewards}
+            taken = short in config.functions or short in {reward.name for reward in rewards}
             label = name if taken else short
             rewards.append(Reward(label, function, weight, config.per_group, *rules))
     return rewards

@@ -81,7 +81,13 @@ def run(task: Task, reporter: Reporter) -> int:
             trainer.run(reporter, stop)
     finally:
         parts.engine.close()
-    return _finish(trainer, stop, reporter)
+    try:
+        return _finish(trainer, stop, reporter)
+    except (Exception, KeyboardInterrupt) as error:
+        error.add_note(
+            f"what step {trainer.done} reached is saved; go on with --resume run_dir={run_dir}"
+        )
+        raise
 
 
 def _stopping(name: str) -> str:
@@ -132,7 +138,8 @@ def _draw(records: Sequence[dict[str, Any]], trainer: Trainer, reporter: Reporte
         if records:
             plot_curves(records, run_dir / "reward_curve.png", title)
             plot_times(records, run_dir / "time_breakdown.png", title)
-    except OSError as error:
+    # Pictures of whatever metrics.jsonl holds: none is worth the trained model, which comes after.
+    except Exception as error:
         reporter.message(f"{run_dir}: {why(error)}; the curves are not drawn")
 
 

@@ -280,3 +280,33 @@ def test_the_whole_traceback(behaving, capsys):
     assert "{}['key']  # line 10" in told
     assert "KeyError: 'key'\n" in told
     assert told.count("\nfxrl train: reward 'even' raised KeyError('key') at behaving.py:10") == 1
+
+
+@pytest.mark.parametrize("folder", ["/proc/self", "run.toml/cache"])
+def test_compiled_code_that_cannot_be_kept(behaving, monkeypatch, capsys, folder):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    assert behaving("pass") == 2
+    [text] = events(capsys, "error")
+    assert f"TORCHINDUCTOR_CACHE_DIR={folder}: compiled code cannot be kept there: " in text
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (KeyError, 1)])
+def test_the_end_of_the_run_is_no_exception(behaving, monkeypatch, capsys, error, code):
+    def fails(*_):
+        raise error("x")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fxrl.rl.loop.run.summarize", fails)
+        assert behaving("pass") == code
+    [text] = events(capsys, "error")
+    assert "what step 4 reached is saved; go on with --resume run_dir=out" in text
+    assert behaving("pass", resume="") == 0
+    assert len(metrics("out")) == 4
+
+
+def test_metrics_that_cannot_be_drawn_cost_no_model(behaving):
+    """Someone writes into the file while the run does."""
+    line = '{"step": 2, "reward": "high", "step_time": null, "time/train": [1]}\\n\\xff\\n'
+    assert behaving(f"open('out/metrics.jsonl', 'a', encoding='latin-1').write('{line}')") == 0
+    assert Path("out/final/adapter_model.safetensors").is_file()
+    assert json.loads(Path("out/summary.json").read_text())["steps"] == 4
