@@ -95,12 +95,13 @@ def _message_event(text: str) -> str:
 
 def _tell_error(error: BaseException, console: Console, *, json: bool, traceback: bool) -> None:
     """One message; an error that nobody foresaw says where it comes from."""
-    text = str(error)
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, FxrlError):
+        text = str(error)
+    elif isinstance(error, KeyboardInterrupt):
         text = "interrupted"
     elif isinstance(error, SystemExit):
         text = f"sys.exit({shown(error.code)}) was called{raised_at(error)}"
-    elif not isinstance(error, FxrlError):
+    else:
         named = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else shown(error)
         text = f"{named}{raised_at(error)}; --traceback shows how it came about"
     text = "\n".join([text, *getattr(error, "__notes__", [])])

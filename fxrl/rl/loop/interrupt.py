@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+SIGNALS: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ def stop_on_signal(tell: Callable[[str], None] = lambda name: None) -> Iterator[
     def listen() -> None:
         heard = 0
         while byte := reader.recv(1):
-            if (name := SIGNALS.get(signal.Signals(byte[0]))) is not None:
+            if (name := SIGNALS.get(byte[0])) is not None:
                 heard += 1
                 if heard > 1:
                     os._exit(128 + byte[0])

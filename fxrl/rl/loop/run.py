@@ -83,7 +83,7 @@ def run(task: Task, reporter: Reporter) -> int:
         parts.engine.close()
     try:
         return _finish(trainer, stop, reporter)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         error.add_note(
             f"what step {trainer.done} reached is saved; go on with --resume run_dir={run_dir}"
         )

@@ -90,7 +90,7 @@ class Updater:
             them the gradient's norm before it was clipped.
 
         Raises:
-            LossError: see there; no weight has changed.
+            LossError: the loss raised, or returned no number that has a gradient.
         """
         weights, shares = micro_batch_weights(self.loss.normalize, self.loss.name, batches)
         self.optimizer.zero_grad(set_to_none=True)
@@ -117,7 +117,11 @@ class Updater:
                 result = self.step(batch)
                 loss, metrics = checked_result(result, self._named_loss())
                 torch.autograd.backward(loss if weight == 1.0 else loss * weight)
-        except (FxrlError, KeyboardInterrupt):
+        except KeyboardInterrupt:
+            raise
+        except FxrlError as error:
+            if not isinstance(error, LossError):
+                error.add_note(f"this is of {self._named_loss()}")
             raise
         # User code may raise anything; the run must be saved and the loss named.
         except BaseException as error:
