@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import sys
 import tempfile
 import traceback as tracebacks
 from collections.abc import Sequence
@@ -48,7 +49,8 @@ def main(
     """
     output = Output(_message_event if json else str)
     with output.kept():
-        console, errors = Console(), Console(stderr=True)
+        # Of these very streams: user code may put others into ``sys`` and forget them there.
+        console, errors = Console(file=sys.stdout), Console(file=sys.stderr)
         code = BAD_CONFIG
         try:
             with reporter_on(console, json=json) as reporter:

@@ -45,6 +45,10 @@ class Outlet:
         """As of a stream."""
         self._surely(self._stream.flush)
 
+    def close(self) -> None:
+        """Only flushes: the run goes on writing, whatever user code has closed."""
+        self.flush()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

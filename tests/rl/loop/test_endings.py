@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -104,6 +105,16 @@ def test_a_reward_changes_nothing_but_its_values(behaving):
     assert behaving("pass", *extra, run_dir="whole") == 0
     assert behaving(REACHING_OUT, *extra) == 0
     assert metrics("out") == metrics("whole")
+
+
+@pytest.mark.parametrize("behaviour", ["sys.stdout = open(os.devnull, 'w')", "sys.stdout.close()"])
+def test_a_reward_does_not_silence_the_run(behaving, monkeypatch, capsys, behaviour):
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", sys.stdout)  # put back afterwards
+        assert behaving(behaviour) == 0
+    told = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert [event["step"] for event in told if event["event"] == "step"] == [1, 2, 3, 4]
+    assert told[-1]["event"] == "summary"
 
 
 def test_weights_that_take_a_total_past_a_float(behaving, capsys):
