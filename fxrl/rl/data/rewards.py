@@ -8,9 +8,8 @@ and so are your own with ``reward.per_group``.
 
 NOTE [A reward sees the run and cannot touch it]
 Each call gets copies of rows, prompts and completions, so what a function does to its arguments
-reaches neither another function nor the next epoch. The process's state that a function may
-switch (autograd, the default dtype, the working folder) is put back after it. Whatever it raises,
-``sys.exit`` included, is a failure of that function; only a KeyboardInterrupt ends the run.
+reaches neither another function nor the next epoch. Whatever it raises, ``sys.exit`` included, is a
+failure of that function; only a KeyboardInterrupt ends the run.
 
 NOTE [Functions that hang]
 Nothing in a process can stop a function that hangs. With a time limit it runs in a thread of its
@@ -25,22 +24,19 @@ import copy
 import functools
 import inspect
 import math
-import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
-
-import torch
 
 from fxrl.losses.options import accepted
 from fxrl.losses.registry import load_function
 from fxrl.rl.builtin_rewards import BUILT_IN, RewardFunction, ScoreAnswer
 from fxrl.rl.config.tables import RewardConfig
 from fxrl.rl.errors import RewardError, defined_at, raised_at, shown
+from fxrl.rl.process_state import ProcessState
 
 T = TypeVar("T")
 
@@ -115,7 +111,7 @@ class Reward:
         retries: further calls after one that raised or hung.
         on_error: then ``stop`` the run, or ``skip``: these completions get no value from it.
         failures: what was skipped, in words; the loop empties it.
-        home: the working folder and the default dtype, which a function may not change.
+        process: what the function may not change.
     """
 
     name: str
@@ -126,9 +122,7 @@ class Reward:
     retries: int = 0
     on_error: Literal["stop", "skip"] = "stop"
     failures: list[str] = field(default_factory=list)
-    home: tuple[str, torch.dtype] = field(
-        default_factory=lambda: (os.getcwd(), torch.get_default_dtype())
-    )
+    process: ProcessState = field(default_factory=ProcessState)
 
     @property
     def is_async(self) -> bool:
@@ -163,7 +157,7 @@ class Reward:
         outer = None if limit is None else limit + (GRACE_S if self.is_async else 0.0)
 
         def call() -> Any:
-            with self._state_kept():
+            with self.process.kept():
                 values = self.function(**_copied(given))
                 awaited = inspect.isawaitable(values)
                 return asyncio.run(_result(values, limit)) if awaited else values
@@ -186,21 +180,9 @@ class Reward:
             return _checked(values, num)
         # Objects of the user's may raise anything where they are read.
         except Exception as error:
-            told = str(error) if isinstance(error, ValueError) else shown(error)
+            told = f"{error}" if isinstance(error, ValueError) else f"what raises {shown(error)}"
             place = defined_at(self.function)
             raise RewardError(f"reward {self.name!r} returned {told}{place}") from error
-
-    @contextmanager
-    def _state_kept(self) -> Iterator[None]:
-        """What a function may switch for the whole process is put back after the block."""
-        folder, dtype = self.home
-        try:
-            with torch.enable_grad():
-                yield
-        finally:
-            torch.set_default_dtype(dtype)
-            with suppress(OSError):  # it is gone, and no function's fault
-                os.chdir(folder)
 
 
 def _copied(arguments: Mapping[str, Any]) -> dict[str, Any]:

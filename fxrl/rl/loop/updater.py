@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fxrl.rl.config.named import optimizer_class
 from fxrl.rl.config.tables import LossConfig, OptimConfig
 from fxrl.rl.errors import BadConfigError, LossError, NonFiniteError, raised_at, shown
 from fxrl.rl.loop.batching import micro_batch_weights
+from fxrl.rl.process_state import ProcessState
 from fxrl.rl.types import Batch, Metrics
 
 
@@ -66,6 +67,7 @@ class Updater:
         max_nonfinite: skipped updates in a row that stop the run.
         run_dir: gets the batch that stopped the run.
         place: of the loss in its file, for messages.
+        process: what the loss may not change.
     """
 
     step: Callable[[Batch], Any]
@@ -79,6 +81,7 @@ class Updater:
     num_skipped: int = 0
     num_skipped_in_a_row: int = 0
     place: str = ""
+    process: ProcessState = field(default_factory=ProcessState)
 
     def backward(self, batches: Sequence[Batch]) -> tuple[float, float, Metrics]:
         """Gradients of the whole step in ``parameters``, clipped.
@@ -113,7 +116,7 @@ class Updater:
     def _one_backward(self, batch: Batch, weight: float) -> dict[str, Tensor]:
         """Adds a micro-batch's gradients; ``loss``, then the metrics, as tensors."""
         try:
-            with torch.enable_grad():  # a loss may have switched it off for good
+            with self.process.kept():
                 result = self.step(batch)
                 loss, metrics = checked_result(result, self._named_loss())
                 torch.autograd.backward(loss if weight == 1.0 else loss * weight)
@@ -239,7 +242,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor {list(value.shape)}"
+    return shown(value)
 
 
 def _to_host(rows: Sequence[Sequence[Tensor]]) -> list[list[float]]:

@@ -212,17 +212,18 @@ class TensorBoard:
         self, run_dir: Path, first_step: int, tell: Callable[[str], None] = lambda text: None
     ) -> None:
         tensorboard = optional("torch.utils.tensorboard", "tensorboard=true")
-        folder = str(run_dir / "tensorboard")
+        self._folder = run_dir / "tensorboard"
         self._tell = tell
         self._writer: Any = None
         with self._giving_up():
-            self._writer = tensorboard.SummaryWriter(folder, purge_step=first_step)
+            self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=first_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Every finite number, under its own name."""
         if self._writer is None:
             return
         with self._giving_up():
+            self._folder.mkdir(parents=True, exist_ok=True)  # else the writer's thread raises
             for name, value in values.items():
                 if isinstance(value, int | float) and math.isfinite(value) and name != "step":
                     self._writer.add_scalar(name, value, step)
@@ -238,7 +239,7 @@ class TensorBoard:
     def _giving_up(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a metric's name may be no UTF-8
             self._writer = None
             self._tell(
                 f"tensorboard: {why(error)}; no further events, metrics.jsonl has the numbers"

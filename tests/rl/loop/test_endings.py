@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from contextlib import contextmanager
@@ -150,11 +151,17 @@ def train_with_loss(file, behaviour, *overrides):
         ("sys.exit(0)", "raised SystemExit(0) at behaving_loss.py:9"),
         ("return None", "returned None; return a tensor with one real number"),
         ("return model.training", "returned True; return a tensor"),
-        ("return value.expand(3), metrics", "returned a tensor [3]; return a tensor with one"),
+        (
+            "return value.expand(3), metrics",
+            "returned a torch.float32 tensor [3]; return a tensor with one",
+        ),
         ("return value.detach()", "returned a loss without a gradient"),
         ("torch.set_grad_enabled(False); return value * 2", "returned a loss without a gradient"),
         ("return value, [1.0]", "returned [1.0] as metrics; return a dict"),
-        ("metrics['wide'] = torch.ones(2)", "returned a tensor [2] as its metric 'wide'"),
+        (
+            "metrics['wide'] = torch.ones(2)",
+            "returned a torch.float32 tensor [2] as its metric 'wide'",
+        ),
         (
             "metrics['text'] = 'good'",
             "returned 'good' as its metric 'text'; return one real number",
@@ -173,6 +180,15 @@ def test_a_loss_that_goes_wrong_at_step_3(config_file, capsys, behaviour, says):
     assert f"loss 'behaving_loss.py:loss' (defined at behaving_loss.py:5) {says}" in text
     assert "the state before it is in out/checkpoints/step-00000002" in text
     assert len(metrics("out")) == 2
+
+
+def test_a_loss_changes_nothing_but_its_values(config_file):
+    assert train_with_loss(config_file, "pass") == 0
+    plain = metrics("out")
+    shutil.rmtree("out")
+    behaviour = "torch.set_grad_enabled(False); torch.set_default_dtype(torch.float64)"
+    assert train_with_loss(config_file, f"import os; os.chdir('/'); {behaviour}") == 0
+    assert metrics("out") == plain
 
 
 def test_numbers_are_metrics_and_appear_when_they_like(config_file):
