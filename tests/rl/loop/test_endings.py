@@ -337,3 +337,18 @@ def test_metrics_that_cannot_be_drawn_cost_no_model(behaving):
     assert behaving(f"open('out/metrics.jsonl', 'a', encoding='latin-1').write('{line}')") == 0
     assert Path("out/final/adapter_model.safetensors").is_file()
     assert json.loads(Path("out/summary.json").read_text())["steps"] == 4
+
+
+def test_a_resumed_run_keeps_what_it_cannot_read(behaving, capsys):
+    assert behaving("pass", "steps=2") == 0
+    path = Path("out/metrics.jsonl")
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first[:20] + b"\xff" + first[20:] + second)
+    capsys.readouterr()
+    assert behaving("pass", "steps=4", resume="") == 0
+    assert "out/metrics.jsonl: 1 lines could not be read; they are kept in" in "\n".join(
+        events(capsys, "message")
+    )
+    assert [line["step"] for line in metrics("out")] == [2, 3, 4]
+    damaged = Path("out/metrics.jsonl.damaged").read_bytes()
+    assert damaged.replace(b"\xff", b"") == first
