@@ -68,6 +68,14 @@ class Outlet:
         except OSError:
             return None
 
+    @property
+    def is_file(self) -> bool:
+        """Whether no hangup takes it away."""
+        try:
+            return self.descriptor is None or stat.S_ISREG(os.fstat(self.descriptor).st_mode)
+        except OSError:  # user code has closed the descriptor
+            return False
+
     def tell(self, text: str) -> None:
         """Writes past the buffer, which a signal's handler may not touch, to who still listens."""
         with suppress(OSError):
@@ -112,10 +120,8 @@ class Output:
             signal.signal(signal.SIGHUP, self._hang_up)
 
     def _hang_up(self, signum: int, frame: FrameType | None) -> None:
-        def stays(descriptor: int | None) -> bool:
-            return descriptor is None or stat.S_ISREG(os.fstat(descriptor).st_mode)
-
-        self._divert([one for one in self._outlets if not stays(one.descriptor)], "hangup")
+        if gone := [outlet for outlet in self._outlets if not outlet.is_file]:
+            self._divert(gone, "hangup")
 
     def _lose(self, outlet: Outlet, why: str) -> None:
         self._divert([outlet], why)
