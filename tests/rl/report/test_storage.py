@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -150,6 +150,7 @@ DAMAGED = [
 ]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(SOUND + DAMAGED[:-1])), st.sampled_from([b"", DAMAGED[-1]]))
 def test_no_damaged_line_costs_another(written, cut_off):
     """What is damaged is kept beside the file, and told; the rest stays, in its order."""
