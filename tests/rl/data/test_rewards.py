@@ -122,5 +122,5 @@ def test_names_of_rewards_are_their_own(tmp_path, monkeypatch):
     config = RewardConfig(("own_names:length", "length"))
     names = [reward.name for reward in build_rewards(config, "answer", None)]
     assert names == ["own_names:length", "length"]
-    [problem] = RewardConfig(("length", "length")).problems()
-    assert problem == "functions: 'length' is named twice; give it a weight instead"
+    with pytest.raises(ConfigError, match="'length' is named twice; give it a weight instead"):
+        RewardConfig(("length", "length"))

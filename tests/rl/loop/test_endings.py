@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -315,6 +316,24 @@ def test_compiled_code_that_cannot_be_kept(behaving, monkeypatch, capsys, folder
     assert behaving("pass") == 2
     [text] = events(capsys, "error")
     assert f"TORCHINDUCTOR_CACHE_DIR={folder}: compiled code cannot be kept there: " in text
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (KeyboardInterrupt, 130, r"interrupted"),
+        (SystemExit(0), 1, r"sys\.exit\(0\) was called at .*test_endings\.py:\d+"),
+        (KeyError("x"), 1, r"KeyError\('x'\) at .*test_endings\.py:\d+; --traceback shows how .*"),
+    ],
+)
+def test_a_start_that_fails(behaving, monkeypatch, capsys, error, code, says):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr("fxrl.rl.loop.run.build_parts", fails)
+    assert behaving("pass") == code
+    [text] = events(capsys, "error")
+    assert re.fullmatch(says, text)
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (KeyError, 1)])
