@@ -195,7 +195,8 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
         "train with GRPO as a TOML file says",
         about="Writes metrics.jsonl, checkpoints, TensorBoard events, the reward curve and the\n"
         "steps' times to run_dir. Ctrl-C saves a checkpoint and stops; so does whatever fails:\n"
-        "the engine, a reward function (reward.timeout_s limits its calls), a full disk.\n\n"
+        "the engine, a reward function (reward.timeout_s limits its calls), a full disk. A closed\n"
+        "terminal stops nothing: the run goes on and writes to run_dir/train.log.\n\n"
         "engine=torch samples with the trained model itself. engine=vllm runs vLLM in this\n"
         "process over the same weights (pip install 'fxrl[vllm]'); [vllm] sets it up.",
         examples="  fxrl train examples/tiny.toml\n"

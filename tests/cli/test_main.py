@@ -75,12 +75,13 @@ def test_errors_are_one_line(error, code, monkeypatch, capsys):
         main(["doctor", "--traceback"])
 
 
-def test_ctrl_c_is_130(monkeypatch):
+def test_ctrl_c_is_130(monkeypatch, capsys):
     def interrupted(args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fxrl.cli.commands.doctor", interrupted)
     assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_entry_point():
@@ -109,6 +110,7 @@ def test_train_hands_everything_over(monkeypatch):
         "overrides": ["steps=2"],
         "resume": "runs/a",
         "json": True,
+        "traceback": False,
     }
 
 

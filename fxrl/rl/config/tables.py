@@ -176,6 +176,9 @@ class RewardConfig(Table):
     def problems(self) -> Iterator[str]:
         if not self.functions:
             yield "functions is empty; name at least one reward"
+        for name in dict.fromkeys(self.functions):
+            if self.functions.count(name) > 1:
+                yield f"functions: {name!r} is named twice; give it a weight instead"
         if self.weights is not None and len(self.weights) != len(self.functions):
             yield f"weights has {len(self.weights)} entries for {len(self.functions)} functions"
         yield from reward_problems(self.functions, self.params)

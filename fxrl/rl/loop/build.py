@@ -34,7 +34,7 @@ from fxrl.rl.data.questions import (
     split_rows,
 )
 from fxrl.rl.data.rewards import Reward, build_rewards
-from fxrl.rl.errors import BadConfigError
+from fxrl.rl.errors import BadConfigError, defined_at
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
 from fxrl.rl.report.progress import Reporter, Stage
 from fxrl.rl.rollout.rollouter import Rollouter
@@ -211,6 +211,7 @@ def _around(
             max_grad_norm=config.optim.max_grad_norm,
             max_nonfinite=config.max_nonfinite,
             run_dir=run_dir,
+            place="" if config.loss.name in FACTORIES else defined_at(loss_fn),
         ),
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,

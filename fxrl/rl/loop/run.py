@@ -77,11 +77,24 @@ def run(task: Task, reporter: Reporter) -> int:
             for line in outlook(config, parts):
                 reporter.message(line)
         reporter.begin(config.steps, trainer.done)
-        with stop_on_signal() as stop:
+        with stop_on_signal(lambda name: reporter.message(_stopping(name))) as stop:
             trainer.run(reporter, stop)
     finally:
         parts.engine.close()
-    return _finish(trainer, stop, reporter)
+    try:
+        return _finish(trainer, stop, reporter)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        error.add_note(
+            f"what step {trainer.done} reached is saved; go on with --resume run_dir={run_dir}"
+        )
+        raise
+
+
+def _stopping(name: str) -> str:
+    return (
+        f"{name}: the run stops after this step and saves its state; a second {name} ends it at "
+        "once, and what follows the last checkpoint is lost"
+    )
 
 
 def _start_folder(config: TrainConfig, run_dir: Path) -> None:
@@ -91,7 +104,10 @@ def _start_folder(config: TrainConfig, run_dir: Path) -> None:
 
 def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
     config, run_dir = trainer.config, trainer.run_dir
-    records = read_lines(run_dir / METRICS)
+    records = [
+        {name: value for name, value in line.items() if isinstance(value, int | float)}
+        for line in read_lines(run_dir / METRICS)
+    ]
     with reporter.stage("drawing the curves"):
         _draw(records, trainer, reporter)
     if stop and trainer.done < config.steps:
@@ -122,7 +138,8 @@ def _draw(records: Sequence[dict[str, Any]], trainer: Trainer, reporter: Reporte
         if records:
             plot_curves(records, run_dir / "reward_curve.png", title)
             plot_times(records, run_dir / "time_breakdown.png", title)
-    except OSError as error:
+    # Pictures of whatever metrics.jsonl holds: none is worth the trained model, which comes after.
+    except Exception as error:
         reporter.message(f"{run_dir}: {why(error)}; the curves are not drawn")
 
 
@@ -137,13 +154,14 @@ def summarize(records: Sequence[dict[str, Any]], trainer: Trainer) -> dict[str, 
     if trainer.config.eval.size:
         values |= {
             "held-out accuracy before": trainer.initial.get("eval/initial_accuracy"),
-            "held-out accuracy after": records[-1].get("eval/accuracy"),
+            "held-out accuracy after": (records or [{}])[-1].get("eval/accuracy"),
             "most frequent answer": trainer.initial.get("eval/majority_baseline"),
         }
+    times = [record["step_time"] for record in records if "step_time" in record]
     return values | {
-        "seconds a step, median": statistics.median(r["step_time"] for r in records),
+        "seconds a step, median": statistics.median(times) if times else None,
         "tokens": trainer.num_tokens,
-        "seconds": sum(record["step_time"] for record in records),
+        "seconds": sum(times),
         "updates skipped": trainer.parts.updater.num_skipped,
         "model": str(trainer.run_dir / "final"),
         "curve": str(trainer.run_dir / "reward_curve.png"),

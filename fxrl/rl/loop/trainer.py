@@ -6,7 +6,8 @@ which were noted when it began: a reward function that raises in step 7 leaves a
 step 6, and the resumed run draws the same completions of step 7 again. Once all its updates are
 made, the step is done: an engine that does not come back afterwards leaves a checkpoint of step 7.
 Between two updates of one step (``num_iterations`` above 1) there is no state to go on from, and
-the last checkpoint counts.
+the last checkpoint counts. A step ends when all that it has to say is written and shown: what fails
+there, or calls ``sys.exit``, leaves a checkpoint of that step.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from fxrl.rl.loop.interrupt import StopRequest
 from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, TensorBoard, keep_trying, why
 from fxrl.rl.report.progress import Reporter, told
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.rollout.rollouter import TrainerState, evaluate
+from fxrl.rl.rollout.rollouter import RewardWatch, TrainerState, evaluate
 from fxrl.rl.types import Batch, Metrics, Rollout, Row
 
 
@@ -160,7 +161,7 @@ def mean_of(updates: list[Metrics]) -> Metrics:
     if len(updates) == 1:
         return updates[0]
     merged: Metrics = {}
-    for name in updates[0]:
+    for name in dict.fromkeys(name for update in updates for name in update):
         values = [v for update in updates if (v := update.get(name)) is not None]
         merged[name] = statistics.fmean(values) if values else None
     return merged
@@ -181,7 +182,8 @@ class Trainer:
         self._step_now: TrainingIteration | None = None
         self._reported = False
         self._save_due = False
-        self._drift = DriftWatch()
+        self._written = 0  # the last step in metrics.jsonl
+        self._drift, self._idle = DriftWatch(), RewardWatch()
 
     def resume(self, path: Path) -> None:
         """Goes on from a checkpoint.
@@ -219,20 +221,16 @@ class Trainer:
             if self.done == 0 and config.steps > 0:
                 self._evaluate_untrained(board)
             while self.done < config.steps and not stop:
-                record, rollout = self._guarded_step(metrics, reporter)
-                metrics.write(record)
-                samples = sample_completions(rollout, config.log_completions)
-                for sample in samples:
-                    completions.write({"step": self.done, **sample})
-                if board is not None:
-                    board.write(self.done, record)
-                self._tell_report(reporter)
-                for failure in self.parts.rollouter.failures():
-                    tell(failure)
-                # The embedded engine's model is the trainer's own: what differs is rounding.
-                if config.engine == "vllm" and (warning := self._drift.warning(record)):
-                    tell(f"step {self.done}: {warning}")
-                reporter.step(record, samples)
+                with self._rescued(metrics, reporter):
+                    record, rollout = self._step()
+                    metrics.write(record)
+                    self._written = self.done
+                    samples = sample_completions(rollout, config.log_completions)
+                    for sample in samples:
+                        completions.write({"step": self.done, **sample})
+                    if board is not None:
+                        board.write(self.done, record)
+                    self._tell(record, samples, reporter)
                 self._save_if_due(reporter, last=self.done == config.steps or bool(stop))
             self.for_sure(metrics.flush, str(metrics.path), reporter)
             self.for_sure(completions.flush, str(completions.path), reporter)
@@ -241,6 +239,21 @@ class Trainer:
             completions.close()
             if board is not None:
                 board.close()
+
+    def _tell(
+        self, record: dict[str, Any], samples: list[dict[str, Any]], reporter: Reporter
+    ) -> None:
+        """What a step has to say to people."""
+        self._tell_report(reporter)
+        warnings = [self._idle.warning(record)]
+        # The embedded engine's model is the trainer's own: what differs is rounding.
+        if self.config.engine == "vllm":
+            warnings.append(self._drift.warning(record))
+        for failure in self.parts.rollouter.failures():
+            reporter.message(failure)
+        for warning in filter(None, warnings):
+            reporter.message(f"step {self.done}: {warning}")
+        reporter.step(record, samples)
 
     def _save_if_due(self, reporter: Reporter, *, last: bool) -> None:
         """At the end for sure; else a full disk only puts it off to after the next step."""
@@ -293,18 +306,17 @@ class Trainer:
                 keep=self.config.keep_checkpoints,
             )
 
-    def _guarded_step(
-        self, metrics: JsonLines, reporter: Reporter
-    ) -> tuple[dict[str, Any], Rollout]:
-        """One step; if it fails, what it has reached is saved (``TrainingIteration``)."""
+    @contextmanager
+    def _rescued(self, metrics: JsonLines, reporter: Reporter) -> Iterator[None]:
+        """Around one step; if it fails, what it has reached is saved (``TrainingIteration``)."""
         self._start_of_step, self._step_now = self._state(), None
         try:
-            return self._step()
-        except Exception as error:
+            yield
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             self._rescue(error, metrics, reporter)
             raise
 
-    def _rescue(self, error: Exception, metrics: JsonLines, reporter: Reporter) -> None:
+    def _rescue(self, error: BaseException, metrics: JsonLines, reporter: Reporter) -> None:
         """Saves the last state there is to go on from, and says so in a note of ``error``."""
         step, state = self._step_now, self._start_of_step
         number = self.done + 1 if step is None else step.number
@@ -320,12 +332,13 @@ class Trainer:
                 "random": checkpoint.random_state(),
                 "position": self.parts.stream.position,
             }
-            if self.done < number:  # else only the evaluation after it has failed
+            if self.done < number:  # else only what comes after it has failed
                 self.done = number
                 self.num_tokens += step.rollout.num_tokens
                 step.add_times()
             epoch = self.parts.stream.epoch
-            metrics.write(step.record | {"num_tokens": self.num_tokens, "epoch": epoch})
+            if self._written < number:
+                metrics.write(step.record | {"num_tokens": self.num_tokens, "epoch": epoch})
             which = " after its updates; the state with them"
         else:
             which = "; the state before it"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from fxrl.errors import FxrlError
 from fxrl.rl.config.named import optimizer_class
 from fxrl.rl.config.tables import LossConfig, OptimConfig
-from fxrl.rl.errors import BadConfigError, NonFiniteError
+from fxrl.rl.errors import BadConfigError, LossError, NonFiniteError, raised_at, shown
 from fxrl.rl.loop.batching import micro_batch_weights
+from fxrl.rl.process_state import ProcessState
 from fxrl.rl.types import Batch, Metrics
 
 
@@ -63,6 +66,8 @@ class Updater:
         max_grad_norm: gradients are scaled down to this norm; ``None`` leaves them.
         max_nonfinite: skipped updates in a row that stop the run.
         run_dir: gets the batch that stopped the run.
+        place: of the loss in its file, for messages.
+        process: what the loss may not change.
     """
 
     step: Callable[[Batch], Any]
@@ -75,6 +80,8 @@ class Updater:
     run_dir: Path
     num_skipped: int = 0
     num_skipped_in_a_row: int = 0
+    place: str = ""
+    process: ProcessState = field(default_factory=ProcessState)
 
     def backward(self, batches: Sequence[Batch]) -> tuple[float, float, Metrics]:
         """Gradients of the whole step in ``parameters``, clipped.
@@ -84,21 +91,51 @@ class Updater:
         Returns:
             The loss and the metrics that one batch of everything would have given, and between
             them the gradient's norm before it was clipped.
+
+        Raises:
+            LossError: the loss raised, or returned no number that has a gradient.
         """
         weights, shares = micro_batch_weights(self.loss.normalize, self.loss.name, batches)
         self.optimizer.zero_grad(set_to_none=True)
         found: list[dict[str, Tensor]] = []
         for batch, weight in zip(batches, weights, strict=True):
-            result = self.step(batch)
-            loss, metrics = result if isinstance(result, tuple) else (result, {})
-            (loss if weight == 1.0 else loss * weight).backward()
-            found.append({"loss": loss.detach()} | {k: v.detach() for k, v in metrics.items()})
+            found.append(self._one_backward(batch, weight))
+            if found[-1].keys() != found[0].keys():
+                differing = sorted(found[-1].keys() ^ found[0].keys())
+                raise LossError(
+                    f"{self._named_loss()} returned the metrics {differing[:20]} for some "
+                    "micro-batches of a step only; return the same for each"
+                )
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         [[norm_value], *rows] = _to_host([[norm], *(list(values.values()) for values in found)])
         losses = [row[0] * weight for row, weight in zip(rows, weights, strict=True)]
         merged = merge_metrics(list(found[0])[1:], [row[1:] for row in rows], weights, shares)
         return math.fsum(losses), norm_value, merged
+
+    def _one_backward(self, batch: Batch, weight: float) -> dict[str, Tensor]:
+        """Adds a micro-batch's gradients; ``loss``, then the metrics, as tensors."""
+        try:
+            with self.process.kept():
+                result = self.step(batch)
+                loss, metrics = checked_result(result, self._named_loss())
+                torch.autograd.backward(loss if weight == 1.0 else loss * weight)
+        except KeyboardInterrupt:
+            raise
+        except FxrlError as error:
+            if not isinstance(error, LossError):
+                error.add_note(f"this is of {self._named_loss()}")
+            raise
+        # User code may raise anything; the run must be saved and the loss named.
+        except BaseException as error:
+            told = f"raised {shown(error, 1000)}{raised_at(error)}"
+            if isinstance(error, torch.OutOfMemoryError):
+                told = f"ran out of memory{raised_at(error)}: {error}; lower micro_batch_tokens"
+            raise LossError(f"{self._named_loss()} {told}") from error
+        return {"loss": loss.detach()} | metrics
+
+    def _named_loss(self) -> str:
+        return f"loss {self.loss.name!r}{self.place}"
 
     def update(self, batches: Sequence[Batch], step_number: int) -> Metrics:
         """One update, or none if loss or gradient is not finite.
@@ -141,6 +178,7 @@ class Updater:
             {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
             for batch in batches
         ]
+        path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}, path)
         raise NonFiniteError(
             f"step {step_number}: loss {loss}, gradient norm {norm}: not finite "
@@ -148,6 +186,65 @@ class Updater:
             f"no update was made, the batch is in {path}; lower optim.lr, or look at the reward "
             "and the loss with torch.load"
         )
+
+
+RESERVED = re.compile(
+    "(step|loss|reward|reward_std|frac_reward_zero_std|grad_norm|learning_rate|nonfinite|epoch"
+    "|num_tokens|step_time|tokens_per_second|event)$"
+    "|(completions|dynamic_sampling|engine|eval|memory|padding|rewards|time)/"
+)
+"""Names in ``metrics.jsonl`` that no loss may give its metrics."""
+
+
+def checked_result(result: Any, named: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a loss returned, as the loss and its metrics.
+
+    Args:
+        named: the loss, for messages.
+
+    Returns:
+        A tensor of one element that has a gradient, and detached tensors of one element.
+
+    Raises:
+        LossError: it is something else.
+    """
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not _is_number(loss):
+        raise LossError(
+            f"{named} returned {_kind(loss)}; return a tensor with one real number, or that and a "
+            "dict of metrics"
+        )
+    if not loss.requires_grad:
+        raise LossError(
+            f"{named} returned a loss without a gradient; compute it from the model's output"
+        )
+    if not isinstance(metrics, Mapping):
+        raise LossError(f"{named} returned {shown(metrics)} as metrics; return a dict of numbers")
+    checked: dict[str, Tensor] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or RESERVED.match(name):
+            raise LossError(
+                f"{named} returned a metric named {shown(name)}; take a text that metrics.jsonl "
+                f"does not use itself, such as {shown(f'my_{name}')}"
+            )
+        if isinstance(value, int | float):
+            value = torch.tensor(float(value), dtype=torch.float64)
+        if not _is_number(value):
+            raise LossError(
+                f"{named} returned {_kind(value)} as its metric {name!r}; return one real number"
+            )
+        checked[name] = value.detach()
+    return loss, checked
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor {list(value.shape)}"
+    return shown(value)
 
 
 def _to_host(rows: Sequence[Sequence[Tensor]]) -> list[list[float]]:

@@ -226,8 +226,9 @@ class JsonReporter(LogReporter):
         self._line("summary", values)
 
 
-class LiveReporter(Reporter):
-    """A view on a terminal that is drawn anew several times a second, whatever the run does."""
+class LiveReporter(LogReporter):
+    """A view on a terminal that is drawn anew several times a second, whatever the run does; lines
+    where the terminal has been closed and the run goes on in a file."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, clock)
@@ -241,11 +242,30 @@ class LiveReporter(Reporter):
 
     def __enter__(self) -> Self:
         self._live.start(refresh=True)
-        return self
+        return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
-        self.show_last()
+        super().__exit__()
+
+    @property
+    def _closed(self) -> bool:
+        closed = not self.console.is_terminal
+        if closed and self.console.is_interactive:
+            self.console.is_interactive = False  # else the view is printed beside each line
+            self.console.no_color = True
+        return closed
+
+    def tick(self) -> None:
+        if self._closed:
+            super().tick()
+
+    def changed(self, kind: str, words: str) -> None:
+        if self._closed:
+            super().changed(kind, words)
+
+    def message(self, text: str) -> None:
+        (LogReporter if self._closed else Reporter).message(self, text)
 
     def view(self) -> Group:
         """What is being done, on top where no small window hides it; then the last steps."""
@@ -268,7 +288,7 @@ class LiveReporter(Reporter):
         self._bar.add_task("train", total=total, completed=done)
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        super().step(record, samples)
+        (LogReporter if self._closed else Reporter).step(self, record, samples)
         self._recent.append(record)
         self._bar.update(self._bar.task_ids[0], completed=self.done)
 

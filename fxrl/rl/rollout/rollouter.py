@@ -52,6 +52,9 @@ class TrainerState:
     max_steps: int
     epoch: float
 
+    def __deepcopy__(self, memo: object) -> TrainerState:
+        return self  # frozen, of plain numbers
+
 
 class Judge:
     """Judges the completions of one generation call."""
@@ -325,6 +328,34 @@ def _metrics(drawn: Sequence[Drawn], num: int) -> Metrics:
         metrics[f"rewards/{name}/mean"] = statistics.fmean(said) if said else None
         metrics[f"rewards/{name}/std"] = statistics.stdev(said) if len(said) > 1 else None
     return metrics | length_metrics([d.completion for d in drawn])
+
+
+IDLE_STEPS = 3
+
+
+class RewardWatch:
+    """Tells of rewards that teach nothing, after ``IDLE_STEPS`` steps of them in a row, then after
+    twice as many each time."""
+
+    def __init__(self) -> None:
+        self._idle, self._next = 0, IDLE_STEPS
+
+    def warning(self, record: Mapping[str, Any]) -> str | None:
+        """What this step's metrics complete, and what to do about it, if anything."""
+        if record["frac_reward_zero_std"] < 1.0:
+            self._idle, self._next = 0, IDLE_STEPS
+            return None
+        self._idle += 1
+        if self._idle < self._next:
+            return None
+        self._next *= 2
+        what = "the same within every group"
+        if record["reward"] is None:
+            what = "None for every completion"
+        return (
+            f"rewards were {what} in the last {self._idle} steps, so nothing is learned from them; "
+            "look at completions.jsonl and the reward functions"
+        )
 
 
 def length_metrics(completions: Sequence[Completion]) -> Metrics:
