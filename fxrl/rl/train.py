@@ -25,6 +25,7 @@ def main(
     *,
     resume: str | None = None,
     json: bool = False,
+    overwrite: bool = False,
 ) -> int:
     """Runs ``fxrl train``.
 
@@ -34,6 +35,7 @@ def main(
         resume: ``""``: go on at the newest checkpoint of ``run_dir`` (from the start if there is
             none); a path: go on at that checkpoint; ``None``: a new run.
         json: JSON lines on stdout instead of a live view.
+        overwrite: a run that ``run_dir`` holds is moved aside.
 
     Returns:
         The exit code, see the module's docstring.
@@ -43,13 +45,15 @@ def main(
     try:
         with reporter_on(console, json=json) as reporter:
             with reporter.stage("importing PyTorch"):
+                from fxrl.rl.config.load import load_config
                 from fxrl.rl.config.named import importable_from
-                from fxrl.rl.loop import run
+                from fxrl.rl.trainer import Trainer
             with importable_from(Path(config_path).parent, Path.cwd()):
                 with reporter.stage("reading the configuration and the data"):
-                    task = run.prepare(config_path, overrides, resume, reporter)
+                    trainer = Trainer(config=load_config(config_path, overrides), reporter=reporter)
+                    trainer.prepare(resume=resume, overwrite=overwrite)
                 code = FAILED
-                return run.run(task, reporter)
+                return trainer.train().exit_code
     except (FxrlError, ImportError) as error:
         if code == FAILED and not isinstance(error, FxrlError):
             raise
