@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -83,8 +83,7 @@ class Trainer:
         if tokenizer is not None and tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere
         self.callbacks, self.tokenizer = tuple(callbacks), tokenizer
-        self._own_reporter = reporter is None
-        self.reporter = reporter or reporter_on(Console(), json=False)
+        self._console, self._reporter = Console(), reporter
         self._task: run.Task | None = None
 
     def prepare(self, *, resume: str | None = None, overwrite: bool = False) -> None:
@@ -98,14 +97,15 @@ class Trainer:
         Raises:
             FxrlError: something in them is wrong.
         """
-        self._task = run.prepare(
-            self.config,
-            self.reporter,
-            resume=resume,
-            overwrite=overwrite,
-            callbacks=self.callbacks,
-            tokenizer=self.tokenizer,
-        )
+        with self._reporting() as reporter:
+            self._task = run.prepare(
+                self.config,
+                reporter,
+                resume=resume,
+                overwrite=overwrite,
+                callbacks=self.callbacks,
+                tokenizer=self.tokenizer,
+            )
 
     def train(self, *, resume: str | None = None, overwrite: bool = False) -> run.Outcome:
         """Runs all steps; the arguments are ``prepare``'s, which is called unless it was.
@@ -115,12 +115,18 @@ class Trainer:
         Raises:
             FxrlError: it failed; its state is saved where that is possible.
         """
-        with self.reporter if self._own_reporter else nullcontext():
-            if self._task is None:
-                self.prepare(resume=resume, overwrite=overwrite)
-            assert self._task is not None
-            task, self._task = self._task, None
-            return run.run(task, self.reporter)
+        if self._task is None:
+            self.prepare(resume=resume, overwrite=overwrite)
+        assert self._task is not None
+        task, self._task = self._task, None
+        with self._reporting() as reporter:
+            return run.run(task, reporter)
+
+    def _reporting(self) -> AbstractContextManager[Reporter]:
+        """The caller's reporter, whose context is the caller's; else one for this call."""
+        if self._reporter is not None:
+            return nullcontext(self._reporter)
+        return reporter_on(self._console, json=False)
 
 
 def _completed(

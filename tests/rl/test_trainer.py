@@ -22,6 +22,10 @@ TINY = "tiny:llama:layers=1,hidden=32,heads=2,kv_heads=1"
 ROWS = [{"prompt": f"count to {i}", "answer": f"{i % 3}"} for i in range(8)]
 
 
+def tiny_model():
+    return load_model(TINY, "float32")[0]
+
+
 def even(completions, completion_ids, **columns):
     return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
 
@@ -45,6 +49,8 @@ def numbers(run_dir):
 def test_it_is_the_run_of_the_command(config_file, tables):
     assert main(str(config_file), ["run_dir=cli"], json=True) == 0
     trainer = Trainer(TINY, ["length", even], iter(ROWS), tables | {"run_dir": "python"})
+    trainer.prepare()
+    assert not Path("python").exists()
     result = trainer.train()
     assert result.exit_code == 0
     assert result.summary["steps"] == 4
@@ -98,6 +104,8 @@ def test_other_sources_of_rows(config_file, tables):
         ({"callbacks": [Callback]}, "is a class; give Callback()"),
         ({"callbacks": [object()]}, "no method for any event"),
         ({"config": {"steps": 1, "epochs": 1}}, "give one of them"),
+        ({"model": tiny_model(), "config": {"engine": "vllm"}}, "loads the weights itself"),
+        ({"model": tiny_model()}, "give its tokenizer"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -172,8 +180,8 @@ def test_what_a_callback_asks_for(config_file, tables):
     assert ["eval/accuracy" in line for line in found] == [False, True, True]
     assert [number for name, number in recorder.events if name == "on_save"] == [1, 3]
     assert Path("runs/python/final").is_dir()
-    again = Trainer(TINY, even, ROWS, tables)
-    assert again.train(resume="").summary["steps"] == 4
+    trainer.callbacks = ()
+    assert trainer.train(resume="").summary["steps"] == 4
     assert ["eval/accuracy" in line for line in numbers("runs/python")] == [False, True, True, True]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,29 +30,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             wrong type or out of range, and every missing key.
     """
     path = Path(path)
-    text = ""
     try:
-        text = path.read_text(encoding="utf-8")
-        table = tomllib.loads(text)
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise BadConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise BadConfigError(f"{path}: not TOML: {error}{_line_of(error, text)}") from error
+        raise BadConfigError(f"{path}: not TOML: {error}") from error
     problems: list[str] = []
-    for override_text in overrides:
-        if (override := parse_override(override_text, problems)) is not None:
+    for text in overrides:
+        if (override := parse_override(text, problems)) is not None:
             table.pop(_INSTEAD.get(override[0][0], ""), None)
             merge_override(table, *override)
     with importable_from(path.parent, Path.cwd()):
         return config_of(table, str(path), str(Path("runs") / path.stem), problems)
-
-
-def _line_of(error: tomllib.TOMLDecodeError, text: str) -> str:
-    """The line that the error is about, which it only numbers."""
-    number = re.search(r"at line (\d+)", str(error))
-    lines = text.splitlines()
-    last = int(number[1]) if number else len(lines)  # "at end of document"
-    return f": {lines[last - 1].strip()!r}" if lines else ""
 
 
 _INSTEAD = {"steps": "epochs", "epochs": "steps"}

@@ -117,7 +117,7 @@ def loss_problems(name: str, options: Mapping[str, Any], keys: Sequence[str] = (
     try:
         losses.by_name(name, **options)
     except ConfigError as error:
-        lines.append(str(error) if factory else f"name: {error}")
+        lines.append(str(error))
     except TypeError as error:
         lines.append(f"name={name!r}: {error}")
     return lines

@@ -431,5 +431,10 @@ class TrainConfig(Table):
                 f"sampling.extra={dict(self.sampling.extra)!r} are vLLM's own parameters; leave "
                 'them out, or set engine="vllm"'
             )
+        if self.engine == "vllm" and not isinstance(self.model.id, str):
+            yield (
+                f'engine="vllm" loads the weights itself, but the model is a '
+                f"{type(self.model.id).__name__}; give its name or its folder (save_pretrained)"
+            )
         if self.engine == "vllm" and self.model.dtype == "float64":
             yield 'engine="vllm": vLLM has no float64; set model.dtype to bfloat16 or float32'

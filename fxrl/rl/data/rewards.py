@@ -241,7 +241,7 @@ def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) 
     for given, weight in zip(config.functions, weights, strict=True):
         name = reward_name(given)
         keywords = dict(config.params.get(name, {}))
-        if given in BUILT_IN:
+        if isinstance(given, str) and given in BUILT_IN:
             factory = BUILT_IN[name]
             takes = accepted(factory) or ()
             function = factory(**{k: v for k, v in ours.items() if k in takes}, **keywords)
@@ -251,6 +251,7 @@ def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) 
             function = functools.partial(own, **keywords)
             short = name.rpartition(":")[2]
             taken = short in {reward.name for reward in rewards}
-            label = name if taken else short
-            rewards.append(Reward(label, function, weight, config.per_group, *rules))
+            if taken:  # "a:f" and "b:f", or two lambdas
+                short = name if name != short else f"{short}_{len(rewards) + 1}"
+            rewards.append(Reward(short, function, weight, config.per_group, *rules))
     return rewards

@@ -157,14 +157,13 @@ def build_parts(
         return model, tokenizer
 
     def folder() -> tuple[Path, Any]:
-        if isinstance(wanted.id, nn.Module):
-            raise ConfigError(
-                f'engine="vllm" loads weights itself, but model is a {type(wanted.id).__name__}; '
-                'give a hub id or a folder (model.save_pretrained), or engine="torch"'
-            )
         with reporter.stage(f"finding {what}") as say:
             return model_folder(
-                wanted.id, run_dir / "model", dtype=wanted.dtype, seed=config.seed, on_progress=say
+                wanted.name,
+                run_dir / "model",
+                dtype=wanted.dtype,
+                seed=config.seed,
+                on_progress=say,
             )
 
     spec = EngineSpec(
