@@ -49,6 +49,10 @@ class Trainer:
         tokenizer: of a model that does not say where it came from.
         reporter: shows the run; by default a live view on a terminal, lines elsewhere.
 
+    Attributes:
+        config: all of it.
+        began: data and checkpoint of the last ``train`` were sound, its model was loaded.
+
     Raises:
         ConfigError: something in them is wrong; all mistakes at once.
     """
@@ -84,10 +88,10 @@ class Trainer:
             tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere
         self.callbacks, self.tokenizer = tuple(callbacks), tokenizer
         self._console, self._reporter = Console(), reporter
-        self._task: run.Task | None = None
+        self.began = False
 
-    def prepare(self, *, resume: str | None = None, overwrite: bool = False) -> None:
-        """Reads checkpoint and data, and checks all that can be checked without the model.
+    def train(self, *, resume: str | None = None, overwrite: bool = False) -> run.Outcome:
+        """Runs all steps. Ctrl-C and SIGTERM end it after the step that runs, its state saved.
 
         Args:
             resume: ``""``: go on at the newest checkpoint of ``run_dir``; a path: go on at that
@@ -95,31 +99,21 @@ class Trainer:
             overwrite: a run that ``run_dir`` holds is moved aside.
 
         Raises:
-            FxrlError: something in them is wrong.
+            FxrlError: checkpoint or data are wrong, which is found before the model is loaded
+                (``began`` is still false); or the run failed, its state saved where possible.
         """
+        self.began = False
         with self._reporting() as reporter:
-            self._task = run.prepare(
-                self.config,
-                reporter,
-                resume=resume,
-                overwrite=overwrite,
-                callbacks=self.callbacks,
-                tokenizer=self.tokenizer,
-            )
-
-    def train(self, *, resume: str | None = None, overwrite: bool = False) -> run.Outcome:
-        """Runs all steps; the arguments are ``prepare``'s, which is called unless it was.
-
-        Ctrl-C and SIGTERM end it after the step that runs, with its state saved.
-
-        Raises:
-            FxrlError: it failed; its state is saved where that is possible.
-        """
-        if self._task is None:
-            self.prepare(resume=resume, overwrite=overwrite)
-        assert self._task is not None
-        task, self._task = self._task, None
-        with self._reporting() as reporter:
+            with reporter.stage("reading the configuration and the data"):
+                task = run.prepare(
+                    self.config,
+                    reporter,
+                    resume=resume,
+                    overwrite=overwrite,
+                    callbacks=self.callbacks,
+                    tokenizer=self.tokenizer,
+                )
+            self.began = True
             return run.run(task, reporter)
 
     def _reporting(self) -> AbstractContextManager[Reporter]:

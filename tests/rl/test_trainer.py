@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fxrl.errors import ConfigError
-from fxrl.models import load_model
+from fxrl.models import load_model, tiny_tokenizer
 from fxrl.rl import Callback, Trainer
 from fxrl.rl.callbacks import EVENTS
 from fxrl.rl.config.load import load_config
@@ -49,8 +49,6 @@ def numbers(run_dir):
 def test_it_is_the_run_of_the_command(config_file, tables):
     assert main(str(config_file), ["run_dir=cli"], json=True) == 0
     trainer = Trainer(TINY, ["length", even], iter(ROWS), tables | {"run_dir": "python"})
-    trainer.prepare()
-    assert not Path("python").exists()
     result = trainer.train()
     assert result.exit_code == 0
     assert result.summary["steps"] == 4
@@ -104,7 +102,10 @@ def test_other_sources_of_rows(config_file, tables):
         ({"callbacks": [Callback]}, "is a class; give Callback()"),
         ({"callbacks": [object()]}, "no method for any event"),
         ({"config": {"steps": 1, "epochs": 1}}, "give one of them"),
-        ({"model": tiny_model(), "config": {"engine": "vllm"}}, "loads the weights itself"),
+        (
+            {"model": tiny_model(), "tokenizer": tiny_tokenizer(), "config": {"engine": "vllm"}},
+            "loads the weights itself",
+        ),
         ({"model": tiny_model()}, "give its tokenizer"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

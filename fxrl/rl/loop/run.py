@@ -74,7 +74,7 @@ def prepare(
     callbacks: tuple[object, ...] = (),
     tokenizer: Any = None,
 ) -> Task:
-    """Reads checkpoint, tokenizer and data; loads no model. ``Trainer.prepare`` says the rest.
+    """Reads checkpoint, tokenizer and data; loads no model. ``Trainer.train`` says the rest.
 
     Raises:
         FxrlError: something in them is wrong.
