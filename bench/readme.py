@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -107,7 +108,8 @@ def _key_sections(path: str, section: dict[str, Any], definitions: dict[str, Any
         about = one["description"].replace("|", "\\|")
         rows.append((f"`{name}`", _spelled(one, definitions), shown, theirs, about))
     if path:
-        yield f"### `[{path[:-1]}]`\n\n{section['description'].partition(': ')[2]}".rstrip()
+        about = re.sub(r"^`\[[\w.]+\]`[:.] ?", "", section["description"])
+        yield f"### `[{path[:-1]}]`\n\n{about[:1].upper()}{about[1:]}".rstrip()
     yield table(("key", "type", "default", "TRL's name", "what"), rows)
     for name, one in inner.items():
         yield from _key_sections(f"{name}.", one, definitions)
@@ -132,8 +134,9 @@ def _spelled(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
         return f"list: {_spelled(schema['items'], definitions)}"
     words = {"integer": "whole number", "string": "text", "boolean": "true, false"}
     words["object"] = "table"
+    low = "exclusiveMinimum" if "exclusiveMinimum" in schema else "minimum"
     limits = {"minimum": "from {:g}", "exclusiveMinimum": "above {:g}", "maximum": "up to {:g}"}
-    said = [form.format(schema[name]) for name, form in limits.items() if name in schema]
+    said = [limits[name].format(schema[name]) for name in (low, "maximum") if name in schema]
     regex = " (regular expression)" if schema.get("format") == "regex" else ""
     return " ".join([words.get(kind, kind) + regex, *said])
 

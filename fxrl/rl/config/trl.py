@@ -113,8 +113,9 @@ _WORDS = "--json gives lines for tools; a terminal gets a live view"
 _EVAL = "[eval] size holds questions out, every says when, greedy how; see examples/config.md"
 _TRACKIO = "log_to = ['trackio'] with project; trackio's own environment variables say where"
 _HUB = "the repository keeps its own settings: create it first (hf repo create); hf auth login"
-_BEST = "every checkpoint is kept up to keep_checkpoints; metrics.jsonl tells the best"
+_BEST = "the newest keep_checkpoints are kept; metrics.jsonl tells which step was best"
 _DETERMINISM = "a seed makes a run repeatable on one machine"
+_QUANTIZED = "weights are trained and loaded as model.dtype, never quantized"
 _DROPOUT = "model.lora.dropout is the adapter's; the model's own dropout is its config's"
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
@@ -148,9 +149,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "trust_remote_code": "a model's own code is never run; transformers' models are",
         "attn_implementation": "the model's config.json chooses it",
         "router_aux_loss_coef": "write it into a loss of your own: loss.name = 'module:function'",
-        "load_in_4bit": "weights are loaded as model.dtype",
-        "load_in_8bit": "weights are loaded as model.dtype; fxrl.precision = 'fp8' multiplies in "
-        "8 bits",
+        "load_in_4bit": _QUANTIZED,
+        "load_in_8bit": _QUANTIZED,
         "disable_dropout": _DROPOUT,
         "cast_lm_head_to_fp32": "the fused loss head computes in float32 as it is",
         "neftune_noise_alpha": "write it into a loss of your own: loss.name = 'module:function'",
@@ -158,7 +158,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "fp16": _DTYPE,
         "bf16_full_eval": _DTYPE,
         "fp16_full_eval": _DTYPE,
-        "tf32": "fxrl.precision is that of matrix products",
+        "tf32": "what torch is set to stands",
         "gradient_checkpointing_kwargs": "model.gradient_checkpointing alone; fxrl takes it over",
         "activation_checkpointing_kwargs": "model.gradient_checkpointing alone; fxrl takes it over",
         "torch_compile": _FUSED,
@@ -229,7 +229,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "log_level": _WORDS,
         "log_level_replica": _WORDS,
         "disable_tqdm": _WORDS,
-        "run_name": "the run is called as the last part of run_dir",
+        "run_name": "the run has the name of run_dir's last part",
         "trackio_space_id": _TRACKIO,
         "trackio_bucket_id": _TRACKIO,
         "trackio_static_space_id": _TRACKIO,
