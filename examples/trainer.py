@@ -36,9 +36,9 @@ CONFIG = {
 
 
 def main(config=CONFIG):
-    """Trains; Ctrl-C stops after the step, and ``resume=""`` goes on."""
+    """Trains; Ctrl-C stops after a step, and ``train(resume="")`` would go on there."""
     trainer = Trainer("tiny:qwen3", short, ROWS, config, callbacks=[GoodEnough(0.85)])
-    return trainer.train(resume="")
+    return trainer.train(overwrite=True)
 
 
 if __name__ == "__main__":
