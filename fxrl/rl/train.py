@@ -41,7 +41,7 @@ def main(
         The exit code, see the module's docstring.
     """
     console, errors = Console(), Console(stderr=True)
-    trainer = None
+    code = BAD_CONFIG
     try:
         with reporter_on(console, json=json) as reporter:
             with reporter.stage("importing PyTorch"):
@@ -49,10 +49,11 @@ def main(
                 from fxrl.rl.config.named import importable_from
                 from fxrl.rl.trainer import Trainer
             with importable_from(Path(config_path).parent, Path.cwd()):
-                trainer = Trainer(config=load_config(config_path, overrides), reporter=reporter)
-                return trainer.train(resume=resume, overwrite=overwrite).exit_code
+                trainer = Trainer(config=load_config(config_path, overrides))
+                with trainer.prepared(reporter, resume=resume, overwrite=overwrite) as run:
+                    code = FAILED
+                    return run().exit_code
     except (FxrlError, ImportError) as error:
-        code = FAILED if trainer is not None and trainer.began else BAD_CONFIG
         if code == FAILED and not isinstance(error, FxrlError):
             raise
         _tell_error(error, console if json else errors, json)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +16,8 @@ from fxrl.rl.builtin_rewards import RewardFunction
 from fxrl.rl.callbacks import check_callbacks
 from fxrl.rl.config.load import config_of
 from fxrl.rl.config.tables import TrainConfig
-from fxrl.rl.loop import run
+from fxrl.rl.loop import run as loop
+from fxrl.rl.loop.run import Outcome
 from fxrl.rl.report.progress import Reporter, reporter_on
 
 RUN_DIR = "runs/python"
@@ -47,11 +48,9 @@ class Trainer:
             replaces ``model.id``, ``reward.functions`` and ``data``'s source, and may be left out.
         callbacks: objects with methods named as ``fxrl.rl.callbacks`` says.
         tokenizer: of a model that does not say where it came from.
-        reporter: shows the run; by default a live view on a terminal, lines elsewhere.
 
     Attributes:
         config: all of it.
-        began: data and checkpoint of the last ``train`` were sound, its model was loaded.
 
     Raises:
         ConfigError: something in them is wrong; all mistakes at once.
@@ -66,7 +65,6 @@ class Trainer:
         callbacks: Sequence[object] = (),
         *,
         tokenizer: Any = None,
-        reporter: Reporter | None = None,
     ) -> None:
         check_callbacks(callbacks)
         given: dict[str, dict[str, Any]] = {"model": {}, "reward": {}, "data": {}}
@@ -87,10 +85,9 @@ class Trainer:
         if tokenizer is not None and tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere
         self.callbacks, self.tokenizer = tuple(callbacks), tokenizer
-        self._console, self._reporter = Console(), reporter
-        self.began = False
+        self._console = Console()
 
-    def train(self, *, resume: str | None = None, overwrite: bool = False) -> run.Outcome:
+    def train(self, *, resume: str | None = None, overwrite: bool = False) -> Outcome:
         """Runs all steps. Ctrl-C and SIGTERM end it after the step that runs, its state saved.
 
         Args:
@@ -99,28 +96,34 @@ class Trainer:
             overwrite: a run that ``run_dir`` holds is moved aside.
 
         Raises:
-            FxrlError: checkpoint or data are wrong, which is found before the model is loaded
-                (``began`` is still false); or the run failed, its state saved where possible.
+            FxrlError: checkpoint or data are wrong, which is found before the model is loaded; or
+                the run failed, its state saved where possible.
         """
-        self.began = False
-        with self._reporting() as reporter:
-            with reporter.stage("reading the configuration and the data"):
-                task = run.prepare(
-                    self.config,
-                    reporter,
-                    resume=resume,
-                    overwrite=overwrite,
-                    callbacks=self.callbacks,
-                    tokenizer=self.tokenizer,
-                )
-            self.began = True
-            return run.run(task, reporter)
+        with (
+            reporter_on(self._console, json=False) as reporter,
+            self.prepared(reporter, resume=resume, overwrite=overwrite) as run,
+        ):
+            return run()
 
-    def _reporting(self) -> AbstractContextManager[Reporter]:
-        """The caller's reporter, whose context is the caller's; else one for this call."""
-        if self._reporter is not None:
-            return nullcontext(self._reporter)
-        return reporter_on(self._console, json=False)
+    @contextmanager
+    def prepared(
+        self, reporter: Reporter, *, resume: str | None = None, overwrite: bool = False
+    ) -> Iterator[Callable[[], Outcome]]:
+        """All that ``train`` does before it loads the model; the rest is what it yields.
+
+        Args:
+            reporter: shows both.
+        """
+        with reporter.stage("reading the configuration and the data"):
+            task = loop.prepare(
+                self.config,
+                reporter,
+                resume=resume,
+                overwrite=overwrite,
+                callbacks=self.callbacks,
+                tokenizer=self.tokenizer,
+            )
+        yield lambda: loop.run(task, reporter)
 
 
 def _completed(

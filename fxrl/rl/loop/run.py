@@ -1,4 +1,4 @@
-"""One run, from its configuration to its files; ``fxrl.rl.train`` is its front door."""
+"""One run, from its configuration to its files; ``fxrl.rl.Trainer`` is its front door."""
 
 from __future__ import annotations
 

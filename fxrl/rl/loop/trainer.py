@@ -223,7 +223,7 @@ class Trainer:
             events("on_train_begin", self.now())
             if self.done == 0 and config.steps > 0:
                 self._evaluate_untrained()
-            while self.done < config.steps and not (stop or events.control.should_training_stop):
+            while not (stop or self._over):
                 record, rollout = self._guarded_step(metrics, reporter)
                 metrics.write(record)
                 samples = sample_completions(rollout, config.log_completions)
