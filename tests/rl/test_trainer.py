@@ -186,6 +186,14 @@ def test_what_a_callback_asks_for(config_file, tables):
     assert ["eval/accuracy" in line for line in numbers("runs/python")] == [False, True, True, True]
 
 
+def test_a_stop_before_the_first_step(config_file, tables):
+    recorder = Recorder(on_train_begin_0=["training_stop"])
+    result = Trainer(TINY, even, ROWS, tables | {"reward": {}}, callbacks=[recorder]).train()
+    assert (result.exit_code, result.summary["steps"]) == (0, 0)
+    assert names(recorder, 0) == ["on_train_begin", "on_train_end"]
+    assert Path("runs/python/final/adapter_model.safetensors").is_file()
+
+
 @pytest.mark.parametrize(
     ("event", "saved"), [("on_rollout_end", 1), ("on_step_end", 2), ("on_evaluate", 2)]
 )

@@ -218,13 +218,14 @@ def summarize(records: Sequence[dict[str, Any]], trainer: Trainer) -> dict[str, 
     if trainer.config.eval.size:
         values |= {
             "held-out accuracy before": trainer.initial.get("eval/initial_accuracy"),
-            "held-out accuracy after": records[-1].get("eval/accuracy"),
+            "held-out accuracy after": (records or [{}])[-1].get("eval/accuracy"),
             "most frequent answer": trainer.initial.get("eval/majority_baseline"),
         }
+    times = [record["step_time"] for record in records if "step_time" in record]
     return values | {
-        "seconds a step, median": statistics.median(r["step_time"] for r in records),
+        "seconds a step, median": statistics.median(times) if times else None,
         "tokens": trainer.num_tokens,
-        "seconds": sum(record["step_time"] for record in records),
+        "seconds": sum(times),
         "updates skipped": trainer.parts.updater.num_skipped,
         "model": str(trainer.run_dir / "final"),
         "curve": str(trainer.run_dir / "reward_curve.png"),

@@ -54,9 +54,10 @@ class HubPush(Callback):
     def on_train_end(
         self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
     ) -> None:
-        """
+        """Pushes the trained model.
+
         Raises:
-            HubError: the push failed; the message says where the model is and how to push it.
+            HubError: that failed; the message says where the model is and how to push it.
         """
         final: Path | None = kwargs["final"]
         if final is None:

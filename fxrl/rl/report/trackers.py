@@ -146,9 +146,10 @@ class Tracker(Callback):
     def on_train_begin(
         self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
     ) -> None:
-        """
+        """Starts the tracker's run, or goes on with it.
+
         Raises:
-            TrackerError: the tracker's run cannot be started.
+            TrackerError: it cannot be started.
         """
         file = Path(config.run_dir) / IDS
         try:
