@@ -58,7 +58,7 @@ class Table:
         return ()
 
     @classmethod
-    def keys(cls) -> tuple[str, ...]:
+    def own_keys(cls) -> tuple[str, ...]:
         """The table's own keys, without those that ``REST`` takes."""
         fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
         return tuple(field.name for field in fields if not field.metadata.get("rest"))

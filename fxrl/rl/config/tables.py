@@ -241,7 +241,7 @@ class LossConfig(Table):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
 
     def problems(self) -> Iterator[str]:
-        yield from loss_problems(self.name, self.options, self.keys())
+        yield from loss_problems(self.name, self.options, self.own_keys())
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class OptimConfig(Table):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
 
     def problems(self) -> Iterator[str]:
-        yield from optimizer_problems(self.name, self.options, self.keys())
+        yield from optimizer_problems(self.name, self.options, self.own_keys())
 
 
 @dataclass(frozen=True, slots=True)
