@@ -72,6 +72,7 @@ def train(args: Args) -> int:
         args.overrides,
         resume=args.resume,
         json=args.json,
+        overwrite=args.overwrite,
         traceback=args.traceback,
     )
 

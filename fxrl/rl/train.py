@@ -32,6 +32,7 @@ def main(
     *,
     resume: str | None = None,
     json: bool = False,
+    overwrite: bool = False,
     traceback: bool = False,
 ) -> int:
     """Runs ``fxrl train``.
@@ -42,6 +43,7 @@ def main(
         resume: ``""``: go on at the newest checkpoint of ``run_dir`` (from the start if there is
             none); a path: go on at that checkpoint; ``None``: a new run.
         json: JSON lines on stdout instead of a live view.
+        overwrite: a run that ``run_dir`` holds is moved aside.
         traceback: an error is told with its whole traceback.
 
     Returns:
@@ -56,14 +58,15 @@ def main(
             with reporter_on(console, json=json) as reporter:
                 _check_compile_cache()
                 with reporter.stage("importing PyTorch"):
+                    from fxrl.rl.config.load import load_config
                     from fxrl.rl.config.named import importable_from
-                    from fxrl.rl.loop import run
+                    from fxrl.rl.trainer import Trainer
                 with importable_from(Path(config_path).parent, Path.cwd()):
-                    with reporter.stage("reading the configuration and the data"):
-                        task = run.prepare(config_path, overrides, resume, reporter)
-                    code = FAILED
-                    output.go_on_in(Path(task.config.run_dir) / LOG)
-                    return run.run(task, reporter)
+                    trainer = Trainer(config=load_config(config_path, overrides))
+                    with trainer.prepared(reporter, resume=resume, overwrite=overwrite) as run:
+                        code = FAILED
+                        output.go_on_in(Path(trainer.config.run_dir) / LOG)
+                        return run().exit_code
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             _tell_error(error, console if json else errors, json=json, traceback=traceback)
             if isinstance(error, KeyboardInterrupt):

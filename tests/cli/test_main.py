@@ -36,6 +36,7 @@ def test_help_lists_every_command(capsys):
         (["optimise"], "invalid choice: 'optimise'"),
         (["explain", "tiny:qwen3"], "--loss"),
         (["explain", "tiny:qwen3", "--loss", "grpo", "--batch", "0"], "0 is below 1"),
+        (["explain", "tiny:qwen3", "--loss", "grpo", "--batch", "two"], "'two' is no whole number"),
         (["verify", "tiny:qwen3", "--loss", "grpo", "--dtype", "int8"], "int8"),
         (["dump", "tiny:qwen3", "--loss", "grpo"], "--out"),
         (["train"], "CONFIG.toml"),
@@ -110,6 +111,7 @@ def test_train_hands_everything_over(monkeypatch):
         "overrides": ["steps=2"],
         "resume": "runs/a",
         "json": True,
+        "overwrite": False,
         "traceback": False,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
 from fxrl.rl.config.named import importable_from
-from fxrl.rl.config.tables import TrainConfig
+from fxrl.rl.config.tables import ModelConfig, TrainConfig
 from fxrl.rl.errors import BadConfigError
 
 MOST_SEQUENCES = 1024
@@ -38,25 +39,52 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     problems: list[str] = []
     for text in overrides:
         if (override := parse_override(text, problems)) is not None:
+            table.pop(_INSTEAD.get(override[0][0], ""), None)
             merge_override(table, *override)
     with importable_from(path.parent, Path.cwd()):
-        config = bind(TrainConfig, table, problems)
+        return config_of(table, str(path), str(Path("runs") / path.stem), problems)
+
+
+_INSTEAD = {"steps": "epochs", "epochs": "steps"}
+"""An override of the one replaces the other of the file."""
+
+
+def config_of(
+    table: Mapping[str, Any], source: str, run_dir: str, problems: Sequence[str] = ()
+) -> TrainConfig:
+    """The configuration that nested tables say.
+
+    Args:
+        source: what the tables come from, for messages.
+        run_dir: where none is given.
+        problems: known already.
+
+    Raises:
+        BadConfigError: see ``load_config``.
+    """
+    problems = list(problems)
+    config = bind(TrainConfig, table, problems)
+    if {"steps", "epochs"} <= table.keys():
+        problems.append("steps, epochs: give one of them")
     if problems or config is None:
         count = f"{len(problems)} mistakes" if len(problems) > 1 else "1 mistake"
-        raise BadConfigError("\n".join([f"{path}: {count}", *(f"  {line}" for line in problems)]))
+        raise BadConfigError("\n".join([f"{source}: {count}", *(f"  {line}" for line in problems)]))
     given = table.get("vllm", {})
     if "max_num_seqs" not in (given.value if isinstance(given, Text) else given):
         completions = config.prompts_per_step * config.sampling.num_generations
         vllm = dataclasses.replace(config.vllm, max_num_seqs=min(completions, MOST_SEQUENCES))
         config = dataclasses.replace(config, vllm=vllm)  # all of a step at the same time
-    if not config.run_dir:
-        config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
-    return config
+    return config if config.run_dir else dataclasses.replace(config, run_dir=run_dir)
 
 
-def as_table(config: TrainConfig) -> dict[str, Any]:
-    """The whole tree as plain JSON values, defaults included."""
-    table: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=_plain))
+def as_table(config: Any) -> dict[str, Any]:
+    """A table of the configuration as plain JSON values, defaults included."""
+    table = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        table[field.name] = _digest(value) if field.metadata.get("digest") else _plain(value)
+    if isinstance(config, ModelConfig):
+        table["id"] = config.name
     return table
 
 
@@ -73,4 +101,20 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any], path: str 
 
 
 def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else str(value)
+    if dataclasses.is_dataclass(value):
+        return as_table(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if callable(value):
+        return f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _digest(rows: Sequence[Any] | None) -> str | None:
+    """Enough to see that a resumed run has the same rows."""
+    if rows is None:
+        return None
+    text = json.dumps(rows, sort_keys=True, default=lambda value: type(value).__name__)
+    return f"{len(rows)} rows, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"

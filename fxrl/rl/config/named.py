@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from fxrl.errors import ConfigError, did_you_mean
 from fxrl.losses.options import accepted
 from fxrl.losses.registry import load_function
 from fxrl.rl.builtin_rewards import BUILT_IN, PROVIDED
+from fxrl.rl.config import trl
 
 
 @contextmanager
@@ -30,21 +32,40 @@ def importable_from(*folders: Path) -> Iterator[None]:
                 sys.path.remove(folder)
 
 
-_OTHER_NAMES = {"learning_rate": "lr", "lr_scheduler_type": "schedule", "scheduler": "schedule"}
-
-
 def wrong_keywords(
-    function: Callable[..., Any], given: Mapping[str, Any], *, besides: Sequence[str] = ()
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    *,
+    besides: Sequence[str] = (),
+    table: str = "",
+    keys: Sequence[str] = (),
 ) -> list[str]:
-    """One line for each key of ``given`` that ``function`` does not take."""
+    """One line for each key of ``given`` that ``function`` does not take.
+
+    Args:
+        besides: of its keywords, those that are not the user's to give.
+        table: where the keys stand, such as ``optim``.
+        keys: that the table has besides the function's keywords.
+    """
     if (takes := accepted(function)) is None:
         return []
     known = [name for name in takes if name not in besides]
     return [
-        f"{key}: no such key{did_you_mean(_OTHER_NAMES.get(key, key), known)}"
+        f"{key}: no such key{_instead(key, [*known, *keys], table)}"
         for key in given
         if key not in known
     ]
+
+
+def _instead(key: str, known: Sequence[str], table: str) -> str:
+    if key in trl.INSTEAD:
+        return f"; {trl.INSTEAD[key]}"
+    near = trl.KEYS.get(key)
+    if near is None and not difflib.get_close_matches(key, known, n=1):
+        near = next((trl.KEYS[k] for k in difflib.get_close_matches(key, trl.KEYS, n=1)), None)
+    if near is None:
+        return did_you_mean(key, known)
+    return f"; did you mean {near.removeprefix(f'{table}.')!r}?"
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -65,19 +86,21 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return classes[name.lower()]
 
 
-def optimizer_problems(name: str, options: Mapping[str, Any]) -> list[str]:
+def optimizer_problems(
+    name: str, options: Mapping[str, Any], keys: Sequence[str] = ()
+) -> list[str]:
     """What is wrong with an ``[optim]`` table's name and further keys, one line each."""
     try:
         found = optimizer_class(name)
     except ConfigError as error:
         return [str(error)]
-    return wrong_keywords(found, options, besides=("params", "lr"))
+    return wrong_keywords(found, options, besides=("params", "lr"), table="optim", keys=keys)
 
 
 _NO_ROLLOUT = {"ppo": "values", "dpo": "preference pairs", "sft": "reference completions"}
 
 
-def loss_problems(name: str, options: Mapping[str, Any]) -> list[str]:
+def loss_problems(name: str, options: Mapping[str, Any], keys: Sequence[str] = ()) -> list[str]:
     """What is wrong with a ``[loss]`` table, one line each."""
     if name in _NO_ROLLOUT:
         return [
@@ -86,7 +109,7 @@ def loss_problems(name: str, options: Mapping[str, Any]) -> list[str]:
         ]
     lines: list[str] = []
     if (factory := losses.FACTORIES.get(name)) is not None:
-        lines = wrong_keywords(factory, options)
+        lines = wrong_keywords(factory, options, table="loss", keys=keys)
         known = accepted(factory) or ()
         options = {key: value for key, value in options.items() if key in known}
         if "max_completion_length" in known:
@@ -110,10 +133,19 @@ def build_loss(
     return losses.by_name(name, **{k: v for k, v in given.items() if k in known} | dict(options))
 
 
-def reward_problems(functions: Sequence[str], params: Mapping[str, Any]) -> list[str]:
+def reward_name(given: str | Callable[..., Any]) -> str:
+    """A reward as the configuration names it, one that Python gives by its function's name."""
+    return given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+
+
+def reward_problems(
+    functions: Sequence[str | Callable[..., Any]], params: Mapping[str, Any]
+) -> list[str]:
     """One line per name that is no reward and per wrong keyword; imports the user's modules."""
     lines = []
     for name in functions:
+        if not isinstance(name, str):
+            continue
         if name in BUILT_IN:
             keywords = params.get(name, {})
             if not isinstance(keywords, Mapping):
@@ -129,7 +161,6 @@ def reward_problems(functions: Sequence[str], params: Mapping[str, Any]) -> list
         else:
             near = did_you_mean(name, BUILT_IN)
             lines.append(f"functions: {name!r} is neither module:function nor built in{near}")
-    lines += [
-        f"params.{name}: no such entry in functions" for name in params if name not in functions
-    ]
+    known = {reward_name(one) for one in functions}
+    lines += [f"params.{name}: no such entry in functions" for name in params if name not in known]
     return lines

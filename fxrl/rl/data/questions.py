@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fxrl.errors import did_you_mean, optional
 from fxrl.rl.config.tables import DataConfig
@@ -55,19 +55,20 @@ def read_source(config: DataConfig) -> Source:
     """
     if config.reasoning_gym is not None:
         return _reasoning_gym(config, config.reasoning_gym)
-    if config.path is not None:
+    if config.rows is not None:
+        rows, name = [dict(row) for row in config.rows], "data.rows"
+    elif config.path is not None:
         rows, name = read_jsonl(Path(config.path)), config.path
     else:
         assert config.dataset is not None
         rows, name = _hub_dataset(config, config.dataset), config.dataset
     if not rows:
         raise DataError(f"{name}: no rows; give a file or split with at least one")
-    for number, row in enumerate(rows, 1):
-        if config.prompt not in row:
-            raise DataError(
-                f"{name}: row {number} has no column {config.prompt!r} (it has "
-                f"{', '.join(sorted(row))}); name the prompt's column with data.prompt"
-            )
+    if not any(config.prompt in row for row in rows):
+        raise DataError(
+            f"{name}: row 1 has no column {config.prompt!r} (it has {', '.join(sorted(rows[0]))}), "
+            "nor has another; name the prompt's column by data.prompt"
+        )
     return Source(tuple(rows[: config.size]), config.prompt)
 
 
@@ -89,6 +90,48 @@ def read_jsonl(path: Path) -> list[Row]:
             raise DataError(f"{path}:{number}: {type(row).__name__} where an object must be")
         rows.append(row)
     return rows
+
+
+MOST_NAMED = 5
+"""Unusable rows that a message names."""
+
+
+def usable_rows(
+    rows: Sequence[Row],
+    check: Callable[[Row], object],
+    *,
+    mode: Literal["error", "skip"],
+    number: Callable[[Row], int],
+    tell: Callable[[str], None],
+) -> list[Row]:
+    """The rows of which ``check`` raises no ``DataError``.
+
+    Args:
+        mode: ``data.unusable_rows``.
+        number: of a row in its source, for messages.
+        tell: hears what is left out.
+
+    Raises:
+        DataError: names the unusable rows, where they are not skipped or no other is left.
+    """
+    good, wrong = [], []
+    for row in rows:
+        try:
+            check(row)
+            good.append(row)
+        except DataError as error:
+            wrong.append(f"row {number(row)}: {error}")
+    if not wrong:
+        return good
+    more = [f"and {len(wrong) - MOST_NAMED} more"] if len(wrong) > MOST_NAMED else []
+    lines = "".join(f"\n  {line}" for line in [*wrong[:MOST_NAMED], *more])
+    told = f"data: {len(wrong)} of {len(rows)} rows are unusable"
+    if mode == "error":
+        raise DataError(f'{told}:{lines}\ncorrect them, or set data.unusable_rows="skip"')
+    if not good:
+        raise DataError(f"{told}, and no other is left:{lines}")
+    tell(f"{told} and left out:{lines}")
+    return good
 
 
 def split_rows(
@@ -198,12 +241,17 @@ def question_text(config: DataConfig, column: str, row: Row) -> str:
     """The question of a row as text, after ``pattern`` and ``template``.
 
     Raises:
-        DataError: the pattern does not match, or the template names what is not there.
+        DataError: there is no prompt, the pattern does not match it, or the template names what is
+            not there.
     """
+    if column not in row:
+        raise DataError(f"it has no column {column!r}")
     prompt = row[column]
     if not isinstance(prompt, str | list):
         raise DataError(f"column {column!r} is {prompt!r}; a prompt is a text or chat messages")
     text = prompt if isinstance(prompt, str) else _flatten(prompt, column)
+    if not text.strip():
+        raise DataError(f"column {column!r} is empty")
     if config.template is None:
         return text
     names = {key: value for key, value in row.items() if isinstance(key, str)}
@@ -280,7 +328,7 @@ class PromptBuilder:
             ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not 0 < len(ids) <= self.config.max_prompt_tokens:
             raise DataError(
-                f"a prompt has {len(ids)} tokens, outside 1..{self.config.max_prompt_tokens} "
+                f"the prompt has {len(ids)} tokens, outside 1..{self.config.max_prompt_tokens} "
                 f"(data.max_prompt_tokens): {str(prompt)[:120]!r}"
             )
         return ids

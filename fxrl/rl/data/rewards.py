@@ -34,6 +34,7 @@ from typing import Any, Generic, Literal, TypeVar
 from fxrl.losses.options import accepted
 from fxrl.losses.registry import load_function
 from fxrl.rl.builtin_rewards import BUILT_IN, RewardFunction, ScoreAnswer
+from fxrl.rl.config.named import reward_name
 from fxrl.rl.config.tables import RewardConfig
 from fxrl.rl.errors import RewardError, defined_at, raised_at, shown
 from fxrl.rl.process_state import ProcessState
@@ -277,17 +278,20 @@ def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) 
     ours = {"extract": config.extract, "answer": answer, "score": score}
     rewards: list[Reward] = []
     weights = config.weights or [1.0] * len(config.functions)
-    for name, weight in zip(config.functions, weights, strict=True):
+    for given, weight in zip(config.functions, weights, strict=True):
+        name = reward_name(given)
         keywords = dict(config.params.get(name, {}))
-        if name in BUILT_IN:
+        if isinstance(given, str) and given in BUILT_IN:
             factory = BUILT_IN[name]
             takes = accepted(factory) or ()
             function = factory(**{k: v for k, v in ours.items() if k in takes}, **keywords)
             rewards.append(Reward(name, function, weight, True, *rules))
         else:
-            function = functools.partial(load_function(name), **keywords)
-            short = name.partition(":")[2]
-            taken = short in config.functions or short in {reward.name for reward in rewards}
-            label = name if taken else short
-            rewards.append(Reward(label, function, weight, config.per_group, *rules))
+            own = load_function(given) if isinstance(given, str) else given
+            function = functools.partial(own, **keywords)
+            short = name.rpartition(":")[2]
+            if short in config.functions or short in {reward.name for reward in rewards}:
+                # "a:f" and "b:f", or two lambdas
+                short = name if name != short else f"{short}_{len(rewards) + 1}"
+            rewards.append(Reward(short, function, weight, config.per_group, *rules))
     return rewards

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,32 +22,40 @@ from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES, completion_logits, token_stats
 from fxrl.models import load_model, lora
 from fxrl.models.load import model_folder
+from fxrl.rl.callbacks import Events
 from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.data.questions import (
     PromptBuilder,
     PromptStream,
-    Source,
     Split,
     question_text,
     read_source,
     split_rows,
+    usable_rows,
 )
 from fxrl.rl.data.rewards import Reward, build_rewards
 from fxrl.rl.errors import BadConfigError, defined_at
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
+from fxrl.rl.report.files import Tell
 from fxrl.rl.report.progress import Reporter, Stage
 from fxrl.rl.rollout.rollouter import Rollouter
-from fxrl.rl.types import Batch
+from fxrl.rl.types import Batch, Row
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What needs no model: rows, their split and the rewards."""
+    """What needs no model.
 
-    source: Source
+    Attributes:
+        builder: makes their prompts.
+        longest: tokens of the longest prompt.
+    """
+
     split: Split
     rewards: list[Reward]
+    builder: PromptBuilder
+    longest: int
 
 
 @dataclass(slots=True)
@@ -72,6 +80,7 @@ class RunParts:
     reference: Callable[[Batch], torch.Tensor] | None
     probe: Callable[[Batch], torch.Tensor] | None
     stage: Stage
+    events: Events
 
 
 def seed_everything(seed: int) -> None:
@@ -81,8 +90,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def read_questions(config: TrainConfig) -> Questions:
-    """Reads the data and makes the rewards; loads no model.
+def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions:
+    """Reads the data, makes the rewards and every prompt once; loads no model.
+
+    Args:
+        tell: hears which rows are left out.
 
     Raises:
         DataError: the data does not fit the configuration.
@@ -90,22 +102,39 @@ def read_questions(config: TrainConfig) -> Questions:
     """
     data = config.data
     source = read_source(data)
+    number = {id(row): count for count, row in enumerate(source.rows, 1)}
+    usable = functools.partial(
+        usable_rows, mode=data.unusable_rows, number=lambda row: number[id(row)], tell=tell
+    )
+    text_of = functools.partial(question_text, data, source.prompt)
     split = split_rows(
-        source.rows,
-        lambda row: question_text(data, source.prompt, row),
+        usable(source.rows, text_of),
+        text_of,
         num_held_out=config.eval.size,
         num_shots=data.few_shot,
         seed=data.seed,
     )
+    builder = PromptBuilder(data, source.prompt, split.shots, tokenizer)
+    lengths: list[int] = []
+
+    def fits(row: Row) -> None:
+        lengths.append(len(builder.encode(builder.prompt(row))))
+
+    train, held_out = (tuple(usable(rows, fits)) for rows in (split.train, split.held_out))
+    split = Split(train, held_out, split.shots)
     rewards = build_rewards(config.reward, data.answer, source.score)
     names = [reward.name for reward in rewards]
     if config.eval.reward is not None and config.eval.reward not in names:
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
-    return Questions(source, split, rewards)
+    return Questions(split, rewards, builder, max(lengths))
 
 
 def build_parts(
-    config: TrainConfig, questions: Questions, run_dir: Path, reporter: Reporter
+    config: TrainConfig,
+    questions: Questions,
+    run_dir: Path,
+    reporter: Reporter,
+    callbacks: Sequence[object] = (),
 ) -> RunParts:
     """Loads the model and wires the run together.
 
@@ -115,36 +144,33 @@ def build_parts(
         EngineError: vLLM is not installed, or cannot be built; the message has the cure.
     """
     device = pick_device(config.model.device)
-    prompts = functools.partial(
-        PromptBuilder, config.data, questions.source.prompt, questions.split.shots
-    )
     wanted = config.model
-    what = f"{wanted.id} ({wanted.dtype}, {device})"
+    what = f"{wanted.name} ({wanted.dtype}, {device})"
 
     def load() -> tuple[nn.Module, Any]:
+        if isinstance(wanted.id, nn.Module):
+            return wanted.id.to(device), questions.builder.tokenizer
         with reporter.stage(f"loading {what}") as say:
             model, tokenizer = load_model(
                 wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
-            )
-        if tokenizer is None:
-            raise ConfigError(
-                f"model.id={wanted.id!r} has no tokenizer; give a folder that has one"
             )
         return model, tokenizer
 
     def folder() -> tuple[Path, Any]:
         with reporter.stage(f"finding {what}") as say:
             return model_folder(
-                wanted.id, run_dir / "model", dtype=wanted.dtype, seed=config.seed, on_progress=say
+                wanted.name,
+                run_dir / "model",
+                dtype=wanted.dtype,
+                seed=config.seed,
+                on_progress=say,
             )
 
     spec = EngineSpec(
         load=load,
         folder=folder,
         trainable=functools.partial(_trainable, config=config),
-        longest_prompt=lambda tokenizer: _longest_prompt(
-            prompts(tokenizer), questions.split, config
-        ),
+        longest_prompt=lambda tokenizer: questions.longest,
         max_tokens=config.sampling.max_tokens,
         device=device,
         dtype=getattr(torch, wanted.dtype),
@@ -156,9 +182,10 @@ def build_parts(
     )
     model, tokenizer, engine = build_engine(config.engine, spec)
     try:
-        builder = prompts(tokenizer)
-        rollouter = Rollouter(engine, builder, questions.rewards, config, tokenizer, reporter.stage)
-        return _around(model, rollouter, questions, run_dir, device)
+        rollouter = Rollouter(
+            engine, questions.builder, questions.rewards, config, tokenizer, reporter.stage
+        )
+        return _around(model, rollouter, questions, run_dir, device, tuple(callbacks))
     except BaseException:
         engine.close()
         raise
@@ -170,6 +197,7 @@ def _around(
     questions: Questions,
     run_dir: Path,
     device: torch.device,
+    callbacks: tuple[object, ...],
 ) -> RunParts:
     """What goes around model and engine."""
     config = rollouter.config
@@ -217,6 +245,7 @@ def _around(
         reference=scorer(ref_model, context=context) if context is not None else None,
         probe=None if config.loss.name in FACTORIES else old_policy or scorer(model),
         stage=rollouter.stage,
+        events=Events(config, callbacks, {"model": model, "tokenizer": rollouter.tokenizer}),
     )
 
 
@@ -237,18 +266,6 @@ def _trainable(model: nn.Module, config: TrainConfig) -> nn.Module:
         if wanted.lora is not None:
             model.enable_input_require_grads()  # type: ignore[operator]
     return model.train()
-
-
-MANY_ROWS = 20_000
-"""Beyond it not every prompt is tokenised in advance; data.max_prompt_tokens bounds them all."""
-
-
-def _longest_prompt(builder: PromptBuilder, split: Split, config: TrainConfig) -> int:
-    """Tokens of the longest prompt of the run, or a bound."""
-    rows = [*split.train, *split.held_out]
-    if len(rows) > MANY_ROWS:
-        return config.data.max_prompt_tokens
-    return max(len(builder.encode(builder.prompt(row))) for row in rows)
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,16 +1,22 @@
-"""One run, from its configuration to its files; ``fxrl.rl.train`` is its front door."""
+"""One run, from its configuration to its files; ``fxrl.rl.Trainer`` is its front door."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json as jsonlib
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
+from fxrl.errors import FxrlError
+from fxrl.models import load_tokenizer
 from fxrl.rl.config.dtype import settle
-from fxrl.rl.config.load import as_table, load_config
+from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.errors import BadConfigError
 from fxrl.rl.loop import checkpoint
@@ -18,58 +24,129 @@ from fxrl.rl.loop.build import Questions, build_parts, pick_device, read_questio
 from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
 from fxrl.rl.loop.outlook import outlook
 from fxrl.rl.loop.trainer import Trainer
-from fxrl.rl.report.files import METRICS, read_lines, try_to_write, why
+from fxrl.rl.report.files import METRICS, Tell, read_lines, try_to_write, why
+from fxrl.rl.report.hub import HubPush
 from fxrl.rl.report.plots import plot_curves, plot_times
 from fxrl.rl.report.progress import Reporter
+from fxrl.rl.report.trackers import trackers
 
 
 class Task(NamedTuple):
-    """Attributes: config: complete. questions: of the run. found: the checkpoint to go on from."""
+    """What is to be run.
+
+    Attributes:
+        config: complete.
+        questions: of the run.
+        found: the checkpoint to go on from.
+        callbacks: the caller's between the trackers and the push to the hub.
+        overwrite: a run that run_dir holds is moved aside.
+    """
 
     config: TrainConfig
     questions: Questions
     found: Path | None
+    callbacks: tuple[object, ...]
+    overwrite: bool
+
+
+class Outcome(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+        exit_code: 0, or a signal's that stopped it.
+        summary: as in ``summary.json``; of a run that was stopped, up to there.
+        model: trained.
+        tokenizer: its own.
+    """
+
+    exit_code: int
+    summary: dict[str, Any]
+    model: nn.Module
+    tokenizer: Any
 
 
 def prepare(
-    config_path: str, overrides: Sequence[str], resume: str | None, reporter: Reporter
+    config: TrainConfig,
+    reporter: Reporter,
+    *,
+    resume: str | None = None,
+    overwrite: bool = False,
+    callbacks: tuple[object, ...] = (),
+    tokenizer: Any = None,
 ) -> Task:
-    """Reads configuration, checkpoint and data; loads no model.
+    """Reads checkpoint, tokenizer and data; loads no model. ``Trainer.train`` says the rest.
 
     Raises:
         FxrlError: something in them is wrong.
     """
-    config = load_config(config_path, overrides)
-    found = _where_to_start(config, resume)
+    tell = reporter.message
+    called = [*trackers(config, tell), *callbacks]
+    if config.push_to_hub is not None:
+        called.append(HubPush(config.push_to_hub, tell))
+    found = None if overwrite else _where_to_start(config, resume)
     saved = None if found is None else checkpoint.read_trainer(found)["config"]
     model = settle(
         config.model,
         pick_device(config.model.device),
         None if saved is None else saved["model"],
-        reporter.message,
+        tell,
     )
     config = dataclasses.replace(config, model=model)
+    if tokenizer is None:
+        with reporter.stage(f"loading the tokenizer: {model.name}") as say:
+            tokenizer = load_tokenizer(model.name, say)
+    if tokenizer is None:
+        raise BadConfigError(f"model.id={model.name!r} has no tokenizer; give a folder with one")
+    with reporter.stage("reading the data"):
+        questions = read_questions(config, tokenizer, tell)
+    if config.epochs is not None:
+        config = _by_epochs(config, len(questions.split.train), tell)
     if found is not None and saved is not None:
         checkpoint.check_same_run(found, saved, as_table(config))
-    return Task(config, read_questions(config), found)
+    return Task(config, questions, found, tuple(called), overwrite)
 
 
-def run(task: Task, reporter: Reporter) -> int:
+def _by_epochs(config: TrainConfig, num_questions: int, tell: Tell) -> TrainConfig:
+    """With the steps that ``epochs`` comes to."""
+    assert config.epochs is not None
+    steps = math.ceil(config.epochs * num_questions / config.prompts_per_step)
+    tell(
+        f"epochs={config.epochs:g}: {steps} steps of {config.prompts_per_step} prompts over "
+        f"{num_questions} questions"
+    )
+    return dataclasses.replace(config, steps=steps)
+
+
+def run(task: Task, reporter: Reporter) -> Outcome:
     """Trains, and writes everything into the run's folder.
-
-    Returns:
-        The exit code: 0, or a signal's.
 
     Raises:
         FxrlError: it failed; the state is saved where that is possible.
     """
-    config, questions, found = task
+    config, questions, found, callbacks, overwrite = task
     run_dir = Path(config.run_dir)
+    if overwrite:
+        _move_aside(run_dir, reporter.message)
     try_to_write(lambda: _start_folder(config, run_dir), str(run_dir))
     seed_everything(config.seed)
-    parts = build_parts(config, questions, run_dir, reporter)
+    parts = build_parts(config, questions, run_dir, reporter, callbacks)
+    trainer = Trainer(config, parts, run_dir)
     try:
-        trainer = Trainer(config, parts, run_dir)
+        outcome = _trained(trainer, found, reporter)
+    except BaseException as error:
+        try:
+            parts.events("on_train_end", trainer.now(), error=error, final=None)
+        except FxrlError as another:
+            error.add_note(str(another))
+        raise
+    final = run_dir / "final" if outcome.exit_code == 0 else None
+    parts.events("on_train_end", trainer.now(), error=None, final=final)
+    return outcome
+
+
+def _trained(trainer: Trainer, found: Path | None, reporter: Reporter) -> Outcome:
+    config, parts = trainer.config, trainer.parts
+    try:
         if found is not None:
             trainer.resume(found)
             reporter.message(f"resumed at step {trainer.done} from {found}")
@@ -85,7 +162,8 @@ def run(task: Task, reporter: Reporter) -> int:
         return _finish(trainer, stop, reporter)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         error.add_note(
-            f"what step {trainer.done} reached is saved; go on with --resume run_dir={run_dir}"
+            f"what step {trainer.done} reached is saved; go on with --resume "
+            f"run_dir={trainer.run_dir}"
         )
         raise
 
@@ -102,7 +180,7 @@ def _start_folder(config: TrainConfig, run_dir: Path) -> None:
     (run_dir / "config.json").write_text(jsonlib.dumps(as_table(config), indent=1) + "\n")
 
 
-def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
+def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> Outcome:
     config, run_dir = trainer.config, trainer.run_dir
     records = [
         {name: value for name, value in line.items() if isinstance(value, int | float)}
@@ -110,13 +188,17 @@ def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
     ]
     with reporter.stage("drawing the curves"):
         _draw(records, trainer, reporter)
-    if stop and trainer.done < config.steps:
+    values = summarize(records, trainer)
+    outcome = Outcome(0, values, trainer.parts.model, trainer.parts.tokenizer)
+    asked = trainer.parts.events.control.should_training_stop
+    if trainer.done < config.steps and asked:
+        reporter.message(f"a callback ended the run after step {trainer.done} of {config.steps}")
+    elif trainer.done < config.steps:
         reporter.message(
             f"stopped after step {trainer.done} of {config.steps}; go on with --resume "
             f"run_dir={run_dir}"
         )
-        return stop.exit_code
-    values = summarize(records, trainer)
+        return outcome._replace(exit_code=stop.exit_code)
 
     def write() -> None:
         final = str(run_dir / "final")
@@ -127,12 +209,12 @@ def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
     with reporter.stage("saving: the trained model"):
         trainer.for_sure(write, "the trained model", reporter)
     reporter.summary(values)
-    return 0
+    return outcome
 
 
 def _draw(records: Sequence[dict[str, Any]], trainer: Trainer, reporter: Reporter) -> None:
     """The curves; without room on the disk the run goes on without them."""
-    run_dir, title = trainer.run_dir, f"{trainer.config.model.id}: {trainer.run_dir.name}"
+    run_dir, title = trainer.run_dir, f"{trainer.config.model.name}: {trainer.run_dir.name}"
     try:
         trainer.write_ledger()
         if records:
@@ -173,6 +255,19 @@ def _mean(records: Sequence[dict[str, Any]], key: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def _move_aside(run_dir: Path, tell: Tell) -> None:
+    """A run that is there keeps all its files, under the folder's name with a number."""
+    if not read_lines(run_dir / METRICS) and not checkpoint.list_checkpoints(run_dir):
+        return
+    aside = next(
+        path
+        for number in itertools.count(1)
+        if not (path := run_dir.with_name(f"{run_dir.name}.{number}")).exists()
+    )
+    try_to_write(lambda: run_dir.rename(aside), str(aside))
+    tell(f"run_dir={run_dir}: the run that it held is in {aside}")
+
+
 def _where_to_start(config: TrainConfig, resume: str | None) -> Path | None:
     """The checkpoint to go on from; ``None`` for the beginning.
 
@@ -186,6 +281,6 @@ def _where_to_start(config: TrainConfig, resume: str | None) -> Path | None:
     if lines or checkpoint.list_checkpoints(run_dir):
         raise BadConfigError(
             f"run_dir={config.run_dir} already holds a run ({len(lines)} steps); go on with "
-            "--resume, or give another run_dir"
+            "--resume, start anew with --overwrite, or give another run_dir"
         )
     return None

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxrl.errors import ConfigError
 from fxrl.rl.builtin_rewards import last_text
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
@@ -31,11 +32,11 @@ from fxrl.rl.loop import checkpoint
 from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_micro_batches
 from fxrl.rl.loop.build import RunParts
 from fxrl.rl.loop.interrupt import StopRequest
-from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, TensorBoard, keep_trying, why
+from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, keep_trying, why
 from fxrl.rl.report.progress import Reporter, told
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.rollout.rollouter import RewardWatch, TrainerState, evaluate
-from fxrl.rl.types import Batch, Metrics, Rollout, Row
+from fxrl.rl.rollout.rollouter import RewardWatch, evaluate
+from fxrl.rl.types import Batch, Metrics, Rollout, Row, TrainerState
 
 
 class TrainingIteration:
@@ -70,6 +71,7 @@ class TrainingIteration:
         clock, parts, config = self.clock, self.parts, self.config
         rollout = self.rollout = parts.rollouter.rollout(self._take, self._state, clock)
         self.engine_state = parts.engine.state_dict()
+        parts.events("on_rollout_end", self._state(), rollout=rollout)
         with ExitStack() as standby:
             with clock.phase("release"):
                 standby.enter_context(parts.engine.standby())
@@ -184,6 +186,7 @@ class Trainer:
         self._save_due = False
         self._written = 0  # the last step in metrics.jsonl
         self._drift, self._idle = DriftWatch(), RewardWatch()
+        self._former_end: int | None = None  # `steps` of the run that is resumed
 
     def resume(self, path: Path) -> None:
         """Goes on from a checkpoint.
@@ -203,9 +206,10 @@ class Trainer:
         self.parts.updater.num_skipped = saved["num_skipped"]
         self.parts.updater.num_skipped_in_a_row = saved["num_skipped_in_a_row"]
         self.initial = saved["initial"]
+        self._former_end = saved["config"]["steps"]
 
     def run(self, reporter: Reporter, stop: StopRequest) -> None:
-        """Steps until ``config.steps`` or until ``stop`` is set; then saves.
+        """Steps until ``config.steps`` or until ``stop`` or a callback says so; then saves.
 
         Raises:
             FxrlError: a step failed; its state is saved where that is possible.
@@ -213,14 +217,15 @@ class Trainer:
         config, tell = self.config, reporter.message
         metrics = JsonLines(self.run_dir / METRICS, self.done, self._as_in_one_run, tell)
         completions = JsonLines(self.run_dir / COMPLETIONS, self.done, tell=tell)
-        board = TensorBoard(self.run_dir, self.done + 1, tell) if config.tensorboard else None
+        events = self.parts.events
         try:
             hand_over(config, self.parts, self.parts.engine.policy_version)
             if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
                 tell(str(ledger))
+            events("on_train_begin", self.now())
             if self.done == 0 and config.steps > 0:
-                self._evaluate_untrained(board)
-            while self.done < config.steps and not stop:
+                self._evaluate_untrained()
+            while not (stop or self._over):
                 with self._rescued(metrics, reporter):
                     record, rollout = self._step()
                     metrics.write(record)
@@ -228,17 +233,23 @@ class Trainer:
                     samples = sample_completions(rollout, config.log_completions)
                     for sample in samples:
                         completions.write({"step": self.done, **sample})
-                    if board is not None:
-                        board.write(self.done, record)
+                    events("on_log", self.now(), logs=record)
                     self._tell(record, samples, reporter)
-                self._save_if_due(reporter, last=self.done == config.steps or bool(stop))
+                self._save_if_due(reporter, last=self._over or bool(stop))
             self.for_sure(metrics.flush, str(metrics.path), reporter)
             self.for_sure(completions.flush, str(completions.path), reporter)
         finally:
             metrics.close()
             completions.close()
-            if board is not None:
-                board.close()
+
+    def now(self) -> TrainerState:
+        """What callbacks read of the run."""
+        return TrainerState(self.done, self.config.steps, self.parts.stream.epoch)
+
+    @property
+    def _over(self) -> bool:
+        """No further step is wanted, whatever signals say."""
+        return self.done >= self.config.steps or self.parts.events.control.should_training_stop
 
     def _tell(
         self, record: dict[str, Any], samples: list[dict[str, Any]], reporter: Reporter
@@ -257,13 +268,16 @@ class Trainer:
 
     def _save_if_due(self, reporter: Reporter, *, last: bool) -> None:
         """At the end for sure; else a full disk only puts it off to after the next step."""
-        every = self.config.save_every
+        events, every = self.parts.events, self.config.save_every
+        asked = events.asked("save")
         if last:
-            self.for_sure(self.save, "the checkpoint", reporter)
-        elif self._save_due or (every and self.done % every == 0):
+            path = self.for_sure(self.save, "the checkpoint", reporter)
+            events("on_save", self.now(), path=path)
+        elif self._save_due or asked or (every and self.done % every == 0):
             try:
-                self.save()
+                path = self.save()
                 self._save_due = False
+                events("on_save", self.now(), path=path)
             except StorageError as error:
                 self._save_due = True
                 reporter.message(f"{error}; the run goes on, and tries again after the next step")
@@ -354,7 +368,8 @@ class Trainer:
         error.add_note(f"{text}; go on with --resume run_dir={self.run_dir}")
 
     def _step(self) -> tuple[dict[str, Any], Rollout]:
-        number = self.done + 1
+        number, events = self.done + 1, self.parts.events
+        events("on_step_begin", self.now())
         step = self._step_now = TrainingIteration(
             self.config, self.parts, number, first=not self._reported
         )
@@ -365,35 +380,39 @@ class Trainer:
         record |= {"num_tokens": self.num_tokens, "epoch": self.parts.stream.epoch}
         if number == 1:
             record |= self.initial
-        if self._evaluation_due(number):
+        events("on_step_end", self.now(), logs=record)
+        if events.asked("evaluate") or self._evaluation_due(number):
             record |= self._evaluate()
         return record, rollout
 
     def _evaluation_due(self, number: int) -> bool:
         config = self.config.eval
-        due = number == self.config.steps or (config.every and number % config.every == 0)
+        last = number == self.config.steps or self.parts.events.control.should_training_stop
+        due = last or (config.every and number % config.every == 0)
         return bool(config.size and due)
 
     def _as_in_one_run(self, line: dict[str, Any]) -> dict[str, Any]:
         """Without the evaluation after what was the last step until ``steps`` was raised."""
-        if self._evaluation_due(line["step"]):
+        if line["step"] != self._former_end or self._evaluation_due(line["step"]):
             return line
         initial = self.initial if line["step"] == 1 else {}
         return {k: v for k, v in line.items() if not k.startswith("eval/") or k in initial}
 
     def _evaluate(self) -> Metrics:
         rows = self.parts.questions.split.held_out
+        if not rows:
+            raise ConfigError("a callback asks for an evaluation; eval.size=0 holds out nothing")
         with self.parts.stage(f"evaluating: {len(rows)} held-out questions"):
-            state = TrainerState(self.done, self.config.steps, self.parts.stream.epoch)
-            return evaluate(self.parts.rollouter, rows, state)
+            found = evaluate(self.parts.rollouter, rows, self.now())
+        self.parts.events("on_evaluate", self.now(), metrics=found)
+        return found
 
-    def _evaluate_untrained(self, board: TensorBoard | None) -> None:
+    def _evaluate_untrained(self) -> None:
         """Before the first step; written into its line as ``eval/initial_*``."""
         if not self.config.eval.size:
             return
         found = self._evaluate()
-        if board is not None:
-            board.write(0, found)
+        self.parts.events("on_log", self.now(), logs=found)
         self.initial = {
             "eval/initial_accuracy": found["eval/accuracy"],
             "eval/majority_baseline": found["eval/majority_baseline"],

@@ -1,4 +1,4 @@
-"""Where numbers go: JSON lines (exact, repaired) and TensorBoard; what a full disk stops.
+"""Where numbers go: JSON lines, exact and repaired; what a full disk stops.
 
 NOTE [A full disk is no reason to lose hours of training]
 What cannot be written stays in memory. Lines of metrics wait for the next line; a checkpoint is
@@ -15,15 +15,12 @@ is deleted while the run writes it is written anew, whole.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fxrl.errors import optional
 from fxrl.rl.errors import StorageError
 from fxrl.rl.report.progress import jsonable
 
@@ -199,48 +196,3 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
         elif text.strip():
             damaged.append(text + b"\n")
     return lines, damaged
-
-
-class TensorBoard:
-    """Scalars to ``run_dir/tensorboard``; events at and after ``first_step`` are purged.
-
-    A copy of ``metrics.jsonl`` for looking at: where it cannot be written, ``tell`` hears of it
-    once and the run goes on without.
-    """
-
-    def __init__(
-        self, run_dir: Path, first_step: int, tell: Callable[[str], None] = lambda text: None
-    ) -> None:
-        tensorboard = optional("torch.utils.tensorboard", "tensorboard=true")
-        self._folder = run_dir / "tensorboard"
-        self._tell = tell
-        self._writer: Any = None
-        with self._giving_up():
-            self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=first_step)
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Every finite number, under its own name."""
-        if self._writer is None:
-            return
-        with self._giving_up():
-            self._folder.mkdir(parents=True, exist_ok=True)  # else the writer's thread raises
-            for name, value in values.items():
-                if isinstance(value, int | float) and math.isfinite(value) and name != "step":
-                    self._writer.add_scalar(name, value, step)
-            self._writer.flush()
-
-    def close(self) -> None:
-        """Flushes and closes."""
-        if self._writer is not None:
-            with self._giving_up():
-                self._writer.close()
-
-    @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError) as error:  # a metric's name may be no UTF-8
-            self._writer = None
-            self._tell(
-                f"tensorboard: {why(error)}; no further events, metrics.jsonl has the numbers"
-            )

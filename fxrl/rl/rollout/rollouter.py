@@ -22,7 +22,7 @@ import queue
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -35,25 +35,13 @@ from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
 from fxrl.rl.data.rewards import Background, Reward, call_all, combine
 from fxrl.rl.report.progress import Say, Stage, jsonable
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.types import Drawn, Metrics, Rollout, Row
+from fxrl.rl.types import Drawn, Metrics, Rollout, Row, TrainerState
 
 ENGINE_SYNC = ("fold", "restore", "sync")
 """Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""
 
 
 Values = list[float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """What reward functions may read of the run, under TRL's names (``trainer_state``)."""
-
-    global_step: int
-    max_steps: int
-    epoch: float
-
-    def __deepcopy__(self, memo: object) -> TrainerState:
-        return self  # frozen, of plain numbers
 
 
 class Judge:

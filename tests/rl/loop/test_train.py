@@ -217,8 +217,9 @@ def test_the_reference_is_the_untrained_model(config_file):
 
 
 def test_a_prompt_that_is_too_long_and_a_model_without_chat_template(config_file, capsys):
-    assert train(config_file, "out", "data.max_prompt_tokens=5") == 1
+    assert train(config_file, "out", "data.max_prompt_tokens=5") == 2
     assert "data.max_prompt_tokens" in capsys.readouterr().out
+    assert not Path("out").exists()
     assert train(config_file, "plain", "data.chat=false", "steps=1") == 0
 
 

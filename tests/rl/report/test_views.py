@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.rl.report import progress
-from fxrl.rl.report.files import JsonLines, TensorBoard, read_lines
+from fxrl.rl.report.files import JsonLines, read_lines
 from fxrl.rl.report.plots import plot_curves, plot_times, running_mean
 from fxrl.rl.report.progress import JsonReporter, LogReporter, reporter_on, told
 
@@ -200,17 +200,6 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
     assert read_lines(path)[0] == {"step": 1, "x": 0.1, "bad": None}
     JsonLines(path, 0).close()
     assert path.read_text() == ""
-
-
-def test_tensorboard_has_every_finite_number(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = TensorBoard(tmp_path, 1)
-    board.write(1, {"step": 1, "reward": 0.5, "kl": None, "loss": math.nan})
-    board.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["reward"]
-    assert events.Scalars("reward")[0].value == 0.5
 
 
 def test_the_curve_is_drawn_with_and_without_optional_series(tmp_path):
