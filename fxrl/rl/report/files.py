@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fxrl import durable
 from fxrl.errors import optional
 from fxrl.rl.errors import StorageError
 from fxrl.rl.report.progress import jsonable
@@ -97,13 +98,8 @@ class JsonLines:
         kept = [revise(line) for line in read_lines(path) if line["step"] <= keep_until]
         self.path, self._tell = path, tell
         self._pending: list[bytes] = []
-
-        def rewrite() -> None:
-            work = path.with_name(f".{path.name}.writing")
-            work.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            os.replace(work, path)
-
-        try_to_write(rewrite, str(path))
+        content = "".join(json.dumps(line) + "\n" for line in kept).encode()
+        try_to_write(lambda: durable.write_bytes(path, content), str(path))
         self._file = path.open("ab", buffering=0)
 
     def write(self, values: Mapping[str, Any]) -> None:
