@@ -67,7 +67,13 @@ def train(args: Args) -> int:
     """The exit code is the training loop's."""
     from fxrl.rl.train import main
 
-    return main(args.config, args.overrides, resume=args.resume, json=args.json)
+    return main(
+        args.config,
+        args.overrides,
+        resume=args.resume,
+        accept_changes=args.accept_changes,
+        json=args.json,
+    )
 
 
 def bench(args: Args) -> int:

@@ -1,19 +1,21 @@
 """``fxrl train``: a configuration file in, a trained model and its curves out.
 
 Exit codes: 0 the run is complete; 1 it failed (its state is saved where that is possible); 2 the
-configuration or the data is wrong, nothing was loaded; 130 it was interrupted by Ctrl-C, saved, and
-can be resumed (143 for SIGTERM). A second signal kills at once.
+configuration, the data or the checkpoint is wrong, no model was loaded; 130 it was interrupted by
+Ctrl-C, saved, and can be resumed (143 for SIGTERM). A second signal kills at once.
 """
 
 from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 
 from fxrl.errors import FxrlError
+from fxrl.rl.errors import StorageError
 from fxrl.rl.report.progress import reporter_on
 
 FAILED, BAD_CONFIG = 1, 2
@@ -24,6 +26,7 @@ def main(
     overrides: Sequence[str] = (),
     *,
     resume: str | None = None,
+    accept_changes: bool = False,
     json: bool = False,
 ) -> int:
     """Runs ``fxrl train``.
@@ -31,8 +34,10 @@ def main(
     Args:
         config_path: the TOML file.
         overrides: ``key=value`` texts.
-        resume: ``""``: go on at the newest checkpoint of ``run_dir`` (from the start if there is
-            none); a path: go on at that checkpoint; ``None``: a new run.
+        resume: ``""``: go on at the last checkpoint of ``run_dir`` (from the start if the run has
+            none yet); ``"sound"``: at the last one that is not damaged; a path: at that one, in a
+            new branch where it is not the last; ``None``: a new run.
+        accept_changes: resume although data, rewards or the base model are others than before.
         json: JSON lines on stdout instead of a live view.
 
     Returns:
@@ -46,13 +51,19 @@ def main(
                 from fxrl.rl.config.named import importable_from
                 from fxrl.rl.loop import run
             with importable_from(Path(config_path).parent, Path.cwd()):
-                with reporter.stage("reading the configuration and the data"):
-                    task = run.prepare(config_path, overrides, resume, reporter)
-                code = FAILED
-                return run.run(task, reporter)
+                prepared = run.prepare(
+                    config_path, overrides, resume, reporter, accept_changes=accept_changes
+                )
+                with ExitStack() as held:
+                    with reporter.stage("reading the configuration and the data"):
+                        task = held.enter_context(prepared)
+                    code = FAILED
+                    return run.run(task, reporter)
     except (FxrlError, ImportError) as error:
         if code == FAILED and not isinstance(error, FxrlError):
             raise
+        if isinstance(error, StorageError):
+            code = FAILED
         _tell_error(error, console if json else errors, json)
         return code
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from fxrl import optimize
 from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES, completion_logits, token_stats
+from fxrl.losses.registry import load_function
 from fxrl.models import load_model, lora
-from fxrl.models.load import model_folder
+from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.data.questions import (
@@ -35,6 +36,7 @@ from fxrl.rl.data.questions import (
 )
 from fxrl.rl.data.rewards import Reward, build_rewards
 from fxrl.rl.errors import BadConfigError
+from fxrl.rl.loop import fingerprint
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
 from fxrl.rl.report.progress import Reporter, Stage
 from fxrl.rl.rollout.rollouter import Rollouter
@@ -43,11 +45,12 @@ from fxrl.rl.types import Batch
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What needs no model: rows, their split and the rewards."""
+    """What needs no model: rows, their split and the rewards; ``fingerprints`` of them by name."""
 
     source: Source
     split: Split
     rewards: list[Reward]
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -101,7 +104,18 @@ def read_questions(config: TrainConfig) -> Questions:
     names = [reward.name for reward in rewards]
     if config.eval.reward is not None and config.eval.reward not in names:
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
-    return Questions(source, split, rewards)
+    return Questions(source, split, rewards, _fingerprints(config, source, rewards))
+
+
+def _fingerprints(config: TrainConfig, source: Source, rewards: Sequence[Reward]) -> dict[str, str]:
+    found = {"data": fingerprint.of_rows(source.rows)}
+    functions = {f"reward {reward.name}": reward.function for reward in rewards}
+    if ":" in config.loss.name:
+        functions[f"loss {config.loss.name}"] = load_function(config.loss.name)
+    for name, function in functions.items():
+        if (code := fingerprint.of_code(function)) is not None:
+            found[name] = code
+    return found
 
 
 def build_parts(
@@ -120,6 +134,7 @@ def build_parts(
     )
     wanted = config.model
     what = f"{wanted.id} ({wanted.dtype}, {device})"
+    made = run_dir.absolute() / "model"
 
     def load() -> tuple[nn.Module, Any]:
         with reporter.stage(f"loading {what}") as say:
@@ -130,18 +145,20 @@ def build_parts(
             raise ConfigError(
                 f"model.id={wanted.id!r} has no tokenizer; give a folder that has one"
             )
+        if wanted.lora is not None and is_random(wanted.id):
+            write_model(model, tokenizer, made)  # what loads the adapter must find its base model
         return model, tokenizer
 
     def folder() -> tuple[Path, Any]:
         with reporter.stage(f"finding {what}") as say:
             return model_folder(
-                wanted.id, run_dir / "model", dtype=wanted.dtype, seed=config.seed, on_progress=say
+                wanted.id, made, dtype=wanted.dtype, seed=config.seed, on_progress=say
             )
 
     spec = EngineSpec(
         load=load,
         folder=folder,
-        trainable=functools.partial(_trainable, config=config),
+        trainable=functools.partial(_trainable, config=config, made=made),
         longest_prompt=lambda tokenizer: _longest_prompt(
             prompts(tokenizer), questions.split, config
         ),
@@ -219,10 +236,13 @@ def _around(
     )
 
 
-def _trainable(model: nn.Module, config: TrainConfig) -> nn.Module:
+def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
     """With its adapter and checkpointing, in train mode."""
     wanted = config.model
     if wanted.lora is not None:
+        base: Any = model  # its name goes into the adapter's configuration
+        place = made if is_random(wanted.id) else Path(base.name_or_path or wanted.id)
+        base.name_or_path = str(place.resolve() if place.is_dir() else place)
         model = lora(
             model,
             wanted.lora.r,
