@@ -21,7 +21,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from torch import nn
 from fxrl.errors import optional
 from fxrl.models.hf import no_progress_bars
 from fxrl.rl.config.load import differences
+from fxrl.rl.config.tables import Dtype
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.loop import store
 from fxrl.rl.report.files import Tell
@@ -54,6 +55,9 @@ _FREE = {
     "vllm.log_level",
     "vllm.trainer_reserve",
 }
+
+
+ADAPTER, REST = "adapter_model.safetensors", "trainable.safetensors"
 
 
 def random_state() -> dict[str, Any]:
@@ -106,8 +110,7 @@ def save_checkpoint(
     """
 
     def fill(folder: Path) -> None:
-        with _writing("the weights"):
-            _save_model(model, tokenizer, folder)
+        _save_model(model, tokenizer, folder)
         with _writing("optimizer.pt"):
             torch.save(dict(optimizer), folder / "optimizer.pt")
         with _writing("state.pt"):
@@ -129,25 +132,27 @@ def _writing(what: str) -> Iterator[None]:
 
 def _save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     """As a folder of PEFT or transformers; what that does not hold exactly goes beside it."""
-    safetensors = optional("safetensors.torch", "a checkpoint")
     own = {name: value.contiguous() for name, value in trainable(model).items()}
     if (config := _adapter(model)) is not None:
         names = _adapter_names(model, own)
-        weights = {names[name]: own[name] for name in names}
-        file = str(folder / "adapter_model.safetensors")
-        safetensors.save_file(weights, file, metadata={"format": "pt"})
+        _save_tensors({names[name]: own[name] for name in names}, folder, ADAPTER)
         config.inference_mode = True  # as PEFT saves them: what loads it does not train it
         config.save_pretrained(str(folder))
     elif hasattr(model, "save_pretrained"):
-        with no_progress_bars():
+        with _writing("model.safetensors"), no_progress_bars():
             model.save_pretrained(str(folder))  # type: ignore[operator]
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
     held = _read_weights(folder, model)
-    rest = {name: value for name, value in own.items() if name not in held}
-    if rest:
-        safetensors.save_file(rest, str(folder / "trainable.safetensors"))
+    if rest := {name: value for name, value in own.items() if name not in held}:
+        _save_tensors(rest, folder, REST)
         _write_index(folder)
+
+
+def _save_tensors(tensors: dict[str, torch.Tensor], folder: Path, name: str) -> None:
+    safetensors = optional("safetensors.torch", "a checkpoint")
+    with _writing(name):
+        safetensors.save_file(tensors, str(folder / name), metadata={"format": "pt"})
 
 
 def _write_index(folder: Path) -> None:
@@ -185,10 +190,13 @@ def _read_weights(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     names = {} if _adapter(model) is None else _adapter_names(model, own)
     found: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safetensors.safe_open(str(file), framework="pt") as opened:
+        with (
+            restoring(folder, file.name),
+            safetensors.safe_open(str(file), framework="pt") as opened,
+        ):
             stored = set(opened.keys())
             for name, value in own.items():
-                there = name if file.name == "trainable.safetensors" else names.get(name, name)
+                there = names.get(name, name) if file.name == ADAPTER else name
                 if there in stored:
                     tensor = opened.get_tensor(there)
                     if (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
@@ -265,10 +273,18 @@ def read_trainer(path: Path) -> dict[str, Any]:
         name for name in _COUNTS if type(table.get(name)) is not int or not 0 <= table[name] < 2**63
     ]
     wrong += [name for name in _TABLES if not isinstance(table.get(name), dict)]
-    if not wrong and not isinstance(table["config"].get("model"), dict):
-        wrong = ["config.model"]
-    if not wrong and table["step"] != store.read_manifest(path).step:
-        wrong = ["step"]
+    if not wrong:
+        values = table["initial"].values()
+        model = table["config"].get("model")
+        sound = {
+            "step": table["step"] == store.read_manifest(path).step,
+            "initial": all(value is None or type(value) in (int, float) for value in values),
+            # The dtypes are those of the run that goes on, where its configuration says auto.
+            "config.model": isinstance(model, dict)
+            and model.get("dtype") in get_args(Dtype)
+            and model.get("autocast", "") in (None, "auto", "bfloat16"),
+        }
+        wrong = [name for name, good in sound.items() if not good]
     if wrong:
         raise CheckpointError(
             f"{path}: trainer.json is of no run: {', '.join(wrong)} missing or out of range; take "
@@ -304,8 +320,7 @@ def load_checkpoint(path: Path, model: nn.Module) -> tuple[dict[str, Any], dict[
         CheckpointError: a file is missing or damaged, or belongs to another model.
     """
     own = trainable(model)
-    with restoring(path, "the weights"):
-        weights = _read_weights(path, model)
+    weights = _read_weights(path, model)
     if wrong := sorted(own.keys() - weights.keys()):
         raise CheckpointError(f"{path}: parameters do not fit the model: {', '.join(wrong[:5])}")
     loaded = []

@@ -1,4 +1,4 @@
-"""What a run is made of, in a line each: its questions, the code of its rewards, its base model.
+"""What a run is made of, in a line each: questions, the code of its rewards, base model, tokenizer.
 
 A resumed run compares them with those of its checkpoint.
 """
@@ -84,6 +84,12 @@ def of_weights(model: nn.Module) -> str:
         value = parameter.detach()
         digest.update(f"{name} {value.dtype} {list(value.shape)} {_checksum(value)}\n".encode())
     return f"{len(frozen or named)} tensors, {_short(digest.hexdigest())}"
+
+
+def of_tokenizer(tokenizer: Any) -> str:
+    """Changes with the vocabulary and the chat template."""
+    parts = [getattr(tokenizer, "chat_template", None), sorted(tokenizer.get_vocab().items())]
+    return _short(hashlib.sha256(json.dumps(parts).encode()).hexdigest())
 
 
 _AS_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -110,6 +110,7 @@ def read_manifest(path: Path) -> Manifest:
         found = Manifest(values["step"], values["branch"], values["parent"], files)
         sizes = [size for _, size in files.values()]
         sound = all(type(n) is int and n >= 0 for n in (found.step, found.branch, *sizes))
+        sound &= found.parent is None or type(found.parent) is str
         if not (sound and found.render() == text):
             raise ValueError("it is not as it was written")
     except FileNotFoundError as error:

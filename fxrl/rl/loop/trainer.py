@@ -29,7 +29,7 @@ from fxrl.rl.errors import StorageError
 from fxrl.rl.loop import checkpoint, store
 from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_micro_batches
 from fxrl.rl.loop.build import RunParts
-from fxrl.rl.loop.fingerprint import check_unchanged, of_weights
+from fxrl.rl.loop.fingerprint import check_unchanged, of_tokenizer, of_weights
 from fxrl.rl.loop.interrupt import StopRequest
 from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, TensorBoard, keep_trying, why
 from fxrl.rl.report.progress import Reporter, told
@@ -178,7 +178,11 @@ class Trainer:
         self.done = 0
         self.num_tokens = 0
         self.initial: Metrics = {}
-        self.fingerprints = {"base model": of_weights(parts.model), **parts.questions.fingerprints}
+        self.fingerprints = {
+            **parts.questions.fingerprints,
+            "base model": of_weights(parts.model),
+            "tokenizer": of_tokenizer(parts.tokenizer),
+        }
         self._branch = store.next_branch(run_dir)
         self._parent: str | None = None
         self._start_of_step: dict[str, Any] = {}

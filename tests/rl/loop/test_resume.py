@@ -21,6 +21,12 @@ def even(completions, completion_ids, **columns):
 """
 
 
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    """Two thirds of a tiny run's time."""
+    monkeypatch.setattr("fxrl.rl.loop.run._draw", lambda *_: None, raising=False)
+
+
 def train(file, run_dir, *overrides, **how):
     return main(str(file), [f"run_dir={run_dir}", "save_every=1", *overrides], json=True, **how)
 
@@ -209,31 +215,23 @@ def test_a_run_that_made_no_step_leaves_its_run_dir_free(config_file, monkeypatc
     assert (Path("out") / base).read_bytes() == (Path("whole") / base).read_bytes()
 
 
-def replaced_data():
+def test_what_a_run_is_made_of_is_compared(config_file, monkeypatch, capsys):
+    assert train(config_file, "out", "steps=1") == 0
     lines = Path("questions.jsonl").read_text()
     Path("questions.jsonl").write_text(lines.replace("count to 3", "count to 33"))
-    return "data: was 8 rows, SHA-256 "
-
-
-def replaced_reward(monkeypatch):
     Path("toy_rewards.py").write_text(OTHER_REWARD)
     monkeypatch.delitem(sys.modules, "toy_rewards")
-    return "reward even: was toy_rewards.py and 0 files it uses, SHA-256 "
-
-
-@pytest.mark.parametrize("what", ["data", "reward"])
-def test_what_a_run_is_made_of_is_compared(config_file, monkeypatch, capsys, what):
-    assert train(config_file, "out", "steps=1") == 0
-    expected = replaced_data() if what == "data" else replaced_reward(monkeypatch)
     assert train(config_file, "out", "steps=2", resume="") == 2
     text = said(capsys)[-1]["text"]
-    assert expected in text
+    assert "\n  data: was 8 rows, SHA-256 " in text
+    assert "\n  reward even: was toy_rewards.py and 0 files it uses, SHA-256 " in text
+    assert "reward length" not in text
     assert "--accept-changes" in text
     assert len(metrics("out")) == 1
     assert train(config_file, "new", accept_changes=True) == 2
     assert "--accept-changes says nothing without --resume" in said(capsys)[-1]["text"]
     assert train(config_file, "out", "steps=2", resume="", accept_changes=True) == 0
-    assert train(config_file, "out", "steps=3", resume="") == 0, "it is known from here on"
+    assert train(config_file, "out", "steps=2", resume="") == 0, "it is known from here on"
 
 
 def test_a_replaced_base_model_is_noticed(config_file, capsys):
@@ -244,11 +242,15 @@ def test_a_replaced_base_model_is_noticed(config_file, capsys):
     shutil.move("first/model", "base")
     folder = ("model.id=./base", "steps=1")
     assert train(config_file, "out", *folder) == 0
+    template = Path("base/chat_template.jinja")
+    template.write_text(template.read_text() + " ")
     values = load_file("base/model.safetensors")
     next(iter(values.values())).view(-1)[5] += 1e-3
     save_file(values, "base/model.safetensors", metadata={"format": "pt"})
     assert train(config_file, "out", *folder, "steps=2", resume="") == 1
-    assert "base model: was " in said(capsys)[-1]["text"]
+    text = said(capsys)[-1]["text"]
+    assert "base model: was " in text
+    assert "tokenizer: was SHA-256 " in text
 
 
 def resign(path):
@@ -300,6 +302,9 @@ def broken(path):
     yield "trainer.json", lambda: trainer(position=10**400)
     yield "trainer.json", lambda: trainer(position=None)
     yield "trainer.json", lambda: trainer(config={})
+    yield "trainer.json", lambda: trainer(config={"model": {"dtype": "auto"}})
+    yield "trainer.json", lambda: trainer(config={"model": {"dtype": [], "autocast": None}})
+    yield "trainer.json", lambda: trainer(initial={"eval/initial_accuracy": {}})
     yield "trainer.json", lambda: trainer(fingerprints=[])
     yield "optimizer.pt", lambda: torch.save({}, path / "optimizer.pt")
     yield "optimizer.pt", lambda: torch.save([], path / "optimizer.pt")

@@ -1,5 +1,6 @@
 """Checkpoint folders under bit flips, power losses, kills and strangers."""
 
+import dataclasses
 import io
 import json
 import os
@@ -259,6 +260,12 @@ def test_a_manifest_may_hold_anything(sound, changes, whole, raw):
 @pytest.mark.parametrize("content", [b"", b"[" * 50_000, b"1" * 5000, b"{}", b"null", b"\xff"])
 def test_a_manifest_that_is_none(sound, content):
     check_manifest(sound, content)
+
+
+@pytest.mark.parametrize("change", [{"parent": []}, {"step": -1}, {"step": True}, {"branch": 1.0}])
+def test_a_manifest_signed_by_a_stranger(sound, change):
+    manifest = store.read_manifest(sound[1])
+    check_manifest(sound, dataclasses.replace(manifest, **change).render().encode())
 
 
 def test_files_outside_of_the_checkpoint_are_none_of_its_own(tmp_path):

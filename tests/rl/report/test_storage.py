@@ -79,7 +79,8 @@ def save(run_dir, step, model, keep=2):
 
 
 @pytest.mark.parametrize(
-    ("limit", "file"), [(0, "the weights"), (300, "the weights"), (1500, "optimizer.pt")]
+    ("limit", "file"),
+    [(0, "trainable.safetensors"), (300, "trainable.safetensors"), (1500, "optimizer.pt")],
 )
 def test_a_checkpoint_is_whole_or_not_there(tmp_path, quota, limit, file):
     model = nn.Linear(10, 10)
