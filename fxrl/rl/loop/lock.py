@@ -51,13 +51,14 @@ def hold(run_dir: Path, tell: Tell) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            path.unlink()  # before it is free: whoever waits would lock a file without a name
-        _HELD.discard(descriptor)
-        os.close(descriptor)
-        if made:
+        if descriptor in _HELD:  # and this is no child on its way out
             with contextlib.suppress(OSError):
-                run_dir.rmdir()
+                path.unlink()  # before it is free: whoever waits would lock a file without a name
+            _HELD.discard(descriptor)
+            os.close(descriptor)
+            if made:
+                with contextlib.suppress(OSError):
+                    run_dir.rmdir()
 
 
 def _acquire(path: Path, tell: Tell) -> int:

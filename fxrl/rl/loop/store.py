@@ -175,6 +175,8 @@ def _open(path: Path, name: str) -> io.BufferedReader:
     """A file of a checkpoint, for reading; neither its name nor a link leads out of the folder."""
     if (path / name).resolve() != path.resolve() / name:
         raise OSError(errno.ELOOP, "it lies outside of the checkpoint")
+    if (path / name).exists() and not (path / name).is_file():  # to open a pipe is to wait for ever
+        raise OSError(errno.EINVAL, "it is no file")
     return (path / name).open("rb")
 
 

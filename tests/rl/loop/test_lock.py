@@ -1,5 +1,6 @@
 """One run at a time in a run_dir."""
 
+import contextlib
 import json
 import os
 import signal
@@ -45,8 +46,11 @@ def in_child(body):
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        body(lambda text: os.write(writer, text))
-        signal.pause()
+        try:
+            body(lambda text: os.write(writer, text))
+            signal.pause()
+        finally:
+            os._exit(1)
     os.close(writer)
     said = os.read(reader, 100)
     os.close(reader)
@@ -92,6 +96,15 @@ def test_a_worker_of_a_dead_holder_holds_nothing(tmp_path):
             pass
     finally:
         os.kill(int(worker), signal.SIGKILL)
+
+
+def test_a_child_on_its_way_out_leaves_the_lock_alone(tmp_path):
+    with contextlib.ExitStack() as held:
+        held.enter_context(hold(tmp_path, quiet))
+        pid, said = in_child(lambda say: say(b"left" if held.close() is None else b""))
+        kill(pid)
+        assert said == b"left"
+        assert (tmp_path / ".lock").exists()
 
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):

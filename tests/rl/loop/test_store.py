@@ -276,6 +276,10 @@ def test_files_outside_of_the_checkpoint_are_none_of_its_own(tmp_path):
     (path / "state.pt").symlink_to(secret)
     with pytest.raises(CheckpointError, match=r"state\.pt cannot be read: it lies outside"):
         store.verify(path)
+    (path / "optimizer.pt").unlink()
+    os.mkfifo(path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read: it is no file"):
+        store.verify(path)
     manifest = store.read_manifest(path)
     files = {"../../secret": (manifest.files["state.pt"])}
     text = store.Manifest(1, 1, None, files).render()
