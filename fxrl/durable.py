@@ -49,10 +49,10 @@ def rename(source: Path, target: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """``mkdir -p`` whose names survive."""
-    if not folder.is_dir():
-        make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        sync(folder.parent)
+    new = [path for path in (folder, *folder.parents) if not path.is_dir()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        sync(path.parent)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

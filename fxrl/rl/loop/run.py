@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as jsonlib
+import os
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
@@ -118,7 +119,6 @@ def run(task: Task, reporter: Reporter) -> int:
 
 
 def _start_folder(config: TrainConfig, run_dir: Path, *, new: bool) -> None:
-    durable.make_folder(run_dir)
     if new:  # a run that made no step may have been one of another seed or dtype
         for left_over in (run_dir / "model", *checkpoint.list_checkpoints(run_dir)):
             shutil.rmtree(left_over, ignore_errors=True)
@@ -204,7 +204,7 @@ def _check_begun(run_dir: Path) -> None:
     if _is_run(run_dir):
         return
     others = run_dir.parent.iterdir() if run_dir.parent.is_dir() else ()
-    runs = [other.name for other in others if _is_run(other)]
+    runs = [other.name for other in others if os.access(other, os.X_OK) and _is_run(other)]
     near = did_you_mean(run_dir.name, runs) if runs else ""
     raise BadConfigError(
         f"--resume: run_dir={run_dir} holds no run{near}; leave --resume out to begin one"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import inspect
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,9 +109,10 @@ class Updater:
         like = self.parameters[0]
         one = nn.Parameter(torch.zeros([2] * num_dims, dtype=like.dtype, device=like.device))
         one.grad = torch.zeros_like(one)
-        trial = copy.copy(self.optimizer)
-        trial.state = defaultdict(dict)
-        trial.param_groups = [{**self.optimizer.param_groups[0], "params": [one]}]
+        make: Callable[..., torch.optim.Optimizer] = type(self.optimizer)
+        group, takes = self.optimizer.param_groups[0], inspect.signature(make).parameters
+        options = {name: group[name] for name in takes if name in group and name != "params"}
+        trial = make([one], **options)
         trial.step()
         kept: Mapping[str, Any] = trial.state[one]
         return kept
