@@ -142,9 +142,7 @@ def build_parts(
                 wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
             )
         if tokenizer is None:
-            raise ConfigError(
-                f"model.id={wanted.id!r} has no tokenizer; give a folder that has one"
-            )
+            raise ConfigError(f"model.id={wanted.id!r} has no tokenizer; give a folder with one")
         if wanted.lora is not None and is_random(wanted.id):
             write_model(model, tokenizer, made)  # what loads the adapter must find its base model
         return model, tokenizer
