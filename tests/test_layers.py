@@ -16,6 +16,7 @@ BASE = {"errors", "config"}
 LAYERS = {
     "errors": set(),
     "config": {"errors"},
+    "durable": set(),
     "ir": BASE,
     "analysis": BASE | {"ir"},
     "planner": BASE | {"ir", "analysis"},
@@ -27,9 +28,9 @@ LAYERS = {
     | {"ir", "capture", "analysis", "passes", "planner", "ops", "kernels", "inspect"},
     "inspect": BASE | {"ir", "capture", "planner", "ops", "compile"},
     "losses": BASE,
-    "models": BASE,
+    "models": BASE | {"durable"},
     "engines": BASE | {"kernels"},
-    "rl": BASE | {"ir", "losses", "models", "engines", "compile"},
+    "rl": BASE | {"durable", "ir", "losses", "models", "engines", "compile"},
 }
 # The public API: importable by name from `fxrl` itself, so it counts as the layer that makes it.
 PUBLIC = {"Config": "config", "losses": "losses", "__version__": "errors"}

@@ -71,8 +71,9 @@ def train(args: Args) -> int:
         args.config,
         args.overrides,
         resume=args.resume,
-        json=args.json,
+        accept_changes=args.accept_changes,
         overwrite=args.overwrite,
+        json=args.json,
         traceback=args.traceback,
     )
 

@@ -216,7 +216,13 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
         nargs="?",
         const="",
         metavar="DIR",
-        help="go on exactly where a run stopped: at run_dir's last checkpoint, or at DIR",
+        help="go on exactly where a run stopped: at run_dir's last checkpoint; at the last "
+        "that is not damaged (sound); or at DIR, in a new branch where it is not the last",
+    )
+    sub.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="resume although the data, the rewards' code or the base model are others than before",
     )
     start.add_argument(
         "--overwrite",

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from fxrl import durable
 from fxrl.errors import optional
 from fxrl.models.hf import ModelError, no_progress_bars, why_no_hub
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
@@ -304,6 +304,15 @@ def _reason(error: Exception) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
+def is_random(model_id: str | Path) -> bool:
+    """Whether the weights are drawn anew (``tiny:``, ``config.json``), so that no folder has them.
+
+    Raises:
+        ModelError: no such model.
+    """
+    return resolve(model_id) in (Source.TINY, Source.CONFIG)
+
+
 UNUSED = ["*.pth", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "onnx/*", "original/*"]
 
 
@@ -355,13 +364,22 @@ def _written(model_id: str | Path, made: Path, dtype: str | torch.dtype, seed: i
         raise ModelError(
             f"model {str(model_id)!r} has no tokenizer files beside it; add tokenizer_config.json"
         )
+    write_model(model, tokenizer, made)
+    return made
+
+
+def write_model(model: nn.Module, tokenizer: Any, made: Path) -> None:
+    """Writes the folder ``made`` with configuration, safetensors and tokenizer; one that is already
+    there stays."""
+    if (made / "config.json").is_file():
+        return
     work = made.with_name(f".{made.name}.writing")
     shutil.rmtree(work, ignore_errors=True)
     with no_progress_bars():
         model.save_pretrained(str(work))  # type: ignore[operator]
     tokenizer.save_pretrained(str(work))
-    os.replace(work, made)
-    return made
+    durable.sync_tree(work)
+    durable.rename(work, made)
 
 
 def _from_hub(name: str, on_progress: Callable[[str], None] | None) -> Path:

@@ -39,6 +39,10 @@ class CheckpointError(FxrlError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 
 
+class RunInUseError(FxrlError):
+    """Another process has the run's folder."""
+
+
 class StorageError(FxrlError):
     """Something could not be written, most likely because the disk is full."""
 

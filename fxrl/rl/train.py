@@ -1,9 +1,10 @@
 """``fxrl train``: a configuration file in, a trained model and its curves out.
 
 Exit codes: 0 the run is complete; 1 it failed (its state is saved where that is possible); 2 the
-configuration or the data is wrong, nothing was loaded; 130 it was interrupted by Ctrl-C, saved, and
-can be resumed (143 for SIGTERM). A second signal kills at once. A terminal that is closed, or a
-reader of stdout that goes away, ends no run: it goes on and writes to ``run_dir/train.log``.
+configuration, the data or the checkpoint is wrong, no model was loaded; 130 it was interrupted by
+Ctrl-C, saved, and can be resumed (143 for SIGTERM). A second signal kills at once. A terminal that
+is closed, or a reader of stdout that goes away, ends no run: it goes on and writes to
+``run_dir/train.log``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fxrl.errors import ConfigError, FxrlError
-from fxrl.rl.errors import raised_at, shown
+from fxrl.rl.errors import StorageError, raised_at, shown
 from fxrl.rl.report.output import LOG, Output
 from fxrl.rl.report.progress import reporter_on
 
@@ -31,6 +32,7 @@ def main(
     overrides: Sequence[str] = (),
     *,
     resume: str | None = None,
+    accept_changes: bool = False,
     json: bool = False,
     overwrite: bool = False,
     traceback: bool = False,
@@ -40,8 +42,10 @@ def main(
     Args:
         config_path: the TOML file.
         overrides: ``key=value`` texts.
-        resume: ``""``: go on at the newest checkpoint of ``run_dir`` (from the start if there is
-            none); a path: go on at that checkpoint; ``None``: a new run.
+        resume: ``""``: go on at the last checkpoint of ``run_dir`` (from the start if the run has
+            none yet); ``"sound"``: at the last one that is not damaged; a path: at that one, in a
+            new branch where it is not the last; ``None``: a new run.
+        accept_changes: resume although data, rewards or the base model are others than before.
         json: JSON lines on stdout instead of a live view.
         overwrite: a run that ``run_dir`` holds is moved aside.
         traceback: an error is told with its whole traceback.
@@ -63,7 +67,10 @@ def main(
                     from fxrl.rl.trainer import Trainer
                 with importable_from(Path(config_path).parent, Path.cwd()):
                     trainer = Trainer(config=load_config(config_path, overrides))
-                    with trainer.prepared(reporter, resume=resume, overwrite=overwrite) as run:
+                    prepared = trainer.prepared(
+                        reporter, resume=resume, accept_changes=accept_changes, overwrite=overwrite
+                    )
+                    with prepared as run:
                         code = FAILED
                         output.go_on_in(Path(trainer.config.run_dir) / LOG)
                         return run().exit_code
@@ -71,7 +78,8 @@ def main(
             _tell_error(error, console if json else errors, json=json, traceback=traceback)
             if isinstance(error, KeyboardInterrupt):
                 return INTERRUPTED
-            return code if isinstance(error, FxrlError | ImportError) else FAILED
+            told = isinstance(error, FxrlError | ImportError)
+            return code if told and not isinstance(error, StorageError) else FAILED
 
 
 def _check_compile_cache() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -87,12 +87,16 @@ class Trainer:
         self.callbacks, self.tokenizer = tuple(callbacks), tokenizer
         self._console = Console()
 
-    def train(self, *, resume: str | None = None, overwrite: bool = False) -> Outcome:
+    def train(
+        self, *, resume: str | None = None, accept_changes: bool = False, overwrite: bool = False
+    ) -> Outcome:
         """Runs all steps. Ctrl-C and SIGTERM end it after the step that runs, its state saved.
 
         Args:
-            resume: ``""``: go on at the newest checkpoint of ``run_dir``; a path: go on at that
-                checkpoint; ``None``: a new run.
+            resume: ``""``: go on at the last checkpoint of ``run_dir``; ``"sound"``: at the last
+                one that is not damaged; a path: at that one, in a new branch where it is not the
+                last; ``None``: a new run.
+            accept_changes: resume although data, rewards or the base model are others than before.
             overwrite: a run that ``run_dir`` holds is moved aside.
 
         Raises:
@@ -101,29 +105,40 @@ class Trainer:
         """
         with (
             reporter_on(self._console, json=False) as reporter,
-            self.prepared(reporter, resume=resume, overwrite=overwrite) as run,
+            self.prepared(
+                reporter, resume=resume, accept_changes=accept_changes, overwrite=overwrite
+            ) as run,
         ):
             return run()
 
     @contextmanager
     def prepared(
-        self, reporter: Reporter, *, resume: str | None = None, overwrite: bool = False
+        self,
+        reporter: Reporter,
+        *,
+        resume: str | None = None,
+        accept_changes: bool = False,
+        overwrite: bool = False,
     ) -> Iterator[Callable[[], Outcome]]:
-        """All that ``train`` does before it loads the model; the rest is what it yields.
+        """All that ``train`` does before it loads the model; the rest is what it yields. No other
+        run can have ``run_dir`` in the block.
 
         Args:
             reporter: shows both.
         """
-        with reporter.stage("reading the configuration and the data"):
-            task = loop.prepare(
-                self.config,
-                reporter,
-                resume=resume,
-                overwrite=overwrite,
-                callbacks=self.callbacks,
-                tokenizer=self.tokenizer,
-            )
-        yield lambda: loop.run(task, reporter)
+        prepared = loop.prepare(
+            self.config,
+            reporter,
+            resume=resume,
+            accept_changes=accept_changes,
+            overwrite=overwrite,
+            callbacks=self.callbacks,
+            tokenizer=self.tokenizer,
+        )
+        with ExitStack() as held:
+            with reporter.stage("reading the configuration and the data"):
+                task = held.enter_context(prepared)
+            yield lambda: loop.run(task, reporter)
 
 
 def _completed(

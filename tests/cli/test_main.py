@@ -110,6 +110,7 @@ def test_train_hands_everything_over(monkeypatch):
         "config": "a.toml",
         "overrides": ["steps=2"],
         "resume": "runs/a",
+        "accept_changes": False,
         "json": True,
         "overwrite": False,
         "traceback": False,

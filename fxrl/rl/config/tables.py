@@ -347,7 +347,8 @@ class TrainConfig(Table):
         epochs: passes over the training questions, instead of ``steps``.
         seed: of sampling, data order, adapter initialisation and dropout.
         save_every: steps between checkpoints; 0 saves only at the end (and when stopped).
-        keep_checkpoints: older ones are deleted.
+        keep_checkpoints: older ones of the same branch are deleted; going back to an older one
+            begins a branch.
         prompts_per_step: prompts in one step, each with ``sampling.num_generations`` completions.
         micro_batch_tokens: padded tokens that one forward pass may hold; the loss of the step does
             not depend on it.

@@ -158,14 +158,15 @@ class Reward:
         outer = None if limit is None else limit + (GRACE_S if self.is_async else 0.0)
 
         def call() -> Any:
-            with self.process.kept():
-                values = self.function(**_copied(given))
-                awaited = inspect.isawaitable(values)
-                return asyncio.run(_result(values, limit)) if awaited else values
+            values = self.function(**_copied(given))
+            awaited = inspect.isawaitable(values)
+            return asyncio.run(_result(values, limit)) if awaited else values
 
         try:
-            name = f"reward {self.name}"
-            values = call() if outer is None else Background(call, name).result(outer)
+            # By who waits: a thread that is left behind would put things back under others' feet.
+            with self.process.kept():
+                name = f"reward {self.name}"
+                values = call() if outer is None else Background(call, name).result(outer)
         except TimeLimitError as error:
             raise CallFailed(
                 f"reward {self.name!r} did not come back within reward.timeout_s={limit:g}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +20,16 @@ from fxrl import optimize
 from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES, completion_logits, token_stats
+from fxrl.losses.registry import load_function
 from fxrl.models import load_model, lora
-from fxrl.models.load import model_folder
+from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.callbacks import Events
 from fxrl.rl.config.named import build_loss
-from fxrl.rl.config.tables import TrainConfig
+from fxrl.rl.config.tables import ModelConfig, TrainConfig
 from fxrl.rl.data.questions import (
     PromptBuilder,
     PromptStream,
+    Source,
     Split,
     question_text,
     read_source,
@@ -36,6 +38,7 @@ from fxrl.rl.data.questions import (
 )
 from fxrl.rl.data.rewards import Reward, build_rewards
 from fxrl.rl.errors import BadConfigError, defined_at
+from fxrl.rl.loop import fingerprint
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
 from fxrl.rl.report.files import Tell
 from fxrl.rl.report.progress import Reporter, Stage
@@ -50,12 +53,14 @@ class Questions:
     Attributes:
         builder: makes their prompts.
         longest: tokens of the longest prompt.
+        fingerprints: of the data, the rewards and the loss, by name.
     """
 
     split: Split
     rewards: list[Reward]
     builder: PromptBuilder
     longest: int
+    fingerprints: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -126,7 +131,19 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
     names = [reward.name for reward in rewards]
     if config.eval.reward is not None and config.eval.reward not in names:
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
-    return Questions(split, rewards, builder, max(lengths))
+    fingerprints = _fingerprints(config, source, rewards)
+    return Questions(split, rewards, builder, max(lengths), fingerprints)
+
+
+def _fingerprints(config: TrainConfig, source: Source, rewards: Sequence[Reward]) -> dict[str, str]:
+    found = {"data": fingerprint.of_rows(source.rows)}
+    functions = {f"reward {reward.name}": reward.function for reward in rewards}
+    if ":" in config.loss.name:
+        functions[f"loss {config.loss.name}"] = load_function(config.loss.name)
+    for name, function in functions.items():
+        if (code := fingerprint.of_code(function)) is not None:
+            found[name] = code
+    return found
 
 
 def build_parts(
@@ -146,30 +163,30 @@ def build_parts(
     device = pick_device(config.model.device)
     wanted = config.model
     what = f"{wanted.name} ({wanted.dtype}, {device})"
+    made = run_dir.absolute() / "model"
 
     def load() -> tuple[nn.Module, Any]:
         if isinstance(wanted.id, nn.Module):
-            return wanted.id.to(device), questions.builder.tokenizer
-        with reporter.stage(f"loading {what}") as say:
-            model, tokenizer = load_model(
-                wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
-            )
+            model, tokenizer = wanted.id.to(device), questions.builder.tokenizer
+        else:
+            with reporter.stage(f"loading {what}") as say:
+                model, tokenizer = load_model(
+                    wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
+                )
+        if wanted.lora is not None and _is_only_here(wanted):
+            write_model(model, tokenizer, made)  # what loads the adapter must find its base model
         return model, tokenizer
 
     def folder() -> tuple[Path, Any]:
         with reporter.stage(f"finding {what}") as say:
             return model_folder(
-                wanted.name,
-                run_dir / "model",
-                dtype=wanted.dtype,
-                seed=config.seed,
-                on_progress=say,
+                wanted.name, made, dtype=wanted.dtype, seed=config.seed, on_progress=say
             )
 
     spec = EngineSpec(
         load=load,
         folder=folder,
-        trainable=functools.partial(_trainable, config=config),
+        trainable=functools.partial(_trainable, config=config, made=made),
         longest_prompt=lambda tokenizer: questions.longest,
         max_tokens=config.sampling.max_tokens,
         device=device,
@@ -249,10 +266,20 @@ def _around(
     )
 
 
-def _trainable(model: nn.Module, config: TrainConfig) -> nn.Module:
+def _is_only_here(wanted: ModelConfig) -> bool:
+    """Whether no folder or hub has the weights."""
+    if isinstance(wanted.id, str):
+        return is_random(wanted.id)
+    return not getattr(wanted.id, "name_or_path", "")
+
+
+def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
     """With its adapter and checkpointing, in train mode."""
     wanted = config.model
     if wanted.lora is not None:
+        base: Any = model  # its name goes into the adapter's configuration
+        place = made if _is_only_here(wanted) else Path(base.name_or_path or wanted.name)
+        base.name_or_path = str(place.resolve() if place.is_dir() else place)
         model = lora(
             model,
             wanted.lora.r,

@@ -6,22 +6,29 @@ import dataclasses
 import itertools
 import json as jsonlib
 import math
+import os
+import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from fxrl.errors import FxrlError
+from fxrl import durable
+from fxrl.errors import FxrlError, did_you_mean
 from fxrl.models import load_tokenizer
+from fxrl.models.hf import no_progress_bars
 from fxrl.rl.config.dtype import settle
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.errors import BadConfigError
-from fxrl.rl.loop import checkpoint
+from fxrl.rl.loop import checkpoint, store
 from fxrl.rl.loop.build import Questions, build_parts, pick_device, read_questions, seed_everything
+from fxrl.rl.loop.fingerprint import check_unchanged
 from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
+from fxrl.rl.loop.lock import LOCK, hold
 from fxrl.rl.loop.outlook import outlook
 from fxrl.rl.loop.trainer import Trainer
 from fxrl.rl.report.files import METRICS, Tell, read_lines, try_to_write, why
@@ -29,6 +36,8 @@ from fxrl.rl.report.hub import HubPush
 from fxrl.rl.report.plots import plot_curves, plot_times
 from fxrl.rl.report.progress import Reporter
 from fxrl.rl.report.trackers import trackers
+
+CONFIG = "config.json"
 
 
 class Task(NamedTuple):
@@ -38,6 +47,7 @@ class Task(NamedTuple):
         config: complete.
         questions: of the run.
         found: the checkpoint to go on from.
+        accept_changes: goes on with what has changed since, if it is no configuration.
         callbacks: the caller's between the trackers and the push to the hub.
         overwrite: a run that run_dir holds is moved aside.
     """
@@ -45,6 +55,7 @@ class Task(NamedTuple):
     config: TrainConfig
     questions: Questions
     found: Path | None
+    accept_changes: bool
     callbacks: tuple[object, ...]
     overwrite: bool
 
@@ -65,45 +76,59 @@ class Outcome(NamedTuple):
     tokenizer: Any
 
 
+@contextmanager
 def prepare(
     config: TrainConfig,
     reporter: Reporter,
     *,
     resume: str | None = None,
+    accept_changes: bool = False,
     overwrite: bool = False,
     callbacks: tuple[object, ...] = (),
     tokenizer: Any = None,
-) -> Task:
-    """Reads checkpoint, tokenizer and data; loads no model. ``Trainer.train`` says the rest.
+) -> Iterator[Task]:
+    """Reads checkpoint, tokenizer and data; loads no model. Holds ``run_dir`` while it is open.
+
+    ``Trainer.train`` says what the arguments are.
 
     Raises:
-        FxrlError: something in them is wrong.
+        FxrlError: something in them is wrong, or another run has ``run_dir``.
     """
     tell = reporter.message
+    if accept_changes and resume is None:
+        raise BadConfigError("--accept-changes says nothing without --resume")
+    if resume in ("", checkpoint.SOUND):
+        _check_begun(Path(config.run_dir))
     called = [*trackers(config, tell), *callbacks]
     if config.push_to_hub is not None:
         called.append(HubPush(config.push_to_hub, tell))
-    found = None if overwrite else _where_to_start(config, resume)
-    saved = None if found is None else checkpoint.read_trainer(found)["config"]
-    model = settle(
-        config.model,
-        pick_device(config.model.device),
-        None if saved is None else saved["model"],
-        tell,
-    )
-    config = dataclasses.replace(config, model=model)
-    if tokenizer is None:
-        with reporter.stage(f"loading the tokenizer: {model.name}") as say:
-            tokenizer = load_tokenizer(model.name, say)
-    if tokenizer is None:
-        raise BadConfigError(f"model.id={model.name!r} has no tokenizer; give a folder with one")
-    with reporter.stage("reading the data"):
-        questions = read_questions(config, tokenizer, tell)
-    if config.epochs is not None:
-        config = _by_epochs(config, len(questions.split.train), tell)
-    if found is not None and saved is not None:
-        checkpoint.check_same_run(found, saved, as_table(config))
-    return Task(config, questions, found, tuple(called), overwrite)
+    with hold(Path(config.run_dir), tell):
+        found = None if overwrite else _where_to_start(config, resume, tell)
+        saved = None if found is None else checkpoint.read_trainer(found)
+        model = settle(
+            config.model,
+            pick_device(config.model.device),
+            None if saved is None else saved["config"]["model"],
+            tell,
+        )
+        config = dataclasses.replace(config, model=model)
+        if tokenizer is None:
+            with reporter.stage(f"loading the tokenizer: {model.name}") as say:
+                tokenizer = load_tokenizer(model.name, say)
+        if tokenizer is None:
+            raise BadConfigError(
+                f"model.id={model.name!r} has no tokenizer; give a folder with one"
+            )
+        with reporter.stage("reading the data"):
+            questions = read_questions(config, tokenizer, tell)
+        if config.epochs is not None:
+            config = _by_epochs(config, len(questions.split.train), tell)
+        if found is not None and saved is not None:
+            checkpoint.check_same_run(found, saved["config"], as_table(config))
+            check_unchanged(
+                found, saved["fingerprints"], questions.fingerprints, accept=accept_changes
+            )
+        yield Task(config, questions, found, accept_changes, tuple(called), overwrite)
 
 
 def _by_epochs(config: TrainConfig, num_questions: int, tell: Tell) -> TrainConfig:
@@ -123,16 +148,15 @@ def run(task: Task, reporter: Reporter) -> Outcome:
     Raises:
         FxrlError: it failed; the state is saved where that is possible.
     """
-    config, questions, found, callbacks, overwrite = task
-    run_dir = Path(config.run_dir)
-    if overwrite:
+    config, run_dir = task.config, Path(task.config.run_dir)
+    if task.overwrite:
         _move_aside(run_dir, reporter.message)
-    try_to_write(lambda: _start_folder(config, run_dir), str(run_dir))
+    try_to_write(lambda: _start_folder(config, run_dir, new=task.found is None), str(run_dir))
     seed_everything(config.seed)
-    parts = build_parts(config, questions, run_dir, reporter, callbacks)
+    parts = build_parts(config, task.questions, run_dir, reporter, task.callbacks)
     trainer = Trainer(config, parts, run_dir)
     try:
-        outcome = _trained(trainer, found, reporter)
+        outcome = _trained(trainer, task, reporter)
     except BaseException as error:
         try:
             parts.events("on_train_end", trainer.now(), error=error, final=None)
@@ -144,12 +168,12 @@ def run(task: Task, reporter: Reporter) -> Outcome:
     return outcome
 
 
-def _trained(trainer: Trainer, found: Path | None, reporter: Reporter) -> Outcome:
+def _trained(trainer: Trainer, task: Task, reporter: Reporter) -> Outcome:
     config, parts = trainer.config, trainer.parts
     try:
-        if found is not None:
-            trainer.resume(found)
-            reporter.message(f"resumed at step {trainer.done} from {found}")
+        if task.found is not None:
+            trainer.resume(task.found, accept_changes=task.accept_changes)
+            reporter.message(f"resumed at step {trainer.done} from {task.found}")
         with reporter.stage("planning: memory of rollout and update"):
             for line in outlook(config, parts):
                 reporter.message(line)
@@ -175,9 +199,12 @@ def _stopping(name: str) -> str:
     )
 
 
-def _start_folder(config: TrainConfig, run_dir: Path) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.json").write_text(jsonlib.dumps(as_table(config), indent=1) + "\n")
+def _start_folder(config: TrainConfig, run_dir: Path, *, new: bool) -> None:
+    if new:  # a run that made no step may have been one of another seed or dtype
+        for left_over in (run_dir / "model", *checkpoint.list_checkpoints(run_dir)):
+            shutil.rmtree(left_over, ignore_errors=True)
+    text = jsonlib.dumps(as_table(config), indent=1) + "\n"
+    durable.write_bytes(run_dir / CONFIG, text.encode())
 
 
 def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> Outcome:
@@ -202,9 +229,12 @@ def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> Outcome:
 
     def write() -> None:
         final = str(run_dir / "final")
-        trainer.parts.model.save_pretrained(final)  # type: ignore[operator]
+        with no_progress_bars():
+            trainer.parts.model.save_pretrained(final)  # type: ignore[operator]
         trainer.parts.tokenizer.save_pretrained(final)
-        (run_dir / "summary.json").write_text(jsonlib.dumps(values, indent=1) + "\n")
+        durable.sync_tree(run_dir / "final")
+        text = jsonlib.dumps(values, indent=1) + "\n"
+        durable.write_bytes(run_dir / "summary.json", text.encode())
 
     with reporter.stage("saving: the trained model"):
         trainer.for_sure(write, "the trained model", reporter)
@@ -256,7 +286,7 @@ def _mean(records: Sequence[dict[str, Any]], key: str) -> float | None:
 
 
 def _move_aside(run_dir: Path, tell: Tell) -> None:
-    """A run that is there keeps all its files, under the folder's name with a number."""
+    """A run that is there keeps its files, under the folder's name with a number; not the lock."""
     if not read_lines(run_dir / METRICS) and not checkpoint.list_checkpoints(run_dir):
         return
     aside = next(
@@ -264,21 +294,51 @@ def _move_aside(run_dir: Path, tell: Tell) -> None:
         for number in itertools.count(1)
         if not (path := run_dir.with_name(f"{run_dir.name}.{number}")).exists()
     )
-    try_to_write(lambda: run_dir.rename(aside), str(aside))
+
+    def move() -> None:
+        durable.rename(run_dir, aside)
+        durable.make_folder(run_dir)
+        os.replace(aside / LOCK, run_dir / LOCK)
+
+    try_to_write(move, str(aside))
     tell(f"run_dir={run_dir}: the run that it held is in {aside}")
 
 
-def _where_to_start(config: TrainConfig, resume: str | None) -> Path | None:
+def _check_begun(run_dir: Path) -> None:
+    """Raises where there is nothing to resume.
+
+    Raises:
+        BadConfigError: names a run whose folder has nearly that name.
+    """
+    if _is_run(run_dir):
+        return
+    others = run_dir.parent.iterdir() if run_dir.parent.is_dir() else ()
+    runs = [other.name for other in others if os.access(other, os.X_OK) and _is_run(other)]
+    near = did_you_mean(run_dir.name, runs) if runs else ""
+    raise BadConfigError(
+        f"--resume: run_dir={run_dir} holds no run{near}; leave --resume out to begin one"
+    )
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() or bool(checkpoint.list_checkpoints(folder))
+
+
+def _where_to_start(config: TrainConfig, resume: str | None, tell: Tell) -> Path | None:
     """The checkpoint to go on from; ``None`` for the beginning.
 
     Raises:
         BadConfigError: a new run would overwrite another one.
+        CheckpointError: there is no such checkpoint, or it is damaged.
     """
     run_dir = Path(config.run_dir)
     if resume is not None:
-        return checkpoint.find_checkpoint(run_dir, resume)
+        found = checkpoint.find_checkpoint(run_dir, resume, tell)
+        if found is None:
+            tell(f"{run_dir} has no checkpoint yet; beginning at step 1")
+        return found
     lines = read_lines(run_dir / METRICS)
-    if lines or checkpoint.list_checkpoints(run_dir):
+    if lines or any(place.step for place in store.list_places(run_dir)):
         raise BadConfigError(
             f"run_dir={config.run_dir} already holds a run ({len(lines)} steps); go on with "
             "--resume, start anew with --overwrite, or give another run_dir"

@@ -28,9 +28,10 @@ from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.drift import DriftWatch, measured, probe_rows
 from fxrl.rl.errors import StorageError
-from fxrl.rl.loop import checkpoint
+from fxrl.rl.loop import checkpoint, store
 from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_micro_batches
 from fxrl.rl.loop.build import RunParts
+from fxrl.rl.loop.fingerprint import check_unchanged, of_tokenizer, of_weights
 from fxrl.rl.loop.interrupt import StopRequest
 from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, keep_trying, why
 from fxrl.rl.report.progress import Reporter, told
@@ -180,6 +181,13 @@ class Trainer:
         self.done = 0
         self.num_tokens = 0
         self.initial: Metrics = {}
+        self.fingerprints = {
+            **parts.questions.fingerprints,
+            "base model": of_weights(parts.model),
+            "tokenizer": of_tokenizer(parts.tokenizer),
+        }
+        self._branch = store.next_branch(run_dir)
+        self._parent: str | None = None
         self._start_of_step: dict[str, Any] = {}
         self._step_now: TrainingIteration | None = None
         self._reported = False
@@ -188,25 +196,43 @@ class Trainer:
         self._drift, self._idle = DriftWatch(), RewardWatch()
         self._former_end: int | None = None  # `steps` of the run that is resumed
 
-    def resume(self, path: Path) -> None:
-        """Goes on from a checkpoint.
+    def resume(self, path: Path, *, accept_changes: bool = False) -> None:
+        """Goes on from a checkpoint; begins a branch where it is not the last one of ``run_dir``.
+
+        Args:
+            accept_changes: goes on with data, rewards and a base model that are others than those.
 
         Raises:
             CheckpointError: it is damaged or of another run.
+            StorageError: the branch cannot be written.
         """
         saved = checkpoint.read_trainer(path)
         checkpoint.check_same_run(path, saved["config"], as_table(self.config))
+        check_unchanged(path, saved["fingerprints"], self.fingerprints, accept=accept_changes)
         optimizer, state = checkpoint.load_checkpoint(path, self.parts.model)
-        self.parts.updater.optimizer.load_state_dict(optimizer["optimizer"])
-        self.parts.updater.schedule.load_state_dict(optimizer["schedule"])
-        self.parts.engine.load_state_dict(state["engine"])
-        checkpoint.set_random_state(state["random"])
+        with checkpoint.restoring(path, "optimizer.pt"):
+            self.parts.updater.load_state_dict(optimizer)
+        with checkpoint.restoring(path, "state.pt"):
+            self.parts.engine.load_state_dict(state["engine"])
+            checkpoint.set_random_state(state["random"])
         self.done, self.num_tokens = saved["step"], saved["num_tokens"]
         self.parts.stream.position = saved["position"]
         self.parts.updater.num_skipped = saved["num_skipped"]
         self.parts.updater.num_skipped_in_a_row = saved["num_skipped_in_a_row"]
         self.initial = saved["initial"]
         self._former_end = saved["config"]["steps"]
+        self._go_on_from(path)
+
+    def _go_on_from(self, path: Path) -> None:
+        """With the branch of the last checkpoint, else with a new one (``store``, Branches)."""
+        own = [other.resolve() for other in checkpoint.list_checkpoints(self.run_dir)]
+        if own and path.resolve() == own[-1]:
+            self._branch, self._parent = store.read_manifest(path).branch, path.name
+        else:
+            self._parent = path.name if path.resolve() in own else str(path.resolve())
+            store.set_lines_aside(self.run_dir)
+            path = self.save()
+        store.take_lines_over(self.run_dir, path)
 
     def run(self, reporter: Reporter, stop: StopRequest) -> None:
         """Steps until ``config.steps`` or until ``stop`` or a callback says so; then saves.
@@ -223,7 +249,7 @@ class Trainer:
             if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
                 tell(str(ledger))
             events("on_train_begin", self.now())
-            if self.done == 0 and config.steps > 0:
+            if self.done == 0 and config.steps > 0 and not self.initial:
                 self._evaluate_untrained()
             while not (stop or self._over):
                 with self._rescued(metrics, reporter):
@@ -305,20 +331,23 @@ class Trainer:
             "num_skipped_in_a_row": updater.num_skipped_in_a_row,
             "initial": self.initial,
             "config": as_table(self.config),
+            "fingerprints": self.fingerprints,
         }
         with self.parts.stage("saving: a checkpoint"):
-            return checkpoint.save_checkpoint(
+            path = checkpoint.save_checkpoint(
                 self.run_dir,
                 self.done,
+                branch=self._branch,
+                parent=self._parent,
                 model=self.parts.model,
-                optimizer={
-                    "optimizer": updater.optimizer.state_dict(),
-                    "schedule": updater.schedule.state_dict(),
-                },
+                tokenizer=self.parts.tokenizer,
+                optimizer=updater.state_dict(),
                 state={name: state[name] for name in ("engine", "random")},
                 trainer=trainer,
                 keep=self.config.keep_checkpoints,
             )
+        self._branch, self._parent = store.read_manifest(path).branch, path.name
+        return path
 
     @contextmanager
     def _rescued(self, metrics: JsonLines, reporter: Reporter) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from fxrl.errors import FxrlError
 from fxrl.rl.config.named import optimizer_class
@@ -73,7 +74,7 @@ class Updater:
     step: Callable[[Batch], Any]
     parameters: Sequence[nn.Parameter]
     optimizer: torch.optim.Optimizer
-    schedule: LRScheduler
+    schedule: LambdaLR
     loss: LossConfig
     max_grad_norm: float | None
     max_nonfinite: int
@@ -82,6 +83,46 @@ class Updater:
     num_skipped_in_a_row: int = 0
     place: str = ""
     process: ProcessState = field(default_factory=ProcessState)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of optimizer and schedule."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": {"last_epoch": self.schedule.last_epoch},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes the tensors and the number of updates over; learning rate, decay and whatever else
+        the configuration says stay as they are.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no state of this optimizer.
+        """
+        state, updates = saved["optimizer"]["state"], saved["schedule"]["last_epoch"]
+        if type(updates) is not int or updates < 0:
+            raise ValueError(f"{updates!r} updates")
+        if updates and not state and self._state_of_one(self.parameters[0].dim()):
+            raise ValueError(f"no state after {updates} updates")
+        examples = {n: self._state_of_one(n) for n in {p.dim() for p in self.parameters}}
+        for index, values in state.items():
+            parameter = self.parameters[index]
+            _check_state(parameter, values, examples[parameter.dim()])
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.schedule = LambdaLR(self.optimizer, self.schedule.lr_lambdas, last_epoch=updates - 1)
+
+    def _state_of_one(self, num_dims: int) -> Mapping[str, Any]:
+        """What this optimizer keeps of a parameter with so many dimensions: one is tried."""
+        like = self.parameters[0]
+        one = nn.Parameter(torch.zeros([2] * num_dims, dtype=like.dtype, device=like.device))
+        one.grad = torch.zeros_like(one)
+        make: Callable[..., torch.optim.Optimizer] = type(self.optimizer)
+        group, takes = self.optimizer.param_groups[0], inspect.signature(make).parameters
+        options = {name: group[name] for name in takes if name in group and name != "params"}
+        trial = make([one], **options)
+        trial.step()
+        kept: Mapping[str, Any] = trial.state[one]
+        return kept
 
     def backward(self, batches: Sequence[Batch]) -> tuple[float, float, Metrics]:
         """Gradients of the whole step in ``parameters``, clipped.
@@ -245,6 +286,22 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor {list(value.shape)}"
     return shown(value)
+
+
+def _check_state(parameter: Tensor, values: Any, example: Mapping[str, Any]) -> None:
+    """Raises where ``values`` are not what an optimizer keeps of ``parameter``."""
+    if not isinstance(values, dict) or values.keys() != example.keys():
+        raise KeyError(f"a parameter's state must have {', '.join(example)}")
+    for name, value in values.items():
+        if type(value) is not type(example[name]):
+            raise TypeError(f"{name} is {type(value).__name__}")
+        if isinstance(value, Tensor) and value.dim():
+            # Like its parameter, or reduced along some dimensions.
+            sizes = [{1, size} for size in parameter.shape]
+            if value.dim() != len(sizes) or any(
+                n not in allowed for n, allowed in zip(value.shape, sizes, strict=True)
+            ):
+                raise ValueError(f"{name} is {list(value.shape)} for {list(parameter.shape)}")
 
 
 def _to_host(rows: Sequence[Sequence[Tensor]]) -> list[list[float]]:

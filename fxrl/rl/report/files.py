@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fxrl import durable
 from fxrl.rl.errors import StorageError
 from fxrl.rl.report.progress import jsonable
 
@@ -101,14 +102,12 @@ class JsonLines:
         self._pending: list[bytes] = []
         lines, damaged = _parse(path)
         kept = [revise(line) for line in lines if line["step"] <= keep_until]
-        former = [_line(line) for line in lines if line["step"] > keep_until]
+        former = [as_line(line) for line in lines if line["step"] > keep_until]
 
         def rewrite() -> None:
             self._set_aside("damaged", damaged, "could not be read")
             self._set_aside("former", former, "are of steps that this run does again")
-            work = path.with_name(f".{path.name}.writing")
-            work.write_bytes(b"".join(_line(line) for line in kept))
-            os.replace(work, path)
+            durable.write_bytes(path, b"".join(as_line(line) for line in kept))
 
         try_to_write(rewrite, str(path))
         self._file = path.open("a+b", buffering=0)
@@ -122,7 +121,7 @@ class JsonLines:
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Writes one line; numbers that are not finite become ``null``."""
-        self._pending.append(_line({k: jsonable(v) for k, v in values.items()}))
+        self._pending.append(as_line({k: jsonable(v) for k, v in values.items()}))
         try:
             self.flush()
         except OSError as error:
@@ -173,7 +172,8 @@ class JsonLines:
         self._file.close()
 
 
-def _line(values: Mapping[str, Any]) -> bytes:
+def as_line(values: Mapping[str, Any]) -> bytes:
+    """One line of a JSON lines file."""
     return json.dumps(values, default=str).encode() + b"\n"
 
 

@@ -124,7 +124,7 @@ def test_a_generation_that_took_too_long_is_drawn_again(config_file, failing, ca
 
 def weights(run_dir):
     [last] = sorted(Path(run_dir, "checkpoints").iterdir())[-1:]
-    return (last / "trainable.safetensors").read_bytes()
+    return (last / "adapter_model.safetensors").read_bytes()
 
 
 def test_between_two_updates_the_last_checkpoint_counts(config_file, monkeypatch, capsys):

@@ -83,8 +83,11 @@ def save(run_dir, step, model, keep=2):
     )
 
 
-@pytest.mark.parametrize("limit", [0, 300, 1500], ids=["weights", "weights' data", "optimizer"])
-def test_a_checkpoint_is_whole_or_not_there(tmp_path, quota, limit):
+@pytest.mark.parametrize(
+    ("limit", "file"),
+    [(0, "trainable.safetensors"), (300, "trainable.safetensors"), (1500, "optimizer.pt")],
+)
+def test_a_checkpoint_is_whole_or_not_there(tmp_path, quota, limit, file):
     model = nn.Linear(10, 10)
     older = save(tmp_path, 1, model)
     before = {file.name: file.read_bytes() for file in older.iterdir()}
@@ -93,7 +96,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, quota, limit):
         save(tmp_path, 2, model)
     with pytest.raises(StorageError):
         save(tmp_path, 1, model)  # nor does writing one anew lose the old one
-    assert "older checkpoints are as they were" in str(caught.value)
+    assert f"({file}); free some space; older checkpoints are as they were" in str(caught.value)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [older.name]
     assert {file.name: file.read_bytes() for file in older.iterdir()} == before
     quota(None)
@@ -101,15 +104,15 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, quota, limit):
     assert checkpoint.list_checkpoints(save(tmp_path, 2, model).parents[1])[-1].name.endswith("2")
 
 
-def test_the_same_step_can_be_saved_again(tmp_path):
+def test_the_same_step_again_is_kept_and_another_state_of_it_is_no_loss(tmp_path):
     model = nn.Linear(2, 2)
-    save(tmp_path, 1, model)
+    first = save(tmp_path, 1, model)
+    assert save(tmp_path, 1, model) == first
     with torch.no_grad():
         model.weight.fill_(3.0)
     again = save(tmp_path, 1, model)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [again.name]
+    assert checkpoint.list_checkpoints(tmp_path) == [first, again]
     fresh = nn.Linear(2, 2)
-    torch.save({}, again / "state.pt")
     checkpoint.load_checkpoint(again, fresh)
     assert fresh.weight.eq(3.0).all()
 
