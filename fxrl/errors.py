@@ -50,6 +50,10 @@ def optional(package: str, purpose: str) -> Any:
         raise MissingPackageError(package, purpose, missing) from missing
 
 
+class ForeignFileError(FxrlError):
+    """What stands where fxrl keeps a file is a link, or no plain file."""
+
+
 class MissedRewriteError(FxrlError):
     """``Config(on_miss="error")`` and a rewrite did not happen."""
 
