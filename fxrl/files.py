@@ -95,6 +95,12 @@ def replacing(path: Path, *, below: Path | None = None) -> Iterator[IO[bytes]]:
     sync(path.parent)
 
 
+def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
+    """UTF-8, in the place of ``path``; raises as ``replacing`` does."""
+    with replacing(path, below=below) as stream:
+        stream.write(text.encode())
+
+
 @contextmanager
 def replacing_folder(path: Path, *, below: Path | None = None) -> Iterator[Path]:
     """A new, empty folder, which takes the place of ``path`` once all in it is on the disk.

@@ -18,14 +18,13 @@ from fxrl.errors import ConfigError, did_you_mean, optional
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import format_bytes
 from fxrl.losses import by_name, completion_logits, token_stats
-from fxrl.losses.registry import load_function
+from fxrl.losses.own_code import importable_from, load_function
 from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model, lora, tiny_config
 from fxrl.models.hf import why_no_hub
 from fxrl.models.load import Source, read_config, resolve
 from fxrl.models.tiny import parse_tiny
 from fxrl.planner.target import TARGETS, Target
 from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
-from fxrl.rl.config.named import importable_from
 
 
 def optimize_config(pairs: Iterable[str]) -> Config:

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import shutil
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -28,6 +26,7 @@ import torch
 from torch import nn
 
 from fxrl.errors import optional
+from fxrl.files import refuse_links, replacing_folder
 from fxrl.models.hf import ModelError, no_progress_bars, why_no_hub
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
 from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config, tiny_tokenizer
@@ -314,19 +313,17 @@ def model_folder(
 
 
 def _written(model_id: str | Path, made: Path, dtype: str | torch.dtype, seed: int) -> Path:
-    if (made / "config.json").is_file():
+    if (refuse_links(made) / "config.json").is_file():
         return made
     model, tokenizer = load_model(model_id, dtype, seed=seed)
     if tokenizer is None:
         raise ModelError(
             f"model {str(model_id)!r} has no tokenizer files beside it; add tokenizer_config.json"
         )
-    work = made.with_name(f".{made.name}.writing")
-    shutil.rmtree(work, ignore_errors=True)
-    with no_progress_bars():
-        model.save_pretrained(str(work))  # type: ignore[operator]
-    tokenizer.save_pretrained(str(work))
-    os.replace(work, made)
+    with replacing_folder(made) as work:
+        with no_progress_bars():
+            model.save_pretrained(str(work))  # type: ignore[operator]
+        tokenizer.save_pretrained(str(work))
     return made
 
 

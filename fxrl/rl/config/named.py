@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,22 +10,8 @@ import torch
 from fxrl import losses
 from fxrl.errors import ConfigError, did_you_mean
 from fxrl.losses.options import accepted
-from fxrl.losses.registry import load_function
+from fxrl.losses.own_code import load_function
 from fxrl.rl.builtin_rewards import BUILT_IN, PROVIDED
-
-
-@contextmanager
-def importable_from(*folders: Path) -> Iterator[None]:
-    """Puts folders in front of ``sys.path``, so that ``rewards.py`` beside the config is found."""
-    added = [str(folder.resolve()) for folder in folders]
-    sys.path[:0] = added
-    try:
-        yield
-    finally:
-        for folder in added:
-            if folder in sys.path:
-                sys.path.remove(folder)
-
 
 _OTHER_NAMES = {"learning_rate": "lr", "lr_scheduler_type": "schedule", "scheduler": "schedule"}
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fxrl.errors import ForeignFileError
+from fxrl.files import refuse_links, replacing_folder, write_text
 from fxrl.rl.config.dtype import settle
 from fxrl.rl.config.load import as_table, load_config
 from fxrl.rl.config.tables import TrainConfig
@@ -86,7 +88,7 @@ def run(task: Task, reporter: Reporter) -> int:
 
 def _start_folder(config: TrainConfig, run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.json").write_text(jsonlib.dumps(as_table(config), indent=1) + "\n")
+    write_text(run_dir / "config.json", jsonlib.dumps(as_table(config), indent=1) + "\n")
 
 
 def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
@@ -103,10 +105,10 @@ def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
     values = summarize(records, trainer)
 
     def write() -> None:
-        final = str(run_dir / "final")
-        trainer.parts.model.save_pretrained(final)  # type: ignore[operator]
-        trainer.parts.tokenizer.save_pretrained(final)
-        (run_dir / "summary.json").write_text(jsonlib.dumps(values, indent=1) + "\n")
+        with replacing_folder(run_dir / "final") as final:
+            trainer.parts.model.save_pretrained(str(final))  # type: ignore[operator]
+            trainer.parts.tokenizer.save_pretrained(str(final))
+        write_text(run_dir / "summary.json", jsonlib.dumps(values, indent=1) + "\n")
 
     with reporter.stage("saving: the trained model"):
         trainer.for_sure(write, "the trained model", reporter)
@@ -122,7 +124,7 @@ def _draw(records: Sequence[dict[str, Any]], trainer: Trainer, reporter: Reporte
         if records:
             plot_curves(records, run_dir / "reward_curve.png", title)
             plot_times(records, run_dir / "time_breakdown.png", title)
-    except OSError as error:
+    except (OSError, ForeignFileError) as error:
         reporter.message(f"{run_dir}: {why(error)}; the curves are not drawn")
 
 
@@ -159,9 +161,15 @@ def _where_to_start(config: TrainConfig, resume: str | None) -> Path | None:
     """The checkpoint to go on from; ``None`` for the beginning.
 
     Raises:
-        BadConfigError: a new run would overwrite another one.
+        BadConfigError: a new run would overwrite another one, or there is a file.
+        ForeignFileError: there are links in the folder.
     """
     run_dir = Path(config.run_dir)
+    if run_dir.is_dir():
+        for entry in run_dir.iterdir():
+            refuse_links(entry)
+    elif run_dir.exists():
+        raise BadConfigError(f"run_dir={config.run_dir!r} is a file; name a folder, or a new one")
     if resume is not None:
         return checkpoint.find_checkpoint(run_dir, resume)
     lines = read_lines(run_dir / METRICS)

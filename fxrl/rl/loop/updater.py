@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from fxrl.files import replacing
 from fxrl.rl.config.named import optimizer_class
 from fxrl.rl.config.tables import LossConfig, OptimConfig
 from fxrl.rl.errors import BadConfigError, NonFiniteError
@@ -141,7 +142,9 @@ class Updater:
             {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
             for batch in batches
         ]
-        torch.save({"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}, path)
+        found = {"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}
+        with replacing(path) as stream:
+            torch.save(found, stream)
         raise NonFiniteError(
             f"step {step_number}: loss {loss}, gradient norm {norm}: not finite "
             f"{self.num_skipped_in_a_row} updates in a row (max_nonfinite={self.max_nonfinite}); "

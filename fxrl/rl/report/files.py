@@ -8,6 +8,7 @@ end is there no next step: there the run waits, says what for, and tries again.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fxrl.errors import optional
+from fxrl.files import opened, write_text
 from fxrl.rl.errors import StorageError
 from fxrl.rl.report.progress import jsonable
 
@@ -31,6 +33,12 @@ def why(error: BaseException) -> str:
     return str(reason) if reason else (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
+_NO_MATTER_OF_SPACE = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG),
+}
+
+
 def try_to_write(action: Callable[[], T], what: str) -> T:
     """``action()``.
 
@@ -40,8 +48,9 @@ def try_to_write(action: Callable[[], T], what: str) -> T:
     try:
         return action()
     except OSError as error:
+        cure = "" if error.errno in _NO_MATTER_OF_SPACE else "free some space, or "
         raise StorageError(
-            f"{what} could not be written: {why(error)}; free some space, or give another run_dir"
+            f"{what} could not be written: {why(error)}; {cure}give another run_dir"
         ) from error
 
 
@@ -99,12 +108,10 @@ class JsonLines:
         self._pending: list[bytes] = []
 
         def rewrite() -> None:
-            work = path.with_name(f".{path.name}.writing")
-            work.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            os.replace(work, path)
+            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
         try_to_write(rewrite, str(path))
-        self._file = path.open("ab", buffering=0)
+        self._file = opened(path, "ab", buffering=0)
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Writes one line; numbers that are not finite become ``null``."""
@@ -150,7 +157,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    with opened(path, "rb") as stream:
+        content = stream.read().decode("utf-8")
+    for text in content.splitlines():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
