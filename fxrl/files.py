@@ -82,7 +82,7 @@ def replacing(path: Path, *, below: Path | None = None) -> Iterator[IO[bytes]]:
     """
     refuse_links(path, below)
     work = path.with_name(f".{path.name}.writing")
-    remove(work)
+    work.unlink(missing_ok=True)
     try:
         with opened(work, "xb") as stream:
             yield stream
@@ -90,7 +90,7 @@ def replacing(path: Path, *, below: Path | None = None) -> Iterator[IO[bytes]]:
             os.fsync(stream.fileno())
         os.replace(work, path)
     except BaseException:
-        remove(work)  # it takes the space that may be short
+        work.unlink(missing_ok=True)  # it takes the space that may be short
         raise
     sync(path.parent)
 
