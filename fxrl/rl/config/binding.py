@@ -104,9 +104,40 @@ def parse_override(text: str, problems: list[str]) -> tuple[tuple[str, ...], Tex
         return parts, Text(raw, None)
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = raw  # a bare word: run_dir=runs/first
     return parts, Text(raw, value)
+
+
+MOST_NESTED = 100
+"""Tables and lists in one another: what reads, copies and prints them calls itself for each."""
+
+
+def entries(values: Any) -> Iterator[tuple[str, Any, int]]:
+    """Dotted name, value and depth of whatever is in a tree, down to one level too deep."""
+    waiting = [("", values, 0)]
+    while waiting:
+        name, value, depth = waiting.pop()
+        value = value.value if isinstance(value, Text) else value
+        yield name, value, depth
+        if depth > MOST_NESTED:
+            continue
+        if isinstance(value, Mapping):
+            waiting += [(f"{name}.{key}".lstrip("."), v, depth + 1) for key, v in value.items()]
+        elif isinstance(value, list):
+            waiting += [(name, inner, depth + 1) for inner in value]
+
+
+TOO_DEEP = f"more than {MOST_NESTED} tables and lists in one another"
+
+
+def unfit(table: Mapping[str, Any]) -> Iterator[str]:
+    """What no key can hold, a line each: numbers beyond TOML's 64 bits, deep nesting."""
+    for name, value, depth in entries(table):
+        if depth > MOST_NESTED:
+            yield f"{name[:40]}: {TOO_DEEP}"
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            yield f"{name}={str(value)[:20]}... is beyond 64 bits"
 
 
 def merge_override(table: dict[str, Any], path: Sequence[str], value: Text) -> None:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from fxrl.losses.own_code import importable_from
-from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
+from fxrl.rl.config.binding import (
+    MOST_NESTED,
+    TOO_DEEP,
+    Text,
+    bind,
+    merge_override,
+    parse_override,
+    unfit,
+)
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.errors import BadConfigError
 
@@ -30,15 +40,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     path = Path(path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
         raise BadConfigError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise BadConfigError(f"{path}: not TOML: {error}") from error
+    table = parse_toml(text, str(path))
     problems: list[str] = []
-    for text in overrides:
-        if (override := parse_override(text, problems)) is not None:
-            merge_override(table, *override)
+    for override in overrides:
+        if (parsed := parse_override(override, problems)) is not None:
+            merge_override(table, *parsed)
+    if lines := [f"  {line}" for line in unfit(table)]:
+        raise BadConfigError("\n".join([f"{path}: no key can hold", *lines[:10]]))
     with importable_from(path.parent, Path.cwd()):
         config = bind(TrainConfig, table, problems)
     if problems or config is None:
@@ -52,6 +63,36 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     return config
+
+
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """The tables of a TOML text.
+
+    Raises:
+        BadConfigError: it is no TOML; names the line, and what stands there.
+    """
+    lines = text.split("\n")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        why, _, place = str(error).partition(" (at ")
+        found = re.match(r"line (\d+)", place)
+        number = int(found[1]) if found else len(lines)
+    except RecursionError:
+        why = TOO_DEEP
+        depths = accumulate(
+            len(re.findall(r"[\[{]", s)) - len(re.findall(r"[\]}]", s)) for s in lines
+        )
+        number = next((n for n, depth in enumerate(depths, 1) if depth > MOST_NESTED), 1)
+    except ValueError as error:  # more digits than Python converts
+        why = str(error).partition(";")[0]
+        number = next((n for n, s in enumerate(lines, 1) if re.search(r"[\d_]{4300}", s)), 1)
+    # An error is told where a value ends; its key may stand in a line above.
+    start = next((n for n in range(number, 0, -1) if _KEY.match(lines[n - 1])), number)
+    raise BadConfigError(f"{source}:{start}: not TOML: {why}: {lines[start - 1].strip()[:80]}")
+
+
+_KEY = re.compile(r"\s*(\[|[^#=]+=)")
 
 
 def as_table(config: TrainConfig) -> dict[str, Any]:

@@ -77,9 +77,10 @@ def loss_problems(name: str, options: Mapping[str, Any]) -> list[str]:
     try:
         losses.by_name(name, **options)
     except ConfigError as error:
-        lines.append(str(error))
-    except TypeError as error:
-        lines.append(f"name={name!r}: {error}")
+        named = name in losses.FACTORIES
+        lines.append(str(error) if named else f"name={name!r}: {error}")
+    except Exception as error:  # of a factory of the user's
+        lines.append(f"name={name!r}: {error!r}")
     return lines
 
 

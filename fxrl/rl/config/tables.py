@@ -6,6 +6,7 @@ same. It reads no environment.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +91,10 @@ class Turn:
     content: str
 
 
+MOST_GENERATED = 10_000_000
+"""Questions of reasoning-gym, all made before the first step."""
+
+
 @dataclass(frozen=True, slots=True)
 class DataConfig(Table):
     """``[data]``: where prompts come from. Exactly one of the three sources is given.
@@ -137,10 +142,14 @@ class DataConfig(Table):
         if len(given) != 1:
             sources = " and ".join(given) or "none of them"
             yield f"path, dataset, reasoning_gym: give exactly one, not {sources}"
+        if self.reasoning_gym is not None and (self.size or 0) > MOST_GENERATED:
+            yield f"size={self.size} questions are generated in advance; {MOST_GENERATED} at most"
         if self.path is not None and not Path(self.path).is_file():
             yield f"path={self.path!r} is not a file, seen from {Path.cwd()}"
         if self.pattern is not None and self.template is None:
             yield "pattern is given but template, which it fills, is not"
+        if re.search(r":[^{}]*(\d{5}|\{)", self.template or ""):
+            yield f"template={self.template!r} pads by more than 9999, or by what a row says"
         if not self.chat and (self.system or self.few_shot or self.turns):
             yield "chat=false leaves no place for system, few_shot and turns"
 

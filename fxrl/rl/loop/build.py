@@ -34,11 +34,11 @@ from fxrl.rl.data.questions import (
     split_rows,
 )
 from fxrl.rl.data.rewards import Reward, build_rewards
-from fxrl.rl.errors import BadConfigError
+from fxrl.rl.errors import BadConfigError, DataError
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
 from fxrl.rl.report.progress import Reporter, Stage
 from fxrl.rl.rollout.rollouter import Rollouter
-from fxrl.rl.types import Batch
+from fxrl.rl.types import Batch, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,17 @@ def read_questions(config: TrainConfig) -> Questions:
     """
     data = config.data
     source = read_source(data)
+    places = {id(row): place for row, place in zip(source.rows, source.places, strict=True)}
+
+    def text_of(row: Row) -> str:
+        try:
+            return question_text(data, source.prompt, row)
+        except DataError as error:
+            raise DataError(f"{places[id(row)]}: {error}") from error
+
     split = split_rows(
         source.rows,
-        lambda row: question_text(data, source.prompt, row),
+        text_of,
         num_held_out=config.eval.size,
         num_shots=data.few_shot,
         seed=data.seed,
