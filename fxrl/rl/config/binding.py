@@ -176,7 +176,7 @@ def bind(
         name, plain = f"{path}{key}", value.value if isinstance(value, Text) else value
         if key not in fields:
             if rest:
-                values[rest][key] = plain
+                values[rest][key] = _plain(value)
             else:
                 problems.append(f"{name}: no such key{suggest(name)}")
         elif (inner := _dataclass_in(hints[key])) and isinstance(plain, Mapping):
@@ -187,7 +187,7 @@ def bind(
             try:
                 values[key] = _fit(hints[key], value)
             except TypeError:
-                problems.append(f"{name}={plain!r} is not {_spell(hints[key])}")
+                problems.append(f"{name}={_plain(value)!r} is not {_spell(hints[key])}")
     required = (key for key, f in fields.items() if f.default is f.default_factory is MISSING)
     missing = [key for key in required if key not in values]
     problems += [f"{path}{key}: missing; it has no default" for key in missing if key not in table]
@@ -235,6 +235,15 @@ def _dataclass_in(hint: Any) -> type[Any] | None:
     return None
 
 
+def _plain(value: Any) -> Any:
+    """Overrides by their values, also those inside of tables that take any keys."""
+    if isinstance(value, Text):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value
+
+
 def _fit(hint: Any, value: Any) -> Any:
     """``value`` as type ``hint``.
 
@@ -259,7 +268,7 @@ def _fit(hint: Any, value: Any) -> Any:
     elif origin is None:
         return _fit_scalar(hint, value, plain)
     elif isinstance(plain, Mapping) and issubclass(origin, Mapping):
-        return plain
+        return _plain(plain)
     raise TypeError
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxrl import losses
 from fxrl.errors import ConfigError, did_you_mean
@@ -54,7 +55,29 @@ def optimizer_problems(name: str, options: Mapping[str, Any]) -> list[str]:
         found = optimizer_class(name)
     except ConfigError as error:
         return [str(error)]
-    return wrong_keywords(found, options, besides=("params", "lr"))
+    if lines := wrong_keywords(found, options, besides=("params", "lr")):
+        return lines
+    try:
+        make_optimizer(name, [nn.Parameter(torch.zeros(2, 2))], options)
+    except ConfigError as error:
+        lines.append(str(error))
+    return lines
+
+
+def make_optimizer(
+    name: str, parameters: Sequence[nn.Parameter], options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """The optimizer ``name`` with its keywords; TOML's lists are tuples there.
+
+    Raises:
+        ConfigError: it refuses them.
+    """
+    keywords = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+    make: Callable[..., torch.optim.Optimizer] = optimizer_class(name)
+    try:
+        return make(parameters, **keywords)
+    except Exception as error:  # each checks its own keywords, or fails at them
+        raise ConfigError(f"name={name!r} refuses {keywords}: {error}") from error
 
 
 _NO_ROLLOUT = {"ppo": "values", "dpo": "preference pairs", "sft": "reference completions"}

@@ -25,7 +25,7 @@ from fxrl.rl.config.named import loss_problems, optimizer_problems, reward_probl
 Positive = Annotated[int, at_least(1)]
 Count = Annotated[int, at_least(0)]
 Fraction = Annotated[float, within(0.0, 1.0)]
-Seconds = Annotated[float, above(0.0)]
+Seconds = Annotated[float, above(0.0), within(0.0, 1e8)]
 Regex = Annotated[str, regular_expression]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
@@ -34,7 +34,7 @@ Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 class LoraConfig(Table):
     """``[model.lora]``: a PEFT adapter; leave the table out for full fine-tuning."""
 
-    r: Positive = 16
+    r: Annotated[int, within(1, 65536)] = 16
     alpha: float = 32.0
     dropout: Fraction = 0.0
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
@@ -218,7 +218,7 @@ class SamplingConfig(Table):
     repeat; the importance-sampling correction of the losses accounts for it.
     """
 
-    temperature: Annotated[float, above(0.0)] = 1.0
+    temperature: Annotated[float, above(0.0), within(0.0, 1e6)] = 1.0
     top_p: Annotated[float, within(0.0, 1.0), above(0.0)] = 1.0
     top_k: Count = 0
     min_p: Fraction = 0.0
@@ -270,6 +270,10 @@ class EvalConfig(Table):
     greedy: bool = True
     reward: str | None = None
     batch: Positive = 64
+
+
+MOST_COMPLETIONS = 2**20
+"""Of a step; each is an object in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +349,7 @@ class TrainConfig(Table):
     keep_checkpoints: Positive = 2
     prompts_per_step: Positive = 8
     micro_batch_tokens: Positive = 16384
-    num_iterations: Positive = 1
+    num_iterations: Annotated[int, within(1, 1000)] = 1
     advantages: Literal["group", "leave_one_out"] = "group"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     max_nonfinite: Positive = 3
@@ -353,12 +357,18 @@ class TrainConfig(Table):
     dynamic_sampling: Literal["off", "drop", "refill"] = "off"
     max_refills: Count = 3
     disk_retries: Count = 20
-    disk_wait_s: Annotated[float, at_least(0)] = 30.0
+    disk_wait_s: Annotated[float, within(0.0, 1e8)] = 30.0
     log_completions: Count = 4
     optimize: bool = True
     tensorboard: bool = True
 
     def problems(self) -> Iterator[str]:
+        completions = self.prompts_per_step * self.sampling.num_generations
+        if completions > MOST_COMPLETIONS:
+            yield (
+                f"prompts_per_step={self.prompts_per_step} times sampling.num_generations="
+                f"{self.sampling.num_generations} is above {MOST_COMPLETIONS} completions a step"
+            )
         if self.engine != "vllm" and self.sampling.extra:
             yield (
                 f"sampling.extra={dict(self.sampling.extra)!r} are vLLM's own parameters; leave "

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fxrl.files import replacing
-from fxrl.rl.config.named import optimizer_class
+from fxrl.rl.config.named import make_optimizer
 from fxrl.rl.config.tables import LossConfig, OptimConfig
-from fxrl.rl.errors import BadConfigError, NonFiniteError
+from fxrl.rl.errors import NonFiniteError
 from fxrl.rl.loop.batching import micro_batch_weights
 from fxrl.rl.types import Batch, Metrics
 
@@ -26,15 +26,10 @@ def build_optimizer(
     """The optimizer over the trainable ones of ``parameters``.
 
     Raises:
-        BadConfigError: the optimizer refuses its keywords.
+        ConfigError: the optimizer refuses its keywords.
     """
     trained = [p for p in parameters if p.requires_grad]
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in config.options.items()}
-    make: Callable[..., torch.optim.Optimizer] = optimizer_class(config.name)
-    try:
-        return make(trained, lr=config.lr, **options)
-    except (TypeError, ValueError) as error:
-        raise BadConfigError(f"optim: {config.name} refuses {options}: {error}") from error
+    return make_optimizer(config.name, trained, {"lr": config.lr, **config.options})
 
 
 def lr_factor(config: OptimConfig, update: int, num_updates: int) -> float:

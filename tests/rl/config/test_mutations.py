@@ -163,3 +163,30 @@ def test_what_is_wrong_and_where(tmp_path, lines, said):
 def test_a_byte_order_mark_is_no_mistake(config_file):
     config_file.write_bytes("\ufeff".encode() + config_file.read_bytes())
     assert load_config(config_file).steps == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sampling.num_generations=4611686018427387904", "is above 1048576 completions a step"),
+        ("reward.timeout_s=inf", "reward.timeout_s=inf is outside [0, 1e+08]"),
+        ("disk_wait_s=1e300", "disk_wait_s=1e+300 is outside"),
+        ("sampling.temperature=inf", "sampling.temperature=inf is outside"),
+        ("model.lora.r=9223372036854775807", "model.lora.r=9223372036854775807 is outside"),
+        ("num_iterations=2147483648", "num_iterations=2147483648 is outside [1, 1000]"),
+        ("optim.betas=[0.9]", "optim.name='adamw' refuses {'betas': (0.9,)}"),
+        ("optim.weight_decay='x'", "optim.name='adamw' refuses {'weight_decay': 'x'}"),
+        ("data.size=" + "9" * 5000, "data.size='9999"),
+        ("steps=" + "[" * 5000, "steps='[[["),
+    ],
+)
+def test_values_that_no_run_survives(config_file, override, said):
+    with pytest.raises(BadConfigError) as told:
+        load_config(config_file, [override])
+    assert said in str(told.value)
+
+
+def test_an_override_reaches_into_tables_that_take_any_keys(config_file):
+    config = load_config(config_file, ["reward.params.length.target=7", "optim.betas=[0.8, 0.9]"])
+    assert config.reward.params == {"length": {"target": 7}}
+    assert config.optim.options == {"betas": [0.8, 0.9]}
