@@ -245,9 +245,10 @@ def convert_gguf(gguf: Path, folder: Path, *, eos_token: str, pad_token: str) ->
 
 def _read(gguf: Path, eos_token: str, pad_token: str) -> tuple[Any, Any]:
     purpose = f"{gguf.name}: converting GGUF"
-    hf, library = optional("transformers", purpose), optional("gguf", purpose)
+    hf = optional("transformers", purpose)
+    base: Any = optional("gguf", purpose).GGUFReader
 
-    class Reader(library.GGUFReader):  # type: ignore[misc]
+    class Reader(base):  # type: ignore[misc]
         """Ends where the file ends; beyond it the library reads nothing, as often as counts say."""
 
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **by_name: Any) -> Any:
