@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -117,6 +118,21 @@ def build_loss(
     return losses.by_name(name, **{k: v for k, v in given.items() if k in known} | dict(options))
 
 
+def _builtin_problems(name: str, keywords: Mapping[str, Any]) -> list[str]:
+    factory = BUILT_IN[name]
+    takes = inspect.signature(factory).parameters
+    if wrong := wrong_keywords(factory, keywords, besides=PROVIDED):
+        return wrong
+    needed = [n for n, p in takes.items() if p.default is p.empty and n not in PROVIDED]
+    if missing := [n for n in needed if n not in keywords]:
+        return [f"{n}: missing; it has no default" for n in missing]
+    try:
+        factory(**{n: "" for n in PROVIDED if n in takes}, **keywords)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 def reward_problems(functions: Sequence[str], params: Mapping[str, Any]) -> list[str]:
     """One line per name that is no reward and per wrong keyword; imports the user's modules."""
     lines = []
@@ -126,8 +142,7 @@ def reward_problems(functions: Sequence[str], params: Mapping[str, Any]) -> list
             if not isinstance(keywords, Mapping):
                 lines.append(f"params.{name}={keywords!r} is not a table")
                 continue
-            wrong = wrong_keywords(BUILT_IN[name], keywords, besides=PROVIDED)
-            lines += [f"params.{name}.{line}" for line in wrong]
+            lines += [f"params.{name}.{line}" for line in _builtin_problems(name, keywords)]
         elif ":" in name:
             try:
                 load_function(name)
