@@ -160,7 +160,8 @@ class RewardConfig(Table):
 
     Attributes:
         functions: built-in names (``exact``, ``reasoning_gym``, ``length``, ``regex``) or
-            ``module:function`` with TRL's signature.
+            ``file.py:function`` or ``module:function`` with TRL's signature, looked for beside the
+            configuration, then in the working folder.
         weights: one per function; all 1 by default.
         params: keywords by function name, ``[reward.params.length] target = 8``.
         extract: regular expression; built-ins judge its last match in the completion (the whole

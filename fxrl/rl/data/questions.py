@@ -108,10 +108,12 @@ def _row(line: str) -> Row:
         raise ValueError(f"not JSON ({str(error).partition(';')[0]}); one object a line") from error
     if not isinstance(row, dict):
         raise ValueError(f"{type(row).__name__} where an object must be")
-    if any(depth > MOST_NESTED for _, _, depth in entries(row)):
+    may_be_deep = line.count("[") + line.count("{") > MOST_NESTED
+    if may_be_deep and any(depth > MOST_NESTED for _, _, depth in entries(row)):
         raise ValueError(TOO_DEEP)
     try:
-        json.dumps(row, ensure_ascii=False).encode()
+        if "\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):x}"
         raise ValueError(f"{half} alone is half a character (a lone surrogate)") from error
