@@ -19,7 +19,8 @@ from fxrl.models.hf import ModelError
 MOST_PARTS = 4096
 """Layers, heads or experts; layers are Python objects, so of a wrong number there is no end."""
 _PARTS = re.compile(r"(layer|expert|head|block|group)s?$")
-_READ = {"", ".json", ".safetensors", ".bin", ".txt", ".model", ".jinja", ".tiktoken"}
+# Endings of what transformers reads, there and in the one folder below.
+_READ = {".json", ".safetensors", ".bin", ".txt", ".model", ".jinja", ".tiktoken"}
 _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation(_internal)?$")
 
 
@@ -34,7 +35,9 @@ def read_json(file: Path) -> Any:
     except OSError as error:
         raise ModelError(f"{str(file)!r}: {error.strerror}; give a config.json's path") from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{str(file)!r} is not JSON ({error}); give a config.json") from error
+        raise ModelError(
+            f"{str(file)!r} is not JSON ({error}); mend it, or give another"
+        ) from error
 
 
 def check_config(values: Any, name: str) -> None:
@@ -71,9 +74,10 @@ def check_folder(folder: Path) -> None:
     Raises:
         ModelError: what it names, and in which file.
     """
-    for entry in sorted(folder.iterdir()):
+    templates = folder / "additional_chat_templates"
+    for entry in sorted([*folder.iterdir(), *templates.glob("*")]):
         if entry.suffix in _READ:
-            _inside(folder, entry.name, str(entry))
+            _inside(folder, entry.relative_to(folder), str(entry))
         if entry.name == "config.json":
             check_config(read_json(entry), str(entry))
         elif entry.name.endswith(".index.json"):

@@ -72,10 +72,15 @@ def test_an_index_stays_in_its_folder(folder, tmp_path, name):
         load_model(folder)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+LINKED = ["model.safetensors", "tokenizer.json", "config.json", "additional_chat_templates/x.jinja"]
+
+
+@pytest.mark.parametrize("name", LINKED)
 def test_links_out_of_the_folder_are_not_followed(folder, tmp_path, name):
-    (folder / name).rename(tmp_path / name)
-    (folder / name).symlink_to(tmp_path / name)
+    (tmp_path / "outside").write_text("mine")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "outside")
     with pytest.raises(ModelError, match=rf"{name}.* outside of the model's folder"):
         load_model(folder)
 
