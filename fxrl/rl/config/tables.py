@@ -7,6 +7,7 @@ same. It reads no environment.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,14 @@ class Turn:
     content: str
 
 
+def _pads_widely(template: str) -> bool:
+    try:
+        fields = [*string.Formatter().parse(template)]
+    except ValueError:  # told where the first row is put in
+        return False
+    return any(re.search(r"\d{5}|\{", spec or "") for _, _, spec, _ in fields)
+
+
 MOST_GENERATED = 10_000_000
 """Questions of reasoning-gym, all made before the first step."""
 
@@ -148,7 +157,7 @@ class DataConfig(Table):
             yield f"path={self.path!r} is not a file, seen from {Path.cwd()}"
         if self.pattern is not None and self.template is None:
             yield "pattern is given but template, which it fills, is not"
-        if re.search(r":[^{}]*(\d{5}|\{)", self.template or ""):
+        if self.template is not None and _pads_widely(self.template):
             yield f"template={self.template!r} pads by more than 9999, or by what a row says"
         if not self.chat and (self.system or self.few_shot or self.turns):
             yield "chat=false leaves no place for system, few_shot and turns"

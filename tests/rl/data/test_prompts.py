@@ -143,3 +143,9 @@ def test_a_row_of_a_file_is_named_by_its_line(config_file):
     )
     with pytest.raises(DataError, match=r"questions.jsonl:4: .*content is 1 in a message"):
         read_questions(load_config(config_file))
+
+
+def test_colons_and_braces_of_a_template_are_its_own():
+    template = '{{"q": {question!r}, "n": "{answer:>3}"}} Q: {question}'
+    said = """{"q": 'Add: 3 + 4 =', "n": "  7"} Q: Add: 3 + 4 ="""
+    assert text(template=template) == said
