@@ -54,6 +54,10 @@ def optional(package: str, purpose: str, install: str = "'fxrl[demo]'") -> Any:
         raise MissingPackageError(package, purpose, missing, install) from missing
 
 
+class ForeignFileError(FxrlError):
+    """What stands where fxrl keeps a file is a link, or no plain file."""
+
+
 class MissedRewriteError(FxrlError):
     """``Config(on_miss="error")`` and a rewrite did not happen."""
 

@@ -43,6 +43,9 @@ def plan(args: Args) -> int:
 
 def dump(args: Args) -> int:
     """One step with its backward, then everything about it into a folder."""
+    from fxrl.inspect.dump import check_folder
+
+    check_folder(args.out)
     step, batch = _on_device(args, on_policy=False)
     result = step(batch)
     (result[0] if isinstance(result, tuple) else result).backward()

@@ -292,8 +292,10 @@ def _fetch_model(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _positive(text: str) -> int:
-    if not text.lstrip("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
-    if (value := int(text)) < 1:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value

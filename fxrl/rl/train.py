@@ -62,8 +62,8 @@ def main(
             with reporter_on(console, json=json) as reporter:
                 _check_compile_cache()
                 with reporter.stage("importing PyTorch"):
+                    from fxrl.losses.own_code import importable_from
                     from fxrl.rl.config.load import load_config
-                    from fxrl.rl.config.named import importable_from
                     from fxrl.rl.trainer import Trainer
                 with importable_from(Path(config_path).parent, Path.cwd()):
                     trainer = Trainer(config=load_config(config_path, overrides))

@@ -128,9 +128,40 @@ def parse_override(text: str, problems: list[str]) -> tuple[tuple[str, ...], Tex
         return parts, Text(raw, None)
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = raw  # a bare word: run_dir=runs/first
     return parts, Text(raw, value)
+
+
+MOST_NESTED = 100
+"""Tables and lists in one another: what reads, copies and prints them calls itself for each."""
+
+
+def entries(values: Any) -> Iterator[tuple[str, Any, int]]:
+    """Dotted name, value and depth of whatever is in a tree, down to one level too deep."""
+    waiting = [("", values, 0)]
+    while waiting:
+        name, value, depth = waiting.pop()
+        value = value.value if isinstance(value, Text) else value
+        yield name, value, depth
+        if depth > MOST_NESTED:
+            continue
+        if isinstance(value, Mapping):
+            waiting += [(f"{name}.{key}".lstrip("."), v, depth + 1) for key, v in value.items()]
+        elif isinstance(value, list):
+            waiting += [(name, inner, depth + 1) for inner in value]
+
+
+TOO_DEEP = f"more than {MOST_NESTED} tables and lists in one another"
+
+
+def unfit(table: Mapping[str, Any]) -> Iterator[str]:
+    """What no key can hold, a line each: numbers beyond TOML's 64 bits, deep nesting."""
+    for name, value, depth in entries(table):
+        if depth > MOST_NESTED:
+            yield f"{name[:40]}: {TOO_DEEP}"
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            yield f"{name}={str(value)[:20]}... is beyond 64 bits"
 
 
 def merge_override(table: dict[str, Any], path: Sequence[str], value: Text) -> None:
@@ -169,7 +200,7 @@ def bind(
         name, plain = f"{path}{key}", value.value if isinstance(value, Text) else value
         if key not in fields:
             if rest:
-                values[rest][key] = plain
+                values[rest][key] = _plain(value)
             else:
                 problems.append(f"{name}: no such key{suggest(name)}")
         elif (inner := _dataclass_in(hints[key])) and isinstance(plain, Mapping):
@@ -181,7 +212,7 @@ def bind(
                 values[key] = _fit(hints[key], value)
             except TypeError:
                 cure = suggest(name) if inner else ""  # optim="adamw": optim.name
-                problems.append(f"{name}={plain!r} is not {_spell(hints[key])}{cure}")
+                problems.append(f"{name}={_plain(value)!r} is not {_spell(hints[key])}{cure}")
     required = (key for key, f in fields.items() if f.default is f.default_factory is MISSING)
     missing = [key for key in required if key not in values]
     problems += [f"{path}{key}: missing; it has no default" for key in missing if key not in table]
@@ -233,6 +264,15 @@ def _dataclass_in(hint: Any) -> type[Any] | None:
     return None
 
 
+def _plain(value: Any) -> Any:
+    """Overrides by their values, also those inside of tables that take any keys."""
+    if isinstance(value, Text):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value
+
+
 def _fit(hint: Any, value: Any) -> Any:
     """``value`` as type ``hint``.
 
@@ -260,7 +300,7 @@ def _fit(hint: Any, value: Any) -> Any:
     elif origin is None:
         return _fit_scalar(hint, value, plain)
     elif isinstance(plain, Mapping) and issubclass(origin, Mapping):
-        return plain
+        return _plain(plain)
     raise TypeError
 
 

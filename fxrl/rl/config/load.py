@@ -5,13 +5,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
-from fxrl.rl.config.named import importable_from
+from fxrl.losses.own_code import importable_from
+from fxrl.rl.config.binding import (
+    MOST_NESTED,
+    TOO_DEEP,
+    Text,
+    bind,
+    merge_override,
+    parse_override,
+    unfit,
+)
 from fxrl.rl.config.tables import ModelConfig, TrainConfig
 from fxrl.rl.errors import BadConfigError
 
@@ -31,16 +41,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     path = Path(path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
         raise BadConfigError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise BadConfigError(f"{path}: not TOML: {error}") from error
+    table = parse_toml(text, str(path))
     problems: list[str] = []
-    for text in overrides:
-        if (override := parse_override(text, problems)) is not None:
-            table.pop(_INSTEAD.get(override[0][0], ""), None)
-            merge_override(table, *override)
+    for override in overrides:
+        if (parsed := parse_override(override, problems)) is not None:
+            table.pop(_INSTEAD.get(parsed[0][0], ""), None)
+            merge_override(table, *parsed)
+    if lines := [f"  {line}" for line in unfit(table)]:
+        raise BadConfigError("\n".join([f"{path}: no key can hold", *lines[:10]]))
     with importable_from(path.parent, Path.cwd()):
         return config_of(table, str(path), str(Path("runs") / path.stem), problems)
 
@@ -75,6 +86,36 @@ def config_of(
         vllm = dataclasses.replace(config.vllm, max_num_seqs=min(completions, MOST_SEQUENCES))
         config = dataclasses.replace(config, vllm=vllm)  # all of a step at the same time
     return config if config.run_dir else dataclasses.replace(config, run_dir=run_dir)
+
+
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """The tables of a TOML text.
+
+    Raises:
+        BadConfigError: it is no TOML; names the line, and what stands there.
+    """
+    lines = text.split("\n")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        why, _, place = str(error).partition(" (at ")
+        found = re.match(r"line (\d+)", place)
+        number = int(found[1]) if found else len(lines)
+    except RecursionError:
+        why = TOO_DEEP
+        depths = accumulate(
+            len(re.findall(r"[\[{]", s)) - len(re.findall(r"[\]}]", s)) for s in lines
+        )
+        number = next((n for n, depth in enumerate(depths, 1) if depth > MOST_NESTED), 1)
+    except ValueError as error:  # more digits than Python converts
+        why = str(error).partition(";")[0]
+        number = next((n for n, s in enumerate(lines, 1) if re.search(r"[\d_]{4300}", s)), 1)
+    # An error is told where a value ends; its key may stand in a line above.
+    start = next((n for n in range(number, 0, -1) if _KEY.match(lines[n - 1])), number)
+    raise BadConfigError(f"{source}:{start}: not TOML: {why}: {lines[start - 1].strip()[:80]}")
+
+
+_KEY = re.compile(r"\s*(\[|[^#=]+=)")
 
 
 def as_table(config: Any) -> dict[str, Any]:

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxrl import losses
 from fxrl.errors import ConfigError, did_you_mean
 from fxrl.losses.options import accepted
-from fxrl.losses.registry import load_function
+from fxrl.losses.own_code import load_function
 from fxrl.rl.builtin_rewards import BUILT_IN, PROVIDED
 from fxrl.rl.config import trl
-
-
-@contextmanager
-def importable_from(*folders: Path) -> Iterator[None]:
-    """Puts folders in front of ``sys.path``, so that ``rewards.py`` beside the config is found."""
-    added = [str(folder.resolve()) for folder in folders]
-    sys.path[:0] = added
-    try:
-        yield
-    finally:
-        for folder in added:
-            if folder in sys.path:
-                sys.path.remove(folder)
 
 
 def wrong_keywords(
@@ -94,7 +80,30 @@ def optimizer_problems(
         found = optimizer_class(name)
     except ConfigError as error:
         return [str(error)]
-    return wrong_keywords(found, options, besides=("params", "lr"), table="optim", keys=keys)
+    lines = wrong_keywords(found, options, besides=("params", "lr"), table="optim", keys=keys)
+    if lines:
+        return lines
+    try:
+        make_optimizer(name, [nn.Parameter(torch.zeros(2, 2))], options)
+    except ConfigError as error:
+        lines.append(str(error))
+    return lines
+
+
+def make_optimizer(
+    name: str, parameters: Sequence[nn.Parameter], options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """The optimizer ``name`` with its keywords; TOML's lists are tuples there.
+
+    Raises:
+        ConfigError: it refuses them.
+    """
+    keywords = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+    make: Callable[..., torch.optim.Optimizer] = optimizer_class(name)
+    try:
+        return make(parameters, **keywords)
+    except Exception as error:  # each checks its own keywords, or fails at them
+        raise ConfigError(f"name={name!r} refuses {keywords}: {error}") from error
 
 
 _NO_ROLLOUT = {"ppo": "values", "dpo": "preference pairs", "sft": "reference completions"}
@@ -117,9 +126,10 @@ def loss_problems(name: str, options: Mapping[str, Any], keys: Sequence[str] = (
     try:
         losses.by_name(name, **options)
     except ConfigError as error:
-        lines.append(str(error))
-    except TypeError as error:
-        lines.append(f"name={name!r}: {error}")
+        named = name in losses.FACTORIES
+        lines.append(str(error) if named else f"name={name!r}: {error}")
+    except Exception as error:  # of a factory of the user's
+        lines.append(f"name={name!r}: {error!r}")
     return lines
 
 
@@ -138,6 +148,21 @@ def reward_name(given: str | Callable[..., Any]) -> str:
     return given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
 
 
+def _builtin_problems(name: str, keywords: Mapping[str, Any]) -> list[str]:
+    factory = BUILT_IN[name]
+    takes = inspect.signature(factory).parameters
+    if wrong := wrong_keywords(factory, keywords, besides=PROVIDED):
+        return wrong
+    needed = [n for n, p in takes.items() if p.default is p.empty and n not in PROVIDED]
+    if missing := [n for n in needed if n not in keywords]:
+        return [f"{n}: missing; it has no default" for n in missing]
+    try:
+        factory(**{n: "" for n in PROVIDED if n in takes}, **keywords)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 def reward_problems(
     functions: Sequence[str | Callable[..., Any]], params: Mapping[str, Any]
 ) -> list[str]:
@@ -151,8 +176,7 @@ def reward_problems(
             if not isinstance(keywords, Mapping):
                 lines.append(f"params.{name}={keywords!r} is not a table")
                 continue
-            wrong = wrong_keywords(BUILT_IN[name], keywords, besides=PROVIDED)
-            lines += [f"params.{name}.{line}" for line in wrong]
+            lines += [f"params.{name}.{line}" for line in _builtin_problems(name, keywords)]
         elif ":" in name:
             try:
                 load_function(name)

@@ -7,6 +7,7 @@ same. It reads no environment.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ from fxrl.rl.config.named import loss_problems, optimizer_problems, reward_probl
 Positive = Annotated[int, at_least(1)]
 Count = Annotated[int, at_least(0)]
 Fraction = Annotated[float, within(0.0, 1.0)]
-Seconds = Annotated[float, above(0.0)]
+Seconds = Annotated[float, above(0.0), within(0.0, 1e8)]
 Regex = Annotated[str, regular_expression]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
@@ -52,7 +53,7 @@ class LoraConfig(Table):
             is all but the head.
     """
 
-    r: Positive = 16
+    r: Annotated[int, within(1, 65536)] = 16
     alpha: float = 32.0
     dropout: Fraction = 0.0
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
@@ -123,6 +124,18 @@ class Turn:
     content: str
 
 
+def _pads_widely(template: str) -> bool:
+    try:
+        fields = [*string.Formatter().parse(template)]
+    except ValueError:  # told where the first row is put in
+        return False
+    return any(re.search(r"\d{5}|\{", spec or "") for _, _, spec, _ in fields)
+
+
+MOST_GENERATED = 10_000_000
+"""Questions of reasoning-gym, all made before the first step."""
+
+
 @dataclass(frozen=True, slots=True)
 class DataConfig(Table):
     """``[data]``: where prompts come from. Exactly one of the four sources is given.
@@ -181,10 +194,14 @@ class DataConfig(Table):
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
             yield f"path, dataset, reasoning_gym: give exactly one (or rows), not {found}"
+        if self.reasoning_gym is not None and (self.size or 0) > MOST_GENERATED:
+            yield f"size={self.size} questions are generated in advance; {MOST_GENERATED} at most"
         if self.path is not None and not Path(self.path).is_file():
             yield f"path={self.path!r} is not a file, seen from {Path.cwd()}"
         if self.pattern is not None and self.template is None:
             yield "pattern is given but template, which it fills, is not"
+        if self.template is not None and _pads_widely(self.template):
+            yield f"template={self.template!r} pads by more than 9999, or by what a row says"
         if not self.chat and (self.system or self.few_shot or self.turns):
             yield "chat=false leaves no place for system, few_shot and turns"
 
@@ -195,7 +212,8 @@ class RewardConfig(Table):
 
     Attributes:
         functions: built-in names (``exact``, ``reasoning_gym``, ``length``, ``regex``) or
-            ``module:function`` with TRL's signature. In Python also functions themselves.
+            ``file.py:function`` or ``module:function`` with TRL's signature, looked for beside the
+            configuration, then in the working folder. In Python also functions themselves.
         weights: one per function; all 1 by default.
         params: keywords by function name, ``[reward.params.length] target = 8``.
         extract: regular expression; built-ins judge its last match in the completion (the whole
@@ -266,7 +284,7 @@ class SamplingConfig(Table):
             does not repeat; the importance-sampling correction of the losses accounts for it.
     """
 
-    temperature: Annotated[float, above(0.0)] = 1.0
+    temperature: Annotated[float, above(0.0), within(0.0, 1e6)] = 1.0
     top_p: Annotated[float, within(0.0, 1.0), above(0.0)] = 1.0
     top_k: Count = 0
     min_p: Fraction = 0.0
@@ -324,6 +342,10 @@ class EvalConfig(Table):
     greedy: bool = True
     reward: str | None = None
     batch: Positive = 64
+
+
+MOST_COMPLETIONS = 2**20
+"""Of a step; each is an object in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +426,7 @@ class TrainConfig(Table):
     keep_checkpoints: Positive = 2
     prompts_per_step: Positive = 8
     micro_batch_tokens: Positive = 16384
-    num_iterations: Positive = 1
+    num_iterations: Annotated[int, within(1, 1000)] = 1
     advantages: Literal["group", "leave_one_out"] = "group"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     max_nonfinite: Positive = 3
@@ -412,7 +434,7 @@ class TrainConfig(Table):
     dynamic_sampling: Literal["off", "drop", "refill"] = "off"
     max_refills: Count = 3
     disk_retries: Count = 20
-    disk_wait_s: Annotated[float, at_least(0)] = 30.0
+    disk_wait_s: Annotated[float, within(0.0, 1e8)] = 30.0
     log_completions: Count = 4
     optimize: bool = True
     log_to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
@@ -430,6 +452,12 @@ class TrainConfig(Table):
         repo = self.push_to_hub
         if repo is not None and not re.fullmatch(r"([\w.-]+/)?[\w.-]+", repo):
             yield f"push_to_hub={repo!r} is no repository; write user/name"
+        completions = self.prompts_per_step * self.sampling.num_generations
+        if completions > MOST_COMPLETIONS:
+            yield (
+                f"prompts_per_step={self.prompts_per_step} times sampling.num_generations="
+                f"{self.sampling.num_generations} is above {MOST_COMPLETIONS} completions a step"
+            )
         if self.engine != "vllm" and self.sampling.extra:
             yield (
                 f"sampling.extra={dict(self.sampling.extra)!r} are vLLM's own parameters; leave "

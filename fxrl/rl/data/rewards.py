@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from fxrl.losses.options import accepted
-from fxrl.losses.registry import load_function
+from fxrl.losses.own_code import load_function
 from fxrl.rl.builtin_rewards import BUILT_IN, RewardFunction, ScoreAnswer
 from fxrl.rl.config.named import reward_name
 from fxrl.rl.config.tables import RewardConfig

@@ -20,7 +20,7 @@ from fxrl import optimize
 from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES, completion_logits, token_stats
-from fxrl.losses.registry import load_function
+from fxrl.losses.own_code import load_function
 from fxrl.models import load_model, lora
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.callbacks import Events
@@ -107,9 +107,9 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
     """
     data = config.data
     source = read_source(data)
-    number = {id(row): count for count, row in enumerate(source.rows, 1)}
+    places = {id(row): place for row, place in zip(source.rows, source.places, strict=True)}
     usable = functools.partial(
-        usable_rows, mode=data.unusable_rows, number=lambda row: number[id(row)], tell=tell
+        usable_rows, mode=data.unusable_rows, place=lambda row: places[id(row)], tell=tell
     )
     text_of = functools.partial(question_text, data, source.prompt)
     split = split_rows(

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from fxrl import durable
+from fxrl.files import make_folder
 from fxrl.rl.errors import RunInUseError
 from fxrl.rl.report.files import Tell, try_to_write, why
 
@@ -45,7 +45,7 @@ def hold(run_dir: Path, tell: Tell) -> Iterator[None]:
         StorageError: the folder cannot be written.
     """
     made = not run_dir.exists()
-    try_to_write(lambda: durable.make_folder(run_dir), str(run_dir))
+    try_to_write(lambda: make_folder(run_dir), str(run_dir))
     path = run_dir / LOCK
     descriptor = try_to_write(lambda: _acquire(path, tell), str(path))
     _HELD.add(descriptor)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fxrl import durable
 from fxrl.errors import FxrlError, did_you_mean
+from fxrl.files import make_folder, refuse_links, rename, replacing_folder, write_text
 from fxrl.models import load_tokenizer
 from fxrl.models.hf import no_progress_bars
 from fxrl.rl.config.dtype import settle
@@ -97,6 +97,7 @@ def prepare(
     tell = reporter.message
     if accept_changes and resume is None:
         raise BadConfigError("--accept-changes says nothing without --resume")
+    _check_own(Path(config.run_dir))
     if resume in ("", checkpoint.SOUND):
         _check_begun(Path(config.run_dir))
     called = [*trackers(config, tell), *callbacks]
@@ -203,8 +204,7 @@ def _start_folder(config: TrainConfig, run_dir: Path, *, new: bool) -> None:
     if new:  # a run that made no step may have been one of another seed or dtype
         for left_over in (run_dir / "model", *checkpoint.list_checkpoints(run_dir)):
             shutil.rmtree(left_over, ignore_errors=True)
-    text = jsonlib.dumps(as_table(config), indent=1) + "\n"
-    durable.write_bytes(run_dir / CONFIG, text.encode())
+    write_text(run_dir / CONFIG, jsonlib.dumps(as_table(config), indent=1) + "\n")
 
 
 def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> Outcome:
@@ -228,13 +228,11 @@ def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> Outcome:
         return outcome._replace(exit_code=stop.exit_code)
 
     def write() -> None:
-        final = str(run_dir / "final")
-        with no_progress_bars():
-            trainer.parts.model.save_pretrained(final)  # type: ignore[operator]
-        trainer.parts.tokenizer.save_pretrained(final)
-        durable.sync_tree(run_dir / "final")
-        text = jsonlib.dumps(values, indent=1) + "\n"
-        durable.write_bytes(run_dir / "summary.json", text.encode())
+        with replacing_folder(run_dir / "final") as final:
+            with no_progress_bars():
+                trainer.parts.model.save_pretrained(str(final))  # type: ignore[operator]
+            trainer.parts.tokenizer.save_pretrained(str(final))
+        write_text(run_dir / "summary.json", jsonlib.dumps(values, indent=1) + "\n")
 
     with reporter.stage("saving: the trained model"):
         trainer.for_sure(write, "the trained model", reporter)
@@ -296,12 +294,26 @@ def _move_aside(run_dir: Path, tell: Tell) -> None:
     )
 
     def move() -> None:
-        durable.rename(run_dir, aside)
-        durable.make_folder(run_dir)
+        rename(run_dir, aside)
+        make_folder(run_dir)
         os.replace(aside / LOCK, run_dir / LOCK)
 
     try_to_write(move, str(aside))
     tell(f"run_dir={run_dir}: the run that it held is in {aside}")
+
+
+def _check_own(run_dir: Path) -> None:
+    """Raises where fxrl would write into what somebody else has put there.
+
+    Raises:
+        BadConfigError: there is a file.
+        ForeignFileError: there are links in the folder.
+    """
+    if run_dir.is_dir():
+        for entry in run_dir.iterdir():
+            refuse_links(entry)
+    elif run_dir.exists():
+        raise BadConfigError(f"run_dir={str(run_dir)!r} is a file; name a folder, or a new one")
 
 
 def _check_begun(run_dir: Path) -> None:

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fxrl import durable
+from fxrl.files import make_folder, rename, sync, sync_tree, write_bytes
 from fxrl.rl.errors import CheckpointError, StorageError
 from fxrl.rl.report.files import COMPLETIONS, METRICS, as_line, read_lines, why
 
@@ -215,7 +215,7 @@ def write(
     folder = run_dir / FOLDER
     work = folder / f"{_WORK[0]}{place.name}"
     try:
-        durable.make_folder(folder)
+        make_folder(folder)
         _clean(folder)
         work.mkdir()
         fill(work)
@@ -227,12 +227,12 @@ def write(
             place = Place(next_branch(run_dir), place.step)
         manifest = Manifest(place.step, place.branch, parent, files)
         (work / MANIFEST).write_text(manifest.render())
-        durable.sync_tree(work)
+        sync_tree(work)
         for lines in (METRICS, COMPLETIONS):  # up to here they belong to it
             if (run_dir / lines).is_file():
-                durable.sync(run_dir / lines)
-        durable.sync(run_dir)
-        durable.rename(work, place.under(run_dir))
+                sync(run_dir / lines)
+        sync(run_dir)
+        rename(work, place.under(run_dir))
     # A full disk is an OSError, a RuntimeError of torch.save or a SafetensorError.
     except Exception as error:
         shutil.rmtree(work, ignore_errors=True)  # it takes the space that is short
@@ -269,7 +269,7 @@ def set_lines_aside(run_dir: Path) -> None:
     branch = next_branch(run_dir) - 1
     for name in (METRICS, COMPLETIONS):
         if (run_dir / name).is_file():
-            durable.write_bytes(run_dir / _of_branch(name, branch), (run_dir / name).read_bytes())
+            write_bytes(run_dir / _of_branch(name, branch), (run_dir / name).read_bytes())
 
 
 def take_lines_over(run_dir: Path, checkpoint: Path) -> None:
@@ -284,7 +284,7 @@ def take_lines_over(run_dir: Path, checkpoint: Path) -> None:
     for name in (METRICS, COMPLETIONS):
         lines = [] if parent is None else read_lines(run_dir / _of_branch(name, parent.branch))
         content = b"".join(as_line(line) for line in lines if line["step"] <= manifest.step)
-        durable.write_bytes(run_dir / name, content)
+        write_bytes(run_dir / name, content)
 
 
 def _of_branch(name: str, branch: int) -> str:

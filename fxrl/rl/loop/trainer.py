@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from fxrl.errors import ConfigError
+from fxrl.files import write_text
 from fxrl.rl.builtin_rewards import last_text
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
@@ -455,7 +456,7 @@ class Trainer:
         """
         if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
             text = ",\n".join(ledger.to_json().splitlines())
-            (self.run_dir / "ledger.json").write_text(f"[{text}]\n")
+            write_text(self.run_dir / "ledger.json", f"[{text}]\n")
 
     def _tell_report(self, reporter: Reporter) -> None:
         """Once per process, when the first step has been captured."""

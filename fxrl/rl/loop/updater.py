@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from fxrl.errors import FxrlError
-from fxrl.rl.config.named import optimizer_class
+from fxrl.files import replacing
+from fxrl.rl.config.named import make_optimizer
 from fxrl.rl.config.tables import LossConfig, OptimConfig
-from fxrl.rl.errors import BadConfigError, LossError, NonFiniteError, raised_at, shown
+from fxrl.rl.errors import LossError, NonFiniteError, raised_at, shown
 from fxrl.rl.loop.batching import micro_batch_weights
 from fxrl.rl.process_state import ProcessState
 from fxrl.rl.types import Batch, Metrics
@@ -29,15 +30,10 @@ def build_optimizer(
     """The optimizer over the trainable ones of ``parameters``.
 
     Raises:
-        BadConfigError: the optimizer refuses its keywords.
+        ConfigError: the optimizer refuses its keywords.
     """
     trained = [p for p in parameters if p.requires_grad]
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in config.options.items()}
-    make: Callable[..., torch.optim.Optimizer] = optimizer_class(config.name)
-    try:
-        return make(trained, lr=config.lr, **options)
-    except (TypeError, ValueError) as error:
-        raise BadConfigError(f"optim: {config.name} refuses {options}: {error}") from error
+    return make_optimizer(config.name, trained, {"lr": config.lr, **config.options})
 
 
 def lr_factor(config: OptimConfig, update: int, num_updates: int) -> float:
@@ -220,7 +216,9 @@ class Updater:
             for batch in batches
         ]
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}, path)
+        found = {"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}
+        with replacing(path) as stream:
+            torch.save(found, stream)
         raise NonFiniteError(
             f"step {step_number}: loss {loss}, gradient norm {norm}: not finite "
             f"{self.num_skipped_in_a_row} updates in a row (max_nonfinite={self.max_nonfinite}); "

@@ -14,6 +14,7 @@ is deleted while the run writes it is written anew, whole.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -21,7 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fxrl import durable
+from fxrl.errors import ForeignFileError
+from fxrl.files import opened, write_bytes
 from fxrl.rl.errors import StorageError
 from fxrl.rl.report.progress import jsonable
 
@@ -35,6 +37,12 @@ def why(error: BaseException) -> str:
     return str(reason) if reason else (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
+_NO_MATTER_OF_SPACE = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG),
+}
+
+
 def try_to_write(action: Callable[[], T], what: str) -> T:
     """``action()``.
 
@@ -44,8 +52,9 @@ def try_to_write(action: Callable[[], T], what: str) -> T:
     try:
         return action()
     except OSError as error:
+        cure = "" if error.errno in _NO_MATTER_OF_SPACE else "free some space, or "
         raise StorageError(
-            f"{what} could not be written: {why(error)}; free some space, or give another run_dir"
+            f"{what} could not be written: {why(error)}; {cure}give another run_dir"
         ) from error
 
 
@@ -107,15 +116,15 @@ class JsonLines:
         def rewrite() -> None:
             self._set_aside("damaged", damaged, "could not be read")
             self._set_aside("former", former, "are of steps that this run does again")
-            durable.write_bytes(path, b"".join(as_line(line) for line in kept))
+            write_bytes(path, b"".join(as_line(line) for line in kept))
 
         try_to_write(rewrite, str(path))
-        self._file = path.open("a+b", buffering=0)
+        self._file = opened(path, "a+b", buffering=0)
 
     def _set_aside(self, name: str, lines: list[bytes], what: str) -> None:
         if lines:
             beside = self.path.with_name(f"{self.path.name}.{name}")
-            with beside.open("ab") as file:
+            with opened(beside, "ab") as file:
                 file.write(b"".join(lines))
             self._tell(f"{self.path}: {len(lines)} lines {what}; they are kept in {beside}")
 
@@ -124,7 +133,7 @@ class JsonLines:
         self._pending.append(as_line({k: jsonable(v) for k, v in values.items()}))
         try:
             self.flush()
-        except OSError as error:
+        except (OSError, ForeignFileError) as error:
             self._tell(
                 f"{self.path}: {why(error)}; {len(self._pending)} lines wait in memory, the run "
                 "goes on; free some space"
@@ -153,7 +162,7 @@ class JsonLines:
         if there and os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("a+b", buffering=0)
+        file = opened(self.path, "a+b", buffering=0)
         if not there:
             self._file.seek(0)
             file.write(self._file.read())
@@ -184,9 +193,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _parse(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
     """The lines of a file, and those that are damaged as they are."""
+    content = b""
+    if path.is_file():
+        with opened(path, "rb") as stream:
+            content = stream.read()
     lines: list[dict[str, Any]] = []
     damaged: list[bytes] = []
-    for text in path.read_bytes().split(b"\n") if path.is_file() else ():
+    for text in content.split(b"\n"):
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):  # no JSON, no UTF-8, an integer of 5000 digits

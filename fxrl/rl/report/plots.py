@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fxrl.errors import optional
+from fxrl.files import replacing
 from fxrl.rl.report.timing import PHASES
 
 
@@ -40,8 +41,7 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: Path, title: str) ->
         right.set_ylabel("KL to reference [nats]", color="C3")
     for axis in (top, bottom):
         axis.grid(alpha=0.3)
-    figure.savefig(str(path), dpi=120)
-    return path
+    return _saved(figure, path)
 
 
 def plot_times(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
@@ -63,8 +63,7 @@ def plot_times(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> 
     axis.set_title(title)
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", reverse=True)
     axis.grid(alpha=0.3, axis="y")
-    figure.savefig(str(path), dpi=120)
-    return path
+    return _saved(figure, path)
 
 
 def _figure(size: tuple[float, float]) -> Any:
@@ -72,6 +71,12 @@ def _figure(size: tuple[float, float]) -> Any:
     figure = optional("matplotlib.figure", purpose).Figure(figsize=size, layout="constrained")
     optional("matplotlib.backends.backend_agg", purpose).FigureCanvasAgg(figure)
     return figure
+
+
+def _saved(figure: Any, path: Path) -> Path:
+    with replacing(path) as stream:
+        figure.savefig(stream, format="png", dpi=120)
+    return path
 
 
 def _held_out(axis: Any, records: Sequence[Mapping[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fxrl.errors import optional
+from fxrl.files import write_text
 from fxrl.rl.callbacks import Callback, Control
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
@@ -156,7 +157,7 @@ class Tracker(Callback):
             ids = json.loads(file.read_text()) if file.is_file() else {}
             self._sink = self._open(config, state, ids.get(self.name))
             if run_id := getattr(self._sink, "run_id", None):
-                file.write_text(json.dumps(ids | {self.name: run_id}) + "\n")
+                write_text(file, json.dumps(ids | {self.name: run_id}) + "\n")
         # The packages raise whatever their many clients raise; it means the same to the user.
         except Exception as error:
             raise TrackerError(

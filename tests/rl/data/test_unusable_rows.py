@@ -33,7 +33,7 @@ def test_it_is_named_before_the_model(config_file, capsys, monkeypatch, name):
     assert run(config_file, [*GOOD[:3], row, *GOOD[3:]]) == 2
     told = capsys.readouterr().out
     assert "1 of 7 rows are unusable" in told
-    assert "row 4: " in told
+    assert "questions.jsonl:4: " in told
     assert reason in told
     assert "data.unusable_rows" in told
     assert not Path("a").exists()
@@ -46,8 +46,8 @@ def test_they_are_left_out_and_counted(config_file, capsys):
     assert run(config_file, [*rows, *GOOD], *options) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     told = "\n".join(event["text"] for event in events if event["event"] == "message")
-    assert "5 of 12 rows are unusable and left out:\n  row 1: " in told
-    assert "1 of 5 rows are unusable and left out:\n  row 6: the prompt has " in told
+    assert "5 of 12 rows are unusable and left out:\n  questions.jsonl:1: " in told
+    assert "1 of 5 rows are unusable and left out:\n  questions.jsonl:6: the prompt has " in told
     samples = Path("a/completions.jsonl").read_text()
     assert "count count" not in samples
 

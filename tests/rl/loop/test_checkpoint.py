@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxrl import durable
+from fxrl import files
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.loop import checkpoint
 
@@ -74,7 +74,7 @@ def test_a_write_that_was_cut_off_is_no_checkpoint(tmp_path, monkeypatch):
     def cut(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(durable.os, "replace", cut)
+    monkeypatch.setattr(files.os, "replace", cut)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 1, nn.Linear(1, 1))
     assert checkpoint.find_checkpoint(tmp_path, "") is None

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fxrl import durable
+from fxrl.files import make_folder
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.loop import checkpoint, store
 from fxrl.rl.report.files import JsonLines, read_lines
@@ -128,7 +128,7 @@ def test_whenever_the_power_fails_the_last_checkpoint_is_sound(tmp_path, monkeyp
     root, done = tmp_path / "disk", []
     run = root / "run"
     root.mkdir()
-    durable.make_folder(run)
+    make_folder(run)
     with monkeypatch.context() as patch:
         disk = Disk(root, patch)
         for step in (1, 2, 3):
@@ -161,9 +161,9 @@ def test_the_simulated_disk_finds_what_was_not_waited_for(tmp_path, monkeypatch)
         with monkeypatch.context() as patch:
             disk = Disk(root, patch)
             if what == "sync_tree":
-                patch.setattr(store.durable, "sync_tree", lambda folder: None)
+                patch.setattr(store, "sync_tree", lambda folder: None)
             else:
-                patch.setattr(store.durable, "rename", os.rename)
+                patch.setattr(store, "rename", os.rename)
             save(root / "run", 1)
             save(root / "run", 2)
         lost = 0
