@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fxrl.cli import show
@@ -68,6 +69,18 @@ def train(args: Args) -> int:
     from fxrl.rl.train import main
 
     return main(args.config, args.overrides, resume=args.resume, json=args.json)
+
+
+def report_run(args: Args) -> int:
+    """Prints the page's path."""
+    from fxrl.rl.report.page import write_page
+
+    page = write_page(Path(args.run_dir))
+    if args.json:
+        show.as_json({"page": str(page)})
+    else:
+        print(page)
+    return 0
 
 
 def bench(args: Args) -> int:

@@ -17,13 +17,13 @@ from rich.table import Table
 
 from fxrl.doctor import Check, Diagnosis
 from fxrl.errors import FxrlError
-from fxrl.ir.plan import Plan, differing
 from fxrl.ir.remark import Report, format_bytes
 from fxrl.ir.table import cell, open_table
 
 if TYPE_CHECKING:
     from fxrl.compile.whatif import Advice, Fit
     from fxrl.engines.kv_cache import RolloutMemory
+    from fxrl.ir.plan import Plan
 
 _WIDTH = 80
 _STYLES = {"ok": "green", "missing": "yellow", "wrong version": "yellow", "broken": "bold red"}
@@ -149,6 +149,8 @@ def _frontier(found: Outlook) -> Table:
 
 def plan_difference(before: Plan, after: Plan, *, as_json: bool) -> None:
     """The predictions beside each other, then the sites whose choice differs."""
+    from fxrl.ir.plan import differing
+
     changed = differing(before, after)
     if as_json:
         print(json.dumps(changed, indent=1))

@@ -10,12 +10,15 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
-from torch import fx
 
 from fxrl.ir.table import cell, open_table, plain_text
+
+if TYPE_CHECKING:
+    from torch import fx
 
 _EMPTY = (
     "no remarks: nothing is captured yet (call the step on a batch first), or no pass found a site"

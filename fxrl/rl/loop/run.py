@@ -19,7 +19,7 @@ from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
 from fxrl.rl.loop.outlook import outlook
 from fxrl.rl.loop.trainer import Trainer
 from fxrl.rl.report.files import METRICS, read_lines, try_to_write, why
-from fxrl.rl.report.plots import plot_curves, plot_times
+from fxrl.rl.report.page import PAGE, note, versions
 from fxrl.rl.report.progress import Reporter
 
 
@@ -74,8 +74,11 @@ def run(task: Task, reporter: Reporter) -> int:
             trainer.resume(found)
             reporter.message(f"resumed at step {trainer.done} from {found}")
         with reporter.stage("planning: memory of rollout and update"):
+            said = []
             for line in outlook(config, parts):
+                said.append(line)
                 reporter.message(line)
+        note(run_dir, reporter.message, versions=versions(), outlook=said)
         reporter.begin(config.steps, trainer.done)
         with stop_on_signal() as stop:
             trainer.run(reporter, stop)
@@ -92,8 +95,9 @@ def _start_folder(config: TrainConfig, run_dir: Path) -> None:
 def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
     config, run_dir = trainer.config, trainer.run_dir
     records = read_lines(run_dir / METRICS)
-    with reporter.stage("drawing the curves"):
-        _draw(records, trainer, reporter)
+    with reporter.stage(f"writing {PAGE}"):
+        _write_ledger(trainer, reporter)
+        trainer.write_page(reporter)
     if stop and trainer.done < config.steps:
         reporter.message(
             f"stopped after step {trainer.done} of {config.steps}; go on with --resume "
@@ -114,16 +118,11 @@ def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
     return 0
 
 
-def _draw(records: Sequence[dict[str, Any]], trainer: Trainer, reporter: Reporter) -> None:
-    """The curves; without room on the disk the run goes on without them."""
-    run_dir, title = trainer.run_dir, f"{trainer.config.model.id}: {trainer.run_dir.name}"
+def _write_ledger(trainer: Trainer, reporter: Reporter) -> None:
     try:
         trainer.write_ledger()
-        if records:
-            plot_curves(records, run_dir / "reward_curve.png", title)
-            plot_times(records, run_dir / "time_breakdown.png", title)
     except OSError as error:
-        reporter.message(f"{run_dir}: {why(error)}; the curves are not drawn")
+        reporter.message(f"{trainer.run_dir}: {why(error)}; the ledger is not written")
 
 
 def summarize(records: Sequence[dict[str, Any]], trainer: Trainer) -> dict[str, Any]:
@@ -146,7 +145,7 @@ def summarize(records: Sequence[dict[str, Any]], trainer: Trainer) -> dict[str, 
         "seconds": sum(record["step_time"] for record in records),
         "updates skipped": trainer.parts.updater.num_skipped,
         "model": str(trainer.run_dir / "final"),
-        "curve": str(trainer.run_dir / "reward_curve.png"),
+        "page": str(trainer.run_dir / PAGE),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from fxrl.rl.config.tables import LossConfig, OptimConfig
 from fxrl.rl.errors import BadConfigError, NonFiniteError
 from fxrl.rl.loop.batching import micro_batch_weights
 from fxrl.rl.types import Batch, Metrics
+
+log = logging.getLogger(__name__)
 
 
 def build_optimizer(
@@ -88,7 +91,8 @@ class Updater:
         weights, shares = micro_batch_weights(self.loss.normalize, self.loss.name, batches)
         self.optimizer.zero_grad(set_to_none=True)
         found: list[dict[str, Tensor]] = []
-        for batch, weight in zip(batches, weights, strict=True):
+        for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
+            log.info("training: micro-batch %d of %d", number, len(batches))
             result = self.step(batch)
             loss, metrics = result if isinstance(result, tuple) else (result, {})
             (loss if weight == 1.0 else loss * weight).backward()
