@@ -225,6 +225,13 @@ class LogReporter(Reporter):
             self.console.print(completions_table(samples))
 
 
+class PatientReporter(LogReporter):
+    """Only what takes longer than ``QUIET_S``: for commands whose answer is all that is wanted."""
+
+    def changed(self, kind: str, words: str) -> None:
+        """Nothing is written for new words alone."""
+
+
 class JsonReporter(LogReporter):
     """One JSON object per event; a step's line is its line of ``metrics.jsonl``."""
 
@@ -304,12 +311,12 @@ class LiveReporter(Reporter):
         super().show_last()
 
 
-def reporter_on(console: Console, *, json: bool) -> Reporter:
-    """The reporter that suits the console."""
+def reporter_on(console: Console, *, json: bool, log: type[LogReporter] = LogReporter) -> Reporter:
+    """The reporter that suits the console; ``log`` where it is no terminal."""
     if json:
         return JsonReporter(console)
     live = console.is_terminal and not console.is_dumb_terminal
-    return LiveReporter(console) if live else LogReporter(console)
+    return LiveReporter(console) if live else log(console)
 
 
 def steps_table(
