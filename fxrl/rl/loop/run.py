@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fxrl.models.hf import no_progress_bars
 from fxrl.rl.config.dtype import settle
 from fxrl.rl.config.load import as_table, load_config
 from fxrl.rl.config.tables import TrainConfig
@@ -108,7 +109,8 @@ def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
 
     def write() -> None:
         final = str(run_dir / "final")
-        trainer.parts.model.save_pretrained(final)  # type: ignore[operator]
+        with no_progress_bars():
+            trainer.parts.model.save_pretrained(final)  # type: ignore[operator]
         trainer.parts.tokenizer.save_pretrained(final)
         (run_dir / "summary.json").write_text(jsonlib.dumps(values, indent=1) + "\n")
 

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from fxrl import TrainStep
+from fxrl.losses import FACTORIES
 from fxrl.rl.builtin_rewards import last_text
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
@@ -73,9 +74,10 @@ class TrainingIteration:
         with ExitStack() as standby:
             with clock.phase("release"):
                 standby.enter_context(parts.engine.standby())
-            with clock.phase("score"), self._doing("scoring") as say:
+            with clock.phase("score"), self._doing("scoring: making micro-batches") as say:
                 batches = self._batches(rollout, say)
-            with clock.phase("train"), self._doing("training"):
+            words = f"training: {len(batches)} micro-batches, {rollout.num_tokens} tokens"
+            with clock.phase("train"), self._doing(words):
                 updates = self._updates(batches)
             self.trained = True
             self.record |= mean_of(updates) | rollout.metrics
@@ -186,7 +188,8 @@ class Trainer:
         self._step_now: TrainingIteration | None = None
         self._reported = False
         self._save_due = False
-        self._drift = DriftWatch()
+        correction = config.loss.options.get("vllm_importance_sampling_correction", True)
+        self._drift = DriftWatch(bool(correction) if config.loss.name in FACTORIES else None)
         self._most_bytes: dict[str, int] = {}
 
     def resume(self, path: Path) -> None:

@@ -261,7 +261,8 @@ def _planned(records: Sequence[Table], notes: Table) -> list[tuple[str, str, str
     """What, as it was planned and as it was measured; memory is the most of any step."""
     plan, rows = _plan_of(notes), []
     memory = notes.get("memory")
-    for part in PHASES if isinstance(memory, dict) else ():
+    memory = memory if isinstance(memory, dict) else {}
+    for part in PHASES:
         if used := number(memory, part):
             planned = number(plan, "peak_gpu_bytes") if part == "train" else None
             rows.append((f"memory, {part}", _bytes(planned), format_bytes(used)))

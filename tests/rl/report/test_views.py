@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ import time
 import pytest
 from rich.console import Console
 
+from fxrl.cli import main
+from fxrl.engines.engine import Drawing
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.rl.report import progress
 from fxrl.rl.report.files import JsonLines, TensorBoard, read_lines
@@ -269,6 +272,49 @@ def test_tensorboard_has_every_finite_number(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["reward"]
     assert events.Scalars("reward")[0].value == 0.5
+
+
+def test_a_run_says_what_it_does_from_the_import_to_the_end(config_file, capsys):
+    """Each of it in a line, by micro-batch where there are several; a log has the same words."""
+    words = ["run_dir=out", "steps=2", "micro_batch_tokens=64", "save_every=1"]
+    assert main(["train", str(config_file), *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = [line.split(" s  ")[1] for line in lines if re.match(r" *[0-9.]+ s  ", line)]
+    kinds = [text.partition(":")[0] for text in told]
+    assert kinds == [
+        "importing PyTorch", "reading the configuration and the data",
+        "loading tiny", "planning", "generating", "judging", "scoring", "training", "saving",
+        "writing run.html",
+    ]  # fmt: skip
+    assert re.match(r"training: [2-9] micro-batches, \d+ tokens", told[kinds.index("training")])
+    assert [line for line in lines if line.startswith("step 1/2") and " left " in line]
+
+
+def test_micro_batches_are_told_one_by_one(config_file, monkeypatch):
+    said = []
+    monkeypatch.setattr(LogReporter, "changed", lambda self, kind, words: said.append(words))
+    words = ["run_dir=out", "steps=1", "micro_batch_tokens=64", "eval.size=0"]
+    assert main(["train", str(config_file), *words]) == 0
+    for what in ("scoring", "training"):
+        each = [re.fullmatch(what + r": micro-batch (\d) of (\d)", text) for text in said]
+        numbers = [(int(m[1]), int(m[2])) for m in each if m]
+        count = numbers[0][1]
+        assert count > 1
+        assert numbers == [(n, count) for n in range(1, count + 1)]
+
+
+def test_tokens_and_completions_are_told_while_they_are_drawn(caplog):
+    """At most once a second, however many there are."""
+    clock = Clock()
+    drawing = Drawing(8, clock)
+    with caplog.at_level(logging.INFO):
+        for ended in (0, 0, 0, 1, 2):
+            clock.now += 0.5
+            drawing.add(50, ended)
+    assert caplog.messages == [
+        "generating: 0 of 8 completions, 100 tokens/s",
+        "generating: 1 of 8 completions, 100 tokens/s",
+    ]
 
 
 def test_what_compiles_is_told_while_a_stage_lasts():
