@@ -280,8 +280,10 @@ class LiveReporter(Reporter):
         views: list[Any] = []
         for words, since in self.open[-1:]:
             now = self.clock()
-            text = f"{words}  {now - since:.0f} s  ({now - self.start:.0f} s in all)"
-            self._spinner.update(text=Text(text, no_wrap=True, overflow="ellipsis"))
+            times = f"  {now - since:.0f} s  ({now - self.start:.0f} s in all)"
+            text = Text(words.replace("\n", " "))
+            text.truncate(self.console.width - len(times) - 3, overflow="ellipsis")
+            self._spinner.update(text=text + times)
             views.append(self._spinner)
         if self.total:
             views.append(self._bar())

@@ -190,6 +190,9 @@ def test_a_terminal_shows_the_innermost_stage_and_its_seconds():
             say("compiling: 1 of 2")
             assert "compiling: 1 of 2  4 s" in seen()
         assert "training  7 s" in seen()
+    with reporter.stage(f"converting to {'/a/long/path' * 20}"):
+        [line] = seen().strip().splitlines()
+        assert line.endswith("…  0 s  (7 s in all)"), "words give way, seconds do not"
     assert seen().strip() == ""
 
 
