@@ -97,7 +97,7 @@ class TrainingIteration:
             self.record["tokens_per_second"] = self.rollout.num_completion_tokens / seconds
         self.record |= {f"engine/{k}_s": v for k, v in self.parts.engine.timings.items()}
         if self.device.type == "cuda":
-            self.record["memory/peak_bytes"] = max(self.clock.bytes.values())
+            self.record["memory/peak_bytes"] = max(self.clock.bytes.values(), default=0)
 
     def _take(self, count: int) -> list[Row]:
         rows = self.parts.questions.split.train

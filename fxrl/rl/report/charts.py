@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 WIDTH, HEIGHT = 440, 220
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24  # around the plot: room for the numbers at its axes
+LEFT, RIGHT, TOP, BOTTOM = 62, 10, 10, 24  # around the plot: room for the numbers at its axes
 MOST_POINTS = 240
 """Where there are more steps, neighbours share a point, which is their mean."""
 CUT_ABOVE = 2.5

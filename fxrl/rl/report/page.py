@@ -244,7 +244,7 @@ def _reward_chart(records: Sequence[Table]) -> Chart | None:
         band = {"low": rewards[at] - spread, "high": rewards[at] + spread}
         mean = statistics.fmean(rewards[max(0, at + 1 - window) : at + 1])
         shown.append({**record, **band, "mean": mean})
-    lines = [Line("reward, ± its spread in a group", "reward", "low", "high", "c0")]
+    lines = [Line("reward ± spread in a group", "reward", "low", "high", "c0")]
     if window > 1:
         lines[0] = replace(lines[0], style="thin c0")
         lines.append(Line(f"mean of {window} steps", "mean", style="c0"))
@@ -343,7 +343,7 @@ def _values(records: Sequence[Table], key: str) -> list[float]:
 
 
 def _plain(value: float) -> str:
-    return f"{value:.4g}"
+    return f"{value:.6g}"
 
 
 def _short(value: float | None) -> str:

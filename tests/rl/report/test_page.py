@@ -200,6 +200,6 @@ def test_a_browser_opens_it(tmp_path):
     title = done.stdout.partition("<title>")[2].partition("</title>")[0]
     assert title.startswith("&lt;/script&gt;")
     page = Page(done.stdout)
-    assert "step 4: reward, ± its spread in a group 1" in page.text
+    assert "step 4: reward ± spread in a group 1" in page.text
     assert page.elements.count("script") == 1
     assert page.elements.count("figure") == 2
