@@ -30,9 +30,9 @@ def explain(args: Args) -> int:
 
 def plan(args: Args) -> int:
     """Prints the plan, or what two plans differ in."""
-    from fxrl.cli import inputs
-
     if args.model == "diff":
+        from fxrl.cli import inputs
+
         before, after = inputs.two_plans(args.files)
         show.plan_difference(before, after, as_json=args.json)
         return 0

@@ -17,6 +17,7 @@ MOST_POINTS = 240
 """Where there are more steps, neighbours share a point, which is their mean."""
 CUT_ABOVE = 2.5
 """A bar this many times as high as nearly all others would flatten them: it is cut, and says so."""
+COLOURS = 8  # of the palette in page.css
 LARGEST = 1e100  # sums and differences of smaller numbers are finite
 
 Record = Mapping[str, Any]
@@ -112,11 +113,14 @@ def line_chart(
     for at, ((line, points), (low, high)) in enumerate(zip(drawn, bands, strict=True)):
         if points:
             read = [(round(x(s), 1), f"{s:.0f}", form(v)) for s, v in points]
-            style = line.style or f"c{at}"
+            style = line.style or f"c{at % COLOURS}"
             area = _path([*high, *reversed(low)], x, y) + "Z" if low else ""
             marks.append(Mark(line.name, style, _path(points, x, y), area, read))
     legend = [(mark.name, mark.style) for mark in marks]
-    return Chart(title, _ticks(x, "{:.0f}".format, whole=True), _ticks(y, form), marks, [], legend)
+    each = max(_sharing(len(list(_pairs(records, line.key)))) for line in lines)
+    note = f"Each point is the mean of {each} steps." if each > 1 else ""
+    x_ticks = _ticks(x, "{:.0f}".format, whole=True)
+    return Chart(title, x_ticks, _ticks(y, form), marks, [], legend, note)
 
 
 def bar_chart(

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -128,9 +127,14 @@ def _template() -> Template:
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = (folder / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment.globals |= {"style": Markup(style), "script": Markup(script)}
-    environment.globals |= {"script_hash": f"sha256-{digest}"}
-    environment.globals |= {"width": WIDTH, "height": HEIGHT, "left": LEFT}
+    environment.globals |= {
+        "style": Markup(style),
+        "script": Markup(script),
+        "script_hash": f"sha256-{digest}",
+        "width": WIDTH,
+        "height": HEIGHT,
+        "left": LEFT,
+    }
     return environment.get_template("page.html")
 
 
@@ -198,7 +202,8 @@ def _figures(records: Sequence[Table]) -> list[tuple[str, str]]:
 def _groups(records: Sequence[Table], notes: Table) -> list[tuple[str, list[Chart]]]:
     """Heading and pictures; what a run did not measure is not there."""
     functions = sorted({k for r in records for k in r if re.fullmatch("rewards/.*/mean", k)})
-    by_function = [Line(key.split("/")[1], key) for key in functions]
+    names = (key.removeprefix("rewards/").removesuffix("/mean") for key in functions)
+    by_function = [Line(name, key) for name, key in zip(names, functions, strict=True)]
     reward = {"rewards by function": by_function} if len(functions) > 1 else {}
     seconds = {name: f"time/{name}" for name in PHASES}
     groups = {
@@ -360,43 +365,45 @@ def _seconds(value: float) -> str:
 
 def _lines(path: Path) -> list[Table]:
     """The lines of a JSON lines file that are tables with a step; others are passed over."""
-    lines = (line for line in _read(path) if number(line, "step") is not None)
+    lines = (line for line in _tables(_texts(path)) if number(line, "step") is not None)
     return [line for line in lines if isinstance(line["step"], int)]
 
 
 def _table(path: Path) -> Table:
     """A JSON file's table; empty where there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return next(_tables(["".join(_texts(path))]), {})
 
 
-def _read(path: Path) -> Iterator[Table]:
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for text in lines:
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(line, dict):
-                yield line
+def _tables(texts: Iterable[str]) -> Iterator[Table]:
+    """Those of the texts that are tables in JSON."""
+    for text in texts:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            yield found
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """A file's lines; none where no file is, or a link, which a stranger may have put there."""
+    if path.is_file() and not path.is_symlink():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield from lines
 
 
 def _write(path: Path, text: str) -> None:
     """All of it or nothing; a link that stands there is replaced, not followed."""
+    work = path.with_name(f".{path.name}.{os.getpid()}")
 
     def write() -> None:
-        handle, work = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        work.unlink(missing_ok=True)
         try:
-            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            with work.open("x", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
             os.replace(work, path)
         except BaseException:
-            Path(work).unlink(missing_ok=True)
+            work.unlink(missing_ok=True)
             raise
 
     try_to_write(write, str(path))

@@ -133,6 +133,7 @@ def test_a_long_run_stays_a_small_file(tmp_path):
     assert "step 1: rewards" in page.text
     assert "step 3000: rewards" in page.text
     assert "(1000 more characters)" in page.text
+    assert "Each point is the mean of 13 steps." in page.text
     assert page.text.count("more characters") * 2000 * len("&lt;") < 2 * SAMPLE_BYTES
 
 
@@ -181,6 +182,9 @@ def test_a_link_in_the_folder_is_not_followed(tmp_path):
     write_page(folder)
     assert outside.read_text() == "mine"
     assert not (folder / "run.html").is_symlink()
+    outside.write_text('{"secret": "of the reader"}')
+    (folder / "config.json").symlink_to(outside)
+    assert "of the reader" not in page_of(folder).text
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
