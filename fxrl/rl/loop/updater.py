@@ -95,6 +95,7 @@ class Updater:
             log.info("training: micro-batch %d of %d", number, len(batches))
             result = self.step(batch)
             loss, metrics = result if isinstance(result, tuple) else (result, {})
+            log.info("training: micro-batch %d of %d, backward", number, len(batches))
             (loss if weight == 1.0 else loss * weight).backward()
             found.append({"loss": loss.detach()} | {k: v.detach() for k, v in metrics.items()})
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
