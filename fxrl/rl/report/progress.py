@@ -65,7 +65,12 @@ class _Told(logging.Handler):
         self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._say(record.getMessage())
+        """Warnings go where they would go without this handler, whose presence alone keeps Python
+        from writing them to stderr."""
+        if record.levelno <= logging.INFO:
+            self._say(record.getMessage())
+        elif not logging.getLogger().handlers and logging.lastResort is not None:
+            logging.lastResort.handle(record)
 
 
 @contextmanager

@@ -277,6 +277,16 @@ def test_tensorboard_has_every_finite_number(tmp_path):
     assert events.Scalars("reward")[0].value == 0.5
 
 
+def test_a_warning_is_not_lost_in_what_is_being_done(monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    said = []
+    with told("fxrl", said.append):
+        logging.getLogger("fxrl.models.load").warning("weights of 4 bits")
+        logging.getLogger("fxrl.models.load").info("converting")
+    assert said == ["converting"]
+    assert "weights of 4 bits" in capsys.readouterr().err
+
+
 def test_a_run_says_what_it_does_from_the_import_to_the_end(config_file, capsys):
     """Each of it in a line, by micro-batch where there are several; a log has the same words."""
     words = ["run_dir=out", "steps=2", "micro_batch_tokens=64", "save_every=1"]
