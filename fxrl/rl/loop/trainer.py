@@ -76,8 +76,8 @@ class TrainingIteration:
                 standby.enter_context(parts.engine.standby())
             with clock.phase("score"), self._doing("scoring: making micro-batches") as say:
                 batches = self._batches(rollout, say)
-            words = f"training: {len(batches)} micro-batches, {rollout.num_tokens} tokens"
-            with clock.phase("train"), self._doing(words):
+            words = f"{rollout.num_tokens} tokens in micro-batches: {len(batches)}"
+            with clock.phase("train"), self._doing(f"training: {words}"):
                 updates = self._updates(batches)
             self.trained = True
             self.record |= mean_of(updates) | rollout.metrics

@@ -299,7 +299,8 @@ def test_a_run_says_what_it_does_from_the_import_to_the_end(config_file, capsys)
         "loading tiny", "planning", "generating", "judging", "scoring", "training", "saving",
         "writing run.html",
     ]  # fmt: skip
-    assert re.match(r"training: [2-9] micro-batches, \d+ tokens", told[kinds.index("training")])
+    training = told[kinds.index("training")]
+    assert re.fullmatch(r"training: \d+ tokens in micro-batches: [2-9]", training)
     assert [line for line in lines if line.startswith("step 1/2") and " left " in line]
 
 
