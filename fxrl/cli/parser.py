@@ -34,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     _dump(commands)
     _verify(commands)
     _train(commands)
+    _report_run(commands)
     _bench(commands)
     _doctor(commands)
     _fetch_model(commands)
@@ -194,9 +195,9 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "train",
         "train with GRPO as a TOML file says",
-        about="Writes metrics.jsonl, checkpoints, TensorBoard events, the reward curve and the\n"
-        "steps' times to run_dir. Ctrl-C saves a checkpoint and stops; so does whatever fails:\n"
-        "the engine, a reward function (reward.timeout_s limits its calls), a full disk. A closed\n"
+        about="Writes metrics.jsonl, checkpoints, TensorBoard events and run.html, which shows\n"
+        "all of it, to run_dir. Ctrl-C saves a checkpoint and stops; so does whatever fails: the\n"
+        "engine, a reward function (reward.timeout_s limits its calls), a full disk. A closed\n"
         "terminal stops nothing: the run goes on and writes to run_dir/train.log.\n\n"
         "engine=torch samples with the trained model itself. engine=vllm runs vLLM in this\n"
         "process over the same weights (pip install 'fxrl[vllm]'); [vllm] sets it up.",
@@ -245,6 +246,19 @@ class _PrintSchema(argparse.Action):
 
         print(json.dumps(json_schema(), indent=1))
         parser.exit()
+
+
+def _report_run(commands: Commands[argparse.ArgumentParser]) -> None:
+    sub = _command(
+        commands,
+        "report-run",
+        "write run.html of a run that is finished or still running",
+        about="One file that needs no network: rewards, KL, entropy, lengths, drift, time and\n"
+        "memory by part, plan and measurement, sample completions, what fxrl did, the config.\n"
+        "fxrl train writes it too, at every checkpoint and at the end.",
+        examples="  fxrl report-run runs/a",
+    )
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
 
 
 def _bench(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -289,10 +289,18 @@ def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
             seed=config.seed,
         )
     if wanted.gradient_checkpointing:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        _checkpoint(model)
         if wanted.lora is not None:
             model.enable_input_require_grads()  # type: ignore[operator]
     return model.train()
+
+
+def _checkpoint(model: Any) -> None:
+    """Activation checkpointing, by its name in whichever transformers is installed; without the
+    KV cache, which transformers would switch off with a warning at the first batch."""
+    new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    getattr(model, new if hasattr(model, new) else old)()
+    model.config.use_cache = False
 
 
 def pick_device(name: str) -> torch.device:

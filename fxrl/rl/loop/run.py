@@ -33,7 +33,7 @@ from fxrl.rl.loop.outlook import outlook
 from fxrl.rl.loop.trainer import Trainer
 from fxrl.rl.report.files import METRICS, Tell, read_lines, try_to_write, why
 from fxrl.rl.report.hub import HubPush
-from fxrl.rl.report.plots import plot_curves, plot_times
+from fxrl.rl.report.page import PAGE, note, versions
 from fxrl.rl.report.progress import Reporter
 from fxrl.rl.report.trackers import trackers
 
@@ -176,8 +176,11 @@ def _trained(trainer: Trainer, task: Task, reporter: Reporter) -> Outcome:
             trainer.resume(task.found, accept_changes=task.accept_changes)
             reporter.message(f"resumed at step {trainer.done} from {task.found}")
         with reporter.stage("planning: memory of rollout and update"):
+            said = []
             for line in outlook(config, parts):
+                said.append(line)
                 reporter.message(line)
+        note(trainer.run_dir, reporter.message, versions=versions(), outlook=said)
         reporter.begin(config.steps, trainer.done)
         with stop_on_signal(lambda name: reporter.message(_stopping(name))) as stop:
             trainer.run(reporter, stop)
@@ -213,8 +216,9 @@ def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> Outcome:
         {name: value for name, value in line.items() if isinstance(value, int | float)}
         for line in read_lines(run_dir / METRICS)
     ]
-    with reporter.stage("drawing the curves"):
-        _draw(records, trainer, reporter)
+    with reporter.stage(f"writing {PAGE}"):
+        _write_ledger(trainer, reporter)
+        trainer.write_page(reporter)
     values = summarize(records, trainer)
     outcome = Outcome(0, values, trainer.parts.model, trainer.parts.tokenizer)
     asked = trainer.parts.events.control.should_training_stop
@@ -240,17 +244,11 @@ def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> Outcome:
     return outcome
 
 
-def _draw(records: Sequence[dict[str, Any]], trainer: Trainer, reporter: Reporter) -> None:
-    """The curves; without room on the disk the run goes on without them."""
-    run_dir, title = trainer.run_dir, f"{trainer.config.model.name}: {trainer.run_dir.name}"
+def _write_ledger(trainer: Trainer, reporter: Reporter) -> None:
     try:
         trainer.write_ledger()
-        if records:
-            plot_curves(records, run_dir / "reward_curve.png", title)
-            plot_times(records, run_dir / "time_breakdown.png", title)
-    # Pictures of whatever metrics.jsonl holds: none is worth the trained model, which comes after.
-    except Exception as error:
-        reporter.message(f"{run_dir}: {why(error)}; the curves are not drawn")
+    except (OSError, FxrlError) as error:
+        reporter.message(f"{trainer.run_dir}: {why(error)}; the ledger is not written")
 
 
 def summarize(records: Sequence[dict[str, Any]], trainer: Trainer) -> dict[str, Any]:
@@ -274,7 +272,7 @@ def summarize(records: Sequence[dict[str, Any]], trainer: Trainer) -> dict[str, 
         "seconds": sum(times),
         "updates skipped": trainer.parts.updater.num_skipped,
         "model": str(trainer.run_dir / "final"),
-        "curve": str(trainer.run_dir / "reward_curve.png"),
+        "page": str(trainer.run_dir / PAGE),
     }
 
 

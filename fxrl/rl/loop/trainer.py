@@ -12,7 +12,9 @@ there, or calls ``sys.exit``, leaves a checkpoint of that step.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +24,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxrl import TrainStep
 from fxrl.errors import ConfigError
 from fxrl.files import write_text
+from fxrl.losses import FACTORIES
 from fxrl.rl.builtin_rewards import last_text
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
@@ -35,7 +39,8 @@ from fxrl.rl.loop.build import RunParts
 from fxrl.rl.loop.fingerprint import check_unchanged, of_tokenizer, of_weights
 from fxrl.rl.loop.interrupt import StopRequest
 from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, keep_trying, why
-from fxrl.rl.report.progress import Reporter, told
+from fxrl.rl.report.page import note, try_to_write_page
+from fxrl.rl.report.progress import Reporter, Say, told
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.rollout.rollouter import RewardWatch, evaluate
 from fxrl.rl.types import Batch, Metrics, Rollout, Row, TrainerState
@@ -43,9 +48,6 @@ from fxrl.rl.types import Batch, Metrics, Rollout, Row, TrainerState
 
 class TrainingIteration:
     """TrainingIteration ``number`` of a run.
-
-    Args:
-        first: of this process, so the train step is captured in it.
 
     Attributes:
         updated: a weight has changed.
@@ -55,8 +57,8 @@ class TrainingIteration:
         engine_state: the sampler's, after them.
     """
 
-    def __init__(self, config: TrainConfig, parts: RunParts, number: int, *, first: bool) -> None:
-        self.config, self.parts, self.number, self.first = config, parts, number, first
+    def __init__(self, config: TrainConfig, parts: RunParts, number: int) -> None:
+        self.config, self.parts, self.number = config, parts, number
         self.device = next(parts.model.parameters()).device
         self.clock = Clock(self.device)
         self.updated = self.trained = False
@@ -77,12 +79,10 @@ class TrainingIteration:
         with ExitStack() as standby:
             with clock.phase("release"):
                 standby.enter_context(parts.engine.standby())
-            with clock.phase("score"), parts.stage("scoring: micro-batches, old log-probs"):
-                batches = self._batches(rollout)
-            tokens = f"{rollout.num_tokens} tokens"
-            first = ", and the step is captured" if self.first else ""
-            words = f"training: {tokens}{first}"
-            with clock.phase("train"), parts.stage(words) as say, told("fxrl.compile", say):
+            with clock.phase("score"), self._doing("scoring: making micro-batches") as say:
+                batches = self._batches(rollout, say)
+            words = f"{rollout.num_tokens} tokens in micro-batches: {len(batches)}"
+            with clock.phase("train"), self._doing(f"training: {words}"):
                 updates = self._updates(batches)
             self.trained = True
             self.record |= mean_of(updates) | rollout.metrics
@@ -102,7 +102,7 @@ class TrainingIteration:
             self.record["tokens_per_second"] = self.rollout.num_completion_tokens / seconds
         self.record |= {f"engine/{k}_s": v for k, v in self.parts.engine.timings.items()}
         if self.device.type == "cuda":
-            self.record["memory/peak_bytes"] = torch.cuda.max_memory_allocated()
+            self.record["memory/peak_bytes"] = max(self.clock.bytes.values(), default=0)
 
     def _take(self, count: int) -> list[Row]:
         rows = self.parts.questions.split.train
@@ -111,7 +111,13 @@ class TrainingIteration:
     def _state(self) -> TrainerState:
         return TrainerState(self.number, self.config.steps, self.parts.stream.epoch)
 
-    def _batches(self, rollout: Rollout) -> list[Batch]:
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[Say]:
+        """``Stage``, in which captures, compilations and micro-batches are told."""
+        with self.parts.stage(what) as say, told("fxrl", say):
+            yield say
+
+    def _batches(self, rollout: Rollout, say: Say) -> list[Batch]:
         """Micro-batches with the log-probabilities that the loss compares with."""
         completions = [drawn.completion for drawn in rollout.drawn]
         lengths = [(len(c.prompt_token_ids), len(c.token_ids)) for c in completions]
@@ -130,7 +136,8 @@ class TrainingIteration:
         batches = make(plan)
         self.record["padding/fraction"] = padding_fraction(lengths, plan)
         self.record["padding/micro_batches"] = len(plan)
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
+            say(f"scoring: micro-batch {number} of {len(batches)}")
             if self.parts.old_policy is not None:
                 batch["old_logps"] = self.parts.old_policy(batch)
             if self.parts.reference is not None:
@@ -194,8 +201,11 @@ class Trainer:
         self._reported = False
         self._save_due = False
         self._written = 0  # the last step in metrics.jsonl
-        self._drift, self._idle = DriftWatch(), RewardWatch()
+        correction = config.loss.options.get("vllm_importance_sampling_correction", True)
+        self._drift = DriftWatch(bool(correction) if config.loss.name in FACTORIES else None)
+        self._idle = RewardWatch()
         self._former_end: int | None = None  # `steps` of the run that is resumed
+        self._most_bytes: dict[str, int] = {}
 
     def resume(self, path: Path, *, accept_changes: bool = False) -> None:
         """Goes on from a checkpoint; begins a branch where it is not the last one of ``run_dir``.
@@ -305,6 +315,7 @@ class Trainer:
                 path = self.save()
                 self._save_due = False
                 events("on_save", self.now(), path=path)
+                self.write_page(reporter)
             except StorageError as error:
                 self._save_due = True
                 reporter.message(f"{error}; the run goes on, and tries again after the next step")
@@ -394,18 +405,19 @@ class Trainer:
                 f"step {number} failed, and its state could not be saved: {why(failure)}"
             )
             return
+        self.write_page(reporter)
         text = f"step {number} failed{which} is in {saved}".replace(" ;", ";")
         error.add_note(f"{text}; go on with --resume run_dir={self.run_dir}")
 
     def _step(self) -> tuple[dict[str, Any], Rollout]:
         number, events = self.done + 1, self.parts.events
         events("on_step_begin", self.now())
-        step = self._step_now = TrainingIteration(
-            self.config, self.parts, number, first=not self._reported
-        )
+        step = self._step_now = TrainingIteration(self.config, self.parts, number)
         rollout = step.run()
         self.num_tokens += rollout.num_tokens
         self.done = number
+        for phase, used in step.clock.bytes.items():
+            self._most_bytes[phase] = max(used, self._most_bytes.get(phase, 0))
         record = step.record
         record |= {"num_tokens": self.num_tokens, "epoch": self.parts.stream.epoch}
         if number == 1:
@@ -448,6 +460,11 @@ class Trainer:
             "eval/majority_baseline": found["eval/majority_baseline"],
         }
 
+    def write_page(self, reporter: Reporter) -> None:
+        """``run.html``, of all that is on disk by now."""
+        note(self.run_dir, reporter.message, memory=self._most_bytes)
+        try_to_write_page(self.run_dir, reporter.message)
+
     def write_ledger(self) -> None:
         """``ledger.json``: the engine's account of the GPU's memory, an entry per transition.
 
@@ -460,9 +477,12 @@ class Trainer:
 
     def _tell_report(self, reporter: Reporter) -> None:
         """Once per process, when the first step has been captured."""
-        report = getattr(self.parts.updater.step, "report", None)
-        if report is not None and not self._reported:
-            reporter.report(report)
+        step = self.parts.updater.step
+        if isinstance(step, TrainStep) and not self._reported:
+            reporter.report(step.report)
+            remarks = [dataclasses.asdict(remark) for remark in step.report.remarks]
+            plan = json.loads(step.plan.to_json())
+            note(self.run_dir, reporter.message, report=remarks, plan=plan)
         self._reported = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ from fxrl.rl.errors import LossError, NonFiniteError, raised_at, shown
 from fxrl.rl.loop.batching import micro_batch_weights
 from fxrl.rl.process_state import ProcessState
 from fxrl.rl.types import Batch, Metrics
+
+log = logging.getLogger(__name__)
 
 
 def build_optimizer(
@@ -135,8 +138,9 @@ class Updater:
         weights, shares = micro_batch_weights(self.loss.normalize, self.loss.name, batches)
         self.optimizer.zero_grad(set_to_none=True)
         found: list[dict[str, Tensor]] = []
-        for batch, weight in zip(batches, weights, strict=True):
-            found.append(self._one_backward(batch, weight))
+        for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
+            doing = f"training: micro-batch {number} of {len(batches)}"
+            found.append(self._one_backward(batch, weight, doing))
             if found[-1].keys() != found[0].keys():
                 differing = sorted(found[-1].keys() ^ found[0].keys())
                 raise LossError(
@@ -150,12 +154,14 @@ class Updater:
         merged = merge_metrics(list(found[0])[1:], [row[1:] for row in rows], weights, shares)
         return math.fsum(losses), norm_value, merged
 
-    def _one_backward(self, batch: Batch, weight: float) -> dict[str, Tensor]:
+    def _one_backward(self, batch: Batch, weight: float, doing: str) -> dict[str, Tensor]:
         """Adds a micro-batch's gradients; ``loss``, then the metrics, as tensors."""
         try:
             with self.process.kept():
+                log.info("%s", doing)
                 result = self.step(batch)
                 loss, metrics = checked_result(result, self._named_loss())
+                log.info("%s, backward", doing)
                 torch.autograd.backward(loss if weight == 1.0 else loss * weight)
         except KeyboardInterrupt:
             raise

@@ -20,20 +20,19 @@ from __future__ import annotations
 import math
 import queue
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
 import torch
 
 from fxrl.engines import Completion, Engine, GenerateTimeoutError, SamplingParams
-from fxrl.engines.engine import OnFinished
 from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
 from fxrl.rl.config.tables import SamplingConfig, TrainConfig
 from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
 from fxrl.rl.data.rewards import Background, Reward, call_all, combine
-from fxrl.rl.report.progress import Say, Stage, jsonable
+from fxrl.rl.report.progress import Stage, jsonable, told
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.types import Drawn, Metrics, Rollout, Row, TrainerState
 
@@ -171,10 +170,13 @@ class Rollouter:
         prompts = [self.builder.prompt(row) for row in rows]
         before = dict(self.engine.timings)
         total = len(rows) * params.n
-        with clock.phase("generate"), self.stage(f"generating: {total} completions") as say:
+        with ExitStack() as doing:
+            doing.enter_context(clock.phase("generate"))
+            say = doing.enter_context(self.stage(f"generating: {total} completions"))
+            doing.enter_context(told("fxrl.engines.engine", say))
             ids = [self.builder.encode(prompt) for prompt in prompts]
             judge, groups = self._generate(
-                ids, params, lambda: Judge(rows, prompts, self.rewards, self.tokenizer, state), say
+                ids, params, lambda: Judge(rows, prompts, self.rewards, self.tokenizer, state)
             )
         # Times that are not of this call stay in ``timings`` as they were.
         new = {k: v for k, v in self.engine.timings.items() if before.get(k) != v}
@@ -197,14 +199,12 @@ class Rollouter:
         ids: Sequence[list[int]],
         params: SamplingParams,
         new_judge: Callable[[], Judge],
-        say: Say,
     ) -> tuple[Judge, list[list[Completion]]]:
         """Draws, again where that took too long; each try draws the same."""
         for left in reversed(range(self.config.engine_retries + 1)):
             judge, sampler = new_judge(), self.engine.state_dict()
-            finished = _counted(judge.finished, len(ids) * params.n, say)
             try:
-                return judge, self.engine.generate(ids, params, on_finished=finished)
+                return judge, self.engine.generate(ids, params, on_finished=judge.finished)
             except GenerateTimeoutError as error:
                 judge.abandon()
                 if not left:
@@ -273,20 +273,6 @@ class Rollouter:
             return list(drawn)
         groups = [drawn[first : first + num] for first in range(0, len(drawn), num)]
         return [d for group in groups if _differ([d.total for d in group]) for d in group]
-
-
-def _counted(told: OnFinished, total: int, say: Say) -> OnFinished:
-    """``told``, and ``say`` how many completions are there and how fast their tokens come."""
-    start = time.perf_counter()
-    lengths: list[int] = []
-
-    def finished(prompt: int, completions: list[Completion]) -> None:
-        told(prompt, completions)
-        lengths.extend(len(completion.token_ids) for completion in completions)
-        speed = sum(lengths) / (time.perf_counter() - start)
-        say(f"generating: {len(lengths)} of {total} completions, {speed:.0f} tokens/s")
-
-    return finished
 
 
 def _differ(totals: Sequence[float]) -> bool:

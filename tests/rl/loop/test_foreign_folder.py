@@ -29,7 +29,7 @@ def outside(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["metrics.jsonl", ".metrics.jsonl.writing", "config.json", "reward_curve.png", "summary.json"],
+    ["metrics.jsonl", ".metrics.jsonl.writing", "config.json", "run.html", "summary.json"],
 )
 def test_links_in_place_of_files_are_refused_before_anything_is_loaded(
     config_file, outside, capsys, name
@@ -62,7 +62,7 @@ def test_a_link_that_appears_while_the_run_goes_on_is_not_followed(config_file, 
     (config_file.parent / "toy_rewards.py").write_text(
         "from pathlib import Path\n"
         "def even(completions, **columns):\n"
-        "    link = Path('run/reward_curve.png')\n"
+        "    link = Path('run/run.html')\n"
         f"    link.is_symlink() or link.symlink_to({str(outside / 'file')!r})\n"
         "    Path('run/final').mkdir(exist_ok=True)\n"
         "    link = Path('run/final/adapter_config.json')\n"
@@ -70,7 +70,7 @@ def test_a_link_that_appears_while_the_run_goes_on_is_not_followed(config_file, 
         "    return [float(len(text)) for text in completions]\n"
     )
     assert train(config_file, "steps=1") == 0
-    assert "reward_curve.png is a link" in told(capsys)
+    assert "run.html is a link" in told(capsys)
     assert (config_file.parent / "run" / "final" / "adapter_config.json").is_file()
 
 
