@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 
 from fxrl.errors import ConfigError
 from fxrl.models import load_model, tiny_tokenizer
@@ -72,6 +73,9 @@ def test_a_model_itself_and_a_configuration_object(config_file, tables):
     assert numbers("python") == numbers("cli")
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
     assert any("lora" in name for name, _ in result.model.named_parameters())
+    # No folder or hub has this model, so the run keeps it for those who load the adapter.
+    loaded = AutoPeftModelForCausalLM.from_pretrained("python/final").state_dict()
+    assert all(torch.equal(loaded[n], p) for n, p in result.model.state_dict().items())
 
 
 def test_full_fine_tuning_of_a_model_itself(tables):

@@ -30,7 +30,7 @@ from fxrl.rl.loop.fingerprint import check_unchanged
 from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
 from fxrl.rl.loop.lock import LOCK, hold
 from fxrl.rl.loop.outlook import outlook
-from fxrl.rl.loop.trainer import Trainer
+from fxrl.rl.loop.trainer import TrainingLoop
 from fxrl.rl.report.files import METRICS, Tell, read_lines, try_to_write, why
 from fxrl.rl.report.hub import HubPush
 from fxrl.rl.report.page import PAGE, note, versions
@@ -155,43 +155,42 @@ def run(task: Task, reporter: Reporter) -> Outcome:
     try_to_write(lambda: _start_folder(config, run_dir, new=task.found is None), str(run_dir))
     seed_everything(config.seed)
     parts = build_parts(config, task.questions, run_dir, reporter, task.callbacks)
-    trainer = Trainer(config, parts, run_dir)
+    loop = TrainingLoop(config, parts, run_dir)
     try:
-        outcome = _trained(trainer, task, reporter)
+        outcome = _trained(loop, task, reporter)
     except BaseException as error:
         try:
-            parts.events("on_train_end", trainer.now(), error=error, final=None)
+            parts.events("on_train_end", loop.now(), error=error, final=None)
         except FxrlError as another:
             error.add_note(str(another))
         raise
     final = run_dir / "final" if outcome.exit_code == 0 else None
-    parts.events("on_train_end", trainer.now(), error=None, final=final)
+    parts.events("on_train_end", loop.now(), error=None, final=final)
     return outcome
 
 
-def _trained(trainer: Trainer, task: Task, reporter: Reporter) -> Outcome:
-    config, parts = trainer.config, trainer.parts
+def _trained(loop: TrainingLoop, task: Task, reporter: Reporter) -> Outcome:
+    config, parts = loop.config, loop.parts
     try:
         if task.found is not None:
-            trainer.resume(task.found, accept_changes=task.accept_changes)
-            reporter.message(f"resumed at step {trainer.done} from {task.found}")
+            loop.resume(task.found, accept_changes=task.accept_changes)
+            reporter.message(f"resumed at step {loop.done} from {task.found}")
         with reporter.stage("planning: memory of rollout and update"):
             said = []
             for line in outlook(config, parts):
                 said.append(line)
                 reporter.message(line)
-        note(trainer.run_dir, reporter.message, versions=versions(), outlook=said)
-        reporter.begin(config.steps, trainer.done)
+        note(loop.run_dir, reporter.message, versions=versions(), outlook=said)
+        reporter.begin(config.steps, loop.done)
         with stop_on_signal(lambda name: reporter.message(_stopping(name))) as stop:
-            trainer.run(reporter, stop)
+            loop.run(reporter, stop)
     finally:
         parts.engine.close()
     try:
-        return _finish(trainer, stop, reporter)
+        return _finish(loop, stop, reporter)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         error.add_note(
-            f"what step {trainer.done} reached is saved; go on with --resume "
-            f"run_dir={trainer.run_dir}"
+            f"what step {loop.done} reached is saved; go on with --resume run_dir={loop.run_dir}"
         )
         raise
 
@@ -210,23 +209,23 @@ def _start_folder(config: TrainConfig, run_dir: Path, *, new: bool) -> None:
     write_text(run_dir / CONFIG, jsonlib.dumps(as_table(config), indent=1) + "\n")
 
 
-def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> Outcome:
-    config, run_dir = trainer.config, trainer.run_dir
+def _finish(loop: TrainingLoop, stop: StopRequest, reporter: Reporter) -> Outcome:
+    config, run_dir = loop.config, loop.run_dir
     records = [
         {name: value for name, value in line.items() if isinstance(value, int | float)}
         for line in read_lines(run_dir / METRICS)
     ]
     with reporter.stage(f"writing {PAGE}"):
-        _write_ledger(trainer, reporter)
-        trainer.write_page(reporter)
-    values = summarize(records, trainer)
-    outcome = Outcome(0, values, trainer.parts.model, trainer.parts.tokenizer)
-    asked = trainer.parts.events.control.should_training_stop
-    if trainer.done < config.steps and asked:
-        reporter.message(f"a callback ended the run after step {trainer.done} of {config.steps}")
-    elif trainer.done < config.steps:
+        _write_ledger(loop, reporter)
+        loop.write_page(reporter)
+    values = summarize(records, loop)
+    outcome = Outcome(0, values, loop.parts.model, loop.parts.tokenizer)
+    asked = loop.parts.events.control.should_training_stop
+    if loop.done < config.steps and asked:
+        reporter.message(f"a callback ended the run after step {loop.done} of {config.steps}")
+    elif loop.done < config.steps:
         reporter.message(
-            f"stopped after step {trainer.done} of {config.steps}; go on with --resume "
+            f"stopped after step {loop.done} of {config.steps}; go on with --resume "
             f"run_dir={run_dir}"
         )
         return outcome._replace(exit_code=stop.exit_code)
@@ -234,45 +233,45 @@ def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> Outcome:
     def write() -> None:
         with replacing_folder(run_dir / "final") as final:
             with no_progress_bars():
-                trainer.parts.model.save_pretrained(str(final))  # type: ignore[operator]
-            trainer.parts.tokenizer.save_pretrained(str(final))
+                loop.parts.model.save_pretrained(str(final))  # type: ignore[operator]
+            loop.parts.tokenizer.save_pretrained(str(final))
         write_text(run_dir / "summary.json", jsonlib.dumps(values, indent=1) + "\n")
 
     with reporter.stage("saving: the trained model"):
-        trainer.for_sure(write, "the trained model", reporter)
+        loop.for_sure(write, "the trained model", reporter)
     reporter.summary(values)
     return outcome
 
 
-def _write_ledger(trainer: Trainer, reporter: Reporter) -> None:
+def _write_ledger(loop: TrainingLoop, reporter: Reporter) -> None:
     try:
-        trainer.write_ledger()
+        loop.write_ledger()
     except (OSError, FxrlError) as error:
-        reporter.message(f"{trainer.run_dir}: {why(error)}; the ledger is not written")
+        reporter.message(f"{loop.run_dir}: {why(error)}; the ledger is not written")
 
 
-def summarize(records: Sequence[dict[str, Any]], trainer: Trainer) -> dict[str, Any]:
+def summarize(records: Sequence[dict[str, Any]], loop: TrainingLoop) -> dict[str, Any]:
     """What the run came to: rewards at both ends, held-out accuracy, tokens, time, files."""
     tenth = max(1, len(records) // 10)
     values: dict[str, Any] = {
-        "steps": trainer.done,
+        "steps": loop.done,
         "reward, first steps": _mean(records[:tenth], "reward"),
         "reward, last steps": _mean(records[-tenth:], "reward"),
     }
-    if trainer.config.eval.size:
+    if loop.config.eval.size:
         values |= {
-            "held-out accuracy before": trainer.initial.get("eval/initial_accuracy"),
+            "held-out accuracy before": loop.initial.get("eval/initial_accuracy"),
             "held-out accuracy after": (records or [{}])[-1].get("eval/accuracy"),
-            "most frequent answer": trainer.initial.get("eval/majority_baseline"),
+            "most frequent answer": loop.initial.get("eval/majority_baseline"),
         }
     times = [record["step_time"] for record in records if "step_time" in record]
     return values | {
         "seconds a step, median": statistics.median(times) if times else None,
-        "tokens": trainer.num_tokens,
+        "tokens": loop.num_tokens,
         "seconds": sum(times),
-        "updates skipped": trainer.parts.updater.num_skipped,
-        "model": str(trainer.run_dir / "final"),
-        "page": str(trainer.run_dir / PAGE),
+        "updates skipped": loop.parts.updater.num_skipped,
+        "model": str(loop.run_dir / "final"),
+        "page": str(loop.run_dir / PAGE),
     }
 
 

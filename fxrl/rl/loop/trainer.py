@@ -181,7 +181,7 @@ def mean_of(updates: list[Metrics]) -> Metrics:
 T = TypeVar("T")
 
 
-class Trainer:
+class TrainingLoop:
     """Runs the steps of one run; ``done`` counts them."""
 
     def __init__(self, config: TrainConfig, parts: RunParts, run_dir: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -21,15 +22,25 @@ def test_a_second_run_and_a_resume_are_refused_and_lose_nothing(config_file, tmp
     out = tmp_path / "out"
     assert main(str(config_file), [f"run_dir={out}", "steps=1"], json=True) == 0
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    for resume in (None, "", "sound"):
+    for how in ({}, {"resume": ""}, {"resume": "sound"}, {"overwrite": True}):
         capsys.readouterr()
         with hold(out, quiet):
-            assert main(str(config_file), [f"run_dir={out}"], resume=resume, json=True) == 2
+            assert main(str(config_file), [f"run_dir={out}"], **how, json=True) == 2
         told = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert told["kind"] == "RunInUseError"
         for part in (f"process {os.getpid()} on {socket.gethostname()}", "began at 2", str(out)):
             assert part in told["text"]
     assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
+
+
+def test_a_run_that_is_moved_aside_leaves_the_lock(config_file, tmp_path, capsys):
+    reward = "from pathlib import Path\ndef even(completions, **columns):\n"
+    reward += "    return [float(Path('out/.lock').is_file())] * len(completions)\n"
+    assert main(str(config_file), ["run_dir=out", "steps=1"], json=True) == 0
+    (tmp_path / "toy_rewards.py").write_text(reward)
+    assert main(str(config_file), ["run_dir=out", "steps=1"], overwrite=True, json=True) == 0
+    assert json.loads(Path("out/metrics.jsonl").read_text())["rewards/even/mean"] == 1.0
+    assert not [path for path in tmp_path.rglob("*.lock") if path.is_file()]
 
 
 def test_a_folder_made_for_nothing_goes_again(tmp_path):

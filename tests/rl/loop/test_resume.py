@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fxrl.rl.loop import checkpoint, store
-from fxrl.rl.loop.trainer import Trainer
+from fxrl.rl.loop.trainer import TrainingLoop
 from fxrl.rl.train import main
 from tests.rl.loop.test_train import metrics, stop_after
 
@@ -78,7 +78,7 @@ def test_a_branch_stands_before_its_first_step(config_file, monkeypatch, capsys)
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run", killed)
+        patch.setattr(TrainingLoop, "run", killed)
         with pytest.raises(Killed):
             train(config_file, "out", resume=str(at(1)))
     assert train(config_file, "out", resume="") == 0
@@ -374,14 +374,14 @@ def test_every_checkpoint_is_one_of_peft_or_transformers(config_file, kind):
     extra = () if kind == "adapter" else ("model.lora=none", "optim.lr=1e-3")
     assert train(config_file, "out", "steps=1", *extra) == 0
     held = {}
-    plain = Trainer.resume
+    plain = TrainingLoop.resume
 
     def resume(self, path, **how):
         plain(self, path, **how)
         held.update({n: p.clone() for n, p in checkpoint.trainable(self.parts.model).items()})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "resume", resume)
+        patch.setattr(TrainingLoop, "resume", resume)
         assert train(config_file, "out", "steps=1", *extra, resume="") == 0
     if kind == "adapter":
         loaded = peft.AutoPeftModelForCausalLM.from_pretrained(at(1))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxrl.rl.loop.trainer import Trainer
+from fxrl.rl.loop.trainer import TrainingLoop
 from fxrl.rl.rollout import rollouter as rollout_module
 from fxrl.rl.train import main
 
@@ -30,7 +30,7 @@ def train(file, run_dir, *overrides, resume=None):
 
 def stop_after(monkeypatch, step, signum=signal.SIGINT):
     """Sends a real signal to this process at the end of step ``step``."""
-    plain = Trainer._step
+    plain = TrainingLoop._step
 
     def signalled(self):
         result = plain(self)
@@ -38,7 +38,7 @@ def stop_after(monkeypatch, step, signum=signal.SIGINT):
             os.kill(os.getpid(), signum)
         return result
 
-    monkeypatch.setattr(Trainer, "_step", signalled)
+    monkeypatch.setattr(TrainingLoop, "_step", signalled)
 
 
 def test_a_run_writes_everything(config_file, capsys):
@@ -109,7 +109,7 @@ def test_lines_after_the_last_checkpoint_are_written_once(config_file, monkeypat
     class Killed(BaseException):
         """Like SIGKILL: nothing of ours gets to run."""
 
-    plain = Trainer._step
+    plain = TrainingLoop._step
 
     def killed(self):
         if self.done == 3:
@@ -117,7 +117,7 @@ def test_lines_after_the_last_checkpoint_are_written_once(config_file, monkeypat
         return plain(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", killed)
+        patch.setattr(TrainingLoop, "_step", killed)
         with pytest.raises(Killed):
             train(config_file, "parts")
     assert len(metrics("parts")) == 3  # step 3 is newer than the checkpoint of step 2
