@@ -72,6 +72,7 @@ class RunParts:
         old_policy: scores completions before the first of several updates; else ``None``.
         reference: scores them under the reference policy; ``None`` without a KL.
         probe: scores some of them for the drift, where the loss does not measure it.
+        fingerprints: of the questions, and of model and tokenizer as they are before training.
     """
 
     model: nn.Module
@@ -86,6 +87,7 @@ class RunParts:
     probe: Callable[[Batch], torch.Tensor] | None
     stage: Stage
     events: Events
+    fingerprints: Mapping[str, str]
 
 
 def seed_everything(seed: int) -> None:
@@ -263,6 +265,7 @@ def _around(
         probe=None if config.loss.name in FACTORIES else old_policy or scorer(model),
         stage=rollouter.stage,
         events=Events(config, callbacks, {"model": model, "tokenizer": rollouter.tokenizer}),
+        fingerprints={**questions.fingerprints, **fingerprint.of_model(model, rollouter.tokenizer)},
     )
 
 

@@ -74,6 +74,11 @@ def _add_used(names: Mapping[str, Any], folder: Path, files: set[Path]) -> None:
             _add_used(vars(module), folder, files)
 
 
+def of_model(model: nn.Module, tokenizer: Any) -> dict[str, str]:
+    """Both, by name."""
+    return {"base model": of_weights(model), "tokenizer": of_tokenizer(tokenizer)}
+
+
 def of_weights(model: nn.Module) -> str:
     """Changes with any bit of the weights that training starts from: the frozen ones beside an
     adapter, else all. Read on their device, so that large models do not cross over to the host."""

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from fxrl import TrainStep
-from fxrl.errors import ConfigError
+from fxrl.errors import ConfigError, FxrlError
 from fxrl.files import write_text
 from fxrl.losses import FACTORIES
 from fxrl.rl.builtin_rewards import last_text
@@ -36,7 +36,7 @@ from fxrl.rl.errors import StorageError
 from fxrl.rl.loop import checkpoint, store
 from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_micro_batches
 from fxrl.rl.loop.build import RunParts
-from fxrl.rl.loop.fingerprint import check_unchanged, of_tokenizer, of_weights
+from fxrl.rl.loop.fingerprint import check_unchanged
 from fxrl.rl.loop.interrupt import StopRequest
 from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, keep_trying, why
 from fxrl.rl.report.page import note, try_to_write_page
@@ -189,11 +189,6 @@ class TrainingLoop:
         self.done = 0
         self.num_tokens = 0
         self.initial: Metrics = {}
-        self.fingerprints = {
-            **parts.questions.fingerprints,
-            "base model": of_weights(parts.model),
-            "tokenizer": of_tokenizer(parts.tokenizer),
-        }
         self._branch = store.next_branch(run_dir)
         self._parent: str | None = None
         self._start_of_step: dict[str, Any] = {}
@@ -219,7 +214,7 @@ class TrainingLoop:
         """
         saved = checkpoint.read_trainer(path)
         checkpoint.check_same_run(path, saved["config"], as_table(self.config))
-        check_unchanged(path, saved["fingerprints"], self.fingerprints, accept=accept_changes)
+        check_unchanged(path, saved["fingerprints"], self.parts.fingerprints, accept=accept_changes)
         optimizer, state = checkpoint.load_checkpoint(path, self.parts.model)
         with checkpoint.restoring(path, "optimizer.pt"):
             self.parts.updater.load_state_dict(optimizer)
@@ -343,7 +338,7 @@ class TrainingLoop:
             "num_skipped_in_a_row": updater.num_skipped_in_a_row,
             "initial": self.initial,
             "config": as_table(self.config),
-            "fingerprints": self.fingerprints,
+            "fingerprints": self.parts.fingerprints,
         }
         with self.parts.stage("saving: a checkpoint"):
             path = checkpoint.save_checkpoint(
@@ -400,7 +395,7 @@ class TrainingLoop:
         try:
             saved = self.for_sure(lambda: self.save(state), "the checkpoint", reporter)
             metrics.flush()
-        except (StorageError, OSError) as failure:
+        except (FxrlError, OSError) as failure:
             error.add_note(
                 f"step {number} failed, and its state could not be saved: {why(failure)}"
             )

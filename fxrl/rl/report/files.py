@@ -144,6 +144,7 @@ class JsonLines:
 
         Raises:
             OSError: it still cannot be written.
+            ForeignFileError: a link stands there.
         """
         self._find_file()
         while self._pending:

@@ -28,7 +28,7 @@ from fxrl.errors import FxrlError
 from fxrl.files import write_bytes
 from fxrl.ir.remark import Remark, RemarkKind, Report, format_bytes
 from fxrl.rl.report.charts import HEIGHT, LEFT, WIDTH, Chart, Line, bar_chart, line_chart, number
-from fxrl.rl.report.files import COMPLETIONS, METRICS, try_to_write, why
+from fxrl.rl.report.files import COMPLETIONS, METRICS, read_lines, try_to_write, why
 from fxrl.rl.report.timing import PHASES
 
 PAGE, NOTES = "run.html", "run.json"
@@ -364,32 +364,17 @@ def _seconds(value: float) -> str:
 
 
 def _lines(path: Path) -> list[Table]:
-    """The lines of a JSON lines file that are tables with a step; others are passed over."""
-    lines = (line for line in _tables(_texts(path)) if number(line, "step") is not None)
-    return [line for line in lines if isinstance(line["step"], int)]
+    """``read_lines``; none of a link, which a stranger may have put there."""
+    return [] if path.is_symlink() else read_lines(path)
 
 
 def _table(path: Path) -> Table:
-    """A JSON file's table; empty where there is none."""
-    return next(_tables(["".join(_texts(path))]), {})
-
-
-def _tables(texts: Iterable[str]) -> Iterator[Table]:
-    """Those of the texts that are tables in JSON."""
-    for text in texts:
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            yield found
-
-
-def _texts(path: Path) -> Iterator[str]:
-    """A file's lines; none where no file is, or a link, which a stranger may have put there."""
-    if path.is_file() and not path.is_symlink():
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            yield from lines
+    """A JSON file's table; empty where there is none, or a link."""
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() and not path.is_symlink() else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _write(path: Path, text: str) -> None:
