@@ -114,4 +114,4 @@ def test_a_picture_that_cannot_be_drawn_is_named(capsys, picture):
 
 def test_a_number_that_is_none_is_told_in_words(capsys):
     assert main(["explain", "tiny:llama", "--loss", "grpo", "--batch", "x"]) == 2
-    assert "argument --batch: 'x' is not a whole number" in capsys.readouterr().err
+    assert "argument --batch: 'x' is no whole number" in capsys.readouterr().err

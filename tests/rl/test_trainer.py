@@ -210,7 +210,10 @@ def test_a_callback_that_raises(config_file, tables, event, saved):
 
     wrong, recorder = type("Wrong", (), {event: staticmethod(fail)})(), Recorder()
     tables |= {"eval": {"size": 2, "every": 2}, "reward": {}}
-    with pytest.raises(CallbackError, match=rf"callback Wrong\.{event} raised .*no more"):
+    with pytest.raises(
+        CallbackError,
+        match=rf"callback Wrong\.{event} raised .*no more.* at .*test_trainer\.py:\d+",
+    ):
         Trainer(TINY, even, ROWS, tables, callbacks=[wrong, recorder]).train()
     assert [path.name for path in Path("runs/python/checkpoints").glob("step-*")] == [
         f"step-{saved:08d}"
