@@ -270,13 +270,12 @@ def _in_process(
     done = subprocess.run(
         [sys.executable, "-m", "bench.agreement", "--child", str(folder / "task.json")],
         env=os.environ | settings,
-        capture_output=True,
-        text=True,
+        stdout=sys.stderr,
         timeout=timeout,
         check=False,
     )
     if done.returncode:
-        raise ValueError(f"vLLM failed: {done.stderr[-2000:]}")
+        raise ValueError(f"vLLM failed with exit code {done.returncode}; its words are above")
     out = json.loads(Path(task["out"]).read_text())
     return out["tokens"], out["logps"]
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
+
+from bench.lib.child import measured
 
 COLUMNS = (
     "variant",
@@ -68,12 +69,7 @@ def _in_process(args: argparse.Namespace, variant: str, layers: int, cache: str)
     for name in ("device", "shape", "rows", "length", "attention"):
         command += [f"--{name}", str(getattr(args, name))]
     command += ["--layers", str(layers), "--spawned", repr(time.time())]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        if line.startswith("CHILD "):
-            found: dict[str, Any] = json.loads(line[len("CHILD ") :])
-            return found
-    return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:300]}
+    return measured(command, "CHILD ", environment=environment)
 
 
 def _child(started: float) -> None:

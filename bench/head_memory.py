@@ -12,7 +12,6 @@ import argparse
 import ctypes
 import gc
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from bench.lib import common
+from bench.lib.child import measured
 
 COLUMNS = ("variant", "peak_over_base_mib", "step_s", "first_call_s", "loss", "grad_norm", "error")
 
@@ -70,12 +70,7 @@ def main() -> None:
 
 def _in_process(variant: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.head_memory", "--child", variant, *sys.argv[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        if line.startswith("CHILD "):
-            found: dict[str, Any] = json.loads(line[len("CHILD ") :])
-            return found
-    return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:300]}
+    return measured(command, "CHILD ")
 
 
 def _child(args: argparse.Namespace) -> dict[str, Any]:

@@ -14,8 +14,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,22 +82,35 @@ def _run_dir(args: argparse.Namespace, seed: int) -> Path:
     return Path(args.run_dir) / f"{Path(args.config).stem}_seed{seed}"
 
 
-def _start(args: argparse.Namespace, seed: int) -> subprocess.Popen[bytes]:
+def _start(args: argparse.Namespace, seed: int) -> subprocess.Popen[str]:
+    """A run whose lines go to its ``log.txt`` and, with the seed before them, to stderr."""
     folder = _run_dir(args, seed)
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "fxrl", "train", args.config, f"run_dir={folder}"]
     command += [f"seed={seed}", *args.overrides]
     cores = max(1, (os.cpu_count() or 1) // args.parallel)
-    with (folder / "log.txt").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": str(cores)},
-        )
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"OMP_NUM_THREADS": str(cores), "PYTHONUNBUFFERED": "1"},
+    )
+    told = (process.stdout or (), folder / "log.txt", f"seed {seed}: ")
+    threading.Thread(target=_copy, args=told).start()
+    return process
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> str | None:
+def _copy(lines: Iterable[str], log: Path, prefix: str) -> None:
+    with log.open("w") as file:
+        for line in lines:
+            file.write(line)
+            file.flush()
+            sys.stderr.write(prefix + line)
+
+
+def _wait(process: subprocess.Popen[str], deadline: float) -> str | None:
     """Past the deadline SIGINT: the trainer saves what it has and exits."""
     try:
         code = process.wait(timeout=max(1.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Writes the generated tables of README.md and bench/RESULTS.md: the passes, what was measured.
+"""Writes the generated tables of README.md, bench/RESULTS.md and examples/config.md.
 
     python bench/readme.py               rewrites the tables in place, draws figures anew
     python bench/readme.py --check       exit code 1 and a diff when any is out of date
@@ -7,7 +7,8 @@
 A table stands between two comments, ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; all other
 text is left alone. In the README, ``passes`` comes from ``fxrl.passes.REGISTRY``, ``commands`` from
 the command line's parser, ``summary`` from ``LINES`` of bench/lib/tables.py; in RESULTS.md,
-``results`` from every ``bench/results/*.json``, in the order of ``FIRST`` and then of the names.
+``results`` from every ``bench/results/*.json``, in the order of ``FIRST`` and then of the names;
+in config.md, ``keys``, ``loss`` and ``instead`` from ``fxrl.rl.config`` and ``fxrl.losses``.
 
 A result file is one JSON object:
 
@@ -32,10 +33,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,84 @@ def summary() -> str:
         return table(tables.HEAD, tables.lines(ROOT / "bench" / "results"))
     except PivotError as error:
         raise ReadmeError(str(error)) from None
+
+
+def keys() -> str:
+    """Every key of a configuration file, a section a table."""
+    from fxrl.rl.config.schema import json_schema
+
+    schema = json_schema()
+    return "\n\n".join(_key_sections("", schema, schema["$defs"]))
+
+
+def _key_sections(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
+    """One table's keys, then the tables in it."""
+    from fxrl.rl.config.trl import KEYS
+
+    inner = {}
+    rows = []
+    for name, one in section["properties"].items():
+        if "$ref" in one:
+            inner[f"{path}{name}"] = definitions[one["$ref"].rpartition("/")[2]]
+            continue
+        required = name in section.get("required", ())
+        shown = "required" if required else f"`{_toml(one.get('default'))}`"
+        theirs = ", ".join(f"`{trl}`" for trl, key in KEYS.items() if key == f"{path}{name}")
+        about = one["description"].replace("|", "\\|")
+        rows.append((f"`{name}`", _spelled(one, definitions), shown, theirs, about))
+    if path:
+        about = re.sub(r"^`\[[\w.]+\]`[:.] ?", "", section["description"])
+        yield f"### `[{path[:-1]}]`\n\n{about[:1].upper()}{about[1:]}".rstrip()
+    yield table(("key", "type", "default", "TRL's name", "what"), rows)
+    for name, one in inner.items():
+        yield from _key_sections(f"{name}.", one, definitions)
+
+
+def _toml(value: Any) -> str:
+    """A default as a file has it."""
+    return "none" if value is None else json.dumps(value).replace("|", "\\|")
+
+
+def _spelled(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """A type in words."""
+    if "anyOf" in schema:
+        return " or ".join(_spelled(one, definitions) for one in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{json.dumps(word)}`" for word in schema["enum"])
+    if "$ref" in schema:
+        section = definitions[schema["$ref"].rpartition("/")[2]]
+        return f"table with {', '.join(f'`{name}`' for name in section['properties'])}"
+    kind = schema.get("type", "any")
+    if kind == "array":
+        return f"list: {_spelled(schema['items'], definitions)}"
+    words = {"integer": "whole number", "string": "text", "boolean": "true, false"}
+    words["object"] = "table"
+    low = "exclusiveMinimum" if "exclusiveMinimum" in schema else "minimum"
+    limits = {"minimum": "from {:g}", "exclusiveMinimum": "above {:g}", "maximum": "up to {:g}"}
+    said = [limits[name].format(schema[name]) for name in (low, "maximum") if name in schema]
+    regex = " (regular expression)" if schema.get("format") == "regex" else ""
+    return " ".join([words.get(kind, kind) + regex, *said])
+
+
+def loss() -> str:
+    """The keywords that every policy loss takes."""
+    from fxrl.losses.options import PolicyOptions
+    from fxrl.rl.config.schema import documented
+
+    about = documented(PolicyOptions)[1]
+    rows = [(f"`{f.name}`", f"`{_toml(f.default)}`", about[f.name]) for f in fields(PolicyOptions)]
+    return table(("key", "default", "what"), rows)
+
+
+def instead() -> str:
+    """TRL's names that are no key here, and what there is instead."""
+    from fxrl.rl.config.trl import INSTEAD
+
+    names: dict[str, list[str]] = {}
+    for name, answer in INSTEAD.items():
+        names.setdefault(answer, []).append(f"`{name}`")
+    rows = [(", ".join(found), answer) for answer, found in names.items()]
+    return table(("TRL's name", "here"), rows)
 
 
 def results(folder: Path | None = None) -> str:
@@ -191,6 +271,7 @@ Sections = dict[str, Callable[[], str]]
 FILES: dict[str, Sections] = {
     "README.md": {"passes": passes, "commands": commands, "summary": summary},
     "bench/RESULTS.md": {"results": results},
+    "examples/config.md": {"keys": keys, "loss": loss, "instead": instead},
 }
 
 

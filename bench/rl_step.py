@@ -16,13 +16,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from bench.lib import common, rl_job
+from bench.lib.child import measured
 
 COLUMNS = (
     "variant",
@@ -75,16 +75,8 @@ def _measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     if variant == "trl" and args.peers:
         environment["PYTHONPATH"] = f"{args.peers}:{environment.get('PYTHONPATH', '')}"
     with rl_job.PeakMemory() as peak:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=args.time_limit
-        )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode or not lines:
-        sys.stderr.write(done.stdout[-3000:] + done.stderr[-6000:])
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"error": f"exit code {done.returncode}: {last}"[:300]}
-    found: dict[str, Any] = json.loads(lines[-1][len(MARK) :])
-    return found | {"peak_gib": peak.gib}
+        found = measured(command, MARK, environment=environment, limit_s=args.time_limit)
+    return found if "error" in found else found | {"peak_gib": peak.gib}
 
 
 def _work(args: argparse.Namespace) -> None:

@@ -33,6 +33,7 @@ REQUIREMENTS: dict[str, tuple[str, str]] = {
     "numpy": ("", ""),
     "rich": ("", ">=13"),
     "packaging": ("", ""),
+    "jinja2": ("", ""),
     "transformers": ("demo", ">=5.5"),
     "peft": ("demo", ">=0.17"),
     "safetensors": ("demo", ""),

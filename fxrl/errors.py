@@ -32,14 +32,18 @@ class ConfigError(FxrlError, ValueError):
 class MissingPackageError(FxrlError, ImportError):
     """An optional package is not installed, or too old to be imported; and what needs it."""
 
-    def __init__(self, package: str, needed_for: str, why: object = "not installed") -> None:
-        super().__init__(
-            f"{needed_for} needs {package} ({why}); pip install 'fxrl[demo]' brings it"
-        )
+    def __init__(
+        self,
+        package: str,
+        needed_for: str,
+        why: object = "not installed",
+        install: str = "'fxrl[demo]'",
+    ) -> None:
+        super().__init__(f"{needed_for} needs {package} ({why}); pip install {install} brings it")
 
 
-def optional(package: str, purpose: str) -> Any:
-    """Imports a package that only an extra brings.
+def optional(package: str, purpose: str, install: str = "'fxrl[demo]'") -> Any:
+    """Imports a package that only an extra brings, or none: then ``install`` is what pip takes.
 
     Raises:
         MissingPackageError: it is not installed, or too old to be imported.
@@ -47,7 +51,11 @@ def optional(package: str, purpose: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as missing:
-        raise MissingPackageError(package, purpose, missing) from missing
+        raise MissingPackageError(package, purpose, missing, install) from missing
+
+
+class ForeignFileError(FxrlError):
+    """What stands where fxrl keeps a file is a link, or no plain file."""
 
 
 class MissedRewriteError(FxrlError):

@@ -1,8 +1,8 @@
 """Imports go one way; this file is the architecture diagram.
 
-A layer may import itself and the layers on its right-hand side below; ``errors`` and ``config``
-import nothing of fxrl but each other. Doors: ``triton`` only under ``fxrl/kernels/``, ``vllm``
-only in ``fxrl/engines/vllm/door.py``, private torch (``torch._dynamo``, ``torch._C``, ...)
+A layer may import itself and the layers on its right-hand side below; ``errors``, ``config`` and
+``files`` import nothing of fxrl but each other. Doors: ``triton`` only under ``fxrl/kernels/``,
+``vllm`` only in ``fxrl/engines/vllm/door.py``, private torch (``torch._dynamo``, ``torch._C``, ...)
 only in ``fxrl/capture/_torch.py`` and under ``fxrl/compile/``.
 """
 
@@ -16,6 +16,7 @@ BASE = {"errors", "config"}
 LAYERS = {
     "errors": set(),
     "config": {"errors"},
+    "files": {"errors"},
     "ir": BASE,
     "analysis": BASE | {"ir"},
     "planner": BASE | {"ir", "analysis"},
@@ -25,11 +26,11 @@ LAYERS = {
     "capture": BASE | {"ir", "analysis", "passes"},
     "compile": BASE
     | {"ir", "capture", "analysis", "passes", "planner", "ops", "kernels", "inspect"},
-    "inspect": BASE | {"ir", "capture", "planner", "ops", "compile"},
+    "inspect": BASE | {"files", "ir", "capture", "planner", "ops", "compile"},
     "losses": BASE,
-    "models": BASE,
+    "models": BASE | {"files"},
     "engines": BASE | {"kernels"},
-    "rl": BASE | {"ir", "losses", "models", "engines", "compile"},
+    "rl": BASE | {"files", "ir", "losses", "models", "engines", "compile"},
 }
 # The public API: importable by name from `fxrl` itself, so it counts as the layer that makes it.
 PUBLIC = {"Config": "config", "losses": "losses", "__version__": "errors"}

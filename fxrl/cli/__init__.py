@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show.error(error, as_json=args.json)
         return USAGE if isinstance(error, ConfigError) else NEGATIVE
     except KeyboardInterrupt:
+        show.status("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()

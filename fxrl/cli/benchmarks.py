@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fxrl
+from fxrl.cli import show
 from fxrl.errors import ConfigError, FxrlError
 
 SUITES = ("head", "step", "rollout")  # the public names, listed first
@@ -78,5 +79,7 @@ def run_script(name: str, arguments: Sequence[str], root: Path | None = None) ->
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",  # a row is seen when it is measured, through a pipe too
     }
+    show.status(f"running {' '.join(command[1:])}")
     return subprocess.run(command, env=environment, check=False).returncode

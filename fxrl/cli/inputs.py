@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fxrl.config import Config, parse_bytes
-from fxrl.errors import ConfigError, did_you_mean, optional
+from fxrl.errors import ConfigError, did_you_mean
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import format_bytes
 from fxrl.losses import by_name, completion_logits, token_stats
-from fxrl.losses.registry import load_function
+from fxrl.losses.own_code import importable_from, load_function
 from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model, lora, tiny_config
 from fxrl.models.hf import why_no_hub
-from fxrl.models.load import Source, read_config, resolve
+from fxrl.models.load import Source, find_file, read_config, resolve
 from fxrl.models.tiny import parse_tiny
 from fxrl.planner.target import TARGETS, Target
 from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
-from fxrl.rl.config.named import importable_from
 
 
 def optimize_config(pairs: Iterable[str]) -> Config:
@@ -103,14 +102,16 @@ def _hf_config(model_id: str) -> Any:
     if source is not Source.HUB:
         return read_config(Path(model_id).expanduser() / "config.json")
     no_hub = why_no_hub()
-    hf = optional("transformers", f"reading the configuration of {model_id}")
     try:
-        return hf.AutoConfig.from_pretrained(model_id, local_files_only=no_hub is not None)
+        file = find_file(model_id, "config.json", local=no_hub is not None)
     except (OSError, ValueError) as error:
-        why = no_hub or str(error).partition("\n")[0]
+        file, no_hub = None, no_hub or str(error).partition("\n")[0]
+    if file is None:
+        why = no_hub or "the repository has no config.json"
         raise ModelError(
             f"model {model_id!r}: {why}; its config.json is enough here: save it and give its path"
-        ) from error
+        )
+    return read_config(file)
 
 
 def check_device(name: str) -> torch.device:

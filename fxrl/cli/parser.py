@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import fxrl
 
@@ -33,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     _dump(commands)
     _verify(commands)
     _train(commands)
+    _report_run(commands)
     _bench(commands)
     _doctor(commands)
     _fetch_model(commands)
@@ -193,27 +195,70 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "train",
         "train with GRPO as a TOML file says",
-        about="Writes metrics.jsonl, checkpoints, TensorBoard events, the reward curve and the\n"
-        "steps' times to run_dir. Ctrl-C saves a checkpoint and stops; so does whatever fails:\n"
-        "the engine, a reward function (reward.timeout_s limits its calls), a full disk.\n\n"
+        about="Writes metrics.jsonl, checkpoints, TensorBoard events and run.html, which shows\n"
+        "all of it, to run_dir. Ctrl-C saves a checkpoint and stops; so does whatever fails: the\n"
+        "engine, a reward function (reward.timeout_s limits its calls), a full disk. A closed\n"
+        "terminal stops nothing: the run goes on and writes to run_dir/train.log.\n\n"
         "engine=torch samples with the trained model itself. engine=vllm runs vLLM in this\n"
         "process over the same weights (pip install 'fxrl[vllm]'); [vllm] sets it up.",
         examples="  fxrl train examples/tiny.toml\n"
         "  fxrl train examples/smollm2.toml steps=20 seed=1 run_dir=runs/a save_every=10\n"
         "  fxrl train examples/smollm2.toml run_dir=runs/a --resume\n"
+        "  fxrl train --schema > config.schema.json\n"
         "  fxrl train examples/smollm2_h200_vllm.toml vllm.gpu_memory=75GiB",
     )
     sub.add_argument("config", metavar="CONFIG.toml", help="what to train, on what, and how")
     sub.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="a.b=value replaces an entry of the file"
     )
-    sub.add_argument(
+    start = sub.add_mutually_exclusive_group()
+    start.add_argument(
         "--resume",
         nargs="?",
         const="",
         metavar="DIR",
-        help="go on exactly where a run stopped: at run_dir's last checkpoint, or at DIR",
+        help="go on exactly where a run stopped: at run_dir's last checkpoint; at the last "
+        "that is not damaged (sound); or at DIR, in a new branch where it is not the last",
     )
+    sub.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="resume although the data, the rewards' code or the base model are others than before",
+    )
+    start.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="start anew in a run_dir that holds a run, which is moved aside, to run_dir.1",
+    )
+    sub.add_argument(
+        "--schema",
+        action=_PrintSchema,
+        nargs=0,
+        help="print the JSON schema of CONFIG.toml (examples/config.md in words) and exit",
+    )
+
+
+class _PrintSchema(argparse.Action):
+    """Like ``--help``: prints and exits, whatever else is missing."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from fxrl.rl.config.schema import json_schema
+
+        print(json.dumps(json_schema(), indent=1))
+        parser.exit()
+
+
+def _report_run(commands: Commands[argparse.ArgumentParser]) -> None:
+    sub = _command(
+        commands,
+        "report-run",
+        "write run.html of a run that is finished or still running",
+        about="One file that needs no network: rewards, KL, entropy, lengths, drift, time and\n"
+        "memory by part, plan and measurement, sample completions, what fxrl did, the config.\n"
+        "fxrl train writes it too, at every checkpoint and at the end.",
+        examples="  fxrl report-run runs/a",
+    )
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
 
 
 def _bench(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -261,6 +306,10 @@ def _fetch_model(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,14 @@ from rich.table import Table
 
 from fxrl.doctor import Check, Diagnosis
 from fxrl.errors import FxrlError
-from fxrl.ir.plan import Plan, differing
 from fxrl.ir.remark import Report, format_bytes
 from fxrl.ir.table import cell, open_table
+from fxrl.rl.report.progress import PatientReporter, Say, reporter_on, told
 
 if TYPE_CHECKING:
     from fxrl.compile.whatif import Advice, Fit
     from fxrl.engines.kv_cache import RolloutMemory
+    from fxrl.ir.plan import Plan
 
 _WIDTH = 80
 _STYLES = {"ok": "green", "missing": "yellow", "wrong version": "yellow", "broken": "bold red"}
@@ -32,6 +34,18 @@ _STYLES = {"ok": "green", "missing": "yellow", "wrong version": "yellow", "broke
 def as_json(value: Any) -> None:
     """One JSON document on stdout."""
     print(json.dumps(value, indent=2, default=str))
+
+
+@contextmanager
+def working(words: str) -> Iterator[Say]:
+    """On stderr, while the block lasts: what is being done, and for how long. What the compiler
+    tells its log is shown too; the block itself must not print."""
+    with (
+        reporter_on(Console(stderr=True), json=False, log=PatientReporter) as reporter,
+        reporter.stage(words) as say,
+        told("fxrl", say),
+    ):
+        yield say
 
 
 def status(message: str) -> None:
@@ -149,6 +163,8 @@ def _frontier(found: Outlook) -> Table:
 
 def plan_difference(before: Plan, after: Plan, *, as_json: bool) -> None:
     """The predictions beside each other, then the sites whose choice differs."""
+    from fxrl.ir.plan import differing
+
     changed = differing(before, after)
     if as_json:
         print(json.dumps(changed, indent=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,8 @@ from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
 from fxrl.planner.target import Target
+
+log = logging.getLogger(__name__)
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
@@ -73,6 +76,8 @@ class TrainStep:
             FxrlError: the loss function returned no tensor.
             MissedRewriteError: ``on_miss="error"`` and a loss head was not rewritten.
         """
+        if not self._backend.captures:
+            log.info("capturing the step")
         mark_batch(batch)
         known = len(self._captured.losses.remarks)
         result = self._wrapper.run(partial(self._captured, batch))

@@ -30,7 +30,9 @@ optimizer may be made only afterwards, since it refers to the parameters, holds 
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -41,6 +43,8 @@ import torch
 from torch import nn
 
 from fxrl.errors import ConfigError, FxrlError
+
+log = logging.getLogger(__name__)
 
 
 class SamplingParamsError(ConfigError):
@@ -277,6 +281,29 @@ class Built(NamedTuple):
     model: nn.Module
     tokenizer: Any
     engine: Engine
+
+
+class Drawing:
+    """Tells the log, at INFO and at most once a second, how far a call of ``generate`` has come.
+
+    Args:
+        total: completions that were asked for.
+        clock: seconds.
+    """
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._clock = total, clock
+        self._start = self._told = clock()
+        self._tokens = self._ended = 0
+
+    def add(self, tokens: int, ended: int) -> None:
+        """``tokens`` more were drawn, and ``ended`` more completions have their last one."""
+        self._tokens += tokens
+        self._ended += ended
+        if (now := self._clock()) - self._told >= 1.0:
+            self._told, speed = now, self._tokens / (now - self._start)
+            words = "generating: %d of %d completions, %.0f tokens/s"
+            log.info(words, self._ended, self._total, speed)
 
 
 def check_prompts(

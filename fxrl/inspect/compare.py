@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from fxrl.errors import VerificationError
@@ -226,6 +227,7 @@ def _described(value: Tensor | None) -> str:
     return "missing" if value is None else f"shape {tuple(value.shape)}"
 
 
+_NARROW = 100  # columns below which parameters' names would be squeezed into a few of them
 _SHOWN = 12  # rows that are ok and still shown: the worst ones
 
 
@@ -294,7 +296,11 @@ class VerifyReport:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table, coloured by verdict: ``rich.print(report)``."""
         shown = _most_telling(self.rows)
-        yield _table(shown, against_wider=self.reference != "eager")
+        against_wider = self.reference != "eager"
+        if options.max_width < _NARROW:
+            yield from _blocks(shown, against_wider=against_wider)
+        else:
+            yield _table(shown, against_wider=against_wider)
         if len(shown) < len(self.rows):
             yield cell(f"and {len(self.rows) - len(shown)} more, all ok and nearer", "dim")
         yield cell("")
@@ -333,9 +339,29 @@ def _table(rows: Iterable[VerifyRow], *, against_wider: bool) -> Table:
     for row in rows:
         eager = [_number(row.eager_rel)] if against_wider else []
         texts = [row.name, row.kind, _number(row.max_abs), _number(row.rel), *eager]
-        verdict = cell("ok", "green") if row.ok else cell("WRONG", "red")
-        table.add_row(*map(cell, texts), cell(_number(row.tolerance)), verdict, cell(row.note))
+        table.add_row(*map(cell, texts), cell(_number(row.tolerance)), _ok(row), cell(row.note))
     return table
+
+
+def _ok(row: VerifyRow) -> Text:
+    return cell("ok", "green") if row.ok else cell("WRONG", "red")
+
+
+def _blocks(rows: Iterable[VerifyRow], *, against_wider: bool) -> Iterator[RenderableType]:
+    """What no table holds in so few columns: a value's name, then its numbers in columns."""
+
+    def line(kind: str, max_abs: str, rel: str, eager_rel: str, tolerance: str) -> Text:
+        eager = f"{eager_rel:>13}" if against_wider else ""
+        return cell(f"  {kind:8}{max_abs:>11}{rel:>11}{eager}{tolerance:>11}  ")
+
+    yield cell("value")
+    yield line("kind", "max abs", "rel", "eager's rel", "tolerance") + cell("verdict\n")
+    for row in rows:
+        numbers = (row.max_abs, row.rel, row.eager_rel, row.tolerance)
+        yield cell(row.name)
+        yield line(row.kind, *map(_number, numbers)) + _ok(row)
+        if row.note:
+            yield cell(f"  {row.note}")
 
 
 def _number(value: float | None) -> str:

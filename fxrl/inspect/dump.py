@@ -22,6 +22,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -34,6 +35,7 @@ from fxrl.capture._torch import cache_entries
 from fxrl.compile.bodies.variants import CompiledRegion
 from fxrl.compile.outer import aot_graphs
 from fxrl.errors import FxrlError
+from fxrl.files import refuse_links
 from fxrl.ir.capture_record import Capture, GraphBreak
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
@@ -192,8 +194,9 @@ def write_dump(
             decompiled. Where depyf is missing or fails, the index says so.
 
     Raises:
-        DumpError: ``directory`` is a file, its list of files is damaged, or a file of someone
-            else has a name that the dump needs. Nothing is written then.
+        DumpError: ``directory`` is a file or cannot be written, its list of files is damaged, or a
+            file of someone else has a name that the dump needs. Nothing is written then.
+        ForeignFileError: one of its files is reached through a link; likewise.
     """
     root = Path(directory)
     depyf: dict[str, str] = {}
@@ -351,17 +354,33 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
-def _write(root: Path, texts: Mapping[str, str]) -> None:
+def check_folder(directory: str | Path) -> Path:
+    """The folder, made if it does not exist.
+
+    Raises:
+        DumpError: it is a file, or cannot be written.
+    """
+    root = Path(directory)
     if root.exists() and not root.is_dir():
         raise DumpError(f"{root} is a file, and a dump is a folder; choose another path")
-    old = _manifest(root)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as error:
+        raise DumpError(f"{root} cannot be written: {error.strerror}; choose another") from error
+    return root
+
+
+def _write(root: Path, texts: Mapping[str, str]) -> None:
+    old = _manifest(check_folder(root))
+    for path in old | set(texts):
+        refuse_links(root / path, root)
     foreign = [path for path in texts if path not in old and _in_the_way(root, path)]
     if foreign:
         raise DumpError(
             f"{root} has files that fxrl did not write, under names it needs: "
             f"{', '.join(foreign[:5])}; move them or dump into another folder"
         )
-    root.mkdir(parents=True, exist_ok=True)
     # The list comes first, old and new: a dump that is cut short can still be cleaned up.
     _save_manifest(root, old | set(texts))
     for stale in sorted(old - set(texts)):

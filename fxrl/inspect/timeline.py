@@ -21,7 +21,7 @@ def plot(plan: Plan, path: str | Path, title: str) -> Path:
         path: its ending says the format (png, pdf, svg).
 
     Raises:
-        PlanError: the plan predicts nothing.
+        PlanError: the plan predicts nothing, or the file cannot be written.
     """
     if not plan.timeline:
         raise PlanError("the plan predicts no memory, so there is nothing to draw")
@@ -35,7 +35,10 @@ def plot(plan: Plan, path: str | Path, title: str) -> Path:
     axis.set_ylabel("GPU memory [GiB]")
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", reverse=True)
     axis.grid(alpha=0.3, axis="y")
-    figure.savefig(str(path), dpi=120)
+    try:
+        figure.savefig(str(path), dpi=120)
+    except (OSError, ValueError) as error:  # such as an ending that is no format
+        raise PlanError(f"{path} cannot be drawn: {error}; choose another file") from error
     return Path(path)
 
 

@@ -7,20 +7,24 @@ table) is for people, ``to_json`` (one object per line) is for tools.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
-from torch import fx
 
 from fxrl.ir.table import cell, open_table, plain_text
+
+if TYPE_CHECKING:
+    from torch import fx
 
 _EMPTY = (
     "no remarks: nothing is captured yet (call the step on a batch first), or no pass found a site"
 )
-_NARROW = 100  # columns below which a remark's pass, site and source share one column
+_NARROW = 100  # columns below which a reason would be squeezed into a few of them
 _STYLES = {"applied": "green", "missed": "yellow", "analysis": "cyan"}
 
 
@@ -115,7 +119,10 @@ class Report:
         if not self.remarks:
             yield cell(_EMPTY)
             return
-        yield (_narrow if options.max_width < _NARROW else _wide)(self.folded())
+        if options.max_width < _NARROW:
+            yield from _blocks(self.folded())
+        else:
+            yield _table(self.folded())
         yield cell("")
         yield cell(f"predicted to save {format_bytes(self.saved_bytes)} at the peak", "bold")
         counts = (f"{len(self.of_kind(kind))} {kind}" for kind in RemarkKind)
@@ -137,7 +144,7 @@ def _together(remarks: list[Remark]) -> Remark:
     return replace(first, site=site, saved_bytes=sum(one.saved_bytes for one in remarks))
 
 
-def _wide(remarks: Iterable[Remark]) -> Table:
+def _table(remarks: Iterable[Remark]) -> Table:
     columns = ("pass", "site", "source", "verdict", "saved", "reason and cure")
     table = open_table(*columns, right=("saved",), fixed=("pass", "verdict", "saved"))
     for remark in remarks:
@@ -152,14 +159,14 @@ def _wide(remarks: Iterable[Remark]) -> Table:
     return table
 
 
-def _narrow(remarks: Iterable[Remark]) -> Table:
-    table = open_table("site", "verdict", "reason and cure", fixed=("verdict",))
+def _blocks(remarks: Iterable[Remark]) -> Iterator[RenderableType]:
+    """What no table holds in so few columns: each remark's parts on lines of their own."""
     for remark in remarks:
-        verdict = cell(remark.kind, _STYLES[remark.kind])
-        site = cell("\n".join(filter(None, (remark.pass_name, remark.site, remark.source))))
-        saved = cell(f"\n{_saved(remark)}" if remark.saved_bytes else "")
-        table.add_row(site, verdict + saved, cell(_reason(remark)))
-    return table
+        saves = "saves" if remark.kind == RemarkKind.APPLIED else "would save"
+        saved = f", {saves} {format_bytes(remark.saved_bytes)}" if remark.saved_bytes else ""
+        yield cell(remark.kind, _STYLES[remark.kind]) + cell(f" {remark.pass_name}{saved}")
+        lines = filter(None, (remark.site, remark.source, _reason(remark)))
+        yield Padding(cell("\n".join(lines)), (0, 0, 0, 2))
 
 
 def _saved(remark: Remark) -> str:

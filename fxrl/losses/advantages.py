@@ -66,11 +66,14 @@ def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
 
 
 def reward_metrics(rewards: Tensor, num_generations: int) -> dict[str, Tensor]:
-    """TRL's ``reward``, ``reward_std`` (mean of the groups') and ``frac_reward_zero_std``."""
+    """TRL's ``reward``, ``reward_std`` (mean of the groups') and ``frac_reward_zero_std``.
+
+    ``reward`` is NaN where no completion has one.
+    """
     grouped, valid = _groups(rewards, num_generations)
     spread = _std(grouped, valid, dim=1)
     return {
-        "reward": _mean(grouped.reshape(1, -1), valid.reshape(1, -1), dim=1).squeeze(),
+        "reward": grouped[valid].mean(),
         "reward_std": spread.mean(),
         "frac_reward_zero_std": (spread < 1e-8).to(spread.dtype).mean(),
     }

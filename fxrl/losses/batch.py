@@ -40,6 +40,7 @@ always there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
@@ -72,6 +73,8 @@ def check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
     if not number or not (value >= 0 if or_zero else value > 0):
         bound = "at least 0" if or_zero else "above 0"
         raise LossConfigError(f"{name}={value!r} must be a number {bound}")
+    if torch.finfo(torch.float32).max < value < math.inf:
+        raise LossConfigError(f"{name}={value!r} is beyond float32, in which losses are computed")
 
 
 Batch = Mapping[str, Any]

@@ -72,6 +72,8 @@ def clipped_surrogate(
     low, high = clip_range(epsilon, epsilon_high)
     if delta is not None and not delta > high:
         raise LossConfigError(f"delta={delta} must be above 1 + epsilon_high = {high}; or None")
+    if delta is not None:
+        check_positive("delta", delta)
     check_choice("importance_sampling_level", level, Level)
 
     def surrogate(tokens: Tokens) -> tuple[Tensor, Metrics]:

@@ -2,7 +2,7 @@
 
 from fxrl.errors import MissingPackageError
 from fxrl.models.hf import FetchError, ModelError
-from fxrl.models.load import build_from_config, load_model
+from fxrl.models.load import build_from_config, load_model, load_tokenizer
 from fxrl.models.lora import lora
 from fxrl.models.smollm2 import fetch_smollm2
 from fxrl.models.tiny import TINY_KINDS, TinySize, tiny_config, tiny_tokenizer
@@ -16,6 +16,7 @@ __all__ = [
     "build_from_config",
     "fetch_smollm2",
     "load_model",
+    "load_tokenizer",
     "lora",
     "tiny_config",
     "tiny_tokenizer",

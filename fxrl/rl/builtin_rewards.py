@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,6 +56,8 @@ def reasoning_gym(*, extract: str | None, score: ScoreAnswer | None) -> RewardFu
 
 def length(*, target: int = 16) -> RewardFunction:
     """1 at ``target`` tokens, falling linearly to 0 at 0 and at twice as many."""
+    if not isinstance(target, int | float) or not 0 < target < math.inf:
+        raise ConfigError(f"target={target!r} is no number of tokens above 0")
 
     def length(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         return [max(0.0, 1.0 - abs(len(ids) - target) / target) for ids in completion_ids]
@@ -64,7 +67,10 @@ def length(*, target: int = 16) -> RewardFunction:
 
 def regex(*, pattern: str) -> RewardFunction:
     """1 where ``pattern`` matches the whole completion (spaces at its ends aside), else 0."""
-    compiled = re.compile(pattern, re.DOTALL)
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except (re.error, TypeError) as error:
+        raise ConfigError(f"pattern={pattern!r} is no regular expression: {error}") from error
 
     def regex(completions: Sequence[Any], **_: Any) -> list[float]:
         return [float(bool(compiled.fullmatch(last_text(c).strip()))) for c in completions]

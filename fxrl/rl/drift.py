@@ -66,10 +66,20 @@ def measured(logps: Tensor, batch: Batch) -> Metrics:
 
 
 class DriftWatch:
-    """Tells of a drift when it becomes worse, and not at every step."""
+    """Tells of a drift when it becomes worse, and not at every step.
 
-    def __init__(self) -> None:
+    Args:
+        corrected: whether the loss weights by the importance ratio; ``None`` where that is the
+            user's own business.
+    """
+
+    def __init__(self, corrected: bool | None = None) -> None:
         self._told = 0
+        self._advice = {
+            True: "keep loss.vllm_importance_sampling_correction on",
+            False: "switch loss.vllm_importance_sampling_correction on",
+            None: "weight the loss by exp(logps - rollout_logps), cut, as fxrl's losses do",
+        }[corrected]
 
     def warning(self, record: Mapping[str, Any]) -> str | None:
         """What the step's mean |d| tells and what to do about it, if anything.
@@ -90,7 +100,7 @@ class DriftWatch:
                 "the engine got the last update, that its prefix cache was reset, and the adapter"
             )
         return (
-            f"{found} (>{HIGH:g}); keep vllm_importance_sampling_correction on. If it was so "
+            f"{found} (>{HIGH:g}); {self._advice}. If it was so "
             "from the first step it is rounding: an fp32 head in the engine, dtype float16, or "
             "no FP8 weights or KV cache make it smaller (bench/agreement.py has figures)"
         )

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import Any
+
 from fxrl.errors import ConfigError, FxrlError
 
 
@@ -13,8 +19,28 @@ class RewardError(FxrlError):
     """A reward function raised, hung, or returned something else than one number each."""
 
 
+class LossError(FxrlError):
+    """A loss raised, or returned something else than one number to go down from."""
+
+
+class CallbackError(FxrlError):
+    """A callback raised."""
+
+
+class TrackerError(FxrlError):
+    """A tracker of ``log_to`` cannot be started."""
+
+
+class HubError(FxrlError):
+    """The Hugging Face hub cannot be reached, or refuses; what was trained is in its folder."""
+
+
 class CheckpointError(FxrlError):
     """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class RunInUseError(FxrlError):
+    """Another process has the run's folder."""
 
 
 class StorageError(FxrlError):
@@ -27,3 +53,43 @@ class NonFiniteError(FxrlError):
 
 class BadConfigError(ConfigError):
     """All problems of a training configuration at once, one per line."""
+
+
+_FXRL = str(Path(__file__).parents[1])
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+
+
+def raised_at(error: BaseException) -> str:
+    """`` at rewards.py:12``, the innermost line of the user's own code; empty without any.
+
+    That is code which is neither fxrl's nor installed; where all of it is installed, the innermost
+    line of that.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [f for f in frames if not f.filename.startswith(_FXRL) and f.filename[:1] != "<"]
+    own = [f for f in foreign if not f.filename.startswith(_INSTALLED)]
+    return "".join(f" at {_place(f.filename, f.lineno)}" for f in (own or foreign)[-1:])
+
+
+def defined_at(function: Any) -> str:
+    """`` (defined at rewards.py:3)``; empty where that is unknown."""
+    function = inspect.unwrap(getattr(function, "func", function))
+    code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
+    return "" if code is None else f" (defined at {_place(code.co_filename, code.co_firstlineno)})"
+
+
+def _place(filename: str, line: int | None) -> str:
+    try:
+        path = Path(filename).relative_to(Path.cwd())
+    except (ValueError, OSError):  # elsewhere, or the working folder is gone
+        path = Path(filename)
+    return f"{path}:{line}"
+
+
+def shown(value: object, most: int = 200) -> str:
+    """``repr(value)``, cut; a class of the user's may raise in its own."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -1,22 +1,30 @@
 """``fxrl train``: a configuration file in, a trained model and its curves out.
 
 Exit codes: 0 the run is complete; 1 it failed (its state is saved where that is possible); 2 the
-configuration or the data is wrong, nothing was loaded; 130 it was interrupted by Ctrl-C, saved, and
-can be resumed (143 for SIGTERM). A second signal kills at once.
+configuration, the data or the checkpoint is wrong, no model was loaded; 130 it was interrupted by
+Ctrl-C, saved, and can be resumed (143 for SIGTERM). A second signal kills at once. A terminal that
+is closed, or a reader of stdout that goes away, ends no run: it goes on and writes to
+``run_dir/train.log``.
 """
 
 from __future__ import annotations
 
 import json as jsonlib
+import os
+import sys
+import tempfile
+import traceback as tracebacks
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from fxrl.errors import FxrlError
+from fxrl.errors import ConfigError, FxrlError
+from fxrl.rl.errors import StorageError, raised_at, shown
+from fxrl.rl.report.output import LOG, Output
 from fxrl.rl.report.progress import reporter_on
 
-FAILED, BAD_CONFIG = 1, 2
+FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
 
 
 def main(
@@ -24,44 +32,97 @@ def main(
     overrides: Sequence[str] = (),
     *,
     resume: str | None = None,
+    accept_changes: bool = False,
     json: bool = False,
+    overwrite: bool = False,
+    traceback: bool = False,
 ) -> int:
     """Runs ``fxrl train``.
 
     Args:
         config_path: the TOML file.
         overrides: ``key=value`` texts.
-        resume: ``""``: go on at the newest checkpoint of ``run_dir`` (from the start if there is
-            none); a path: go on at that checkpoint; ``None``: a new run.
+        resume: ``""``: go on at the last checkpoint of ``run_dir`` (from the start if the run has
+            none yet); ``"sound"``: at the last one that is not damaged; a path: at that one, in a
+            new branch where it is not the last; ``None``: a new run.
+        accept_changes: resume although data, rewards or the base model are others than before.
         json: JSON lines on stdout instead of a live view.
+        overwrite: a run that ``run_dir`` holds is moved aside.
+        traceback: an error is told with its whole traceback.
 
     Returns:
         The exit code, see the module's docstring.
     """
-    console, errors = Console(), Console(stderr=True)
-    code = BAD_CONFIG
+    output = Output(_message_event if json else str)
+    with output.kept():
+        # Of these very streams: user code may put others into ``sys`` and forget them there.
+        console, errors = Console(file=sys.stdout), Console(file=sys.stderr)
+        code = BAD_CONFIG
+        try:
+            with reporter_on(console, json=json) as reporter:
+                _check_compile_cache()
+                with reporter.stage("importing PyTorch"):
+                    from fxrl.losses.own_code import importable_from
+                    from fxrl.rl.config.load import load_config
+                    from fxrl.rl.trainer import Trainer
+                with importable_from(Path(config_path).parent, Path.cwd()):
+                    trainer = Trainer(config=load_config(config_path, overrides))
+                    prepared = trainer.prepared(
+                        reporter, resume=resume, accept_changes=accept_changes, overwrite=overwrite
+                    )
+                    with prepared as run:
+                        code = FAILED
+                        output.go_on_in(Path(trainer.config.run_dir) / LOG)
+                        return run().exit_code
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            _tell_error(error, console if json else errors, json=json, traceback=traceback)
+            if isinstance(error, KeyboardInterrupt):
+                return INTERRUPTED
+            told = isinstance(error, FxrlError | ImportError)
+            return code if told and not isinstance(error, StorageError) else FAILED
+
+
+def _check_compile_cache() -> None:
+    """PyTorch makes the folder while it is imported, and writes to it in the first step.
+
+    Raises:
+        ConfigError: it will not be able to.
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if (folder := os.environ.get(name)) is None:
+        return
     try:
-        with reporter_on(console, json=json) as reporter:
-            with reporter.stage("importing PyTorch"):
-                from fxrl.rl.config.named import importable_from
-                from fxrl.rl.loop import run
-            with importable_from(Path(config_path).parent, Path.cwd()):
-                with reporter.stage("reading the configuration and the data"):
-                    task = run.prepare(config_path, overrides, resume, reporter)
-                code = FAILED
-                return run.run(task, reporter)
-    except (FxrlError, ImportError) as error:
-        if code == FAILED and not isinstance(error, FxrlError):
-            raise
-        _tell_error(error, console if json else errors, json)
-        return code
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{name}={folder}: compiled code cannot be kept there: {error.strerror}; give another "
+            "folder, or unset it"
+        ) from error
 
 
-def _tell_error(error: BaseException, console: Console, json: bool) -> None:
-    notes = getattr(error, "__notes__", [])
-    text = "\n".join([str(error), *notes])
+def _message_event(text: str) -> str:
+    return jsonlib.dumps({"event": "message", "text": text})
+
+
+def _tell_error(error: BaseException, console: Console, *, json: bool, traceback: bool) -> None:
+    """One message; an error that nobody foresaw says where it comes from."""
+    if isinstance(error, FxrlError):
+        text = str(error)
+    elif isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
+    elif isinstance(error, SystemExit):
+        text = f"sys.exit({shown(error.code)}) was called{raised_at(error)}"
+    else:
+        named = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else shown(error)
+        text = f"{named}{raised_at(error)}; --traceback shows how it came about"
+    text = "\n".join([text, *getattr(error, "__notes__", [])])
+    trace = "".join(tracebacks.format_exception(error)) if traceback else ""
     if json:
         event = {"event": "error", "kind": type(error).__name__, "text": text}
+        event |= {"traceback": trace} if traceback else {}
         console.out(jsonlib.dumps(event), highlight=False)
     else:
-        console.print(f"fxrl train: {text}", markup=False, highlight=False, soft_wrap=True)
+        text = f"{trace}fxrl train: {text}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -35,6 +35,24 @@ class Drawn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What reward functions and callbacks may read of the run, under TRL's names.
+
+    Attributes:
+        global_step: the step that is being made, or was made last.
+        max_steps: the run's last.
+        epoch: passes over the training questions so far.
+    """
+
+    global_step: int
+    max_steps: int
+    epoch: float
+
+    def __deepcopy__(self, memo: object) -> TrainerState:
+        return self  # frozen, of plain numbers
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """The completions that one step trains on, prompt by prompt.
 

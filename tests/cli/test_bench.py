@@ -1,6 +1,9 @@
 """``fxrl bench``: lists and runs the scripts of a checkout, and says so where there is none."""
 
 import json
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -83,6 +86,24 @@ def test_runs_in_the_current_folder_with_its_exit_code(installed, checkout, tmp_
     assert (folder / "made").read_text() == "--out x"
     assert main(["bench", "--json", "head", "0"]) == 0
     assert (folder / "made").read_text() == "--json"
+
+
+def test_rows_are_seen_when_they_are_measured(checkout):
+    """Through a pipe too: the benchmark waits for an answer to its first row."""
+    script = "if __name__ == '__main__':\n    print('first row')\n    print(input())\n"
+    (checkout / "bench" / "head.py").write_text(script)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from fxrl.cli import benchmarks; import pathlib;"
+         "benchmarks.run_script('head', [], pathlib.Path(sys.argv[1]))", str(checkout)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    timer = threading.Timer(60, process.kill)
+    timer.start()
+    assert process.stdout.readline() == "first row\n"
+    out, err = process.communicate("go on\n")
+    timer.cancel()
+    assert out == "go on\n"
+    assert "running -m bench.head" in err
 
 
 def test_public_names_have_help(capfd):

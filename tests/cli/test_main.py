@@ -36,6 +36,7 @@ def test_help_lists_every_command(capsys):
         (["optimise"], "invalid choice: 'optimise'"),
         (["explain", "tiny:qwen3"], "--loss"),
         (["explain", "tiny:qwen3", "--loss", "grpo", "--batch", "0"], "0 is below 1"),
+        (["explain", "tiny:qwen3", "--loss", "grpo", "--batch", "two"], "'two' is no whole number"),
         (["verify", "tiny:qwen3", "--loss", "grpo", "--dtype", "int8"], "int8"),
         (["dump", "tiny:qwen3", "--loss", "grpo"], "--out"),
         (["train"], "CONFIG.toml"),
@@ -75,12 +76,13 @@ def test_errors_are_one_line(error, code, monkeypatch, capsys):
         main(["doctor", "--traceback"])
 
 
-def test_ctrl_c_is_130(monkeypatch):
+def test_ctrl_c_is_130(monkeypatch, capsys):
     def interrupted(args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fxrl.cli.commands.doctor", interrupted)
     assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_entry_point():
@@ -108,7 +110,10 @@ def test_train_hands_everything_over(monkeypatch):
         "config": "a.toml",
         "overrides": ["steps=2"],
         "resume": "runs/a",
+        "accept_changes": False,
         "json": True,
+        "overwrite": False,
+        "traceback": False,
     }
 
 

@@ -98,3 +98,20 @@ def test_dump_for_real(tmp_path, capsys):
     for name in ("aot/forward.py", "aot/backward.py", "00_dynamo.py"):
         assert (tmp_path / "d" / "capture_0" / name).read_text()
     assert list((tmp_path / "d" / "depyf").glob("*.py"))
+
+
+def test_a_dump_that_cannot_be_written_costs_no_time(capsys, monkeypatch):
+    monkeypatch.setattr("fxrl.cli.inputs.real_model", lambda *_: pytest.fail("a model was made"))
+    assert main(["dump", *TINY, "--out", "/proc/foo"]) == 1
+    assert "/proc/foo cannot be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("picture", ["/proc/foo.png", "plan.nothing"])
+def test_a_picture_that_cannot_be_drawn_is_named(capsys, picture):
+    assert main(["plan", *TINY, "--plot", picture]) == 1
+    assert f"{picture} cannot be drawn: " in capsys.readouterr().err
+
+
+def test_a_number_that_is_none_is_told_in_words(capsys):
+    assert main(["explain", "tiny:llama", "--loss", "grpo", "--batch", "x"]) == 2
+    assert "argument --batch: 'x' is no whole number" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from fxrl.errors import ForeignFileError
 from fxrl.inspect.dump import (
     CaptureRecord,
     DecompileError,
@@ -240,6 +241,20 @@ def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "dump").write_text("mine")
     with pytest.raises(DumpError, match="is a file"):
         write_dump(tmp_path / "dump", [], Report())
+
+
+def test_links_in_a_strangers_folder_are_not_followed(tmp_path):
+    outside, root = tmp_path / "outside", tmp_path / "dump"
+    outside.mkdir()
+    root.mkdir()
+    (outside / "precious").write_text("mine")
+    (root / "a").symlink_to(outside)
+    (root / "index.md").symlink_to(outside / "precious")
+    for listed in ("a/precious", "index.md"):
+        (root / "fxrl-dump.json").write_text(json.dumps({"files": [listed]}))
+        with pytest.raises(ForeignFileError, match="is a link to"):
+            write_dump(root, [make_record()], APPLIED)
+    assert tree(outside) == {"precious": "mine"}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"files": 3}', '{"files": [3]}', '{"nothing": 1}'])

@@ -578,3 +578,16 @@ def test_only_a_failure_raises():
     with pytest.raises(VerificationError, match="2 of 23 values miss a float32 run"):
         REPORT.raise_if_failed()
     VerifyReport(True, REPORT.rows[:1]).raise_if_failed()
+
+
+def test_in_80_columns_names_and_numbers_stay_whole():
+    """A parameter of an adapter has 70 characters; folded into a column of 8 nobody reads it."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    row = VerifyRow(name, "gradient", 0.12, 0.5, 0.018, False, 2e-4, "no gradient in the step")
+    text = plain_text(VerifyReport(False, (row,), reference="float32"), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert name in lines
+    assert "kind max abs rel eager's rel tolerance verdict" in lines
+    assert "gradient 1.2e-01 5.0e-01 2.0e-04 1.8e-02 WRONG" in lines
+    assert "no gradient in the step" in lines

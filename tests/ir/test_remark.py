@@ -56,20 +56,23 @@ predicted to save 28.00 GiB at the peak
     )
 
 
-def test_narrow_table():
+def test_in_few_columns_every_part_has_lines_of_its_own():
     assert_expected_inline(
         REPORT.table(width=72),
         """\
-site                  verdict     reason and cure
-------------------------------------------------------------------------
-fuse-linear-logprob   applied     no logits f32[s0, s1, 151936]: the
-gather_1              28.00 GiB   head runs inside the log-probability
-train/loss.py:14
-chunk-vocab-region    missed      %softmax is returned by the loss
-mm_14                 (3 MiB)     function
-train/loss.py:21                  cure: return only what the loop reads
-chunk-vocab-region    analysis    2 rows share a tile
-mm_14
+applied fuse-linear-logprob, saves 28.00 GiB
+  gather_1
+  train/loss.py:14
+  no logits f32[s0, s1, 151936]: the head runs inside the
+  log-probability
+missed chunk-vocab-region, would save 3 MiB
+  mm_14
+  train/loss.py:21
+  %softmax is returned by the loss function
+  cure: return only what the loop reads
+analysis chunk-vocab-region
+  mm_14
+  2 rows share a tile
 
 predicted to save 28.00 GiB at the peak
 3 remarks: 1 applied, 1 missed, 1 analysis""",

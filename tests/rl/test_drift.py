@@ -121,6 +121,16 @@ def test_the_probe_is_small():
     assert len(probe_rows([tuple(range(100))], [100] * 100)) == 40
 
 
+def test_the_advice_fits_the_loss():
+    """To keep on what is off, or what a loss does not have, is no advice."""
+    for corrected, words in (
+        (True, "keep loss.vllm_importance_sampling_correction on"),
+        (False, "switch loss.vllm_importance_sampling_correction on"),
+        (None, "weight the loss by exp(logps - rollout_logps)"),
+    ):
+        assert words in DriftWatch(corrected).warning({MEAN: 0.05})
+
+
 def test_a_warning_comes_when_it_gets_worse():
     watch = DriftWatch()
     said = [watch.warning({MEAN: mean}) for mean in (0.001, 0.05, 0.06, 0.5, 0.4, 0.001, 0.05)]

@@ -1,10 +1,12 @@
 """The examples: each is a valid configuration, and the tiny one runs as a person would run it."""
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
 
+from fxrl.rl.callbacks import Control
 from fxrl.rl.config.load import load_config
 from fxrl.rl.train import main
 
@@ -31,6 +33,20 @@ def test_the_tiny_example_is_optimized_and_resumes_exactly(tmp_path, capsys):
     assert main(example, [*options, f"run_dir={tmp_path}/rest"], resume=second, json=True) == 0
     assert [line["step"] for line in numbers(tmp_path / "rest")] == [3]
     assert numbers(tmp_path / "rest") == numbers(tmp_path / "whole")[2:]
+
+
+def test_the_python_example(tmp_path, monkeypatch):
+    """As it stands but for the compiler, which the other one has."""
+    monkeypatch.chdir(tmp_path)
+    example = runpy.run_path(str(EXAMPLES / "trainer.py"))
+    quick = {"steps": 2, "optimize": False, "tensorboard": False}
+    assert example["main"](example["CONFIG"] | quick).summary["steps"] == 2
+    assert example["main"](example["CONFIG"] | quick).summary["steps"] == 2
+    assert (tmp_path / "runs" / "trainer.1" / "final").is_dir()
+    stop = example["GoodEnough"](0.0)
+    control = Control()
+    stop.on_step_end(None, None, control, logs={"reward": 0.1})
+    assert control.should_training_stop
 
 
 def numbers(run_dir):

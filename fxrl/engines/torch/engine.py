@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fxrl.engines.engine import (
     Built,
     Completion,
+    Drawing,
     EngineError,
     EngineSpec,
     OnFinished,
@@ -131,6 +132,7 @@ def decode(
     stop_ids: Sequence[int],
     pad_id: int,
     device: torch.device,
+    drawing: Drawing,
 ) -> Decoded:
     """Draws ``counts[i]`` completions of ``prompts[i]``; rows are ordered by prompt.
 
@@ -138,6 +140,7 @@ def decode(
         uniforms: [R, max_tokens] float64 on the CPU, R = sum(counts); ``None`` for greedy.
         stop_ids: tokens that end a completion.
         pad_id: fills prompts on the left; any valid id, its positions are masked.
+        drawing: hears of each step's tokens.
     """
     expand = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts)).to(device)
     ids, mask = left_pad(prompts, pad_id)
@@ -157,6 +160,7 @@ def decode(
         cache.reorder_cache(expand)  # the cache's own index_select over the batch, any layer kind
     next_position = positions[expand, -1:] + 1
     mask = torch.cat([mask[expand], mask.new_ones(num_rows, params.max_tokens)], 1)
+    before = num_rows
 
     for step in range(params.max_tokens):
         banned = stop_ids if step < params.min_tokens else ()
@@ -165,6 +169,8 @@ def decode(
         drawn.add(step, rows, tokens, logprobs, running)
         running = running & ~torch.isin(tokens, stops)
         num_running = int(running.sum())
+        drawing.add(before, before - num_running)
+        before = num_running
         if num_running == 0 or step + 1 == params.max_tokens:
             break
         if len(rows) - num_running >= DROP_SHARE * len(rows):
@@ -294,9 +300,10 @@ class TorchEngine:
         )
         uniforms = self._uniforms(len(given) * params.n, params)
         found: dict[tuple[int, int], Completion] = {}
+        drawing = Drawing(len(given) * params.n)
         with _eval_mode(self.model), torch.no_grad(), self._autocast():
             for groups in batches:
-                found.update(self._run(groups, given, params, uniforms))
+                found.update(self._run(groups, given, params, uniforms, drawing))
                 for number in dict.fromkeys(group.prompt for group in groups):
                     keys = [(number, sample) for sample in range(params.n)]
                     if on_finished is not None and all(key in found for key in keys):
@@ -309,6 +316,7 @@ class TorchEngine:
         prompts: Sequence[tuple[int, ...]],
         params: SamplingParams,
         uniforms: Tensor | None,
+        drawing: Drawing,
     ) -> Iterator[tuple[tuple[int, int], Completion]]:
         keys = [(g.prompt, g.first + i) for g in groups for i in range(g.count)]
         flat = [prompt * params.n + sample for prompt, sample in keys]
@@ -322,6 +330,7 @@ class TorchEngine:
             stop_ids=sorted(stop_ids),
             pad_id=self.pad_token_id,
             device=next(self.model.parameters()).device,
+            drawing=drawing,
         )
         drawn = (part.tolist() for part in (done.tokens, done.logprobs, done.lengths))
         for key, tokens, logprobs, length in zip(keys, *drawn, strict=True):

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from fxrl.engines.engine import (
     Completion,
+    Drawing,
     EngineError,
     GenerateTimeoutError,
     OnFinished,
@@ -238,12 +239,14 @@ class Gather:
         self._on_finished = on_finished
         self._found: list[Completion | None] = [None] * (len(prompts) * n)
         self._missing = [n] * len(prompts)
+        self._drawing = Drawing(len(self._found))
 
     def __call__(self, index: int, output: Any) -> None:
         """Takes request ``index``'s output."""
         prompt = index // self._n
         self._found[index] = completion(self._prompts[prompt], output, self._version)
         self._missing[prompt] -= 1
+        self._drawing.add(len(output.token_ids), 1)
         if self._missing[prompt] == 0 and self._on_finished is not None:
             self._on_finished(prompt, self._group(prompt))
 

@@ -25,6 +25,8 @@ from fxrl.errors import ConfigError
 T = TypeVar("T")
 REST = {"rest": True}
 """Field metadata: this mapping takes the keys of its table that no other field names."""
+DIGEST = {"digest": True}
+"""Field metadata: written down by number of entries and hash, not whole."""
 
 
 class Table:
@@ -55,33 +57,55 @@ class Table:
         """What is wrong besides ranges; each line starts with the key."""
         return ()
 
+    @classmethod
+    def own_keys(cls) -> tuple[str, ...]:
+        """The table's own keys, without those that ``REST`` takes."""
+        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
+        return tuple(field.name for field in fields if not field.metadata.get("rest"))
 
-Check = Callable[[Any], str | None]
-"""What is wrong with a value, if anything; stands in ``Annotated`` types."""
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Check:
+    """A range; stands in ``Annotated`` types.
+
+    Attributes:
+        wrong: what is wrong with a value, if anything.
+        schema: the range in JSON schema's words.
+    """
+
+    wrong: Callable[[Any], str | None]
+    schema: Mapping[str, Any]
+
+    def __call__(self, value: Any) -> str | None:
+        return self.wrong(value)
 
 
 def at_least(low: float) -> Check:
     """``low`` and above."""
-    return lambda value: None if value >= low else f"is below {low:g}"
+    return Check(lambda v: None if v >= low else f"is below {low:g}", {"minimum": low})
 
 
 def above(low: float) -> Check:
     """Above ``low``."""
-    return lambda value: None if value > low else f"must be above {low:g}"
+    words = f"must be above {low:g}"
+    return Check(lambda v: None if v > low else words, {"exclusiveMinimum": low})
 
 
 def within(low: float, high: float) -> Check:
     """In [``low``, ``high``]."""
-    return lambda value: None if low <= value <= high else f"is outside [{low:g}, {high:g}]"
+    words = f"is outside [{low:g}, {high:g}]"
+    return Check(lambda v: None if low <= v <= high else words, {"minimum": low, "maximum": high})
 
 
-def regular_expression(value: str) -> str | None:
-    """Itself a ``Check``: it compiles."""
+def _uncompiled(value: str) -> str | None:
     try:
         re.compile(value)
     except re.error as error:
         return f"is no regular expression: {error}"
     return None
+
+
+regular_expression = Check(_uncompiled, {"format": "regex"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,9 +128,40 @@ def parse_override(text: str, problems: list[str]) -> tuple[tuple[str, ...], Tex
         return parts, Text(raw, None)
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = raw  # a bare word: run_dir=runs/first
     return parts, Text(raw, value)
+
+
+MOST_NESTED = 100
+"""Tables and lists in one another: what reads, copies and prints them calls itself for each."""
+
+
+def entries(values: Any) -> Iterator[tuple[str, Any, int]]:
+    """Dotted name, value and depth of whatever is in a tree, down to one level too deep."""
+    waiting = [("", values, 0)]
+    while waiting:
+        name, value, depth = waiting.pop()
+        value = value.value if isinstance(value, Text) else value
+        yield name, value, depth
+        if depth > MOST_NESTED:
+            continue
+        if isinstance(value, Mapping):
+            waiting += [(f"{name}.{key}".lstrip("."), v, depth + 1) for key, v in value.items()]
+        elif isinstance(value, list):
+            waiting += [(name, inner, depth + 1) for inner in value]
+
+
+TOO_DEEP = f"more than {MOST_NESTED} tables and lists in one another"
+
+
+def unfit(table: Mapping[str, Any]) -> Iterator[str]:
+    """What no key can hold, a line each: numbers beyond TOML's 64 bits, deep nesting."""
+    for name, value, depth in entries(table):
+        if depth > MOST_NESTED:
+            yield f"{name[:40]}: {TOO_DEEP}"
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            yield f"{name}={str(value)[:20]}... is beyond 64 bits"
 
 
 def merge_override(table: dict[str, Any], path: Sequence[str], value: Text) -> None:
@@ -145,7 +200,7 @@ def bind(
         name, plain = f"{path}{key}", value.value if isinstance(value, Text) else value
         if key not in fields:
             if rest:
-                values[rest][key] = plain
+                values[rest][key] = _plain(value)
             else:
                 problems.append(f"{name}: no such key{suggest(name)}")
         elif (inner := _dataclass_in(hints[key])) and isinstance(plain, Mapping):
@@ -156,7 +211,8 @@ def bind(
             try:
                 values[key] = _fit(hints[key], value)
             except TypeError:
-                problems.append(f"{name}={plain!r} is not {_spell(hints[key])}")
+                cure = suggest(name) if inner else ""  # optim="adamw": optim.name
+                problems.append(f"{name}={_plain(value)!r} is not {_spell(hints[key])}{cure}")
     required = (key for key, f in fields.items() if f.default is f.default_factory is MISSING)
     missing = [key for key in required if key not in values]
     problems += [f"{path}{key}: missing; it has no default" for key in missing if key not in table]
@@ -182,16 +238,20 @@ def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
 
 
 def _suggester(cls: type[Any]) -> Callable[[str], str]:
-    """The cure for a wrong key: the one most like it as a whole, else by its last dotted part."""
-    names = tuple(dotted_names(cls))
-    by_leaf = {name.rpartition(".")[2]: name for name in reversed(names)}
+    """The cure for a wrong key: what it means (``KEY_ALIASES``, ``KEY_ANSWERS``), else is like."""
+    names = sorted(dotted_names(cls), key=lambda name: -name.count("."))
+    by_leaf = {name.rpartition(".")[2]: name for name in names}
     aliases: Mapping[str, str] = getattr(cls, "KEY_ALIASES", {})
+    answers: Mapping[str, str] = getattr(cls, "KEY_ANSWERS", {})
+    meant = {**by_leaf, **aliases}
 
     def suggest(name: str) -> str:
         leaf = name.rpartition(".")[2]
+        if leaf in answers:
+            return f"; {answers[leaf]}"
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-        close += [by_leaf[one] for one in difflib.get_close_matches(leaf, by_leaf, n=1)]
-        near = aliases.get(leaf) or next(iter(close), None)
+        close += [meant[one] for one in difflib.get_close_matches(leaf, meant, n=1)]
+        near = meant.get(leaf) or next(iter(close), None)
         return f"; did you mean {near!r}?" if near else ""
 
     return suggest
@@ -202,6 +262,15 @@ def _dataclass_in(hint: Any) -> type[Any] | None:
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return kind
     return None
+
+
+def _plain(value: Any) -> Any:
+    """Overrides by their values, also those inside of tables that take any keys."""
+    if isinstance(value, Text):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value
 
 
 def _fit(hint: Any, value: Any) -> Any:
@@ -225,10 +294,13 @@ def _fit(hint: Any, value: Any) -> Any:
         kinds = args[:1] * len(plain) if args[-1] is Ellipsis else args
         if len(kinds) == len(plain):
             return tuple(_fit(kind, item) for kind, item in zip(kinds, plain, strict=True))
+    elif origin is Callable:
+        if callable(plain):
+            return plain
     elif origin is None:
         return _fit_scalar(hint, value, plain)
     elif isinstance(plain, Mapping) and issubclass(origin, Mapping):
-        return plain
+        return _plain(plain)
     raise TypeError
 
 
@@ -244,6 +316,12 @@ def _fit_scalar(hint: Any, value: Any, plain: Any) -> Any:
     raise TypeError
 
 
+def in_files(hint: Any) -> bool:
+    """Whether a file can hold it: all but what only Python gives, a model or a function."""
+    known = hint in (*_WORDS, Any, type(None)) or dataclasses.is_dataclass(hint)
+    return known or typing.get_origin(hint) not in (None, Callable)
+
+
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -252,7 +330,9 @@ def _spell(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(repr, args))}"
     if origin in (typing.Union, types.UnionType):
-        return " or ".join("none" if arg is type(None) else _spell(arg) for arg in args)
+        return " or ".join(
+            "none" if arg is type(None) else _spell(arg) for arg in args if in_files(arg)
+        )
     if origin is tuple:
         if args[-1] is Ellipsis:
             return f"a list, each entry {_spell(args[0])}"

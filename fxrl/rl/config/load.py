@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
-from fxrl.rl.config.named import importable_from
-from fxrl.rl.config.tables import TrainConfig
+from fxrl.losses.own_code import importable_from
+from fxrl.rl.config.binding import (
+    MOST_NESTED,
+    TOO_DEEP,
+    Text,
+    bind,
+    merge_override,
+    parse_override,
+    unfit,
+)
+from fxrl.rl.config.tables import ModelConfig, TrainConfig
 from fxrl.rl.errors import BadConfigError
 
 MOST_SEQUENCES = 1024
@@ -30,33 +41,91 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     path = Path(path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
         raise BadConfigError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise BadConfigError(f"{path}: not TOML: {error}") from error
+    table = parse_toml(text, str(path))
     problems: list[str] = []
-    for text in overrides:
-        if (override := parse_override(text, problems)) is not None:
-            merge_override(table, *override)
+    for override in overrides:
+        if (parsed := parse_override(override, problems)) is not None:
+            table.pop(_INSTEAD.get(parsed[0][0], ""), None)
+            merge_override(table, *parsed)
+    if lines := [f"  {line}" for line in unfit(table)]:
+        raise BadConfigError("\n".join([f"{path}: no key can hold", *lines[:10]]))
     with importable_from(path.parent, Path.cwd()):
-        config = bind(TrainConfig, table, problems)
+        return config_of(table, str(path), str(Path("runs") / path.stem), problems)
+
+
+_INSTEAD = {"steps": "epochs", "epochs": "steps"}
+"""An override of the one replaces the other of the file."""
+
+
+def config_of(
+    table: Mapping[str, Any], source: str, run_dir: str, problems: Sequence[str] = ()
+) -> TrainConfig:
+    """The configuration that nested tables say.
+
+    Args:
+        source: what the tables come from, for messages.
+        run_dir: where none is given.
+        problems: known already.
+
+    Raises:
+        BadConfigError: see ``load_config``.
+    """
+    problems = list(problems)
+    config = bind(TrainConfig, table, problems)
+    if {"steps", "epochs"} <= table.keys():
+        problems.append("steps, epochs: give one of them")
     if problems or config is None:
         count = f"{len(problems)} mistakes" if len(problems) > 1 else "1 mistake"
-        raise BadConfigError("\n".join([f"{path}: {count}", *(f"  {line}" for line in problems)]))
+        raise BadConfigError("\n".join([f"{source}: {count}", *(f"  {line}" for line in problems)]))
     given = table.get("vllm", {})
     if "max_num_seqs" not in (given.value if isinstance(given, Text) else given):
         completions = config.prompts_per_step * config.sampling.num_generations
         vllm = dataclasses.replace(config.vllm, max_num_seqs=min(completions, MOST_SEQUENCES))
         config = dataclasses.replace(config, vllm=vllm)  # all of a step at the same time
-    if not config.run_dir:
-        config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
-    return config
+    return config if config.run_dir else dataclasses.replace(config, run_dir=run_dir)
 
 
-def as_table(config: TrainConfig) -> dict[str, Any]:
-    """The whole tree as plain JSON values, defaults included."""
-    table: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=_plain))
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """The tables of a TOML text.
+
+    Raises:
+        BadConfigError: it is no TOML; names the line, and what stands there.
+    """
+    lines = text.split("\n")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        why, _, place = str(error).partition(" (at ")
+        found = re.match(r"line (\d+)", place)
+        number = int(found[1]) if found else len(lines)
+    except RecursionError:
+        why = TOO_DEEP
+        depths = accumulate(
+            len(re.findall(r"[\[{]", s)) - len(re.findall(r"[\]}]", s)) for s in lines
+        )
+        number = next((n for n, depth in enumerate(depths, 1) if depth > MOST_NESTED), 1)
+    except ValueError as error:  # more digits than Python converts
+        why = str(error).partition(";")[0]
+        number = next((n for n, s in enumerate(lines, 1) if re.search(r"[\d_]{4300}", s)), 1)
+    # An error is told where a value ends; its key may stand in a line above.
+    start = next((n for n in range(number, 0, -1) if _KEY.match(lines[n - 1])), number)
+    raise BadConfigError(f"{source}:{start}: not TOML: {why}: {lines[start - 1].strip()[:80]}")
+
+
+_KEY = re.compile(r"\s*(\[|[^#=]+=)")
+
+
+def as_table(config: Any) -> dict[str, Any]:
+    """A table of the configuration as plain JSON values, defaults included."""
+    table = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        table[field.name] = _digest(value) if field.metadata.get("digest") else _plain(value)
+    if isinstance(config, ModelConfig):
+        table["id"] = config.name
     return table
 
 
@@ -73,4 +142,20 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any], path: str 
 
 
 def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else str(value)
+    if dataclasses.is_dataclass(value):
+        return as_table(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if callable(value):
+        return f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _digest(rows: Sequence[Any] | None) -> str | None:
+    """Enough to see that a resumed run has the same rows."""
+    if rows is None:
+        return None
+    text = json.dumps(rows, sort_keys=True, default=lambda value: type(value).__name__)
+    return f"{len(rows)} rows, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"

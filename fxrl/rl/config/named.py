@@ -2,49 +2,56 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxrl import losses
 from fxrl.errors import ConfigError, did_you_mean
 from fxrl.losses.options import accepted
-from fxrl.losses.registry import load_function
+from fxrl.losses.own_code import load_function
 from fxrl.rl.builtin_rewards import BUILT_IN, PROVIDED
-
-
-@contextmanager
-def importable_from(*folders: Path) -> Iterator[None]:
-    """Puts folders in front of ``sys.path``, so that ``rewards.py`` beside the config is found."""
-    added = [str(folder.resolve()) for folder in folders]
-    sys.path[:0] = added
-    try:
-        yield
-    finally:
-        for folder in added:
-            if folder in sys.path:
-                sys.path.remove(folder)
-
-
-_OTHER_NAMES = {"learning_rate": "lr", "lr_scheduler_type": "schedule", "scheduler": "schedule"}
+from fxrl.rl.config import trl
 
 
 def wrong_keywords(
-    function: Callable[..., Any], given: Mapping[str, Any], *, besides: Sequence[str] = ()
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    *,
+    besides: Sequence[str] = (),
+    table: str = "",
+    keys: Sequence[str] = (),
 ) -> list[str]:
-    """One line for each key of ``given`` that ``function`` does not take."""
+    """One line for each key of ``given`` that ``function`` does not take.
+
+    Args:
+        besides: of its keywords, those that are not the user's to give.
+        table: where the keys stand, such as ``optim``.
+        keys: that the table has besides the function's keywords.
+    """
     if (takes := accepted(function)) is None:
         return []
     known = [name for name in takes if name not in besides]
     return [
-        f"{key}: no such key{did_you_mean(_OTHER_NAMES.get(key, key), known)}"
+        f"{key}: no such key{_instead(key, [*known, *keys], table)}"
         for key in given
         if key not in known
     ]
+
+
+def _instead(key: str, known: Sequence[str], table: str) -> str:
+    if key in trl.INSTEAD:
+        return f"; {trl.INSTEAD[key]}"
+    near = trl.KEYS.get(key)
+    if near is None and not difflib.get_close_matches(key, known, n=1):
+        near = next((trl.KEYS[k] for k in difflib.get_close_matches(key, trl.KEYS, n=1)), None)
+    if near is None:
+        return did_you_mean(key, known)
+    return f"; did you mean {near.removeprefix(f'{table}.')!r}?"
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -65,19 +72,44 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return classes[name.lower()]
 
 
-def optimizer_problems(name: str, options: Mapping[str, Any]) -> list[str]:
+def optimizer_problems(
+    name: str, options: Mapping[str, Any], keys: Sequence[str] = ()
+) -> list[str]:
     """What is wrong with an ``[optim]`` table's name and further keys, one line each."""
     try:
         found = optimizer_class(name)
     except ConfigError as error:
         return [str(error)]
-    return wrong_keywords(found, options, besides=("params", "lr"))
+    lines = wrong_keywords(found, options, besides=("params", "lr"), table="optim", keys=keys)
+    if lines:
+        return lines
+    try:
+        make_optimizer(name, [nn.Parameter(torch.zeros(2, 2))], options)
+    except ConfigError as error:
+        lines.append(str(error))
+    return lines
+
+
+def make_optimizer(
+    name: str, parameters: Sequence[nn.Parameter], options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """The optimizer ``name`` with its keywords; TOML's lists are tuples there.
+
+    Raises:
+        ConfigError: it refuses them.
+    """
+    keywords = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+    make: Callable[..., torch.optim.Optimizer] = optimizer_class(name)
+    try:
+        return make(parameters, **keywords)
+    except Exception as error:  # each checks its own keywords, or fails at them
+        raise ConfigError(f"name={name!r} refuses {keywords}: {error}") from error
 
 
 _NO_ROLLOUT = {"ppo": "values", "dpo": "preference pairs", "sft": "reference completions"}
 
 
-def loss_problems(name: str, options: Mapping[str, Any]) -> list[str]:
+def loss_problems(name: str, options: Mapping[str, Any], keys: Sequence[str] = ()) -> list[str]:
     """What is wrong with a ``[loss]`` table, one line each."""
     if name in _NO_ROLLOUT:
         return [
@@ -86,7 +118,7 @@ def loss_problems(name: str, options: Mapping[str, Any]) -> list[str]:
         ]
     lines: list[str] = []
     if (factory := losses.FACTORIES.get(name)) is not None:
-        lines = wrong_keywords(factory, options)
+        lines = wrong_keywords(factory, options, table="loss", keys=keys)
         known = accepted(factory) or ()
         options = {key: value for key, value in options.items() if key in known}
         if "max_completion_length" in known:
@@ -94,9 +126,10 @@ def loss_problems(name: str, options: Mapping[str, Any]) -> list[str]:
     try:
         losses.by_name(name, **options)
     except ConfigError as error:
-        lines.append(str(error))
-    except TypeError as error:
-        lines.append(f"name={name!r}: {error}")
+        named = name in losses.FACTORIES
+        lines.append(str(error) if named else f"name={name!r}: {error}")
+    except Exception as error:  # of a factory of the user's
+        lines.append(f"name={name!r}: {error!r}")
     return lines
 
 
@@ -110,17 +143,40 @@ def build_loss(
     return losses.by_name(name, **{k: v for k, v in given.items() if k in known} | dict(options))
 
 
-def reward_problems(functions: Sequence[str], params: Mapping[str, Any]) -> list[str]:
+def reward_name(given: str | Callable[..., Any]) -> str:
+    """A reward as the configuration names it, one that Python gives by its function's name."""
+    return given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+
+
+def _builtin_problems(name: str, keywords: Mapping[str, Any]) -> list[str]:
+    factory = BUILT_IN[name]
+    takes = inspect.signature(factory).parameters
+    if wrong := wrong_keywords(factory, keywords, besides=PROVIDED):
+        return wrong
+    needed = [n for n, p in takes.items() if p.default is p.empty and n not in PROVIDED]
+    if missing := [n for n in needed if n not in keywords]:
+        return [f"{n}: missing; it has no default" for n in missing]
+    try:
+        factory(**{n: "" for n in PROVIDED if n in takes}, **keywords)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def reward_problems(
+    functions: Sequence[str | Callable[..., Any]], params: Mapping[str, Any]
+) -> list[str]:
     """One line per name that is no reward and per wrong keyword; imports the user's modules."""
     lines = []
     for name in functions:
+        if not isinstance(name, str):
+            continue
         if name in BUILT_IN:
             keywords = params.get(name, {})
             if not isinstance(keywords, Mapping):
                 lines.append(f"params.{name}={keywords!r} is not a table")
                 continue
-            wrong = wrong_keywords(BUILT_IN[name], keywords, besides=PROVIDED)
-            lines += [f"params.{name}.{line}" for line in wrong]
+            lines += [f"params.{name}.{line}" for line in _builtin_problems(name, keywords)]
         elif ":" in name:
             try:
                 load_function(name)
@@ -129,7 +185,6 @@ def reward_problems(functions: Sequence[str], params: Mapping[str, Any]) -> list
         else:
             near = did_you_mean(name, BUILT_IN)
             lines.append(f"functions: {name!r} is neither module:function nor built in{near}")
-    lines += [
-        f"params.{name}: no such entry in functions" for name in params if name not in functions
-    ]
+    known = {reward_name(one) for one in functions}
+    lines += [f"params.{name}: no such entry in functions" for name in params if name not in known]
     return lines

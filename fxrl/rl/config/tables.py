@@ -6,34 +6,54 @@ same. It reads no environment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+import string
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from torch import nn
 
 from fxrl.config import Config
 from fxrl.engines.vllm.options import VllmOptions
 from fxrl.models.hf import ModelError
 from fxrl.models.load import Source, resolve
 from fxrl.models.tiny import parse_tiny
-from fxrl.rl.config.binding import REST, Table, above, at_least, regular_expression, within
+from fxrl.rl.config import trl
+from fxrl.rl.config.binding import (
+    DIGEST,
+    REST,
+    Table,
+    above,
+    at_least,
+    regular_expression,
+    within,
+)
 from fxrl.rl.config.named import loss_problems, optimizer_problems, reward_problems
 
 Positive = Annotated[int, at_least(1)]
 Count = Annotated[int, at_least(0)]
 Fraction = Annotated[float, within(0.0, 1.0)]
-Seconds = Annotated[float, above(0.0)]
+Seconds = Annotated[float, above(0.0), within(0.0, 1e8)]
 Regex = Annotated[str, regular_expression]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig(Table):
-    """``[model.lora]``: a PEFT adapter; leave the table out for full fine-tuning."""
+    """``[model.lora]``: a PEFT adapter; leave the table out for full fine-tuning.
 
-    r: Positive = 16
+    Attributes:
+        r: rank.
+        alpha: the adapter's output is scaled by ``alpha / r``.
+        dropout: share of the adapter's inputs that are dropped in training.
+        targets: names of the Linear modules that get one, ``["q_proj", "v_proj"]``; ``all-linear``
+            is all but the head.
+    """
+
+    r: Annotated[int, within(1, 65536)] = 16
     alpha: float = 32.0
     dropout: Fraction = 0.0
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
@@ -44,7 +64,8 @@ class ModelConfig(Table):
     """``[model]``.
 
     Attributes:
-        id: local folder, hub id, or ``tiny:<kind>`` (random weights, made on the fly).
+        id: local folder, hub id, or ``tiny:<kind>`` (random weights, made on the fly). In Python
+            also a model itself.
         dtype: of the weights; the optimizer works in it. ``auto`` is bfloat16 on a GPU, on a CPU
             what that is fast at (``fxrl.rl.config.dtype``); weights that are trained stay float32.
         autocast: dtype of matrix products in the train step, ``none`` for the weights' own.
@@ -56,7 +77,7 @@ class ModelConfig(Table):
         lora: adapter; ``none`` trains all weights.
     """
 
-    id: str
+    id: str | nn.Module
     dtype: Dtype = "float32"
     autocast: Literal["auto", "bfloat16"] | None = "auto"
     device: str = "auto"
@@ -66,7 +87,7 @@ class ModelConfig(Table):
     def problems(self) -> Iterator[str]:
         """Decided by the text and the file system; nothing is loaded."""
         try:
-            if resolve(self.id) is Source.TINY:
+            if isinstance(self.id, str) and resolve(self.id) is Source.TINY:
                 parse_tiny(self.id)
         except ModelError as error:
             yield f"id: {error}"
@@ -74,6 +95,14 @@ class ModelConfig(Table):
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError:
             yield f"device={self.device!r} is no device; use auto, cpu or cuda:0"
+
+    @property
+    def name(self) -> str:
+        """``id``, of a model itself where it came from."""
+        if isinstance(self.id, str):
+            return self.id
+        config = getattr(self.id, "config", None)
+        return getattr(config, "_name_or_path", "") or type(self.id).__name__
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -84,20 +113,41 @@ class ModelConfig(Table):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One chat turn of ``[[data.turns]]``, put between the system prompt and the question."""
+    """One chat turn of ``[[data.turns]]``, put between the system prompt and the question.
+
+    Attributes:
+        role: who says it.
+        content: what is said.
+    """
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
+def _pads_widely(template: str) -> bool:
+    try:
+        fields = [*string.Formatter().parse(template)]
+    except ValueError:  # told where the first row is put in
+        return False
+    return any(re.search(r"\d{5}|\{", spec or "") for _, _, spec, _ in fields)
+
+
+MOST_GENERATED = 10_000_000
+"""Questions of reasoning-gym, all made before the first step."""
+
+
 @dataclass(frozen=True, slots=True)
 class DataConfig(Table):
-    """``[data]``: where prompts come from. Exactly one of the three sources is given.
+    """``[data]``: where prompts come from. Exactly one of the four sources is given.
 
     Attributes:
         path: a JSONL file.
-        dataset: a Hugging Face dataset's name or folder (``subset``, ``split`` choose in it).
-        reasoning_gym: a reasoning-gym task; ``params`` are its keywords.
+        dataset: a Hugging Face dataset's name or folder.
+        subset: of ``dataset``, what ``datasets.load_dataset`` calls ``name``.
+        split: of ``dataset``.
+        reasoning_gym: a reasoning-gym task.
+        params: keywords of the reasoning-gym task.
+        rows: the questions themselves, each a table of columns.
         size: questions to generate (reasoning-gym) or to keep (others); ``none`` keeps all.
         seed: of the generated questions and of the held-out split, whatever the run's seed is, so
             that runs with several seeds are judged on the same questions.
@@ -110,7 +160,11 @@ class DataConfig(Table):
         system: system prompt.
         few_shot: solved questions as chat turns before each prompt; they are not trained on.
         turns: explicit chat turns before each prompt.
-        max_prompt_tokens: a longer prompt is an error.
+        max_prompt_tokens: a longer prompt is unusable.
+        unusable_rows: what becomes of rows whose prompt is empty, no text, too long, or does not
+            fit ``pattern`` and ``template``: an ``error`` that names them, or ``skip`` leaves them
+            out and says how many. Either way before a model is loaded.
+        shuffle: another order in each epoch; ``false`` keeps the source's.
     """
 
     path: str | None = None
@@ -119,6 +173,7 @@ class DataConfig(Table):
     split: str = "train"
     reasoning_gym: str | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
+    rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False, metadata=DIGEST)
     size: Positive | None = None
     seed: int = 0
     prompt: str = "prompt"
@@ -130,17 +185,23 @@ class DataConfig(Table):
     few_shot: Count = 0
     turns: tuple[Turn, ...] = ()
     max_prompt_tokens: Positive = 4096
+    unusable_rows: Literal["error", "skip"] = "error"
     shuffle: bool = True
 
     def problems(self) -> Iterator[str]:
-        given = [n for n in ("path", "dataset", "reasoning_gym") if getattr(self, n) is not None]
+        sources = ("path", "dataset", "reasoning_gym", "rows")
+        given = [name for name in sources if getattr(self, name) is not None]
         if len(given) != 1:
-            sources = " and ".join(given) or "none of them"
-            yield f"path, dataset, reasoning_gym: give exactly one, not {sources}"
+            found = " and ".join(given) or "none of them"
+            yield f"path, dataset, reasoning_gym: give exactly one (or rows), not {found}"
+        if self.reasoning_gym is not None and (self.size or 0) > MOST_GENERATED:
+            yield f"size={self.size} questions are generated in advance; {MOST_GENERATED} at most"
         if self.path is not None and not Path(self.path).is_file():
             yield f"path={self.path!r} is not a file, seen from {Path.cwd()}"
         if self.pattern is not None and self.template is None:
             yield "pattern is given but template, which it fills, is not"
+        if self.template is not None and _pads_widely(self.template):
+            yield f"template={self.template!r} pads by more than 9999, or by what a row says"
         if not self.chat and (self.system or self.few_shot or self.turns):
             yield "chat=false leaves no place for system, few_shot and turns"
 
@@ -151,7 +212,8 @@ class RewardConfig(Table):
 
     Attributes:
         functions: built-in names (``exact``, ``reasoning_gym``, ``length``, ``regex``) or
-            ``module:function`` with TRL's signature.
+            ``file.py:function`` or ``module:function`` with TRL's signature, looked for beside the
+            configuration, then in the working folder. In Python also functions themselves.
         weights: one per function; all 1 by default.
         params: keywords by function name, ``[reward.params.length] target = 8``.
         extract: regular expression; built-ins judge its last match in the completion (the whole
@@ -164,7 +226,7 @@ class RewardConfig(Table):
             there, while the engine draws others; by default once a step, with all of them.
     """
 
-    functions: tuple[str, ...]
+    functions: tuple[str | Callable[..., Any], ...]
     weights: tuple[float, ...] | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     extract: Regex | None = None
@@ -176,6 +238,9 @@ class RewardConfig(Table):
     def problems(self) -> Iterator[str]:
         if not self.functions:
             yield "functions is empty; name at least one reward"
+        for name in dict.fromkeys(self.functions):
+            if self.functions.count(name) > 1:
+                yield f"functions: {name!r} is named twice; give it a weight instead"
         if self.weights is not None and len(self.weights) != len(self.functions):
             yield f"weights has {len(self.weights)} entries for {len(self.functions)} functions"
         yield from reward_problems(self.functions, self.params)
@@ -189,6 +254,7 @@ class LossConfig(Table):
         name: as for ``fxrl.losses.by_name``.
         normalize: what a micro-batch's loss is a mean over, see ``fxrl.rl.loop.batching``; ``auto``
             knows fxrl's own losses and takes ``sequences`` for others.
+        options: further keys, the loss's own keywords: ``beta``, ``epsilon``, ...
     """
 
     name: str = "grpo"
@@ -196,20 +262,29 @@ class LossConfig(Table):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
 
     def problems(self) -> Iterator[str]:
-        yield from loss_problems(self.name, self.options)
+        yield from loss_problems(self.name, self.options, self.own_keys())
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig(Table):
-    """``[sampling]``: how completions are drawn; ``num_generations`` per prompt.
+    """``[sampling]``: how completions are drawn.
 
-    ``ignore_eos``, ``min_tokens`` and ``stop_token_ids`` are those of ``SamplingParams``.
-    ``extra`` are further sampling parameters of vLLM by its own names, for ``engine = "vllm"``:
-    ``extra = { repetition_penalty = 1.1 }``. What they do to the distribution the trainer does not
-    repeat; the importance-sampling correction of the losses accounts for it.
+    Attributes:
+        temperature: the logits are divided by it, in the loss as well.
+        top_p: only the likeliest tokens that together have this probability; 1 is all.
+        top_k: only so many of the likeliest tokens; 0 is all.
+        min_p: only tokens at least this share as likely as the likeliest; 0 is all.
+        max_tokens: most of a completion.
+        num_generations: completions of a prompt, the group that advantages compare.
+        ignore_eos: go on after the end token, up to ``max_tokens``.
+        min_tokens: no end token before so many.
+        stop_token_ids: tokens that end a completion besides the tokenizer's end token.
+        extra: further sampling parameters of vLLM by its own names, for ``engine = "vllm"``:
+            ``extra = { repetition_penalty = 1.1 }``. What they do to the distribution the trainer
+            does not repeat; the importance-sampling correction of the losses accounts for it.
     """
 
-    temperature: Annotated[float, above(0.0)] = 1.0
+    temperature: Annotated[float, above(0.0), within(0.0, 1e6)] = 1.0
     top_p: Annotated[float, within(0.0, 1.0), above(0.0)] = 1.0
     top_k: Count = 0
     min_p: Fraction = 0.0
@@ -229,8 +304,14 @@ class SamplingConfig(Table):
 class OptimConfig(Table):
     """``[optim]``: any optimizer of ``torch.optim`` by name; further keys are its keywords.
 
-    The schedule is ``LambdaLR``'s: linear warmup over ``warmup_steps`` updates, then constant, or
-    down to 0 at the last update (linear, or half a cosine).
+    Attributes:
+        name: of the class, in any case.
+        lr: learning rate after the warmup.
+        schedule: then ``constant``, or down to 0 at the last update (``linear``, or half a
+            ``cosine``).
+        warmup_steps: updates over which ``lr`` rises linearly from 0.
+        max_grad_norm: gradients of a larger norm are scaled down to it; ``none`` is no bound.
+        options: further keys, the optimizer's own keywords: ``weight_decay``, ``betas``, ...
     """
 
     name: str = "adamw"
@@ -241,7 +322,7 @@ class OptimConfig(Table):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
 
     def problems(self) -> Iterator[str]:
-        yield from optimizer_problems(self.name, self.options)
+        yield from optimizer_problems(self.name, self.options, self.own_keys())
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +344,10 @@ class EvalConfig(Table):
     batch: Positive = 64
 
 
+MOST_COMPLETIONS = 2**20
+"""Of a step; each is an object in memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainConfig(Table):
     """The top level of the file.
@@ -271,10 +356,21 @@ class TrainConfig(Table):
 
     Attributes:
         run_dir: everything the run writes; by default ``runs/<name of the file>``.
+        model: what is trained.
+        data: where prompts come from.
+        reward: what judges completions.
+        loss: what is minimized.
+        sampling: how completions are drawn.
+        optim: the optimizer.
+        eval: held-out questions.
+        fxrl: how ``fxrl.optimize`` works.
+        vllm: the engine's setup, for ``engine = "vllm"``.
         steps: how many.
+        epochs: passes over the training questions, instead of ``steps``.
         seed: of sampling, data order, adapter initialisation and dropout.
         save_every: steps between checkpoints; 0 saves only at the end (and when stopped).
-        keep_checkpoints: older ones are deleted.
+        keep_checkpoints: older ones of the same branch are deleted; going back to an older one
+            begins a branch.
         prompts_per_step: prompts in one step, each with ``sampling.num_generations`` completions.
         micro_batch_tokens: padded tokens that one forward pass may hold; the loss of the step does
             not depend on it.
@@ -299,25 +395,18 @@ class TrainConfig(Table):
         disk_retries: tries to write a checkpoint at the end of the run while the disk is full.
         disk_wait_s: seconds between them.
         optimize: ``false`` runs the loss without ``fxrl.optimize``, for comparison.
+        log_to: where each step's metrics go besides ``metrics.jsonl``: ``tensorboard`` (in
+            run_dir), ``wandb``, ``trackio``, ``mlflow``, by the packages of these names, which take
+            accounts and addresses from their own environment variables.
+        project: the run's project there (MLflow: experiment); the run has run_dir's name.
+        tensorboard: ``false`` takes it out of ``log_to``.
+        push_to_hub: repository of the Hugging Face hub, ``user/name``, that gets the trained model.
+            It is made where there is none (public, unless your account says otherwise).
+        hub_strategy: pushed at the ``end`` only, or at ``every_save`` of a checkpoint as well.
     """
 
-    KEY_ALIASES: ClassVar[Mapping[str, str]] = {
-        "learning_rate": "optim.lr",
-        "max_completion_length": "sampling.max_tokens",
-        "max_new_tokens": "sampling.max_tokens",
-        "max_steps": "steps",
-        "output_dir": "run_dir",
-        "save_steps": "save_every",
-        "eval_steps": "eval.every",
-        "lr_scheduler_type": "optim.schedule",
-        "reward_funcs": "reward.functions",
-        "reward_weights": "reward.weights",
-        "loss_type": "loss.name",
-        "beta": "loss.beta",
-        "epsilon": "loss.epsilon",
-        "model_name_or_path": "model.id",
-        "per_device_train_batch_size": "prompts_per_step",
-    }
+    KEY_ALIASES: ClassVar[Mapping[str, str]] = trl.KEYS
+    KEY_ANSWERS: ClassVar[Mapping[str, str]] = trl.INSTEAD
 
     model: ModelConfig
     data: DataConfig
@@ -331,12 +420,13 @@ class TrainConfig(Table):
     vllm: VllmOptions = field(default_factory=VllmOptions)
     engine: Literal["torch", "vllm"] = "torch"
     steps: Positive = 100
+    epochs: Annotated[float, above(0.0)] | None = None
     seed: Count = 0
     save_every: Count = 50
     keep_checkpoints: Positive = 2
     prompts_per_step: Positive = 8
     micro_batch_tokens: Positive = 16384
-    num_iterations: Positive = 1
+    num_iterations: Annotated[int, within(1, 1000)] = 1
     advantages: Literal["group", "leave_one_out"] = "group"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     max_nonfinite: Positive = 3
@@ -344,16 +434,39 @@ class TrainConfig(Table):
     dynamic_sampling: Literal["off", "drop", "refill"] = "off"
     max_refills: Count = 3
     disk_retries: Count = 20
-    disk_wait_s: Annotated[float, at_least(0)] = 30.0
+    disk_wait_s: Annotated[float, within(0.0, 1e8)] = 30.0
     log_completions: Count = 4
     optimize: bool = True
+    log_to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
+    project: str = "fxrl"
     tensorboard: bool = True
+    push_to_hub: str | None = None
+    hub_strategy: Literal["end", "every_save"] = "end"
 
     def problems(self) -> Iterator[str]:
+        if self.epochs is not None and self.dynamic_sampling == "refill":
+            yield (
+                f"epochs={self.epochs:g}: with dynamic_sampling='refill' a step takes as many "
+                "prompts as it needs; give steps"
+            )
+        repo = self.push_to_hub
+        if repo is not None and not re.fullmatch(r"([\w.-]+/)?[\w.-]+", repo):
+            yield f"push_to_hub={repo!r} is no repository; write user/name"
+        completions = self.prompts_per_step * self.sampling.num_generations
+        if completions > MOST_COMPLETIONS:
+            yield (
+                f"prompts_per_step={self.prompts_per_step} times sampling.num_generations="
+                f"{self.sampling.num_generations} is above {MOST_COMPLETIONS} completions a step"
+            )
         if self.engine != "vllm" and self.sampling.extra:
             yield (
                 f"sampling.extra={dict(self.sampling.extra)!r} are vLLM's own parameters; leave "
                 'them out, or set engine="vllm"'
+            )
+        if self.engine == "vllm" and not isinstance(self.model.id, str):
+            yield (
+                f'engine="vllm" loads the weights itself, but the model is a '
+                f"{type(self.model.id).__name__}; give its name or its folder (save_pretrained)"
             )
         if self.engine == "vllm" and self.model.dtype == "float64":
             yield 'engine="vllm": vLLM has no float64; set model.dtype to bfloat16 or float32'

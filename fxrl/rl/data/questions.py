@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fxrl.errors import did_you_mean, optional
+from fxrl.rl.config.binding import MOST_NESTED, TOO_DEEP, entries
 from fxrl.rl.config.tables import DataConfig
 from fxrl.rl.errors import DataError
 from fxrl.rl.types import Row
@@ -29,11 +30,13 @@ class Source:
     Attributes:
         rows: in the source's order.
         prompt: column that holds the prompt.
+        places: where each row stands, such as ``questions.jsonl:7``.
         score: ``score(answer_text, row) -> float``; ``None`` for files and datasets.
     """
 
     rows: tuple[Row, ...]
     prompt: str
+    places: tuple[str, ...]
     score: Callable[[str, Row], float] | None = None
 
 
@@ -55,40 +58,110 @@ def read_source(config: DataConfig) -> Source:
     """
     if config.reasoning_gym is not None:
         return _reasoning_gym(config, config.reasoning_gym)
-    if config.path is not None:
-        rows, name = read_jsonl(Path(config.path)), config.path
+    if config.rows is not None:
+        rows, name = [dict(row) for row in config.rows], "data.rows"
+        places = [f"{name}: row {number}" for number in range(1, len(rows) + 1)]
+    elif config.path is not None:
+        numbered, name = read_jsonl(Path(config.path)), config.path
+        rows = list(numbered.values())
+        places = [f"{name}:{number}" for number in numbered]
     else:
         assert config.dataset is not None
         rows, name = _hub_dataset(config, config.dataset), config.dataset
+        places = [f"{name}: row {number}" for number in range(1, len(rows) + 1)]
     if not rows:
         raise DataError(f"{name}: no rows; give a file or split with at least one")
-    for number, row in enumerate(rows, 1):
-        if config.prompt not in row:
-            raise DataError(
-                f"{name}: row {number} has no column {config.prompt!r} (it has "
-                f"{', '.join(sorted(row))}); name the prompt's column with data.prompt"
-            )
-    return Source(tuple(rows[: config.size]), config.prompt)
+    if not any(config.prompt in row for row in rows):
+        raise DataError(
+            f"{places[0]} has no column {config.prompt!r} (it has {', '.join(sorted(rows[0]))}), "
+            "nor has another; name the prompt's column with data.prompt"
+        )
+    return Source(tuple(rows[: config.size]), config.prompt, tuple(places[: config.size]))
 
 
-def read_jsonl(path: Path) -> list[Row]:
-    """One JSON object per line; blank lines are skipped."""
+def read_jsonl(path: Path) -> dict[int, Row]:
+    """One JSON object per line, by the line's number from 1; blank lines are skipped.
+
+    Raises:
+        DataError: it cannot be read; names the line where it is one.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from error
-    rows: list[Row] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    rows: dict[int, Row] = {}
+    # By line feeds alone: JSON's texts may hold all the other characters that Python splits at.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: not JSON ({error}); one object a line") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{path}:{number}: {type(row).__name__} where an object must be")
-        rows.append(row)
+            rows[number] = _row(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: {error}") from error
     return rows
+
+
+def _row(line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+    except ValueError as error:  # also of a number with more digits than Python converts
+        raise ValueError(f"not JSON ({str(error).partition(';')[0]}); one object a line") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{type(row).__name__} where an object must be")
+    may_be_deep = line.count("[") + line.count("{") > MOST_NESTED
+    if may_be_deep and any(depth > MOST_NESTED for _, _, depth in entries(row)):
+        raise ValueError(TOO_DEEP)
+    try:
+        if "\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):x}"
+        raise ValueError(f"{half} alone is half a character (a lone surrogate)") from error
+    return row
+
+
+MOST_NAMED = 5
+"""Unusable rows that a message names."""
+
+
+def usable_rows(
+    rows: Sequence[Row],
+    check: Callable[[Row], object],
+    *,
+    mode: Literal["error", "skip"],
+    place: Callable[[Row], str],
+    tell: Callable[[str], None],
+) -> list[Row]:
+    """The rows of which ``check`` raises no ``DataError``.
+
+    Args:
+        mode: ``data.unusable_rows``.
+        place: of a row in its source, for messages.
+        tell: hears what is left out.
+
+    Raises:
+        DataError: names the unusable rows, where they are not skipped or no other is left.
+    """
+    good, wrong = [], []
+    for row in rows:
+        try:
+            check(row)
+            good.append(row)
+        except DataError as error:
+            wrong.append(f"{place(row)}: {error}")
+    if not wrong:
+        return good
+    more = [f"and {len(wrong) - MOST_NAMED} more"] if len(wrong) > MOST_NAMED else []
+    lines = "".join(f"\n  {line}" for line in [*wrong[:MOST_NAMED], *more])
+    told = f"data: {len(wrong)} of {len(rows)} rows are unusable"
+    if mode == "error":
+        raise DataError(f'{told}:{lines}\ncorrect them, or set data.unusable_rows="skip"')
+    if not good:
+        raise DataError(f"{told}, and no other is left:{lines}")
+    tell(f"{told} and left out:{lines}")
+    return good
 
 
 def split_rows(
@@ -171,10 +244,14 @@ def _reasoning_gym(config: DataConfig, name: str) -> Source:
     size = config.size or DEFAULT_GYM_SIZE
     try:
         task = gym.create_dataset(name, size=size, seed=config.seed, **config.params)
-    except (TypeError, AssertionError, ValueError) as error:
-        raise DataError(f"data.params: {name} refuses them: {error}") from error
-    rows = tuple(dict(task[index]) for index in range(size))
-    return Source(rows, "question", lambda answer, row: float(task.score_answer(answer, row)))
+        rows = tuple(dict(task[index]) for index in range(size))
+    # Its tasks check little, and fail in their own ways where a parameter does not fit.
+    except Exception as error:
+        raise DataError(f"data.params: {name} refuses them: {error!r}") from error
+    places = tuple(f"{name}: question {number}" for number in range(1, size + 1))
+    return Source(
+        rows, "question", places, lambda answer, row: float(task.score_answer(answer, row))
+    )
 
 
 def _hub_dataset(config: DataConfig, name: str) -> list[Row]:
@@ -198,12 +275,17 @@ def question_text(config: DataConfig, column: str, row: Row) -> str:
     """The question of a row as text, after ``pattern`` and ``template``.
 
     Raises:
-        DataError: the pattern does not match, or the template names what is not there.
+        DataError: there is no prompt, the pattern does not match it, or the template names what is
+            not there.
     """
+    if column not in row:
+        raise DataError(f"it has no column {column!r}")
     prompt = row[column]
     if not isinstance(prompt, str | list):
         raise DataError(f"column {column!r} is {prompt!r}; a prompt is a text or chat messages")
     text = prompt if isinstance(prompt, str) else _flatten(prompt, column)
+    if not text.strip():
+        raise DataError(f"column {column!r} is empty")
     if config.template is None:
         return text
     names = {key: value for key, value in row.items() if isinstance(key, str)}
@@ -214,17 +296,25 @@ def question_text(config: DataConfig, column: str, row: Row) -> str:
         names |= {key: (value or "").strip() for key, value in match.groupdict().items()}
     try:
         return config.template.format_map(names)
-    except (KeyError, IndexError, ValueError) as error:
+    # A wrong name, index or attribute, or a format that a column's value does not take.
+    except Exception as error:
         raise DataError(
             f"data.template={config.template!r}: {error!r}; it may name {', '.join(sorted(names))}"
         ) from error
 
 
 def _flatten(messages: Sequence[Any], column: str) -> str:
+    if not messages:
+        raise DataError(f"column {column!r} is empty; a conversation has a message at least")
     for message in messages:
         if not isinstance(message, dict) or {"role", "content"} - message.keys():
             raise DataError(f"column {column!r}: {message!r} is no {{role, content}} message")
-    return "\n".join(str(message["content"]) for message in messages)
+        for name in ("role", "content"):
+            if not isinstance(message[name], str):
+                raise DataError(
+                    f"column {column!r}: {name} is {message[name]!r} in a message; give a text"
+                )
+    return "\n".join(message["content"] for message in messages)
 
 
 class PromptBuilder:
@@ -269,18 +359,27 @@ class PromptBuilder:
         """Token ids, without padding.
 
         Raises:
-            DataError: none, or more than ``data.max_prompt_tokens``.
+            DataError: none, or more than ``data.max_prompt_tokens``; or the tokenizer or its chat
+                template refuses the prompt.
         """
-        if isinstance(prompt, str):
-            ids = list(self.tokenizer(prompt)["input_ids"])
-        else:
-            text = self.tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=True
-            )
-            ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        try:
+            ids = self._ids(prompt)
+        except Exception as error:  # the template is a program, of the model's author
+            raise DataError(
+                f"the model's tokenizer or its chat template fails with {error!r} at the prompt "
+                f"{str(prompt)[:120]!r}; look at both, or set data.chat=false"
+            ) from error
         if not 0 < len(ids) <= self.config.max_prompt_tokens:
             raise DataError(
-                f"a prompt has {len(ids)} tokens, outside 1..{self.config.max_prompt_tokens} "
+                f"the prompt has {len(ids)} tokens, outside 1..{self.config.max_prompt_tokens} "
                 f"(data.max_prompt_tokens): {str(prompt)[:120]!r}"
             )
         return ids
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        text = self.tokenizer.apply_chat_template(
+            prompt, tokenize=False, add_generation_prompt=True
+        )
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -6,6 +6,11 @@ completion. A function without ``**kwargs`` gets the arguments it names. Those b
 completion by itself, so they are called for each prompt's completions as soon as these are there,
 and so are your own with ``reward.per_group``.
 
+NOTE [A reward sees the run and cannot touch it]
+Each call gets copies of rows, prompts and completions, so what a function does to its arguments
+reaches neither another function nor the next epoch. Whatever it raises, ``sys.exit`` included, is a
+failure of that function; only a KeyboardInterrupt ends the run.
+
 NOTE [Functions that hang]
 Nothing in a process can stop a function that hangs. With a time limit it runs in a thread of its
 own; after the limit the thread is left behind, and the call counts as failed. An async function is
@@ -15,6 +20,7 @@ cancelled first, so one that only waits goes away cleanly.
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import math
@@ -26,10 +32,12 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from fxrl.losses.options import accepted
-from fxrl.losses.registry import load_function
+from fxrl.losses.own_code import load_function
 from fxrl.rl.builtin_rewards import BUILT_IN, RewardFunction, ScoreAnswer
+from fxrl.rl.config.named import reward_name
 from fxrl.rl.config.tables import RewardConfig
-from fxrl.rl.errors import RewardError
+from fxrl.rl.errors import RewardError, defined_at, raised_at, shown
+from fxrl.rl.process_state import ProcessState
 
 T = TypeVar("T")
 
@@ -104,6 +112,7 @@ class Reward:
         retries: further calls after one that raised or hung.
         on_error: then ``stop`` the run, or ``skip``: these completions get no value from it.
         failures: what was skipped, in words; the loop empties it.
+        process: what the function may not change.
     """
 
     name: str
@@ -114,6 +123,7 @@ class Reward:
     retries: int = 0
     on_error: Literal["stop", "skip"] = "stop"
     failures: list[str] = field(default_factory=list)
+    process: ProcessState = field(default_factory=ProcessState)
 
     @property
     def is_async(self) -> bool:
@@ -148,21 +158,39 @@ class Reward:
         outer = None if limit is None else limit + (GRACE_S if self.is_async else 0.0)
 
         def call() -> Any:
-            values = self.function(**given)
-            return asyncio.run(_result(values, limit)) if inspect.isawaitable(values) else values
+            values = self.function(**_copied(given))
+            awaited = inspect.isawaitable(values)
+            return asyncio.run(_result(values, limit)) if awaited else values
 
         try:
-            name = f"reward {self.name}"
-            values = call() if outer is None else Background(call, name).result(outer)
+            # By who waits: a thread that is left behind would put things back under others' feet.
+            with self.process.kept():
+                name = f"reward {self.name}"
+                values = call() if outer is None else Background(call, name).result(outer)
         except TimeLimitError as error:
             raise CallFailed(
                 f"reward {self.name!r} did not come back within reward.timeout_s={limit:g}"
                 + (f"; it hangs at\n{error.stack.rstrip()}" if error.stack else "")
             ) from error
+        except KeyboardInterrupt:
+            raise
         # User code may raise anything; the run must be saved and the function named.
+        except BaseException as error:
+            told = f"reward {self.name!r} raised {shown(error, 1000)}{raised_at(error)}"
+            raise CallFailed(told) from error
+        try:
+            return _checked(values, num)
+        # Objects of the user's may raise anything where they are read.
         except Exception as error:
-            raise CallFailed(f"reward {self.name!r} raised {error!r}") from error
-        return _checked(self.name, values, num)
+            told = f"{error}" if isinstance(error, ValueError) else f"what raises {shown(error)}"
+            place = defined_at(self.function)
+            raise RewardError(f"reward {self.name!r} returned {told}{place}") from error
+
+
+def _copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep copy; of token ids list by list, as each of a million costs ``deepcopy`` 0.5 us."""
+    memo = {id(ids): copy.copy(ids) for ids in arguments.get("completion_ids", ())}
+    return copy.deepcopy(dict(arguments), memo)
 
 
 async def _result(awaitable: Any, limit: float | None) -> Any:
@@ -195,39 +223,53 @@ def call_all(
     return {reward.name: values[reward.name] for reward in rewards}
 
 
-def _checked(name: str, values: Any, num: int) -> list[float | None]:
+LARGEST = 1e100
+"""Beyond it a mean or a standard deviation of rewards may leave the range of a float."""
+
+
+def _checked(values: Any, num: int) -> list[float | None]:
+    """``num`` floats or ``None``.
+
+    Raises:
+        ValueError: ``values`` is something else; the message begins with what.
+    """
     if hasattr(values, "tolist"):  # a tensor or an array
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise RewardError(
-            f"reward {name!r} returned {type(values).__name__}; it must return a list with one "
-            "float or None per completion"
+        raise ValueError(
+            f"{type(values).__name__}; it must return a list with one float or None per completion"
         )
     if len(values) != num:
-        raise RewardError(
-            f"reward {name!r} returned {len(values)} values for {num} completions; return one each"
-        )
+        raise ValueError(f"{len(values)} values for {num} completions; return one each")
     checked: list[float | None] = []
     for index, value in enumerate(values):
-        if hasattr(value, "item"):
-            value = value.item()
-        if value is not None and (
-            not isinstance(value, int | float) or not math.isfinite(float(value))
-        ):
-            raise RewardError(
-                f"reward {name!r} returned {value!r} for completion {index}; return a finite "
-                "float, or None where the reward does not apply"
+        scalar = math.prod(getattr(value, "shape", (0,))) == 1  # of NumPy or PyTorch
+        plain = value.item() if scalar else value
+        number = isinstance(plain, int | float) and abs(plain) <= LARGEST  # False for NaN
+        if plain is not None and not number:
+            raise ValueError(
+                f"{shown(value)} for completion {index}; return a finite float of at most "
+                f"{LARGEST:g}, or None where the reward does not apply"
             )
-        checked.append(None if value is None else float(value))
+        checked.append(None if plain is None else float(plain))
     return checked
 
 
 def combine(values: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
-    """[functions][completions] summed by weight; NaN where every function said ``None``."""
+    """[functions][completions] summed by weight; NaN where every function said ``None``.
+
+    Raises:
+        RewardError: a sum is too large.
+    """
     totals = []
     for row in zip(*values, strict=True):
         said = [w * value for w, value in zip(weights, row, strict=True) if value is not None]
-        totals.append(math.fsum(said) if said else math.nan)
+        totals.append(sum(said) if said else math.nan)
+        if said and not abs(totals[-1]) <= LARGEST:
+            raise RewardError(
+                f"the rewards {list(row)} of completion {len(totals) - 1}, times reward.weights="
+                f"{list(weights)}, add up to {totals[-1]:g}; {LARGEST:g} is the most there may be"
+            )
     return totals
 
 
@@ -237,17 +279,20 @@ def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) 
     ours = {"extract": config.extract, "answer": answer, "score": score}
     rewards: list[Reward] = []
     weights = config.weights or [1.0] * len(config.functions)
-    for name, weight in zip(config.functions, weights, strict=True):
+    for given, weight in zip(config.functions, weights, strict=True):
+        name = reward_name(given)
         keywords = dict(config.params.get(name, {}))
-        if name in BUILT_IN:
+        if isinstance(given, str) and given in BUILT_IN:
             factory = BUILT_IN[name]
             takes = accepted(factory) or ()
             function = factory(**{k: v for k, v in ours.items() if k in takes}, **keywords)
             rewards.append(Reward(name, function, weight, True, *rules))
         else:
-            function = functools.partial(load_function(name), **keywords)
-            short = name.partition(":")[2]
-            taken = short in {reward.name for reward in rewards}
-            label = name if taken else short
-            rewards.append(Reward(label, function, weight, config.per_group, *rules))
+            own = load_function(given) if isinstance(given, str) else given
+            function = functools.partial(own, **keywords)
+            short = name.rpartition(":")[2]
+            if short in config.functions or short in {reward.name for reward in rewards}:
+                # "a:f" and "b:f", or two lambdas
+                short = name if name != short else f"{short}_{len(rewards) + 1}"
+            rewards.append(Reward(short, function, weight, config.per_group, *rules))
     return rewards

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,12 @@ from fxrl import optimize
 from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES, completion_logits, token_stats
+from fxrl.losses.own_code import load_function
 from fxrl.models import load_model, lora
-from fxrl.models.load import model_folder
+from fxrl.models.load import is_random, model_folder, write_model
+from fxrl.rl.callbacks import Events
 from fxrl.rl.config.named import build_loss
-from fxrl.rl.config.tables import TrainConfig
+from fxrl.rl.config.tables import ModelConfig, TrainConfig
 from fxrl.rl.data.questions import (
     PromptBuilder,
     PromptStream,
@@ -32,22 +34,33 @@ from fxrl.rl.data.questions import (
     question_text,
     read_source,
     split_rows,
+    usable_rows,
 )
 from fxrl.rl.data.rewards import Reward, build_rewards
-from fxrl.rl.errors import BadConfigError
+from fxrl.rl.errors import BadConfigError, defined_at
+from fxrl.rl.loop import fingerprint
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
+from fxrl.rl.report.files import Tell
 from fxrl.rl.report.progress import Reporter, Stage
 from fxrl.rl.rollout.rollouter import Rollouter
-from fxrl.rl.types import Batch
+from fxrl.rl.types import Batch, Row
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What needs no model: rows, their split and the rewards."""
+    """What needs no model.
 
-    source: Source
+    Attributes:
+        builder: makes their prompts.
+        longest: tokens of the longest prompt.
+        fingerprints: of the data, the rewards and the loss, by name.
+    """
+
     split: Split
     rewards: list[Reward]
+    builder: PromptBuilder
+    longest: int
+    fingerprints: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -59,6 +72,7 @@ class RunParts:
         old_policy: scores completions before the first of several updates; else ``None``.
         reference: scores them under the reference policy; ``None`` without a KL.
         probe: scores some of them for the drift, where the loss does not measure it.
+        fingerprints: of the questions, and of model and tokenizer as they are before training.
     """
 
     model: nn.Module
@@ -72,6 +86,8 @@ class RunParts:
     reference: Callable[[Batch], torch.Tensor] | None
     probe: Callable[[Batch], torch.Tensor] | None
     stage: Stage
+    events: Events
+    fingerprints: Mapping[str, str]
 
 
 def seed_everything(seed: int) -> None:
@@ -81,8 +97,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def read_questions(config: TrainConfig) -> Questions:
-    """Reads the data and makes the rewards; loads no model.
+def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions:
+    """Reads the data, makes the rewards and every prompt once; loads no model.
+
+    Args:
+        tell: hears which rows are left out.
 
     Raises:
         DataError: the data does not fit the configuration.
@@ -90,22 +109,51 @@ def read_questions(config: TrainConfig) -> Questions:
     """
     data = config.data
     source = read_source(data)
+    places = {id(row): place for row, place in zip(source.rows, source.places, strict=True)}
+    usable = functools.partial(
+        usable_rows, mode=data.unusable_rows, place=lambda row: places[id(row)], tell=tell
+    )
+    text_of = functools.partial(question_text, data, source.prompt)
     split = split_rows(
-        source.rows,
-        lambda row: question_text(data, source.prompt, row),
+        usable(source.rows, text_of),
+        text_of,
         num_held_out=config.eval.size,
         num_shots=data.few_shot,
         seed=data.seed,
     )
+    builder = PromptBuilder(data, source.prompt, split.shots, tokenizer)
+    lengths: list[int] = []
+
+    def fits(row: Row) -> None:
+        lengths.append(len(builder.encode(builder.prompt(row))))
+
+    train, held_out = (tuple(usable(rows, fits)) for rows in (split.train, split.held_out))
+    split = Split(train, held_out, split.shots)
     rewards = build_rewards(config.reward, data.answer, source.score)
     names = [reward.name for reward in rewards]
     if config.eval.reward is not None and config.eval.reward not in names:
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
-    return Questions(source, split, rewards)
+    fingerprints = _fingerprints(config, source, rewards)
+    return Questions(split, rewards, builder, max(lengths), fingerprints)
+
+
+def _fingerprints(config: TrainConfig, source: Source, rewards: Sequence[Reward]) -> dict[str, str]:
+    found = {"data": fingerprint.of_rows(source.rows)}
+    functions = {f"reward {reward.name}": reward.function for reward in rewards}
+    if ":" in config.loss.name:
+        functions[f"loss {config.loss.name}"] = load_function(config.loss.name)
+    for name, function in functions.items():
+        if (code := fingerprint.of_code(function)) is not None:
+            found[name] = code
+    return found
 
 
 def build_parts(
-    config: TrainConfig, questions: Questions, run_dir: Path, reporter: Reporter
+    config: TrainConfig,
+    questions: Questions,
+    run_dir: Path,
+    reporter: Reporter,
+    callbacks: Sequence[object] = (),
 ) -> RunParts:
     """Loads the model and wires the run together.
 
@@ -115,36 +163,33 @@ def build_parts(
         EngineError: vLLM is not installed, or cannot be built; the message has the cure.
     """
     device = pick_device(config.model.device)
-    prompts = functools.partial(
-        PromptBuilder, config.data, questions.source.prompt, questions.split.shots
-    )
     wanted = config.model
-    what = f"{wanted.id} ({wanted.dtype}, {device})"
+    what = f"{wanted.name} ({wanted.dtype}, {device})"
+    made = run_dir.absolute() / "model"
 
     def load() -> tuple[nn.Module, Any]:
-        with reporter.stage(f"loading {what}") as say:
-            model, tokenizer = load_model(
-                wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
-            )
-        if tokenizer is None:
-            raise ConfigError(
-                f"model.id={wanted.id!r} has no tokenizer; give a folder that has one"
-            )
+        if isinstance(wanted.id, nn.Module):
+            model, tokenizer = wanted.id.to(device), questions.builder.tokenizer
+        else:
+            with reporter.stage(f"loading {what}") as say:
+                model, tokenizer = load_model(
+                    wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
+                )
+        if wanted.lora is not None and _is_only_here(wanted):
+            write_model(model, tokenizer, made)  # what loads the adapter must find its base model
         return model, tokenizer
 
     def folder() -> tuple[Path, Any]:
         with reporter.stage(f"finding {what}") as say:
             return model_folder(
-                wanted.id, run_dir / "model", dtype=wanted.dtype, seed=config.seed, on_progress=say
+                wanted.name, made, dtype=wanted.dtype, seed=config.seed, on_progress=say
             )
 
     spec = EngineSpec(
         load=load,
         folder=folder,
-        trainable=functools.partial(_trainable, config=config),
-        longest_prompt=lambda tokenizer: _longest_prompt(
-            prompts(tokenizer), questions.split, config
-        ),
+        trainable=functools.partial(_trainable, config=config, made=made),
+        longest_prompt=lambda tokenizer: questions.longest,
         max_tokens=config.sampling.max_tokens,
         device=device,
         dtype=getattr(torch, wanted.dtype),
@@ -156,9 +201,10 @@ def build_parts(
     )
     model, tokenizer, engine = build_engine(config.engine, spec)
     try:
-        builder = prompts(tokenizer)
-        rollouter = Rollouter(engine, builder, questions.rewards, config, tokenizer, reporter.stage)
-        return _around(model, rollouter, questions, run_dir, device)
+        rollouter = Rollouter(
+            engine, questions.builder, questions.rewards, config, tokenizer, reporter.stage
+        )
+        return _around(model, rollouter, questions, run_dir, device, tuple(callbacks))
     except BaseException:
         engine.close()
         raise
@@ -170,6 +216,7 @@ def _around(
     questions: Questions,
     run_dir: Path,
     device: torch.device,
+    callbacks: tuple[object, ...],
 ) -> RunParts:
     """What goes around model and engine."""
     config = rollouter.config
@@ -211,18 +258,31 @@ def _around(
             max_grad_norm=config.optim.max_grad_norm,
             max_nonfinite=config.max_nonfinite,
             run_dir=run_dir,
+            place="" if config.loss.name in FACTORIES else defined_at(loss_fn),
         ),
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
         probe=None if config.loss.name in FACTORIES else old_policy or scorer(model),
         stage=rollouter.stage,
+        events=Events(config, callbacks, {"model": model, "tokenizer": rollouter.tokenizer}),
+        fingerprints={**questions.fingerprints, **fingerprint.of_model(model, rollouter.tokenizer)},
     )
 
 
-def _trainable(model: nn.Module, config: TrainConfig) -> nn.Module:
+def _is_only_here(wanted: ModelConfig) -> bool:
+    """Whether no folder or hub has the weights."""
+    if isinstance(wanted.id, str):
+        return is_random(wanted.id)
+    return not getattr(wanted.id, "name_or_path", "")
+
+
+def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
     """With its adapter and checkpointing, in train mode."""
     wanted = config.model
     if wanted.lora is not None:
+        base: Any = model  # its name goes into the adapter's configuration
+        place = made if _is_only_here(wanted) else Path(base.name_or_path or wanted.name)
+        base.name_or_path = str(place.resolve() if place.is_dir() else place)
         model = lora(
             model,
             wanted.lora.r,
@@ -232,22 +292,18 @@ def _trainable(model: nn.Module, config: TrainConfig) -> nn.Module:
             seed=config.seed,
         )
     if wanted.gradient_checkpointing:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        _checkpoint(model)
         if wanted.lora is not None:
             model.enable_input_require_grads()  # type: ignore[operator]
     return model.train()
 
 
-MANY_ROWS = 20_000
-"""Beyond it not every prompt is tokenised in advance; data.max_prompt_tokens bounds them all."""
-
-
-def _longest_prompt(builder: PromptBuilder, split: Split, config: TrainConfig) -> int:
-    """Tokens of the longest prompt of the run, or a bound."""
-    rows = [*split.train, *split.held_out]
-    if len(rows) > MANY_ROWS:
-        return config.data.max_prompt_tokens
-    return max(len(builder.encode(builder.prompt(row))) for row in rows)
+def _checkpoint(model: Any) -> None:
+    """Activation checkpointing, by its name in whichever transformers is installed; without the
+    KV cache, which transformers would switch off with a warning at the first batch."""
+    new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    getattr(model, new if hasattr(model, new) else old)()
+    model.config.use_cache = False
 
 
 def pick_device(name: str) -> torch.device:

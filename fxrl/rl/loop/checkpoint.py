@@ -4,34 +4,37 @@
 
 | file | what |
 | --- | --- |
-| ``trainable.safetensors`` | parameters that require grad (the adapter, or all), by name |
-| ``optimizer.pt`` | optimizer and schedule |
+| ``adapter_model.safetensors``, ``adapter_config.json`` | the adapter; PEFT loads the folder |
+| ``model*.safetensors``, ``config.json``, tokenizer | all weights; transformers loads the folder |
+| ``trainable.safetensors`` | parameters that those do not hold as they are, if there are any |
+| ``optimizer.pt`` | state of optimizer and schedule |
 | ``state.pt`` | random states: torch, CUDA, python, numpy, the engine's sampler |
-| ``trainer.json`` | step, data position, counters, the configuration |
-
-A folder with a final name is complete: it is written under another name and renamed.
+| ``trainer.json`` | step, data position, counters, configuration, fingerprints |
+| ``manifest.json`` | of all these; see ``fxrl.rl.loop.store`` |
 """
 
 from __future__ import annotations
 
+import copy
 import json
-import os
 import random
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import nn
 
 from fxrl.errors import optional
+from fxrl.models.hf import no_progress_bars
 from fxrl.rl.config.load import differences
-from fxrl.rl.errors import CheckpointError, StorageError
-from fxrl.rl.report.files import why
+from fxrl.rl.config.tables import Dtype
+from fxrl.rl.errors import CheckpointError
+from fxrl.rl.loop import store
+from fxrl.rl.report.files import Tell
 
-FOLDER = "checkpoints"
 # May differ between a run and its continuation: they change no number of a step.
 _FREE = {
     "run_dir",
@@ -40,6 +43,11 @@ _FREE = {
     "keep_checkpoints",
     "log_completions",
     "tensorboard",
+    "log_to",
+    "project",
+    "push_to_hub",
+    "hub_strategy",
+    "epochs",
     "max_nonfinite",
     "eval.every",
     "disk_retries",
@@ -52,6 +60,9 @@ _FREE = {
     "vllm.log_level",
     "vllm.trainer_reserve",
 }
+
+
+ADAPTER, REST = "adapter_model.safetensors", "trainable.safetensors"
 
 
 def random_state() -> dict[str, Any]:
@@ -84,88 +95,207 @@ def save_checkpoint(
     run_dir: Path,
     step: int,
     *,
+    branch: int = 1,
+    parent: str | None = None,
     model: nn.Module,
+    tokenizer: Any = None,
     optimizer: Mapping[str, Any],
     state: Mapping[str, Any],
     trainer: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Writes a checkpoint, then deletes all but the newest ``keep``.
+    """Writes a checkpoint, then deletes all but the newest ``keep`` of its branch.
+
+    Args:
+        parent: the checkpoint that training went on from, see ``store.Manifest``.
+        tokenizer: written beside a whole model.
 
     Raises:
         StorageError: it could not be written; older checkpoints are untouched.
     """
-    folder = run_dir / FOLDER
-    target = folder / f"step-{step:08d}"
-    work, former = folder / f".writing-{step:08d}", folder / f".former-{step:08d}"
-    weights = {name: value.contiguous() for name, value in trainable(model).items()}
-    safetensors = optional("safetensors.torch", "a checkpoint")
+
+    def fill(folder: Path) -> None:
+        _save_model(model, tokenizer, folder)
+        with _writing("optimizer.pt"):
+            torch.save(dict(optimizer), folder / "optimizer.pt")
+        with _writing("state.pt"):
+            torch.save(dict(state), folder / "state.pt")
+        with _writing("trainer.json"):
+            (folder / "trainer.json").write_text(json.dumps({"step": step, **trainer}, indent=1))
+
+    return store.write(run_dir, store.Place(branch, step), parent, fill, keep)
+
+
+@contextmanager
+def _writing(what: str) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for left_over in (work, former):
-            shutil.rmtree(left_over, ignore_errors=True)
-        work.mkdir()
-        safetensors.save_file(weights, str(work / "trainable.safetensors"))
-        torch.save(dict(optimizer), work / "optimizer.pt")
-        torch.save(dict(state), work / "state.pt")
-        (work / "trainer.json").write_text(json.dumps({"step": step, **trainer}, indent=1))
-        if target.exists():
-            os.replace(target, former)
-        os.replace(work, target)
-    # A full disk is an OSError, a RuntimeError of torch.save or a SafetensorError.
+        yield
     except Exception as error:
-        shutil.rmtree(work, ignore_errors=True)  # it takes the space that is short
-        raise StorageError(
-            f"the checkpoint of step {step} could not be written to {folder}: {why(error)}; free "
-            "some space; older checkpoints are as they were"
-        ) from error
-    for old in [former, *list_checkpoints(run_dir)[:-keep]]:
-        shutil.rmtree(old, ignore_errors=True)
-    return target
+        error.add_note(what)
+        raise
+
+
+def _save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """As a folder of PEFT or transformers; what that does not hold exactly goes beside it."""
+    own = {name: value.contiguous() for name, value in trainable(model).items()}
+    if (config := _adapter(model)) is not None:
+        names = _adapter_names(model, own)
+        _save_tensors({names[name]: own[name] for name in names}, folder, ADAPTER)
+        config.inference_mode = True  # as PEFT saves them: what loads it does not train it
+        config.save_pretrained(str(folder))
+    elif hasattr(model, "save_pretrained"):
+        with _writing("model.safetensors"), no_progress_bars():
+            model.save_pretrained(str(folder))  # type: ignore[operator]
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+    held = _read_weights(folder, model)
+    if rest := {name: value for name, value in own.items() if name not in held}:
+        _save_tensors(rest, folder, REST)
+        _write_index(folder)
+
+
+def _save_tensors(tensors: dict[str, torch.Tensor], folder: Path, name: str) -> None:
+    safetensors = optional("safetensors.torch", "a checkpoint")
+    with _writing(name):
+        safetensors.save_file(tensors, str(folder / name), metadata={"format": "pt"})
+
+
+def _write_index(folder: Path) -> None:
+    """Says which files are the model: without an index vLLM loads all safetensors there are."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        with optional("safetensors", "a checkpoint").safe_open(str(whole), "pt") as opened:
+            places = dict.fromkeys(opened.keys(), whole.name)
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def _adapter(model: nn.Module) -> Any:
+    """A copy of the configuration of the PEFT adapter that is trained; ``None`` without one."""
+    configs = getattr(model, "peft_config", None)
+    if configs is None or not hasattr(model, "get_base_model"):
+        return None
+    return copy.copy(configs[model.active_adapter])
+
+
+def _adapter_names(model: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """PEFT's name in a file of each of its own parameters, by the model's name."""
+    peft = optional("peft", "a checkpoint")
+    named = peft.get_peft_model_state_dict(
+        model, state_dict=dict(own), adapter_name=model.active_adapter, save_embedding_layers=False
+    )
+    ours = {id(value): name for name, value in own.items()}
+    return {ours[id(value)]: name for name, value in named.items() if id(value) in ours}
+
+
+def _read_weights(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The trainable parameters of ``model`` that the folder has in the same shape and dtype, by
+    the model's names; read from the disk when they are used."""
+    safetensors = optional("safetensors", "a checkpoint")
+    own = trainable(model)
+    names = {} if _adapter(model) is None else _adapter_names(model, own)
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with (
+            restoring(folder, file.name),
+            safetensors.safe_open(str(file), framework="pt") as opened,
+        ):
+            stored = set(opened.keys())
+            for name, value in own.items():
+                there = names.get(name, name) if file.name == ADAPTER else name
+                if there in stored:
+                    tensor = opened.get_tensor(there)
+                    if (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
+                        found[name] = tensor
+    return found
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted((run_dir / FOLDER).glob("step-????????"))
+    """Complete checkpoints, the one that was written last at the end."""
+    return [place.under(run_dir) for place in store.list_places(run_dir)]
 
 
-def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
-    """The folder to resume from: the newest of ``run_dir``, or the one named.
+SOUND = "sound"
+"""As ``--resume``: the newest checkpoint that is not damaged."""
+
+
+def find_checkpoint(run_dir: Path, resume: str, tell: Tell = lambda text: None) -> Path | None:
+    """The checkpoint to go on from, every byte of it checked.
 
     Args:
-        resume: an empty text for the newest; else a checkpoint or a run's folder.
+        resume: an empty text for the last one of ``run_dir``; ``SOUND`` for the last that is
+            sound; else a checkpoint's folder, or a run's.
+        tell: hears which ones ``SOUND`` has passed over, and why.
 
     Returns:
-        ``None`` where the newest was asked for and there is none yet.
+        ``None`` where ``run_dir`` has none yet.
 
     Raises:
-        CheckpointError: the one named is none.
+        CheckpointError: it is damaged (named with the newest sound one), or the one named is none.
     """
-    if not resume:
-        found = list_checkpoints(run_dir)
-        return found[-1] if found else None
-    path = Path(resume)
-    if (path / "trainer.json").is_file():
-        return path
-    if found := list_checkpoints(path):
-        return found[-1]
-    raise CheckpointError(
-        f"--resume {path}: no checkpoint there; give a run's folder or one of its "
-        f"{FOLDER}/step-* folders"
-    )
+    if resume == SOUND:
+        found = store.newest_sound(run_dir, tell)
+        if found is None and list_checkpoints(run_dir):
+            raise CheckpointError(f"--resume={SOUND}: {run_dir} has no checkpoint that is sound")
+        return found
+    asked = Path(resume) if resume else run_dir
+    there = list_checkpoints(asked)
+    if there:
+        asked = there[-1]
+    elif not resume:
+        return None
+    elif not any((asked / name).exists() for name in (store.MANIFEST, "trainer.json")):
+        raise CheckpointError(
+            f"--resume {asked}: no checkpoint there; give a run's folder or one of its "
+            f"{store.FOLDER}/step-* folders"
+        )
+    try:
+        store.verify(asked)
+    except CheckpointError as error:
+        sound = store.newest_sound(asked.absolute().parents[1])
+        cure = "no other is there" if sound is None else f"the newest sound one is {sound}"
+        if sound is not None and not resume:
+            cure += f"; --resume={SOUND} goes on there, in a new branch"
+        raise CheckpointError(f"{error}; {cure}") from error
+    return asked
+
+
+_COUNTS = ("step", "position", "num_tokens", "num_skipped", "num_skipped_in_a_row")
+_TABLES = ("config", "initial", "fingerprints")
 
 
 def read_trainer(path: Path) -> dict[str, Any]:
     """``trainer.json``.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or is not what a checkpoint has there.
     """
     try:
-        found: dict[str, Any] = json.loads((path / "trainer.json").read_text())
-    except (OSError, ValueError) as error:
+        found = json.loads((path / "trainer.json").read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: trainer.json cannot be read: {error}") from error
-    return found
+    table = found if isinstance(found, dict) else {}
+    wrong = [
+        name for name in _COUNTS if type(table.get(name)) is not int or not 0 <= table[name] < 2**63
+    ]
+    wrong += [name for name in _TABLES if not isinstance(table.get(name), dict)]
+    if not wrong:
+        values = table["initial"].values()
+        model = table["config"].get("model")
+        sound = {
+            "step": table["step"] == store.read_manifest(path).step,
+            "initial": all(value is None or type(value) in (int, float) for value in values),
+            # The dtypes are those of the run that goes on, where its configuration says auto.
+            "config.model": isinstance(model, dict)
+            and model.get("dtype") in get_args(Dtype)
+            and model.get("autocast", "") in (None, "auto", "bfloat16"),
+        }
+        wrong = [name for name, good in sound.items() if not good]
+    if wrong:
+        raise CheckpointError(
+            f"{path}: trainer.json is of no run: {', '.join(wrong)} missing or out of range; take "
+            "another checkpoint"
+        )
+    return table
 
 
 def check_same_run(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
@@ -194,21 +324,34 @@ def load_checkpoint(path: Path, model: nn.Module) -> tuple[dict[str, Any], dict[
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
     """
-    own, safetensors = trainable(model), optional("safetensors.torch", "a checkpoint")
-    try:
-        weights = safetensors.load_file(str(path / "trainable.safetensors"))
-        optimizer = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
-        state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
-    # safetensors and pickle have no common error class for a damaged file.
-    except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}; take an older one") from error
-    wrong = sorted(
-        name
-        for name in own.keys() | weights.keys()
-        if name not in own or name not in weights or own[name].shape != weights[name].shape
-    )
-    if wrong:
+    own = trainable(model)
+    weights = _read_weights(path, model)
+    if wrong := sorted(own.keys() - weights.keys()):
         raise CheckpointError(f"{path}: parameters do not fit the model: {', '.join(wrong[:5])}")
+    loaded = []
+    for name in ("optimizer.pt", "state.pt"):
+        with restoring(path, name):
+            found = torch.load(path / name, weights_only=True, map_location="cpu")
+            if not isinstance(found, dict):
+                raise TypeError(f"{type(found).__name__} where a dictionary must be")
+            loaded.append(found)
     for name, value in weights.items():
         own[name].copy_(value)
-    return optimizer, state
+    return loaded[0], loaded[1]
+
+
+@contextmanager
+def restoring(path: Path, what: str) -> Iterator[None]:
+    """Around the use of a part of a checkpoint, which may hold anything.
+
+    Raises:
+        CheckpointError: names the part in which something else was raised.
+    """
+    try:
+        yield
+    # Neither safetensors nor pickle nor what takes a state has a common error class for it.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{path}: {what} cannot be read: {reason}; take another checkpoint"
+        ) from error

@@ -1,13 +1,24 @@
-"""SIGINT and SIGTERM: the first asks the loop to stop after its step, the second kills."""
+"""SIGINT and SIGTERM: the first asks the loop to stop after its step, the second kills.
+
+NOTE [Heard at once]
+Python calls a signal's handler in its main thread, between two of its own instructions: not before
+a long call into C (a compilation, a matrix product) is over. The signal's number, though, is
+written to a socket at once (``signal.set_wakeup_fd``). A thread reads it there, tells the user, and
+ends the process at the second signal where the main thread has not heard of the first.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+
+SIGNALS: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 @dataclass(slots=True)
@@ -26,27 +37,46 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[StopRequest]:
+def stop_on_signal(tell: Callable[[str], None] = lambda name: None) -> Iterator[StopRequest]:
     """Yields the request; the former handlers come back at the end.
 
     Signals reach only the main thread of Python, so elsewhere the request just stays empty.
+
+    Args:
+        tell: is called with the first signal's name, by another thread.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    signals = (signal.SIGINT, signal.SIGTERM)
-    former = {number: signal.getsignal(number) for number in signals}
 
     def note(signum: int, frame: FrameType | None) -> None:
         request.signum = signum
-        for number in signals:
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
-    for number in signals:
-        signal.signal(number, note)
+    def listen() -> None:
+        heard = 0
+        while byte := reader.recv(1):
+            if (name := SIGNALS.get(byte[0])) is not None:
+                heard += 1
+                if heard > 1:
+                    os._exit(128 + byte[0])
+                request.signum = byte[0]
+                tell(name)
+
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    listener = threading.Thread(target=listen, name="signals", daemon=True)
+    listener.start()
+    former_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    former = {number: signal.signal(number, note) for number in SIGNALS}
     try:
         yield request
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(former_fd)
+        writer.close()
+        listener.join()
+        reader.close()

@@ -24,26 +24,16 @@ from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.build import RunParts
 from fxrl.rl.types import Batch
 
-#: Prompts that are looked at for the longest.
-_PROMPTS = 512
-
 
 def outlook(config: TrainConfig, parts: RunParts) -> Iterator[str]:
     """Lines of at most 80 columns; what cannot be said is said to be so."""
     try:
-        tokens = _longest(parts) + config.sampling.max_tokens
+        tokens = parts.questions.longest + config.sampling.max_tokens
         yield from _rollout(config, parts, tokens)
     except FxrlError as error:
         yield f"plan: the rollout's memory is not known: {error}"
         return
     yield from _update(config, parts, tokens)
-
-
-def _longest(parts: RunParts) -> int:
-    """Tokens of the longest of some prompts: the longest text's."""
-    rows, builder = parts.questions.split.train, parts.rollouter.builder
-    some = rows[:: max(1, len(rows) // _PROMPTS)]
-    return len(builder.encode(max(map(builder.prompt, some), key=lambda one: len(str(one)))))
 
 
 def _rollout(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]:

@@ -1,152 +1,277 @@
-"""One run, from its configuration to its files; ``fxrl.rl.train`` is its front door."""
+"""One run, from its configuration to its files; ``fxrl.rl.Trainer`` is its front door."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json as jsonlib
+import math
+import os
+import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
+from fxrl.errors import FxrlError, did_you_mean
+from fxrl.files import make_folder, refuse_links, rename, replacing_folder, write_text
+from fxrl.models import load_tokenizer
+from fxrl.models.hf import no_progress_bars
 from fxrl.rl.config.dtype import settle
-from fxrl.rl.config.load import as_table, load_config
+from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.errors import BadConfigError
-from fxrl.rl.loop import checkpoint
+from fxrl.rl.loop import checkpoint, store
 from fxrl.rl.loop.build import Questions, build_parts, pick_device, read_questions, seed_everything
+from fxrl.rl.loop.fingerprint import check_unchanged
 from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
+from fxrl.rl.loop.lock import LOCK, hold
 from fxrl.rl.loop.outlook import outlook
-from fxrl.rl.loop.trainer import Trainer
-from fxrl.rl.report.files import METRICS, read_lines, try_to_write, why
-from fxrl.rl.report.plots import plot_curves, plot_times
+from fxrl.rl.loop.trainer import TrainingLoop
+from fxrl.rl.report.files import METRICS, Tell, read_lines, try_to_write, why
+from fxrl.rl.report.hub import HubPush
+from fxrl.rl.report.page import PAGE, note, versions
 from fxrl.rl.report.progress import Reporter
+from fxrl.rl.report.trackers import trackers
+
+CONFIG = "config.json"
 
 
 class Task(NamedTuple):
-    """Attributes: config: complete. questions: of the run. found: the checkpoint to go on from."""
+    """What is to be run.
+
+    Attributes:
+        config: complete.
+        questions: of the run.
+        found: the checkpoint to go on from.
+        accept_changes: goes on with what has changed since, if it is no configuration.
+        callbacks: the caller's between the trackers and the push to the hub.
+        overwrite: a run that run_dir holds is moved aside.
+    """
 
     config: TrainConfig
     questions: Questions
     found: Path | None
+    accept_changes: bool
+    callbacks: tuple[object, ...]
+    overwrite: bool
 
 
+class Outcome(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+        exit_code: 0, or a signal's that stopped it.
+        summary: as in ``summary.json``; of a run that was stopped, up to there.
+        model: trained.
+        tokenizer: its own.
+    """
+
+    exit_code: int
+    summary: dict[str, Any]
+    model: nn.Module
+    tokenizer: Any
+
+
+@contextmanager
 def prepare(
-    config_path: str, overrides: Sequence[str], resume: str | None, reporter: Reporter
-) -> Task:
-    """Reads configuration, checkpoint and data; loads no model.
+    config: TrainConfig,
+    reporter: Reporter,
+    *,
+    resume: str | None = None,
+    accept_changes: bool = False,
+    overwrite: bool = False,
+    callbacks: tuple[object, ...] = (),
+    tokenizer: Any = None,
+) -> Iterator[Task]:
+    """Reads checkpoint, tokenizer and data; loads no model. Holds ``run_dir`` while it is open.
+
+    ``Trainer.train`` says what the arguments are.
 
     Raises:
-        FxrlError: something in them is wrong.
+        FxrlError: something in them is wrong, or another run has ``run_dir``.
     """
-    config = load_config(config_path, overrides)
-    found = _where_to_start(config, resume)
-    saved = None if found is None else checkpoint.read_trainer(found)["config"]
-    model = settle(
-        config.model,
-        pick_device(config.model.device),
-        None if saved is None else saved["model"],
-        reporter.message,
+    tell = reporter.message
+    if accept_changes and resume is None:
+        raise BadConfigError("--accept-changes says nothing without --resume")
+    _check_own(Path(config.run_dir))
+    if resume in ("", checkpoint.SOUND):
+        _check_begun(Path(config.run_dir))
+    called = [*trackers(config, tell), *callbacks]
+    if config.push_to_hub is not None:
+        called.append(HubPush(config.push_to_hub, tell))
+    with hold(Path(config.run_dir), tell):
+        found = None if overwrite else _where_to_start(config, resume, tell)
+        saved = None if found is None else checkpoint.read_trainer(found)
+        model = settle(
+            config.model,
+            pick_device(config.model.device),
+            None if saved is None else saved["config"]["model"],
+            tell,
+        )
+        config = dataclasses.replace(config, model=model)
+        if tokenizer is None:
+            with reporter.stage(f"loading the tokenizer: {model.name}") as say:
+                tokenizer = load_tokenizer(model.name, say)
+        if tokenizer is None:
+            raise BadConfigError(
+                f"model.id={model.name!r} has no tokenizer; give a folder with one"
+            )
+        with reporter.stage("reading the data"):
+            questions = read_questions(config, tokenizer, tell)
+        if config.epochs is not None:
+            config = _by_epochs(config, len(questions.split.train), tell)
+        if found is not None and saved is not None:
+            checkpoint.check_same_run(found, saved["config"], as_table(config))
+            check_unchanged(
+                found, saved["fingerprints"], questions.fingerprints, accept=accept_changes
+            )
+        yield Task(config, questions, found, accept_changes, tuple(called), overwrite)
+
+
+def _by_epochs(config: TrainConfig, num_questions: int, tell: Tell) -> TrainConfig:
+    """With the steps that ``epochs`` comes to."""
+    assert config.epochs is not None
+    steps = math.ceil(config.epochs * num_questions / config.prompts_per_step)
+    tell(
+        f"epochs={config.epochs:g}: {steps} steps of {config.prompts_per_step} prompts over "
+        f"{num_questions} questions"
     )
-    config = dataclasses.replace(config, model=model)
-    if found is not None and saved is not None:
-        checkpoint.check_same_run(found, saved, as_table(config))
-    return Task(config, read_questions(config), found)
+    return dataclasses.replace(config, steps=steps)
 
 
-def run(task: Task, reporter: Reporter) -> int:
+def run(task: Task, reporter: Reporter) -> Outcome:
     """Trains, and writes everything into the run's folder.
-
-    Returns:
-        The exit code: 0, or a signal's.
 
     Raises:
         FxrlError: it failed; the state is saved where that is possible.
     """
-    config, questions, found = task
-    run_dir = Path(config.run_dir)
-    try_to_write(lambda: _start_folder(config, run_dir), str(run_dir))
+    config, run_dir = task.config, Path(task.config.run_dir)
+    if task.overwrite:
+        _move_aside(run_dir, reporter.message)
+    try_to_write(lambda: _start_folder(config, run_dir, new=task.found is None), str(run_dir))
     seed_everything(config.seed)
-    parts = build_parts(config, questions, run_dir, reporter)
+    parts = build_parts(config, task.questions, run_dir, reporter, task.callbacks)
+    loop = TrainingLoop(config, parts, run_dir)
     try:
-        trainer = Trainer(config, parts, run_dir)
-        if found is not None:
-            trainer.resume(found)
-            reporter.message(f"resumed at step {trainer.done} from {found}")
+        outcome = _trained(loop, task, reporter)
+    except BaseException as error:
+        try:
+            parts.events("on_train_end", loop.now(), error=error, final=None)
+        except FxrlError as another:
+            error.add_note(str(another))
+        raise
+    final = run_dir / "final" if outcome.exit_code == 0 else None
+    parts.events("on_train_end", loop.now(), error=None, final=final)
+    return outcome
+
+
+def _trained(loop: TrainingLoop, task: Task, reporter: Reporter) -> Outcome:
+    config, parts = loop.config, loop.parts
+    try:
+        if task.found is not None:
+            loop.resume(task.found, accept_changes=task.accept_changes)
+            reporter.message(f"resumed at step {loop.done} from {task.found}")
         with reporter.stage("planning: memory of rollout and update"):
+            said = []
             for line in outlook(config, parts):
+                said.append(line)
                 reporter.message(line)
-        reporter.begin(config.steps, trainer.done)
-        with stop_on_signal() as stop:
-            trainer.run(reporter, stop)
+        note(loop.run_dir, reporter.message, versions=versions(), outlook=said)
+        reporter.begin(config.steps, loop.done)
+        with stop_on_signal(lambda name: reporter.message(_stopping(name))) as stop:
+            loop.run(reporter, stop)
     finally:
         parts.engine.close()
-    return _finish(trainer, stop, reporter)
+    try:
+        return _finish(loop, stop, reporter)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        error.add_note(
+            f"what step {loop.done} reached is saved; go on with --resume run_dir={loop.run_dir}"
+        )
+        raise
 
 
-def _start_folder(config: TrainConfig, run_dir: Path) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.json").write_text(jsonlib.dumps(as_table(config), indent=1) + "\n")
+def _stopping(name: str) -> str:
+    return (
+        f"{name}: the run stops after this step and saves its state; a second {name} ends it at "
+        "once, and what follows the last checkpoint is lost"
+    )
 
 
-def _finish(trainer: Trainer, stop: StopRequest, reporter: Reporter) -> int:
-    config, run_dir = trainer.config, trainer.run_dir
-    records = read_lines(run_dir / METRICS)
-    with reporter.stage("drawing the curves"):
-        _draw(records, trainer, reporter)
-    if stop and trainer.done < config.steps:
+def _start_folder(config: TrainConfig, run_dir: Path, *, new: bool) -> None:
+    if new:  # a run that made no step may have been one of another seed or dtype
+        for left_over in (run_dir / "model", *checkpoint.list_checkpoints(run_dir)):
+            shutil.rmtree(left_over, ignore_errors=True)
+    write_text(run_dir / CONFIG, jsonlib.dumps(as_table(config), indent=1) + "\n")
+
+
+def _finish(loop: TrainingLoop, stop: StopRequest, reporter: Reporter) -> Outcome:
+    config, run_dir = loop.config, loop.run_dir
+    records = [
+        {name: value for name, value in line.items() if isinstance(value, int | float)}
+        for line in read_lines(run_dir / METRICS)
+    ]
+    with reporter.stage(f"writing {PAGE}"):
+        _write_ledger(loop, reporter)
+        loop.write_page(reporter)
+    values = summarize(records, loop)
+    outcome = Outcome(0, values, loop.parts.model, loop.parts.tokenizer)
+    asked = loop.parts.events.control.should_training_stop
+    if loop.done < config.steps and asked:
+        reporter.message(f"a callback ended the run after step {loop.done} of {config.steps}")
+    elif loop.done < config.steps:
         reporter.message(
-            f"stopped after step {trainer.done} of {config.steps}; go on with --resume "
+            f"stopped after step {loop.done} of {config.steps}; go on with --resume "
             f"run_dir={run_dir}"
         )
-        return stop.exit_code
-    values = summarize(records, trainer)
+        return outcome._replace(exit_code=stop.exit_code)
 
     def write() -> None:
-        final = str(run_dir / "final")
-        trainer.parts.model.save_pretrained(final)  # type: ignore[operator]
-        trainer.parts.tokenizer.save_pretrained(final)
-        (run_dir / "summary.json").write_text(jsonlib.dumps(values, indent=1) + "\n")
+        with replacing_folder(run_dir / "final") as final:
+            with no_progress_bars():
+                loop.parts.model.save_pretrained(str(final))  # type: ignore[operator]
+            loop.parts.tokenizer.save_pretrained(str(final))
+        write_text(run_dir / "summary.json", jsonlib.dumps(values, indent=1) + "\n")
 
     with reporter.stage("saving: the trained model"):
-        trainer.for_sure(write, "the trained model", reporter)
+        loop.for_sure(write, "the trained model", reporter)
     reporter.summary(values)
-    return 0
+    return outcome
 
 
-def _draw(records: Sequence[dict[str, Any]], trainer: Trainer, reporter: Reporter) -> None:
-    """The curves; without room on the disk the run goes on without them."""
-    run_dir, title = trainer.run_dir, f"{trainer.config.model.id}: {trainer.run_dir.name}"
+def _write_ledger(loop: TrainingLoop, reporter: Reporter) -> None:
     try:
-        trainer.write_ledger()
-        if records:
-            plot_curves(records, run_dir / "reward_curve.png", title)
-            plot_times(records, run_dir / "time_breakdown.png", title)
-    except OSError as error:
-        reporter.message(f"{run_dir}: {why(error)}; the curves are not drawn")
+        loop.write_ledger()
+    except (OSError, FxrlError) as error:
+        reporter.message(f"{loop.run_dir}: {why(error)}; the ledger is not written")
 
 
-def summarize(records: Sequence[dict[str, Any]], trainer: Trainer) -> dict[str, Any]:
+def summarize(records: Sequence[dict[str, Any]], loop: TrainingLoop) -> dict[str, Any]:
     """What the run came to: rewards at both ends, held-out accuracy, tokens, time, files."""
     tenth = max(1, len(records) // 10)
     values: dict[str, Any] = {
-        "steps": trainer.done,
+        "steps": loop.done,
         "reward, first steps": _mean(records[:tenth], "reward"),
         "reward, last steps": _mean(records[-tenth:], "reward"),
     }
-    if trainer.config.eval.size:
+    if loop.config.eval.size:
         values |= {
-            "held-out accuracy before": trainer.initial.get("eval/initial_accuracy"),
-            "held-out accuracy after": records[-1].get("eval/accuracy"),
-            "most frequent answer": trainer.initial.get("eval/majority_baseline"),
+            "held-out accuracy before": loop.initial.get("eval/initial_accuracy"),
+            "held-out accuracy after": (records or [{}])[-1].get("eval/accuracy"),
+            "most frequent answer": loop.initial.get("eval/majority_baseline"),
         }
+    times = [record["step_time"] for record in records if "step_time" in record]
     return values | {
-        "seconds a step, median": statistics.median(r["step_time"] for r in records),
-        "tokens": trainer.num_tokens,
-        "seconds": sum(record["step_time"] for record in records),
-        "updates skipped": trainer.parts.updater.num_skipped,
-        "model": str(trainer.run_dir / "final"),
-        "curve": str(trainer.run_dir / "reward_curve.png"),
+        "seconds a step, median": statistics.median(times) if times else None,
+        "tokens": loop.num_tokens,
+        "seconds": sum(times),
+        "updates skipped": loop.parts.updater.num_skipped,
+        "model": str(loop.run_dir / "final"),
+        "page": str(loop.run_dir / PAGE),
     }
 
 
@@ -155,19 +280,76 @@ def _mean(records: Sequence[dict[str, Any]], key: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _where_to_start(config: TrainConfig, resume: str | None) -> Path | None:
+def _move_aside(run_dir: Path, tell: Tell) -> None:
+    """A run that is there keeps its files, under the folder's name with a number; not the lock."""
+    if not read_lines(run_dir / METRICS) and not checkpoint.list_checkpoints(run_dir):
+        return
+    aside = next(
+        path
+        for number in itertools.count(1)
+        if not (path := run_dir.with_name(f"{run_dir.name}.{number}")).exists()
+    )
+
+    def move() -> None:
+        rename(run_dir, aside)
+        make_folder(run_dir)
+        os.replace(aside / LOCK, run_dir / LOCK)
+
+    try_to_write(move, str(aside))
+    tell(f"run_dir={run_dir}: the run that it held is in {aside}")
+
+
+def _check_own(run_dir: Path) -> None:
+    """Raises where fxrl would write into what somebody else has put there.
+
+    Raises:
+        BadConfigError: there is a file.
+        ForeignFileError: there are links in the folder.
+    """
+    if run_dir.is_dir():
+        for entry in run_dir.iterdir():
+            refuse_links(entry)
+    elif run_dir.exists():
+        raise BadConfigError(f"run_dir={str(run_dir)!r} is a file; name a folder, or a new one")
+
+
+def _check_begun(run_dir: Path) -> None:
+    """Raises where there is nothing to resume.
+
+    Raises:
+        BadConfigError: names a run whose folder has nearly that name.
+    """
+    if _is_run(run_dir):
+        return
+    others = run_dir.parent.iterdir() if run_dir.parent.is_dir() else ()
+    runs = [other.name for other in others if os.access(other, os.X_OK) and _is_run(other)]
+    near = did_you_mean(run_dir.name, runs) if runs else ""
+    raise BadConfigError(
+        f"--resume: run_dir={run_dir} holds no run{near}; leave --resume out to begin one"
+    )
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() or bool(checkpoint.list_checkpoints(folder))
+
+
+def _where_to_start(config: TrainConfig, resume: str | None, tell: Tell) -> Path | None:
     """The checkpoint to go on from; ``None`` for the beginning.
 
     Raises:
         BadConfigError: a new run would overwrite another one.
+        CheckpointError: there is no such checkpoint, or it is damaged.
     """
     run_dir = Path(config.run_dir)
     if resume is not None:
-        return checkpoint.find_checkpoint(run_dir, resume)
+        found = checkpoint.find_checkpoint(run_dir, resume, tell)
+        if found is None:
+            tell(f"{run_dir} has no checkpoint yet; beginning at step 1")
+        return found
     lines = read_lines(run_dir / METRICS)
-    if lines or checkpoint.list_checkpoints(run_dir):
+    if lines or any(place.step for place in store.list_places(run_dir)):
         raise BadConfigError(
             f"run_dir={config.run_dir} already holds a run ({len(lines)} steps); go on with "
-            "--resume, or give another run_dir"
+            "--resume, start anew with --overwrite, or give another run_dir"
         )
     return None

@@ -6,42 +6,48 @@ which were noted when it began: a reward function that raises in step 7 leaves a
 step 6, and the resumed run draws the same completions of step 7 again. Once all its updates are
 made, the step is done: an engine that does not come back afterwards leaves a checkpoint of step 7.
 Between two updates of one step (``num_iterations`` above 1) there is no state to go on from, and
-the last checkpoint counts.
+the last checkpoint counts. A step ends when all that it has to say is written and shown: what fails
+there, or calls ``sys.exit``, leaves a checkpoint of that step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import math
 import statistics
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from fxrl import TrainStep
+from fxrl.errors import ConfigError, FxrlError
+from fxrl.files import write_text
+from fxrl.losses import FACTORIES
 from fxrl.rl.builtin_rewards import last_text
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.drift import DriftWatch, measured, probe_rows
 from fxrl.rl.errors import StorageError
-from fxrl.rl.loop import checkpoint
+from fxrl.rl.loop import checkpoint, store
 from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_micro_batches
 from fxrl.rl.loop.build import RunParts
+from fxrl.rl.loop.fingerprint import check_unchanged
 from fxrl.rl.loop.interrupt import StopRequest
-from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, TensorBoard, keep_trying, why
-from fxrl.rl.report.progress import Reporter, told
+from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, keep_trying, why
+from fxrl.rl.report.page import note, try_to_write_page
+from fxrl.rl.report.progress import Reporter, Say, told
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.rollout.rollouter import TrainerState, evaluate
-from fxrl.rl.types import Batch, Metrics, Rollout, Row
+from fxrl.rl.rollout.rollouter import RewardWatch, evaluate
+from fxrl.rl.types import Batch, Metrics, Rollout, Row, TrainerState
 
 
 class TrainingIteration:
     """TrainingIteration ``number`` of a run.
-
-    Args:
-        first: of this process, so the train step is captured in it.
 
     Attributes:
         updated: a weight has changed.
@@ -51,8 +57,8 @@ class TrainingIteration:
         engine_state: the sampler's, after them.
     """
 
-    def __init__(self, config: TrainConfig, parts: RunParts, number: int, *, first: bool) -> None:
-        self.config, self.parts, self.number, self.first = config, parts, number, first
+    def __init__(self, config: TrainConfig, parts: RunParts, number: int) -> None:
+        self.config, self.parts, self.number = config, parts, number
         self.device = next(parts.model.parameters()).device
         self.clock = Clock(self.device)
         self.updated = self.trained = False
@@ -69,15 +75,14 @@ class TrainingIteration:
         clock, parts, config = self.clock, self.parts, self.config
         rollout = self.rollout = parts.rollouter.rollout(self._take, self._state, clock)
         self.engine_state = parts.engine.state_dict()
+        parts.events("on_rollout_end", self._state(), rollout=rollout)
         with ExitStack() as standby:
             with clock.phase("release"):
                 standby.enter_context(parts.engine.standby())
-            with clock.phase("score"), parts.stage("scoring: micro-batches, old log-probs"):
-                batches = self._batches(rollout)
-            tokens = f"{rollout.num_tokens} tokens"
-            first = ", and the step is captured" if self.first else ""
-            words = f"training: {tokens}{first}"
-            with clock.phase("train"), parts.stage(words) as say, told("fxrl.compile", say):
+            with clock.phase("score"), self._doing("scoring: making micro-batches") as say:
+                batches = self._batches(rollout, say)
+            words = f"{rollout.num_tokens} tokens in micro-batches: {len(batches)}"
+            with clock.phase("train"), self._doing(f"training: {words}"):
                 updates = self._updates(batches)
             self.trained = True
             self.record |= mean_of(updates) | rollout.metrics
@@ -97,7 +102,7 @@ class TrainingIteration:
             self.record["tokens_per_second"] = self.rollout.num_completion_tokens / seconds
         self.record |= {f"engine/{k}_s": v for k, v in self.parts.engine.timings.items()}
         if self.device.type == "cuda":
-            self.record["memory/peak_bytes"] = torch.cuda.max_memory_allocated()
+            self.record["memory/peak_bytes"] = max(self.clock.bytes.values(), default=0)
 
     def _take(self, count: int) -> list[Row]:
         rows = self.parts.questions.split.train
@@ -106,7 +111,13 @@ class TrainingIteration:
     def _state(self) -> TrainerState:
         return TrainerState(self.number, self.config.steps, self.parts.stream.epoch)
 
-    def _batches(self, rollout: Rollout) -> list[Batch]:
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[Say]:
+        """``Stage``, in which captures, compilations and micro-batches are told."""
+        with self.parts.stage(what) as say, told("fxrl", say):
+            yield say
+
+    def _batches(self, rollout: Rollout, say: Say) -> list[Batch]:
         """Micro-batches with the log-probabilities that the loss compares with."""
         completions = [drawn.completion for drawn in rollout.drawn]
         lengths = [(len(c.prompt_token_ids), len(c.token_ids)) for c in completions]
@@ -125,7 +136,8 @@ class TrainingIteration:
         batches = make(plan)
         self.record["padding/fraction"] = padding_fraction(lengths, plan)
         self.record["padding/micro_batches"] = len(plan)
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
+            say(f"scoring: micro-batch {number} of {len(batches)}")
             if self.parts.old_policy is not None:
                 batch["old_logps"] = self.parts.old_policy(batch)
             if self.parts.reference is not None:
@@ -160,7 +172,7 @@ def mean_of(updates: list[Metrics]) -> Metrics:
     if len(updates) == 1:
         return updates[0]
     merged: Metrics = {}
-    for name in updates[0]:
+    for name in dict.fromkeys(name for update in updates for name in update):
         values = [v for update in updates if (v := update.get(name)) is not None]
         merged[name] = statistics.fmean(values) if values else None
     return merged
@@ -169,7 +181,7 @@ def mean_of(updates: list[Metrics]) -> Metrics:
 T = TypeVar("T")
 
 
-class Trainer:
+class TrainingLoop:
     """Runs the steps of one run; ``done`` counts them."""
 
     def __init__(self, config: TrainConfig, parts: RunParts, run_dir: Path) -> None:
@@ -177,33 +189,59 @@ class Trainer:
         self.done = 0
         self.num_tokens = 0
         self.initial: Metrics = {}
+        self._branch = store.next_branch(run_dir)
+        self._parent: str | None = None
         self._start_of_step: dict[str, Any] = {}
         self._step_now: TrainingIteration | None = None
         self._reported = False
         self._save_due = False
-        self._drift = DriftWatch()
+        self._written = 0  # the last step in metrics.jsonl
+        correction = config.loss.options.get("vllm_importance_sampling_correction", True)
+        self._drift = DriftWatch(bool(correction) if config.loss.name in FACTORIES else None)
+        self._idle = RewardWatch()
+        self._former_end: int | None = None  # `steps` of the run that is resumed
+        self._most_bytes: dict[str, int] = {}
 
-    def resume(self, path: Path) -> None:
-        """Goes on from a checkpoint.
+    def resume(self, path: Path, *, accept_changes: bool = False) -> None:
+        """Goes on from a checkpoint; begins a branch where it is not the last one of ``run_dir``.
+
+        Args:
+            accept_changes: goes on with data, rewards and a base model that are others than those.
 
         Raises:
             CheckpointError: it is damaged or of another run.
+            StorageError: the branch cannot be written.
         """
         saved = checkpoint.read_trainer(path)
         checkpoint.check_same_run(path, saved["config"], as_table(self.config))
+        check_unchanged(path, saved["fingerprints"], self.parts.fingerprints, accept=accept_changes)
         optimizer, state = checkpoint.load_checkpoint(path, self.parts.model)
-        self.parts.updater.optimizer.load_state_dict(optimizer["optimizer"])
-        self.parts.updater.schedule.load_state_dict(optimizer["schedule"])
-        self.parts.engine.load_state_dict(state["engine"])
-        checkpoint.set_random_state(state["random"])
+        with checkpoint.restoring(path, "optimizer.pt"):
+            self.parts.updater.load_state_dict(optimizer)
+        with checkpoint.restoring(path, "state.pt"):
+            self.parts.engine.load_state_dict(state["engine"])
+            checkpoint.set_random_state(state["random"])
         self.done, self.num_tokens = saved["step"], saved["num_tokens"]
         self.parts.stream.position = saved["position"]
         self.parts.updater.num_skipped = saved["num_skipped"]
         self.parts.updater.num_skipped_in_a_row = saved["num_skipped_in_a_row"]
         self.initial = saved["initial"]
+        self._former_end = saved["config"]["steps"]
+        self._go_on_from(path)
+
+    def _go_on_from(self, path: Path) -> None:
+        """With the branch of the last checkpoint, else with a new one (``store``, Branches)."""
+        own = [other.resolve() for other in checkpoint.list_checkpoints(self.run_dir)]
+        if own and path.resolve() == own[-1]:
+            self._branch, self._parent = store.read_manifest(path).branch, path.name
+        else:
+            self._parent = path.name if path.resolve() in own else str(path.resolve())
+            store.set_lines_aside(self.run_dir)
+            path = self.save()
+        store.take_lines_over(self.run_dir, path)
 
     def run(self, reporter: Reporter, stop: StopRequest) -> None:
-        """Steps until ``config.steps`` or until ``stop`` is set; then saves.
+        """Steps until ``config.steps`` or until ``stop`` or a callback says so; then saves.
 
         Raises:
             FxrlError: a step failed; its state is saved where that is possible.
@@ -211,46 +249,68 @@ class Trainer:
         config, tell = self.config, reporter.message
         metrics = JsonLines(self.run_dir / METRICS, self.done, self._as_in_one_run, tell)
         completions = JsonLines(self.run_dir / COMPLETIONS, self.done, tell=tell)
-        board = TensorBoard(self.run_dir, self.done + 1, tell) if config.tensorboard else None
+        events = self.parts.events
         try:
             hand_over(config, self.parts, self.parts.engine.policy_version)
             if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
                 tell(str(ledger))
-            if self.done == 0 and config.steps > 0:
-                self._evaluate_untrained(board)
-            while self.done < config.steps and not stop:
-                record, rollout = self._guarded_step(metrics, reporter)
-                metrics.write(record)
-                samples = sample_completions(rollout, config.log_completions)
-                for sample in samples:
-                    completions.write({"step": self.done, **sample})
-                if board is not None:
-                    board.write(self.done, record)
-                self._tell_report(reporter)
-                for failure in self.parts.rollouter.failures():
-                    tell(failure)
-                # The embedded engine's model is the trainer's own: what differs is rounding.
-                if config.engine == "vllm" and (warning := self._drift.warning(record)):
-                    tell(f"step {self.done}: {warning}")
-                reporter.step(record, samples)
-                self._save_if_due(reporter, last=self.done == config.steps or bool(stop))
+            events("on_train_begin", self.now())
+            if self.done == 0 and config.steps > 0 and not self.initial:
+                self._evaluate_untrained()
+            while not (stop or self._over):
+                with self._rescued(metrics, reporter):
+                    record, rollout = self._step()
+                    metrics.write(record)
+                    self._written = self.done
+                    samples = sample_completions(rollout, config.log_completions)
+                    for sample in samples:
+                        completions.write({"step": self.done, **sample})
+                    events("on_log", self.now(), logs=record)
+                    self._tell(record, samples, reporter)
+                self._save_if_due(reporter, last=self._over or bool(stop))
             self.for_sure(metrics.flush, str(metrics.path), reporter)
             self.for_sure(completions.flush, str(completions.path), reporter)
         finally:
             metrics.close()
             completions.close()
-            if board is not None:
-                board.close()
+
+    def now(self) -> TrainerState:
+        """What callbacks read of the run."""
+        return TrainerState(self.done, self.config.steps, self.parts.stream.epoch)
+
+    @property
+    def _over(self) -> bool:
+        """No further step is wanted, whatever signals say."""
+        return self.done >= self.config.steps or self.parts.events.control.should_training_stop
+
+    def _tell(
+        self, record: dict[str, Any], samples: list[dict[str, Any]], reporter: Reporter
+    ) -> None:
+        """What a step has to say to people."""
+        self._tell_report(reporter)
+        warnings = [self._idle.warning(record)]
+        # The embedded engine's model is the trainer's own: what differs is rounding.
+        if self.config.engine == "vllm":
+            warnings.append(self._drift.warning(record))
+        for failure in self.parts.rollouter.failures():
+            reporter.message(failure)
+        for warning in filter(None, warnings):
+            reporter.message(f"step {self.done}: {warning}")
+        reporter.step(record, samples)
 
     def _save_if_due(self, reporter: Reporter, *, last: bool) -> None:
         """At the end for sure; else a full disk only puts it off to after the next step."""
-        every = self.config.save_every
+        events, every = self.parts.events, self.config.save_every
+        asked = events.asked("save")
         if last:
-            self.for_sure(self.save, "the checkpoint", reporter)
-        elif self._save_due or (every and self.done % every == 0):
+            path = self.for_sure(self.save, "the checkpoint", reporter)
+            events("on_save", self.now(), path=path)
+        elif self._save_due or asked or (every and self.done % every == 0):
             try:
-                self.save()
+                path = self.save()
                 self._save_due = False
+                events("on_save", self.now(), path=path)
+                self.write_page(reporter)
             except StorageError as error:
                 self._save_due = True
                 reporter.message(f"{error}; the run goes on, and tries again after the next step")
@@ -278,33 +338,35 @@ class Trainer:
             "num_skipped_in_a_row": updater.num_skipped_in_a_row,
             "initial": self.initial,
             "config": as_table(self.config),
+            "fingerprints": self.parts.fingerprints,
         }
         with self.parts.stage("saving: a checkpoint"):
-            return checkpoint.save_checkpoint(
+            path = checkpoint.save_checkpoint(
                 self.run_dir,
                 self.done,
+                branch=self._branch,
+                parent=self._parent,
                 model=self.parts.model,
-                optimizer={
-                    "optimizer": updater.optimizer.state_dict(),
-                    "schedule": updater.schedule.state_dict(),
-                },
+                tokenizer=self.parts.tokenizer,
+                optimizer=updater.state_dict(),
                 state={name: state[name] for name in ("engine", "random")},
                 trainer=trainer,
                 keep=self.config.keep_checkpoints,
             )
+        self._branch, self._parent = store.read_manifest(path).branch, path.name
+        return path
 
-    def _guarded_step(
-        self, metrics: JsonLines, reporter: Reporter
-    ) -> tuple[dict[str, Any], Rollout]:
-        """One step; if it fails, what it has reached is saved (``TrainingIteration``)."""
+    @contextmanager
+    def _rescued(self, metrics: JsonLines, reporter: Reporter) -> Iterator[None]:
+        """Around one step; if it fails, what it has reached is saved (``TrainingIteration``)."""
         self._start_of_step, self._step_now = self._state(), None
         try:
-            return self._step()
-        except Exception as error:
+            yield
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             self._rescue(error, metrics, reporter)
             raise
 
-    def _rescue(self, error: Exception, metrics: JsonLines, reporter: Reporter) -> None:
+    def _rescue(self, error: BaseException, metrics: JsonLines, reporter: Reporter) -> None:
         """Saves the last state there is to go on from, and says so in a note of ``error``."""
         step, state = self._step_now, self._start_of_step
         number = self.done + 1 if step is None else step.number
@@ -320,71 +382,83 @@ class Trainer:
                 "random": checkpoint.random_state(),
                 "position": self.parts.stream.position,
             }
-            if self.done < number:  # else only the evaluation after it has failed
+            if self.done < number:  # else only what comes after it has failed
                 self.done = number
                 self.num_tokens += step.rollout.num_tokens
                 step.add_times()
             epoch = self.parts.stream.epoch
-            metrics.write(step.record | {"num_tokens": self.num_tokens, "epoch": epoch})
+            if self._written < number:
+                metrics.write(step.record | {"num_tokens": self.num_tokens, "epoch": epoch})
             which = " after its updates; the state with them"
         else:
             which = "; the state before it"
         try:
             saved = self.for_sure(lambda: self.save(state), "the checkpoint", reporter)
             metrics.flush()
-        except (StorageError, OSError) as failure:
+        except (FxrlError, OSError) as failure:
             error.add_note(
                 f"step {number} failed, and its state could not be saved: {why(failure)}"
             )
             return
+        self.write_page(reporter)
         text = f"step {number} failed{which} is in {saved}".replace(" ;", ";")
         error.add_note(f"{text}; go on with --resume run_dir={self.run_dir}")
 
     def _step(self) -> tuple[dict[str, Any], Rollout]:
-        number = self.done + 1
-        step = self._step_now = TrainingIteration(
-            self.config, self.parts, number, first=not self._reported
-        )
+        number, events = self.done + 1, self.parts.events
+        events("on_step_begin", self.now())
+        step = self._step_now = TrainingIteration(self.config, self.parts, number)
         rollout = step.run()
         self.num_tokens += rollout.num_tokens
         self.done = number
+        for phase, used in step.clock.bytes.items():
+            self._most_bytes[phase] = max(used, self._most_bytes.get(phase, 0))
         record = step.record
         record |= {"num_tokens": self.num_tokens, "epoch": self.parts.stream.epoch}
         if number == 1:
             record |= self.initial
-        if self._evaluation_due(number):
+        events("on_step_end", self.now(), logs=record)
+        if events.asked("evaluate") or self._evaluation_due(number):
             record |= self._evaluate()
         return record, rollout
 
     def _evaluation_due(self, number: int) -> bool:
         config = self.config.eval
-        due = number == self.config.steps or (config.every and number % config.every == 0)
+        last = number == self.config.steps or self.parts.events.control.should_training_stop
+        due = last or (config.every and number % config.every == 0)
         return bool(config.size and due)
 
     def _as_in_one_run(self, line: dict[str, Any]) -> dict[str, Any]:
         """Without the evaluation after what was the last step until ``steps`` was raised."""
-        if self._evaluation_due(line["step"]):
+        if line["step"] != self._former_end or self._evaluation_due(line["step"]):
             return line
         initial = self.initial if line["step"] == 1 else {}
         return {k: v for k, v in line.items() if not k.startswith("eval/") or k in initial}
 
     def _evaluate(self) -> Metrics:
         rows = self.parts.questions.split.held_out
+        if not rows:
+            raise ConfigError("a callback asks for an evaluation; eval.size=0 holds out nothing")
         with self.parts.stage(f"evaluating: {len(rows)} held-out questions"):
-            state = TrainerState(self.done, self.config.steps, self.parts.stream.epoch)
-            return evaluate(self.parts.rollouter, rows, state)
+            found = evaluate(self.parts.rollouter, rows, self.now())
+        self.parts.events("on_evaluate", self.now(), metrics=found)
+        return found
 
-    def _evaluate_untrained(self, board: TensorBoard | None) -> None:
+    def _evaluate_untrained(self) -> None:
         """Before the first step; written into its line as ``eval/initial_*``."""
         if not self.config.eval.size:
             return
         found = self._evaluate()
-        if board is not None:
-            board.write(0, found)
+        self.parts.events("on_log", self.now(), logs=found)
         self.initial = {
             "eval/initial_accuracy": found["eval/accuracy"],
             "eval/majority_baseline": found["eval/majority_baseline"],
         }
+
+    def write_page(self, reporter: Reporter) -> None:
+        """``run.html``, of all that is on disk by now."""
+        note(self.run_dir, reporter.message, memory=self._most_bytes)
+        try_to_write_page(self.run_dir, reporter.message)
 
     def write_ledger(self) -> None:
         """``ledger.json``: the engine's account of the GPU's memory, an entry per transition.
@@ -394,13 +468,16 @@ class Trainer:
         """
         if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
             text = ",\n".join(ledger.to_json().splitlines())
-            (self.run_dir / "ledger.json").write_text(f"[{text}]\n")
+            write_text(self.run_dir / "ledger.json", f"[{text}]\n")
 
     def _tell_report(self, reporter: Reporter) -> None:
         """Once per process, when the first step has been captured."""
-        report = getattr(self.parts.updater.step, "report", None)
-        if report is not None and not self._reported:
-            reporter.report(report)
+        step = self.parts.updater.step
+        if isinstance(step, TrainStep) and not self._reported:
+            reporter.report(step.report)
+            remarks = [dataclasses.asdict(remark) for remark in step.report.remarks]
+            plan = json.loads(step.plan.to_json())
+            note(self.run_dir, reporter.message, report=remarks, plan=plan)
         self._reported = True
 
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
-from fxrl.rl.config.named import optimizer_class
+from fxrl.errors import FxrlError
+from fxrl.files import replacing
+from fxrl.rl.config.named import make_optimizer
 from fxrl.rl.config.tables import LossConfig, OptimConfig
-from fxrl.rl.errors import BadConfigError, NonFiniteError
+from fxrl.rl.errors import LossError, NonFiniteError, raised_at, shown
 from fxrl.rl.loop.batching import micro_batch_weights
+from fxrl.rl.process_state import ProcessState
 from fxrl.rl.types import Batch, Metrics
+
+log = logging.getLogger(__name__)
 
 
 def build_optimizer(
@@ -25,15 +33,10 @@ def build_optimizer(
     """The optimizer over the trainable ones of ``parameters``.
 
     Raises:
-        BadConfigError: the optimizer refuses its keywords.
+        ConfigError: the optimizer refuses its keywords.
     """
     trained = [p for p in parameters if p.requires_grad]
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in config.options.items()}
-    make: Callable[..., torch.optim.Optimizer] = optimizer_class(config.name)
-    try:
-        return make(trained, lr=config.lr, **options)
-    except (TypeError, ValueError) as error:
-        raise BadConfigError(f"optim: {config.name} refuses {options}: {error}") from error
+    return make_optimizer(config.name, trained, {"lr": config.lr, **config.options})
 
 
 def lr_factor(config: OptimConfig, update: int, num_updates: int) -> float:
@@ -63,18 +66,62 @@ class Updater:
         max_grad_norm: gradients are scaled down to this norm; ``None`` leaves them.
         max_nonfinite: skipped updates in a row that stop the run.
         run_dir: gets the batch that stopped the run.
+        place: of the loss in its file, for messages.
+        process: what the loss may not change.
     """
 
     step: Callable[[Batch], Any]
     parameters: Sequence[nn.Parameter]
     optimizer: torch.optim.Optimizer
-    schedule: LRScheduler
+    schedule: LambdaLR
     loss: LossConfig
     max_grad_norm: float | None
     max_nonfinite: int
     run_dir: Path
     num_skipped: int = 0
     num_skipped_in_a_row: int = 0
+    place: str = ""
+    process: ProcessState = field(default_factory=ProcessState)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of optimizer and schedule."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": {"last_epoch": self.schedule.last_epoch},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes the tensors and the number of updates over; learning rate, decay and whatever else
+        the configuration says stay as they are.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no state of this optimizer.
+        """
+        state, updates = saved["optimizer"]["state"], saved["schedule"]["last_epoch"]
+        if type(updates) is not int or updates < 0:
+            raise ValueError(f"{updates!r} updates")
+        if updates and not state and self._state_of_one(self.parameters[0].dim()):
+            raise ValueError(f"no state after {updates} updates")
+        examples = {n: self._state_of_one(n) for n in {p.dim() for p in self.parameters}}
+        for index, values in state.items():
+            parameter = self.parameters[index]
+            _check_state(parameter, values, examples[parameter.dim()])
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.schedule = LambdaLR(self.optimizer, self.schedule.lr_lambdas, last_epoch=updates - 1)
+
+    def _state_of_one(self, num_dims: int) -> Mapping[str, Any]:
+        """What this optimizer keeps of a parameter with so many dimensions: one is tried."""
+        like = self.parameters[0]
+        one = nn.Parameter(torch.zeros([2] * num_dims, dtype=like.dtype, device=like.device))
+        one.grad = torch.zeros_like(one)
+        make: Callable[..., torch.optim.Optimizer] = type(self.optimizer)
+        group, takes = self.optimizer.param_groups[0], inspect.signature(make).parameters
+        options = {name: group[name] for name in takes if name in group and name != "params"}
+        trial = make([one], **options)
+        trial.step()
+        kept: Mapping[str, Any] = trial.state[one]
+        return kept
 
     def backward(self, batches: Sequence[Batch]) -> tuple[float, float, Metrics]:
         """Gradients of the whole step in ``parameters``, clipped.
@@ -84,21 +131,54 @@ class Updater:
         Returns:
             The loss and the metrics that one batch of everything would have given, and between
             them the gradient's norm before it was clipped.
+
+        Raises:
+            LossError: the loss raised, or returned no number that has a gradient.
         """
         weights, shares = micro_batch_weights(self.loss.normalize, self.loss.name, batches)
         self.optimizer.zero_grad(set_to_none=True)
         found: list[dict[str, Tensor]] = []
-        for batch, weight in zip(batches, weights, strict=True):
-            result = self.step(batch)
-            loss, metrics = result if isinstance(result, tuple) else (result, {})
-            (loss if weight == 1.0 else loss * weight).backward()
-            found.append({"loss": loss.detach()} | {k: v.detach() for k, v in metrics.items()})
+        for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
+            doing = f"training: micro-batch {number} of {len(batches)}"
+            found.append(self._one_backward(batch, weight, doing))
+            if found[-1].keys() != found[0].keys():
+                differing = sorted(found[-1].keys() ^ found[0].keys())
+                raise LossError(
+                    f"{self._named_loss()} returned the metrics {differing[:20]} for some "
+                    "micro-batches of a step only; return the same for each"
+                )
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         [[norm_value], *rows] = _to_host([[norm], *(list(values.values()) for values in found)])
         losses = [row[0] * weight for row, weight in zip(rows, weights, strict=True)]
         merged = merge_metrics(list(found[0])[1:], [row[1:] for row in rows], weights, shares)
         return math.fsum(losses), norm_value, merged
+
+    def _one_backward(self, batch: Batch, weight: float, doing: str) -> dict[str, Tensor]:
+        """Adds a micro-batch's gradients; ``loss``, then the metrics, as tensors."""
+        try:
+            with self.process.kept():
+                log.info("%s", doing)
+                result = self.step(batch)
+                loss, metrics = checked_result(result, self._named_loss())
+                log.info("%s, backward", doing)
+                torch.autograd.backward(loss if weight == 1.0 else loss * weight)
+        except KeyboardInterrupt:
+            raise
+        except FxrlError as error:
+            if not isinstance(error, LossError):
+                error.add_note(f"this is of {self._named_loss()}")
+            raise
+        # User code may raise anything; the run must be saved and the loss named.
+        except BaseException as error:
+            told = f"raised {shown(error, 1000)}{raised_at(error)}"
+            if isinstance(error, torch.OutOfMemoryError):
+                told = f"ran out of memory{raised_at(error)}: {error}; lower micro_batch_tokens"
+            raise LossError(f"{self._named_loss()} {told}") from error
+        return {"loss": loss.detach()} | metrics
+
+    def _named_loss(self) -> str:
+        return f"loss {self.loss.name!r}{self.place}"
 
     def update(self, batches: Sequence[Batch], step_number: int) -> Metrics:
         """One update, or none if loss or gradient is not finite.
@@ -141,13 +221,91 @@ class Updater:
             {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
             for batch in batches
         ]
-        torch.save({"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = {"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}
+        with replacing(path) as stream:
+            torch.save(found, stream)
         raise NonFiniteError(
             f"step {step_number}: loss {loss}, gradient norm {norm}: not finite "
             f"{self.num_skipped_in_a_row} updates in a row (max_nonfinite={self.max_nonfinite}); "
             f"no update was made, the batch is in {path}; lower optim.lr, or look at the reward "
             "and the loss with torch.load"
         )
+
+
+RESERVED = re.compile(
+    "(step|loss|reward|reward_std|frac_reward_zero_std|grad_norm|learning_rate|nonfinite|epoch"
+    "|num_tokens|step_time|tokens_per_second|event)$"
+    "|(completions|dynamic_sampling|engine|eval|memory|padding|rewards|time)/"
+)
+"""Names in ``metrics.jsonl`` that no loss may give its metrics."""
+
+
+def checked_result(result: Any, named: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a loss returned, as the loss and its metrics.
+
+    Args:
+        named: the loss, for messages.
+
+    Returns:
+        A tensor of one element that has a gradient, and detached tensors of one element.
+
+    Raises:
+        LossError: it is something else.
+    """
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not _is_number(loss):
+        raise LossError(
+            f"{named} returned {_kind(loss)}; return a tensor with one real number, or that and a "
+            "dict of metrics"
+        )
+    if not loss.requires_grad:
+        raise LossError(
+            f"{named} returned a loss without a gradient; compute it from the model's output"
+        )
+    if not isinstance(metrics, Mapping):
+        raise LossError(f"{named} returned {shown(metrics)} as metrics; return a dict of numbers")
+    checked: dict[str, Tensor] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or RESERVED.match(name):
+            raise LossError(
+                f"{named} returned a metric named {shown(name)}; take a text that metrics.jsonl "
+                f"does not use itself, such as {shown(f'my_{name}')}"
+            )
+        if isinstance(value, int | float):
+            value = torch.tensor(float(value), dtype=torch.float64)
+        if not _is_number(value):
+            raise LossError(
+                f"{named} returned {_kind(value)} as its metric {name!r}; return one real number"
+            )
+        checked[name] = value.detach()
+    return loss, checked
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor {list(value.shape)}"
+    return shown(value)
+
+
+def _check_state(parameter: Tensor, values: Any, example: Mapping[str, Any]) -> None:
+    """Raises where ``values`` are not what an optimizer keeps of ``parameter``."""
+    if not isinstance(values, dict) or values.keys() != example.keys():
+        raise KeyError(f"a parameter's state must have {', '.join(example)}")
+    for name, value in values.items():
+        if type(value) is not type(example[name]):
+            raise TypeError(f"{name} is {type(value).__name__}")
+        if isinstance(value, Tensor) and value.dim():
+            # Like its parameter, or reduced along some dimensions.
+            sizes = [{1, size} for size in parameter.shape]
+            if value.dim() != len(sizes) or any(
+                n not in allowed for n, allowed in zip(value.shape, sizes, strict=True)
+            ):
+                raise ValueError(f"{name} is {list(value.shape)} for {list(parameter.shape)}")
 
 
 def _to_host(rows: Sequence[Sequence[Tensor]]) -> list[list[float]]:

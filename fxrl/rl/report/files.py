@@ -1,23 +1,29 @@
-"""Where numbers go: JSON lines (exact, truncatable) and TensorBoard; what a full disk stops.
+"""Where numbers go: JSON lines, exact and repaired; what a full disk stops.
 
 NOTE [A full disk is no reason to lose hours of training]
 What cannot be written stays in memory. Lines of metrics wait for the next line; a checkpoint is
 tried again after the next step, and the older one stays until a new one is complete. Only at the
 end is there no next step: there the run waits, says what for, and tries again.
+
+NOTE [No line is dropped]
+A run that goes on from a checkpoint does the steps after it again, so their lines leave the file;
+lines that a crash, a bad disk or an editor has damaged cannot stay in it either. Both are kept
+beside it (``metrics.jsonl.former``, ``metrics.jsonl.damaged``), and the user is told. A file that
+is deleted while the run writes it is written anew, whole.
 """
 
 from __future__ import annotations
 
+import errno
 import json
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fxrl.errors import optional
+from fxrl.errors import ForeignFileError
+from fxrl.files import opened, write_bytes
 from fxrl.rl.errors import StorageError
 from fxrl.rl.report.progress import jsonable
 
@@ -31,6 +37,12 @@ def why(error: BaseException) -> str:
     return str(reason) if reason else (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
+_NO_MATTER_OF_SPACE = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG),
+}
+
+
 def try_to_write(action: Callable[[], T], what: str) -> T:
     """``action()``.
 
@@ -40,8 +52,9 @@ def try_to_write(action: Callable[[], T], what: str) -> T:
     try:
         return action()
     except OSError as error:
+        cure = "" if error.errno in _NO_MATTER_OF_SPACE else "free some space, or "
         raise StorageError(
-            f"{what} could not be written: {why(error)}; free some space, or give another run_dir"
+            f"{what} could not be written: {why(error)}; {cure}give another run_dir"
         ) from error
 
 
@@ -83,8 +96,8 @@ class JsonLines:
     holds a part of a line.
 
     Args:
-        keep_until: lines whose ``step`` is larger go first (0 empties the file): what a run wrote
-            after its last checkpoint is written again when it resumes.
+        keep_until: lines whose ``step`` is larger leave the file (see NOTE [No line is dropped]).
+        revise: is applied to those that stay.
     """
 
     def __init__(
@@ -94,25 +107,33 @@ class JsonLines:
         revise: Callable[[dict[str, Any]], dict[str, Any]] = lambda line: line,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        kept = [revise(line) for line in read_lines(path) if line["step"] <= keep_until]
         self.path, self._tell = path, tell
         self._pending: list[bytes] = []
+        lines, damaged = _parse(path)
+        kept = [revise(line) for line in lines if line["step"] <= keep_until]
+        former = [as_line(line) for line in lines if line["step"] > keep_until]
 
         def rewrite() -> None:
-            work = path.with_name(f".{path.name}.writing")
-            work.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            os.replace(work, path)
+            self._set_aside("damaged", damaged, "could not be read")
+            self._set_aside("former", former, "are of steps that this run does again")
+            write_bytes(path, b"".join(as_line(line) for line in kept))
 
         try_to_write(rewrite, str(path))
-        self._file = path.open("ab", buffering=0)
+        self._file = opened(path, "a+b", buffering=0)
+
+    def _set_aside(self, name: str, lines: list[bytes], what: str) -> None:
+        if lines:
+            beside = self.path.with_name(f"{self.path.name}.{name}")
+            with opened(beside, "ab") as file:
+                file.write(b"".join(lines))
+            self._tell(f"{self.path}: {len(lines)} lines {what}; they are kept in {beside}")
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Writes one line; numbers that are not finite become ``null``."""
-        line = json.dumps({k: jsonable(v) for k, v in values.items()}) + "\n"
-        self._pending.append(line.encode())
+        self._pending.append(as_line({k: jsonable(v) for k, v in values.items()}))
         try:
             self.flush()
-        except OSError as error:
+        except (OSError, ForeignFileError) as error:
             self._tell(
                 f"{self.path}: {why(error)}; {len(self._pending)} lines wait in memory, the run "
                 "goes on; free some space"
@@ -123,7 +144,9 @@ class JsonLines:
 
         Raises:
             OSError: it still cannot be written.
+            ForeignFileError: a link stands there.
         """
+        self._find_file()
         while self._pending:
             line = self._pending[0]
             end = os.fstat(self._file.fileno()).st_size
@@ -133,6 +156,20 @@ class JsonLines:
                 os.ftruncate(self._file.fileno(), end)  # no half a line
                 raise
             self._pending.pop(0)
+
+    def _find_file(self) -> None:
+        """Opens the file again that is at ``path``; writes it anew where there is none."""
+        there = self.path.exists()
+        if there and os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = opened(self.path, "a+b", buffering=0)
+        if not there:
+            self._file.seek(0)
+            file.write(self._file.read())
+        self._file.close()
+        self._file = file
+        self._tell(f"{self.path} was {'replaced' if there else 'deleted'}; it is written on")
 
     def _append(self, line: bytes) -> None:
         """All of it; an unbuffered write may take less at a time."""
@@ -145,59 +182,31 @@ class JsonLines:
         self._file.close()
 
 
+def as_line(values: Mapping[str, Any]) -> bytes:
+    """One line of a JSON lines file."""
+    return json.dumps(values, default=str).encode() + b"\n"
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete lines; a last line that a kill cut off is left out. Empty without a file."""
-    if not path.is_file():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    """All lines that are JSON objects with a ``step``; empty without a file."""
+    return _parse(path)[0]
+
+
+def _parse(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """The lines of a file, and those that are damaged as they are."""
+    content = b""
+    if path.is_file():
+        with opened(path, "rb") as stream:
+            content = stream.read()
+    lines: list[dict[str, Any]] = []
+    damaged: list[bytes] = []
+    for text in content.split(b"\n"):
         try:
             line = json.loads(text)
-        except json.JSONDecodeError:
-            break
-        lines.append(line)
-    return lines
-
-
-class TensorBoard:
-    """Scalars to ``run_dir/tensorboard``; events at and after ``first_step`` are purged.
-
-    A copy of ``metrics.jsonl`` for looking at: where it cannot be written, ``tell`` hears of it
-    once and the run goes on without.
-    """
-
-    def __init__(
-        self, run_dir: Path, first_step: int, tell: Callable[[str], None] = lambda text: None
-    ) -> None:
-        tensorboard = optional("torch.utils.tensorboard", "tensorboard=true")
-        folder = str(run_dir / "tensorboard")
-        self._tell = tell
-        self._writer: Any = None
-        with self._giving_up():
-            self._writer = tensorboard.SummaryWriter(folder, purge_step=first_step)
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Every finite number, under its own name."""
-        if self._writer is None:
-            return
-        with self._giving_up():
-            for name, value in values.items():
-                if isinstance(value, int | float) and math.isfinite(value) and name != "step":
-                    self._writer.add_scalar(name, value, step)
-            self._writer.flush()
-
-    def close(self) -> None:
-        """Flushes and closes."""
-        if self._writer is not None:
-            with self._giving_up():
-                self._writer.close()
-
-    @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._writer = None
-            self._tell(
-                f"tensorboard: {why(error)}; no further events, metrics.jsonl has the numbers"
-            )
+        except (ValueError, RecursionError):  # no JSON, no UTF-8, an integer of 5000 digits
+            line = None
+        if isinstance(line, dict) and type(line.get("step")) is int:
+            lines.append(line)
+        elif text.strip():
+            damaged.append(text + b"\n")
+    return lines, damaged

@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 import logging
 import math
+import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -50,7 +52,11 @@ COLUMNS = (
     ("s", "step_time", "{:.1f}"),
     ("held-out", "eval/accuracy", "{:.3f}"),
 )
+LEAST_NEEDED = ("grad_norm", "entropy", "reward_std", "tokens_per_second", "loss", "kl")
+"""What a terminal that is too narrow for all columns goes without, the first one first."""
 RECENT_STEPS = 8
+SHOWN_CHARACTERS = 300
+"""Of a sample completion; ``completions.jsonl`` has all of it."""
 
 
 class _Told(logging.Handler):
@@ -59,7 +65,12 @@ class _Told(logging.Handler):
         self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._say(record.getMessage())
+        """Warnings go where they would go without this handler, whose presence alone keeps Python
+        from writing them to stderr."""
+        if record.levelno <= logging.INFO:
+            self._say(record.getMessage())
+        elif not logging.getLogger().handlers and logging.lastResort is not None:
+            logging.lastResort.handle(record)
 
 
 @contextmanager
@@ -88,6 +99,8 @@ class Reporter:
         self.console, self.clock, self.start = console, clock, clock()
         self.open: list[tuple[str, float]] = []  # stages, innermost last: words, since when
         self.total = self.done = 0
+        self._step_began = self.start
+        self._step_seconds: list[float] = []  # of this process, whatever else was done between
         self._samples: Sequence[Mapping[str, Any]] = ()
 
     def __enter__(self) -> Self:
@@ -120,6 +133,16 @@ class Reporter:
     def begin(self, total: int, done: int) -> None:
         """The loop begins: ``total`` steps, ``done`` of them by a run that is resumed."""
         self.total, self.done = total, done
+        self._step_began = self.clock()
+
+    def seconds_left(self) -> float | None:
+        """By the median of the last steps. The first one captures and compiles, so it counts only
+        while there is no other; before its end nothing is known."""
+        if not self._step_seconds:
+            return None
+        each = statistics.median((self._step_seconds[1:] or self._step_seconds)[-RECENT_STEPS:])
+        spent = min(each, self.clock() - self._step_began)
+        return max(0.0, each * (self.total - self.done) - spent)
 
     def message(self, text: str) -> None:
         """A sentence for the user."""
@@ -131,6 +154,9 @@ class Reporter:
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
         """One step's metrics and sample completions."""
+        now = self.clock()
+        self._step_seconds.append(now - self._step_began)
+        self._step_began = now
         self.done, self._samples = record["step"], samples or self._samples
 
     def show_last(self) -> None:
@@ -194,12 +220,21 @@ class LogReporter(Reporter):
         self.console.out(text, highlight=False)
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        first = not self._samples
+        super().step(record, samples)
         words = [f"{name} {_cell(record, key, form)}" for name, key, form in COLUMNS[1:]]
         shown = "  ".join(word for word in words if not word.endswith(" -"))
-        self.message(f"step {record['step']}/{self.total}  {shown}  ({time_line(record)})")
-        if samples and not self._samples:
+        left = f"{_hours(self.seconds_left())} left"
+        self.message(f"step {self.done}/{self.total}  {shown}  {left}  ({time_line(record)})")
+        if samples and first:
             self.console.print(completions_table(samples))
-        super().step(record, samples)
+
+
+class PatientReporter(LogReporter):
+    """Only what takes longer than ``QUIET_S``: for commands whose answer is all that is wanted."""
+
+    def changed(self, kind: str, words: str) -> None:
+        """Nothing is written for new words alone."""
 
 
 class JsonReporter(LogReporter):
@@ -226,75 +261,112 @@ class JsonReporter(LogReporter):
         self._line("summary", values)
 
 
-class LiveReporter(Reporter):
-    """A view on a terminal that is drawn anew several times a second, whatever the run does."""
+class LiveReporter(LogReporter):
+    """A view on a terminal that is drawn anew several times a second, whatever the run does; lines
+    where the terminal has been closed and the run goes on in a file."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, clock)
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=RECENT_STEPS)
         self._spinner = Spinner("dots")
-        columns = (TextColumn("[bold]training"), BarColumn(), MofNCompleteColumn())
-        self._bar = Progress(*columns, TimeRemainingColumn(), console=console)
         self._live = Live(
             console=console, transient=True, get_renderable=self.view, refresh_per_second=4
         )
 
     def __enter__(self) -> Self:
         self._live.start(refresh=True)
-        return self
+        return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
-        self.show_last()
+        super().__exit__()
+
+    @property
+    def _closed(self) -> bool:
+        closed = not self.console.is_terminal
+        if closed and self.console.is_interactive:
+            self.console.is_interactive = False  # else the view is printed beside each line
+            self.console.no_color = True
+        return closed
+
+    def tick(self) -> None:
+        if self._closed:
+            super().tick()
+
+    def changed(self, kind: str, words: str) -> None:
+        if self._closed:
+            super().changed(kind, words)
+
+    def message(self, text: str) -> None:
+        (LogReporter if self._closed else Reporter).message(self, text)
 
     def view(self) -> Group:
         """What is being done, on top where no small window hides it; then the last steps."""
         views: list[Any] = []
         for words, since in self.open[-1:]:
             now = self.clock()
-            text = f"{words}  {now - since:.0f} s  ({now - self.start:.0f} s in all)"
-            self._spinner.update(text=Text(text, no_wrap=True, overflow="ellipsis"))
+            times = f"  {now - since:.0f} s  ({now - self.start:.0f} s in all)"
+            text = Text(words.replace("\n", " "))
+            text.truncate(self.console.width - len(times) - 3, overflow="ellipsis")
+            self._spinner.update(text=text + times)
             views.append(self._spinner)
-        if self._bar.tasks:
-            views.append(self._bar)
+        if self.total:
+            views.append(self._bar())
         if self._recent:
-            views += [steps_table(self._recent), Text(time_line(self._recent[-1]))]
+            table = steps_table(self._recent, self.console.width)
+            views += [table, Text(time_line(self._recent[-1]))]
         if self._samples:
             views.append(completions_table(self._samples))
         return Group(*views)
 
-    def begin(self, total: int, done: int) -> None:
-        super().begin(total, done)
-        self._bar.add_task("train", total=total, completed=done)
+    def _bar(self) -> Table:
+        """Which step is under way, and when all will be done."""
+        bar = Table.grid(padding=(0, 1))
+        words = f"{_hours(self.clock() - self.start)} elapsed, {_hours(self.seconds_left())} left"
+        done = ProgressBar(total=self.total, completed=self.done, width=24)
+        bar.add_row("[bold]steps done", done, f"{self.done}/{self.total}", words)
+        return bar
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        super().step(record, samples)
+        (LogReporter if self._closed else Reporter).step(self, record, samples)
         self._recent.append(record)
-        self._bar.update(self._bar.task_ids[0], completed=self.done)
 
     def show_last(self) -> None:
         if self._recent:
-            self.console.print(steps_table(self._recent))
+            self.console.print(steps_table(self._recent, self.console.width))
         self._recent.clear()
         super().show_last()
 
 
-def reporter_on(console: Console, *, json: bool) -> Reporter:
-    """The reporter that suits the console."""
+def reporter_on(console: Console, *, json: bool, log: type[LogReporter] = LogReporter) -> Reporter:
+    """The reporter that suits the console; ``log`` where it is no terminal."""
     if json:
         return JsonReporter(console)
     live = console.is_terminal and not console.is_dumb_terminal
-    return LiveReporter(console) if live else LogReporter(console)
+    return LiveReporter(console) if live else log(console)
 
 
-def steps_table(records: Sequence[Mapping[str, Any]] | deque[Mapping[str, Any]]) -> Table:
-    """The last steps, a row each; columns without any value are left out."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # all columns in 80 characters
-    used = [c for c in COLUMNS if any(record.get(c[1]) is not None for record in records)]
-    for name, _, _ in used:
-        table.add_column(name, justify="right", no_wrap=True)
-    for record in records:
-        table.add_row(*(_cell(record, key, form) for _, key, form in used))
+def steps_table(
+    records: Sequence[Mapping[str, Any]] | deque[Mapping[str, Any]], width: int
+) -> Table:
+    """The last steps, a row each, in ``width`` columns of text.
+
+    Columns without any value are left out, and where there is no room also ``LEAST_NEEDED``.
+    """
+    shown = {
+        key: [name, *(_cell(record, key, form) for record in records)]
+        for name, key, form in COLUMNS
+        if any(record.get(key) is not None for record in records)
+    }
+    widths = {key: 1 + max(map(len, cells)) for key, cells in shown.items()}
+    for key in LEAST_NEEDED:
+        if sum(widths.values()) - 1 > width:
+            widths.pop(key, None)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for key in widths:
+        table.add_column(shown[key][0], justify="right", no_wrap=True)
+    for cells in zip(*(shown[key][1:] for key in widths), strict=True):
+        table.add_row(*cells)
     return table
 
 
@@ -307,18 +379,25 @@ def time_line(record: Mapping[str, Any]) -> str:
 
 
 def completions_table(samples: Sequence[Mapping[str, Any]]) -> Table:
-    """Sample completions with reward and advantage."""
-    table = Table(title="sample completions")
-    table.add_column("prompt", max_width=48, overflow="ellipsis", no_wrap=True)
-    table.add_column("completion", max_width=48, overflow="fold")
-    table.add_column("reward", justify="right")
-    table.add_column("advantage", justify="right")
+    """Sample completions with reward and advantage, each below its prompt."""
+    table = Table(title="sample completions", title_justify="left", box=None, pad_edge=False)
+    table.add_column("reward", justify="right", no_wrap=True)
+    table.add_column("advantage", justify="right", no_wrap=True)
+    table.add_column("prompt, completion", overflow="fold")
     for sample in samples:
-        prompt = Text(repr(sample["question"])[1:-1])
         reward = "-" if sample["reward"] is None else f"{sample['reward']:.2f}"
-        completion = Text(repr(sample["completion"])[1:-1])
-        table.add_row(prompt, completion, reward, f"{sample['advantage']:+.2f}")
+        prompt = Text(repr(sample["question"])[1:-1], "dim", no_wrap=True, overflow="ellipsis")
+        completion = repr(sample["completion"])[1:-1]
+        if (more := len(completion) - SHOWN_CHARACTERS) > 0:
+            completion = f"{completion[:SHOWN_CHARACTERS]}... ({more} more characters)"
+        table.add_row("", "", prompt)
+        table.add_row(reward, f"{sample['advantage']:+.2f}", Text(completion))
     return table
+
+
+def _hours(seconds: float | None) -> str:
+    """``"1:02:03"``; dashes where nothing is known."""
+    return "-:--:--" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 def _cell(record: Mapping[str, Any], key: str, form: str) -> str:

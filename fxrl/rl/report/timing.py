@@ -1,4 +1,4 @@
-"""Where a step's seconds go.
+"""Where a step's seconds and its memory go.
 
 | phase | what |
 | --- | --- |
@@ -14,13 +14,19 @@
 NOTE [Honest seconds on a GPU]
 Kernels run after the call that queued them. The device is waited for once at the end of each phase,
 so that what a phase queued counts as its own. That costs nothing: each phase needs the one before.
+
+NOTE [Which bytes]
+On a GPU a phase has the most that PyTorch had allocated since the phase before it. A CPU keeps no
+such mark, so there it is what the process has in memory at the phase's end.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,11 +36,17 @@ PHASES = ("generate", "reward", "release", "score", "train", "wake", "sync", "ot
 
 
 class Clock:
-    """Seconds by phase of one step; ``device`` is waited for at the end of each."""
+    """Seconds and bytes by phase of one step; ``device`` is waited for at the end of each.
+
+    Attributes:
+        seconds: of each phase.
+        bytes: of those that there were: NOTE [Which bytes].
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.bytes: dict[str, int] = {}
         self._start = time.perf_counter()
 
     @contextmanager
@@ -42,11 +54,23 @@ class Clock:
         """Counts the block as phase ``name``; a block that raises is not counted."""
         start = time.perf_counter()
         yield
-        if self.device.type == "cuda":
-            import torch  # not above: what a run shows first has the phases' names and no PyTorch
-
-            torch.cuda.synchronize(self.device)
+        used = self._used()
         self.seconds[name] += time.perf_counter() - start
+        self.bytes[name] = max(used, self.bytes.get(name, 0))
+
+    def _used(self) -> int:
+        """Bytes, 0 where the system does not say."""
+        if self.device.type != "cuda":
+            statm = Path("/proc/self/statm")
+            pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+            return pages * os.sysconf("SC_PAGE_SIZE")
+        import torch  # not above: what a run shows first has the phases' names and no PyTorch
+
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        if peak:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Counts ``seconds`` of phase ``source`` as ``target``'s."""

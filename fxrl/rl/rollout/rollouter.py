@@ -20,37 +20,27 @@ from __future__ import annotations
 import math
 import queue
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from contextlib import ExitStack
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from fxrl.engines import Completion, Engine, GenerateTimeoutError, SamplingParams
-from fxrl.engines.engine import OnFinished
 from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
 from fxrl.rl.config.tables import SamplingConfig, TrainConfig
 from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
 from fxrl.rl.data.rewards import Background, Reward, call_all, combine
-from fxrl.rl.report.progress import Say, Stage, jsonable
+from fxrl.rl.report.progress import Stage, jsonable, told
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.types import Drawn, Metrics, Rollout, Row
+from fxrl.rl.types import Drawn, Metrics, Rollout, Row, TrainerState
 
 ENGINE_SYNC = ("fold", "restore", "sync")
 """Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""
 
 
 Values = list[float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """What reward functions may read of the run, under TRL's names (``trainer_state``)."""
-
-    global_step: int
-    max_steps: int
-    epoch: float
 
 
 class Judge:
@@ -180,10 +170,13 @@ class Rollouter:
         prompts = [self.builder.prompt(row) for row in rows]
         before = dict(self.engine.timings)
         total = len(rows) * params.n
-        with clock.phase("generate"), self.stage(f"generating: {total} completions") as say:
+        with ExitStack() as doing:
+            doing.enter_context(clock.phase("generate"))
+            say = doing.enter_context(self.stage(f"generating: {total} completions"))
+            doing.enter_context(told("fxrl.engines.engine", say))
             ids = [self.builder.encode(prompt) for prompt in prompts]
             judge, groups = self._generate(
-                ids, params, lambda: Judge(rows, prompts, self.rewards, self.tokenizer, state), say
+                ids, params, lambda: Judge(rows, prompts, self.rewards, self.tokenizer, state)
             )
         # Times that are not of this call stay in ``timings`` as they were.
         new = {k: v for k, v in self.engine.timings.items() if before.get(k) != v}
@@ -206,14 +199,12 @@ class Rollouter:
         ids: Sequence[list[int]],
         params: SamplingParams,
         new_judge: Callable[[], Judge],
-        say: Say,
     ) -> tuple[Judge, list[list[Completion]]]:
         """Draws, again where that took too long; each try draws the same."""
         for left in reversed(range(self.config.engine_retries + 1)):
             judge, sampler = new_judge(), self.engine.state_dict()
-            finished = _counted(judge.finished, len(ids) * params.n, say)
             try:
-                return judge, self.engine.generate(ids, params, on_finished=finished)
+                return judge, self.engine.generate(ids, params, on_finished=judge.finished)
             except GenerateTimeoutError as error:
                 judge.abandon()
                 if not left:
@@ -284,20 +275,6 @@ class Rollouter:
         return [d for group in groups if _differ([d.total for d in group]) for d in group]
 
 
-def _counted(told: OnFinished, total: int, say: Say) -> OnFinished:
-    """``told``, and ``say`` how many completions are there and how fast their tokens come."""
-    start = time.perf_counter()
-    lengths: list[int] = []
-
-    def finished(prompt: int, completions: list[Completion]) -> None:
-        told(prompt, completions)
-        lengths.extend(len(completion.token_ids) for completion in completions)
-        speed = sum(lengths) / (time.perf_counter() - start)
-        say(f"generating: {len(lengths)} of {total} completions, {speed:.0f} tokens/s")
-
-    return finished
-
-
 def _differ(totals: Sequence[float]) -> bool:
     """Whether any advantage of the group is not 0; NaN is no reward."""
     known = [total for total in totals if not math.isnan(total)]
@@ -325,6 +302,34 @@ def _metrics(drawn: Sequence[Drawn], num: int) -> Metrics:
         metrics[f"rewards/{name}/mean"] = statistics.fmean(said) if said else None
         metrics[f"rewards/{name}/std"] = statistics.stdev(said) if len(said) > 1 else None
     return metrics | length_metrics([d.completion for d in drawn])
+
+
+IDLE_STEPS = 3
+
+
+class RewardWatch:
+    """Tells of rewards that teach nothing, after ``IDLE_STEPS`` steps of them in a row, then after
+    twice as many each time."""
+
+    def __init__(self) -> None:
+        self._idle, self._next = 0, IDLE_STEPS
+
+    def warning(self, record: Mapping[str, Any]) -> str | None:
+        """What this step's metrics complete, and what to do about it, if anything."""
+        if record["frac_reward_zero_std"] < 1.0:
+            self._idle, self._next = 0, IDLE_STEPS
+            return None
+        self._idle += 1
+        if self._idle < self._next:
+            return None
+        self._next *= 2
+        what = "the same within every group"
+        if record["reward"] is None:
+            what = "None for every completion"
+        return (
+            f"rewards were {what} in the last {self._idle} steps, so nothing is learned from them; "
+            "look at completions.jsonl and the reward functions"
+        )
 
 
 def length_metrics(completions: Sequence[Completion]) -> Metrics:

@@ -1,10 +1,18 @@
 """Every mistake in one error; overrides; defaults."""
 
+import dataclasses
+import json
+
 import pytest
 import torch
 
 from fxrl.errors import ConfigError
-from fxrl.rl.config.load import as_table, differences, load_config
+from fxrl.losses import FACTORIES
+from fxrl.losses.options import accepted
+from fxrl.rl.config import trl
+from fxrl.rl.config.binding import dotted_names
+from fxrl.rl.config.load import as_table, config_of, differences, load_config
+from fxrl.rl.config.tables import TrainConfig
 
 
 def problems(file, *overrides):
@@ -148,3 +156,69 @@ def test_differences_are_dotted(config_file):
 )
 def test_vllm_decodes_a_step_at_once_unless_told_otherwise(config_file, overrides, sequences):
     assert load_config(config_file, overrides).vllm.max_num_seqs == sequences
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("temperature=1", "did you mean 'sampling.temperature'?"),
+        ("num_train_epochs=1", "did you mean 'epochs'?"),
+        ("learning_rate=1", "did you mean 'optim.lr'?"),
+        ("optim.learning_rte=1", "did you mean 'lr'?"),
+        ("optim.num_generations=4", "did you mean 'sampling.num_generations'?"),
+        ("loss.max_completion_length=4", "did you mean 'sampling.max_tokens'?"),
+        ("num_generations=4", "did you mean 'sampling.num_generations'?"),
+        ("max_completion_length=4", "did you mean 'sampling.max_tokens'?"),
+        ("report_to=wandb", "did you mean 'log_to'?"),
+        ("model=tiny:qwen3", "did you mean 'model.id'?"),
+        ("optim=adamw", "did you mean 'optim.name'?"),
+        ("sampling.seed=4", "did you mean 'seed'?"),
+        ("per_device_train_batch_size=4", "prompts_per_step counts a step's prompts"),
+        ("deepspeed=ds.json", "fxrl train runs on one GPU"),
+        ("use_vllm=true", "engine = 'vllm'"),
+    ],
+)
+def test_hints_go_by_meaning(config_file, override, words):
+    told = problems(config_file, override)
+    assert [line for line in told if words in line], told
+
+
+def test_a_name_of_trl_is_a_key_here_or_has_an_answer():
+    keys = {*dotted_names(TrainConfig)}
+    keys |= {f"loss.{name}" for factory in FACTORIES.values() for name in accepted(factory)}
+    keys |= {f"optim.{name}" for name in accepted(torch.optim.AdamW)}
+    assert {key for key in trl.KEYS.values() if key not in keys} == set()
+    assert not trl.KEYS.keys() & trl.INSTEAD.keys()
+
+
+def test_every_field_of_trl_is_understood():
+    trl_package = pytest.importorskip("trl")
+    fields = {field.name for field in dataclasses.fields(trl_package.GRPOConfig)}
+    assert {name for name in fields if name not in trl.KEYS | trl.INSTEAD} == set()
+
+
+def test_epochs_or_steps(config_file):
+    assert load_config(config_file, ["epochs=2"]).epochs == 2.0
+    config_file.write_text("epochs = 2\n" + config_file.read_text())
+    assert problems(config_file) == ["steps, epochs: give one of them"]
+    assert load_config(config_file, ["steps=7"]).epochs is None
+    [line] = problems(config_file, "epochs=2", "dynamic_sampling=refill")
+    assert "give steps" in line
+
+
+def test_a_configuration_is_a_table_again(config_file):
+    """What is written down has no object of Python in it, whatever the configuration holds."""
+
+    def mine(completions, **columns):
+        return [0.0] * len(completions)
+
+    table = as_table(load_config(config_file))
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    tables = {"model": {"id": torch.nn.Linear(1, 1)}, "data": {"rows": rows}}
+    config = config_of({**tables, "reward": {"functions": [mine]}}, "test", "runs/a")
+    found = as_table(config)
+    assert found["model"]["id"] == "Linear"
+    assert found["reward"]["functions"][0].endswith("mine")
+    assert found["data"]["rows"].startswith("2 rows, sha256 ")
+    assert json.loads(json.dumps(table)) == table
+    assert json.loads(json.dumps(found)) == found

@@ -3,9 +3,11 @@
 import pytest
 
 from fxrl.models import tiny_tokenizer
+from fxrl.rl.config.load import load_config
 from fxrl.rl.config.tables import DataConfig, Turn
 from fxrl.rl.data.questions import PromptBuilder, question_text
 from fxrl.rl.errors import DataError
+from fxrl.rl.loop.build import read_questions
 
 ROW = {"question": "Add: 3 + 4 =", "answer": 7, "metadata": {"expression": "3 + 4"}}
 
@@ -81,3 +83,69 @@ def test_few_shot_without_answers_and_prompts_too_long():
     assert len(builder.encode("abc")) == 3
     with pytest.raises(DataError, match=r"4 tokens, outside 1\.\.3"):
         builder.encode("abcd")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{answer.real.x}",
+        "{question[0][5]}",
+        "{metadata:>9}",
+        "{answer:%Y}",
+        "{0}",
+        "{}",
+        "{none:>5}",
+    ],
+)
+def test_a_template_that_a_row_does_not_fit_is_told(template):
+    row = ROW | {"none": None}
+    with pytest.raises(DataError, match=r"data\.template=.*; it may name answer, metadata"):
+        question_text(config(template=template), "question", row)
+
+
+@pytest.mark.parametrize(
+    ("talk", "words"),
+    [
+        ([], "column 'question' is empty"),
+        ([{"role": "user", "content": None}], "content is None in a message; give a text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "content is .* in a message"),
+        ([{"role": 3, "content": "x"}], "role is 3 in a message"),
+        (["x"], "'x' is no {role, content} message"),
+    ],
+)
+def test_messages_that_are_no_texts_are_told(talk, words):
+    builder = PromptBuilder(config(), "question", [], tiny_tokenizer())
+    with pytest.raises(DataError, match=words):
+        builder.prompt({"question": talk})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for %}",
+        "{{ 1 / 0 }}",
+        "{{ raise_exception('no') }}",
+        "{{ messages.x.y }}",
+        "{% include 'x' %}",
+    ],
+)
+def test_a_chat_template_that_fails_is_told(template):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    builder = PromptBuilder(config(), "question", [], tokenizer)
+    with pytest.raises(DataError, match=r"its chat template fails with .* at the prompt .*Add: 3"):
+        builder.encode(builder.prompt(ROW))
+
+
+def test_a_row_of_a_file_is_named_by_its_line(config_file):
+    (config_file.parent / "questions.jsonl").write_text(
+        '{"prompt": "a"}\n\n{"prompt": "b"}\n{"prompt": [{"role": "user", "content": 1}]}\n'
+    )
+    with pytest.raises(DataError, match=r"questions.jsonl:4: .*content is 1 in a message"):
+        read_questions(load_config(config_file), tiny_tokenizer(), pytest.fail)
+
+
+def test_colons_and_braces_of_a_template_are_its_own():
+    template = '{{"q": {question!r}, "n": "{answer:>3}"}} Q: {question}'
+    said = """{"q": 'Add: 3 + 4 =', "n": "  7"} Q: Add: 3 + 4 ="""
+    assert text(template=template) == said

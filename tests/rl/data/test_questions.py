@@ -29,18 +29,41 @@ def test_jsonl_keeps_all_columns_and_skips_blank_lines(tmp_path):
     assert rows == ({"prompt": "a", "x": [1]}, {"prompt": "b", "x": None})
 
 
+def nested(depth):
+    return '{"prompt": ' + "[" * depth + "]" * depth + "}"
+
+
 @pytest.mark.parametrize(
-    ("text", "words"), [("{oops}", "a.jsonl:1: not JSON"), ("[1]", "list where an object")]
+    ("line", "words"),
+    [
+        ("{oops}", "not JSON"),
+        ("[1]", "list where an object"),
+        ('{"prompt": "half of \\ud83d"}', r"\\ud83d alone is half a character"),
+        ('{"\\udc00": "in a name"}', r"\\udc00 alone is half a character"),
+        ('{"prompt": ' + "9" * 5000 + "}", r"not JSON \(Exceeds the limit \(4300 digits\)"),
+        (nested(200), "more than 100 tables and lists in one another"),
+        (nested(50_000), "more than 100 tables and lists in one another"),
+    ],
 )
-def test_jsonl_names_the_bad_line(tmp_path, text, words):
-    (tmp_path / "a.jsonl").write_text(text)
-    with pytest.raises(DataError, match=words):
+def test_jsonl_names_the_bad_line(tmp_path, line, words):
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a"}}\n\n{line}\n{{"prompt": "b"}}\n')
+    with pytest.raises(DataError, match=rf"a\.jsonl:3: {words}"):
         read_jsonl(tmp_path / "a.jsonl")
+
+
+def test_jsonl_may_hold_any_character_a_bom_and_windows_line_ends(tmp_path):
+    texts = ["a\u2028b", "c\u0085d", "e\x0bf\x0cg\x1ch", "\U0001f600"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    lines = [line.replace("\\u000b", "\x7f") for line in lines] + ['{"prompt": "\\ud83d\\ude00"}']
+    (tmp_path / "a.jsonl").write_bytes("\ufeff".encode() + "\r\n".join(lines).encode())
+    found = [row["prompt"] for row in read_source(DataConfig(path=str(tmp_path / "a.jsonl"))).rows]
+    assert found[:2] == texts[:2]
+    assert found[3:] == ["\U0001f600"] * 2
 
 
 def test_a_missing_prompt_column_is_named(tmp_path):
     path = write(tmp_path / "a.jsonl", {"question": "a"})
-    with pytest.raises(DataError, match="row 1 has no column 'prompt'"):
+    with pytest.raises(DataError, match=r"a.jsonl:1 has no column 'prompt'"):
         read_source(DataConfig(path=path))
 
 

@@ -1,8 +1,10 @@
 """What is done about reward functions that raise, hang, or wait."""
 
 import asyncio
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -29,16 +31,16 @@ class Flaky:
 
 def test_retries_help_where_the_failure_passes():
     assert reward(Flaky(2), retries=2)(2, {"completions": "ab"}) == [1.0, 1.0]
-    with pytest.raises(RewardError, match=r"'mine' raised OSError\('no answer'\) \(2 times\)"):
+    with pytest.raises(RewardError, match=r"'mine' raised OSError\('no answer'\) at .*\(2 times\)"):
         reward(Flaky(2), retries=1)(2, {"completions": "ab"})
 
 
 def test_skip_gives_no_value_and_says_so():
     mine = reward(Flaky(9), retries=1, on_error="skip")
     assert mine(2, {"completions": "ab"}) == [None, None]
-    assert mine.failures == [
-        "reward 'mine' raised OSError('no answer') (2 times); 2 completions get no value from it"
-    ]
+    [told] = mine.failures
+    assert told.startswith("reward 'mine' raised OSError('no answer') at ")
+    assert told.endswith(" (2 times); 2 completions get no value from it")
 
 
 def test_a_wrong_result_is_no_passing_failure():
@@ -59,6 +61,25 @@ def test_a_hang_ends_after_the_limit_and_names_function_and_place():
         reward(stuck, timeout_s=0.05)(2, {"completions": "ab"})
     assert "gate.wait(20)" in str(caught.value)
     gate.set()
+
+
+def test_what_a_hanging_call_did_is_put_back_at_once_and_never_later(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    gate, threads = threading.Event(), []
+
+    def stuck(completions):
+        threads.append(threading.current_thread())
+        os.chdir("/")
+        gate.wait(20)
+
+    with pytest.raises(RewardError, match="did not come back"):
+        reward(stuck, timeout_s=0.05)(1, {"completions": "a"})
+    assert Path.cwd() == tmp_path
+    monkeypatch.chdir("elsewhere")
+    gate.set()
+    threads[0].join()
+    assert Path.cwd() == tmp_path / "elsewhere"
 
 
 def test_an_async_function_is_cancelled():

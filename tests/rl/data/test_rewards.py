@@ -113,3 +113,14 @@ def test_none_everywhere_is_nan_and_none_somewhere_is_left_out():
     found = combine([[None, 1.0, None], [None, 2.0, 3.0]], [1.0, 0.5])
     assert math.isnan(found[0])
     assert found[1:] == [2.0, 1.5]
+
+
+def test_names_of_rewards_are_their_own(tmp_path, monkeypatch):
+    """Metrics and weights go by them."""
+    (tmp_path / "own_names.py").write_text("def length(completions): return [1.0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = RewardConfig(("own_names:length", "length"))
+    names = [reward.name for reward in build_rewards(config, "answer", None)]
+    assert names == ["own_names:length", "length"]
+    with pytest.raises(ConfigError, match="'length' is named twice; give it a weight instead"):
+        RewardConfig(("length", "length"))

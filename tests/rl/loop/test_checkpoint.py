@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from fxrl import files
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.loop import checkpoint
 
@@ -60,7 +61,7 @@ def test_tied_weights(tmp_path):
 
 def test_the_newest_are_kept_and_found(tmp_path):
     assert checkpoint.find_checkpoint(tmp_path, "") is None
-    paths = [save(tmp_path, step, nn.Linear(1, 1)) for step in (1, 2, 10, 10)]
+    paths = [save(tmp_path, step, nn.Linear(1, 1)) for step in (1, 2, 10)]
     assert checkpoint.list_checkpoints(tmp_path) == [paths[1], paths[2]]
     assert checkpoint.find_checkpoint(tmp_path, "") == paths[2]
     assert checkpoint.find_checkpoint(tmp_path / "other", str(paths[1])) == paths[1]
@@ -73,7 +74,7 @@ def test_a_write_that_was_cut_off_is_no_checkpoint(tmp_path, monkeypatch):
     def cut(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint.os, "replace", cut)
+    monkeypatch.setattr(files.os, "replace", cut)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 1, nn.Linear(1, 1))
     assert checkpoint.find_checkpoint(tmp_path, "") is None

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fxrl.engines import EngineError, GenerateTimeoutError, TorchEngine
-from fxrl.rl.loop import checkpoint
+from fxrl.errors import ConfigError
+from fxrl.rl.loop import build, checkpoint
 from fxrl.rl.report.files import JsonLines
 from fxrl.rl.train import main
 
@@ -124,7 +125,7 @@ def test_a_generation_that_took_too_long_is_drawn_again(config_file, failing, ca
 
 def weights(run_dir):
     [last] = sorted(Path(run_dir, "checkpoints").iterdir())[-1:]
-    return (last / "trainable.safetensors").read_bytes()
+    return (last / "adapter_model.safetensors").read_bytes()
 
 
 def test_between_two_updates_the_last_checkpoint_counts(config_file, monkeypatch, capsys):
@@ -144,10 +145,16 @@ def test_between_two_updates_the_last_checkpoint_counts(config_file, monkeypatch
     assert [p.name for p in sorted(Path("out/checkpoints").iterdir())][-1] == "step-00000002"
 
 
-def test_an_engine_is_closed_when_the_rest_cannot_be_built(config_file, failing, capsys):
+def test_an_engine_is_closed_when_the_rest_cannot_be_built(
+    config_file, failing, monkeypatch, capsys
+):
+    def refuse(*_):
+        raise ConfigError("no such optimizer")
+
     failing("never")
-    assert train(config_file, "out", "optim.betas=[2.0, 3.0]") == 1
-    assert "optim: adamw refuses" in error_of(capsys)
+    monkeypatch.setattr(build, "build_optimizer", refuse)
+    assert train(config_file, "out") == 1
+    assert "no such optimizer" in error_of(capsys)
     assert [engine.closed for engine in FailingEngine.made] == [1]
 
 

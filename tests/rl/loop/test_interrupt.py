@@ -1,10 +1,12 @@
 """Signals: the first is noted, the second has its default effect, others' handlers come back."""
 
+import hashlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 from fxrl.rl.loop.interrupt import stop_on_signal
 
@@ -33,6 +35,44 @@ def test_the_second_kills():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGINT
     assert done.stdout == ""
+
+
+def test_it_is_told_while_the_main_thread_is_in_one_long_call():
+    """Python's own handlers wait for the end of the call."""
+    told, begun = [], threading.Event()
+
+    def interrupt():
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with stop_on_signal(lambda name: told.append((name, time.monotonic()))) as stop:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        begun.set()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_500_000)
+        ended = time.monotonic()
+        assert stop.exit_code == 130
+    thread.join()
+    [(name, when)] = told
+    assert name == "Ctrl-C"
+    assert when < ended
+
+
+def test_the_second_ends_a_long_call_at_once():
+    code = (
+        "import hashlib, os, signal, threading\n"
+        "from fxrl.rl.loop.interrupt import stop_on_signal\n"
+        "def tell(name):\n"
+        "    print(name, flush=True)\n"
+        "    threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM)).start()\n"
+        "with stop_on_signal(tell) as stop:\n"
+        "    threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM)).start()\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000)\n"
+        "    print('alive', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode in (143, -signal.SIGTERM)
+    assert done.stdout == "SIGTERM\n"
 
 
 def test_elsewhere_than_in_the_main_thread_it_does_nothing():

@@ -51,5 +51,5 @@ def test_by_name_in_any_case_with_the_optimizers_own_keywords():
 
 
 def test_a_value_that_the_optimizer_refuses():
-    with pytest.raises(ConfigError, match="optim: adamw refuses"):
+    with pytest.raises(ConfigError, match="'adamw' refuses"):
         build_optimizer(OptimConfig(options={"betas": [2.0, 0.9]}), [nn.Parameter(torch.zeros(1))])

@@ -56,7 +56,7 @@ def test_a_run_and_its_continuation(config_file, capsys):
     timed = json.loads(Path("whole/metrics.jsonl").read_text().splitlines()[1])
     assert timed["time/generate"] > 0
     assert timed["time/sync"] > 0
-    assert (Path("whole") / "time_breakdown.png").is_file()
+    assert (Path("whole") / "run.html").is_file()
     assert json.loads(Path("whole/ledger.json").read_text())[0]["event"] == "before load"
     assert (Path("whole") / "model" / "config.json").is_file()
     assert train(config_file, "parts", "steps=1") == 0

@@ -1,5 +1,7 @@
 """Updates that are not finite are skipped, counted, and end the run with the batch saved."""
 
+import copy
+import functools
 import math
 
 import pytest
@@ -106,3 +108,42 @@ def test_the_device_is_read_once_a_backward(tmp_path, monkeypatch):
     assert (
         reads == ["tolist"] * 2
     )  # the token counts before the first kernel, all numbers at the end
+
+
+OPTIMIZERS = {
+    name: found
+    for name, found in vars(torch.optim).items()
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+} | {"SGD with momentum": functools.partial(torch.optim.SGD, momentum=0.9)}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"Optimizer", "LBFGS", "SparseAdam"}))
+def test_a_state_goes_on_and_hyper_parameters_do_not_come_with_it(tmp_path, name):
+    """LBFGS wants a closure, SparseAdam sparse gradients: no update can use them."""
+
+    def make():
+        torch.manual_seed(0)
+        shapes = [(3, 4), (2, 2)] if name == "Muon" else [(3, 4), (5,), ()]
+        weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        optimizer = OPTIMIZERS[name](weights, lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 / (n + 1))
+
+        def loss(batch):
+            return sum((weight * weight.detach().cos()).sum() for weight in weights)
+
+        return Updater(loss, weights, optimizer, schedule, LossConfig("dapo"), 1.0, 3, tmp_path)
+
+    first, second = make(), make()
+    for _ in range(2):
+        first.update([BATCH], 1)
+    saved = copy.deepcopy(first.state_dict())
+    for group in saved["optimizer"]["param_groups"]:
+        group |= {"lr": 123.0, "initial_lr": 123.0, "weight_decay": 9.0}
+    second.load_state_dict(saved)
+    with torch.no_grad():
+        for mine, theirs in zip(second.parameters, first.parameters, strict=True):
+            mine.copy_(theirs)
+    found = [run.update([BATCH], 3) for run in (first, second)]
+    assert found[0] == found[1]
+    assert all(map(torch.equal, first.parameters, second.parameters))
+    assert first.schedule.get_last_lr() == second.schedule.get_last_lr()

@@ -4,10 +4,15 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from fxrl.rl.errors import StorageError
@@ -78,8 +83,11 @@ def save(run_dir, step, model, keep=2):
     )
 
 
-@pytest.mark.parametrize("limit", [0, 300, 1500], ids=["weights", "weights' data", "optimizer"])
-def test_a_checkpoint_is_whole_or_not_there(tmp_path, quota, limit):
+@pytest.mark.parametrize(
+    ("limit", "file"),
+    [(0, "trainable.safetensors"), (300, "trainable.safetensors"), (1500, "optimizer.pt")],
+)
+def test_a_checkpoint_is_whole_or_not_there(tmp_path, quota, limit, file):
     model = nn.Linear(10, 10)
     older = save(tmp_path, 1, model)
     before = {file.name: file.read_bytes() for file in older.iterdir()}
@@ -88,7 +96,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, quota, limit):
         save(tmp_path, 2, model)
     with pytest.raises(StorageError):
         save(tmp_path, 1, model)  # nor does writing one anew lose the old one
-    assert "older checkpoints are as they were" in str(caught.value)
+    assert f"({file}); free some space; older checkpoints are as they were" in str(caught.value)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [older.name]
     assert {file.name: file.read_bytes() for file in older.iterdir()} == before
     quota(None)
@@ -96,15 +104,15 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, quota, limit):
     assert checkpoint.list_checkpoints(save(tmp_path, 2, model).parents[1])[-1].name.endswith("2")
 
 
-def test_the_same_step_can_be_saved_again(tmp_path):
+def test_the_same_step_again_is_kept_and_another_state_of_it_is_no_loss(tmp_path):
     model = nn.Linear(2, 2)
-    save(tmp_path, 1, model)
+    first = save(tmp_path, 1, model)
+    assert save(tmp_path, 1, model) == first
     with torch.no_grad():
         model.weight.fill_(3.0)
     again = save(tmp_path, 1, model)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [again.name]
+    assert checkpoint.list_checkpoints(tmp_path) == [first, again]
     fresh = nn.Linear(2, 2)
-    torch.save({}, again / "state.pt")
     checkpoint.load_checkpoint(again, fresh)
     assert fresh.weight.eq(3.0).all()
 
@@ -135,3 +143,69 @@ def test_an_unwritable_start_is_one_clear_error(tmp_path):
     (tmp_path / ".m.jsonl.writing").mkdir()  # in the way
     with pytest.raises(StorageError, match=r"m\.jsonl could not be written: Is a directory"):
         JsonLines(tmp_path / "m.jsonl", 1)
+
+
+SOUND = [b'{"step": 1, "reward": 0.5}\n', b'{"step": 2, "text": "\xe2\x80\xa8"}\n']
+DAMAGED = [
+    *(b"[1]\n", b"null\n", b'{"step": "2"}\n', b'{"step": 2.5}\n', b'{"step": true}\n'),
+    *(b'{"step": 1, "x": "\xff"}\n', b'{"step": 1\x00\n', b'{"reward": 1}\n', b"[" * 9999 + b"\n"),
+    *(b'{"step": ' + b"9" * 5000 + b"}\n", b'{"step": 2, "rew'),
+]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(SOUND + DAMAGED[:-1])), st.sampled_from([b"", DAMAGED[-1]]))
+def test_no_damaged_line_costs_another(written, cut_off):
+    """What is damaged is kept beside the file, and told; the rest stays, in its order."""
+    with TemporaryDirectory() as folder:
+        path, told = Path(folder, "m.jsonl"), []
+        path.write_bytes(b"".join(written) + cut_off)
+        lines = JsonLines(path, 2, tell=told.append)
+        lines.write({"step": 3})
+        lines.close()
+        sound = [json.loads(line) for line in written if line in SOUND]
+        assert read_lines(path) == [*sound, {"step": 3}]
+        assert len(path.read_bytes().splitlines()) == len(sound) + 1
+        bad = [line.rstrip(b"\n") for line in [*written, cut_off] if line and line not in SOUND]
+        beside = Path(folder, "m.jsonl.damaged")
+        assert (beside.read_bytes().splitlines() if bad else []) == bad
+        assert beside.exists() == bool(bad)
+        words = f"{path}: {len(bad)} lines could not be read; they are kept in {beside}"
+        assert told == ([words] if bad else [])
+
+
+def test_lines_of_steps_that_are_done_again_are_kept(tmp_path):
+    told, path = [], tmp_path / "m.jsonl"
+    for first in (1, 3):
+        lines = JsonLines(path, first - 1, tell=told.append)
+        for step in range(first, 6):
+            lines.write({"step": step, "of": first})
+        lines.close()
+    assert [line["of"] for line in read_lines(path)] == [1, 1, 3, 3, 3]
+    former = tmp_path / "m.jsonl.former"
+    assert [(line["step"], line["of"]) for line in read_lines(former)] == [(3, 1), (4, 1), (5, 1)]
+    assert told == [
+        f"{path}: 3 lines are of steps that this run does again; they are kept in {former}"
+    ]
+
+
+def test_a_file_that_is_replaced_or_deleted_loses_no_line(tmp_path):
+    told, path = [], tmp_path / "run" / "m.jsonl"
+    path.parent.mkdir()
+    lines = JsonLines(path, 0, tell=told.append)
+    lines.write({"step": 1})
+    (tmp_path / "edited").write_text('{"step": 1, "mine": true}\n')
+    (tmp_path / "edited").replace(path)
+    lines.write({"step": 2})
+    assert read_lines(path) == [{"step": 1, "mine": True}, {"step": 2}]
+    shutil.rmtree(path.parent)
+    lines.write({"step": 3})
+    path.unlink()
+    lines.flush()
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+    assert [text.rpartition("/")[2] for text in told] == [
+        "m.jsonl was replaced; it is written on",
+        "m.jsonl was deleted; it is written on",
+        "m.jsonl was deleted; it is written on",
+    ]
+    lines.close()

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import re
 import subprocess
 import sys
 import time
@@ -11,10 +12,11 @@ import time
 import pytest
 from rich.console import Console
 
+from fxrl.cli import main
+from fxrl.engines.engine import Drawing
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.rl.report import progress
-from fxrl.rl.report.files import JsonLines, TensorBoard, read_lines
-from fxrl.rl.report.plots import plot_curves, plot_times, running_mean
+from fxrl.rl.report.files import JsonLines, read_lines
 from fxrl.rl.report.progress import JsonReporter, LogReporter, reporter_on, told
 
 RECORDS = [
@@ -72,10 +74,34 @@ def test_eleven_columns_fit_into_eighty():
     typical = (120, 0.3125, 0.31, -0.0123, 0.0123, 2.112, 123.4, 1.122, 1234, 0.0123, 143.1)
     record = {key: number for (_, key, _), number in zip(progress.COLUMNS, typical, strict=False)}
     console = Console(file=io.StringIO(), width=80)
-    console.print(progress.steps_table([record]))
+    console.print(progress.steps_table([record], 80))
     header, values = console.file.getvalue().splitlines()
     assert header.split() == [name for name, _, _ in progress.COLUMNS[:-1]]
     assert values.split() == [form.format(record[key]) for _, key, form in progress.COLUMNS[:-1]]
+
+
+def test_with_held_out_accuracy_the_least_needed_columns_go():
+    """No number is cut: a column is there with all its digits, or not at all."""
+    typical = (120, 0.3125, 0.31, -0.0123, 0.0123, 2.112, 123.4, 1.122, 1234, 0.0123, 143.1, 0.75)
+    record = {key: number for (_, key, _), number in zip(progress.COLUMNS, typical, strict=True)}
+    for width in (80, 60, 40):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(progress.steps_table([record], width))
+        header, values = console.file.getvalue().splitlines()
+        assert "…" not in values
+        forms = {name: (key, form) for name, key, form in progress.COLUMNS}
+        shown = {name: form.format(record[key]) for name, (key, form) in forms.items()}
+        assert values.split() == [shown[name] for name in header.split()]
+        assert {"step", "reward", "held-out", "s"} <= {*header.split()}
+
+
+def test_a_long_completion_is_cut_and_says_so():
+    console = Console(file=io.StringIO(), width=80)
+    console.print(progress.completions_table([SAMPLE | {"completion": "ab " * 500}]))
+    text = console.file.getvalue()
+    assert "(1200 more characters)" in " ".join(text.split())
+    assert len(text.splitlines()) < 12
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_json_lines_are_json():
@@ -164,7 +190,38 @@ def test_a_terminal_shows_the_innermost_stage_and_its_seconds():
             say("compiling: 1 of 2")
             assert "compiling: 1 of 2  4 s" in seen()
         assert "training  7 s" in seen()
+    with reporter.stage(f"converting to {'/a/long/path' * 20}"):
+        [line] = seen().strip().splitlines()
+        assert line.endswith("…  0 s  (7 s in all)"), "words give way, seconds do not"
     assert seen().strip() == ""
+
+
+def test_what_is_left_is_known_from_the_second_step_on():
+    """However long a step takes; the first one captures, so it counts only while it is alone."""
+    for reporter in (LogReporter, progress.LiveReporter):
+        stream, clock = io.StringIO(), Clock()
+        told = reporter(Console(file=stream, force_terminal=True, width=80), clock)
+        clock.now += 60
+        told.begin(12, 2)
+        assert told.seconds_left() is None
+        clock.now += 400
+        told.step({"step": 3, "step_time": 400.0}, [])
+        assert told.seconds_left() == 9 * 400
+        for step, seconds in ((4, 90), (5, 110), (6, 100)):
+            clock.now += seconds
+            told.step({"step": step, "step_time": 1.0}, [])
+        assert told.seconds_left() == 6 * 100
+        clock.now += 30
+        assert told.seconds_left() == 6 * 100 - 30
+        clock.now += 900
+        assert told.seconds_left() == 5 * 100, "the step under way is no news for the others"
+        if reporter is LogReporter:
+            assert "0:10:00 left" in stream.getvalue()
+        else:
+            with told.console.capture() as capture:
+                told.console.print(told.view())
+            assert "6/12" in capture.get()
+            assert "0:28:10 elapsed, 0:08:20 left" in capture.get()
 
 
 def test_a_thread_writes_while_the_run_is_busy(monkeypatch):
@@ -179,9 +236,16 @@ def test_a_thread_writes_while_the_run_is_busy(monkeypatch):
 
 
 def test_the_first_words_do_not_wait_for_torch():
-    code = "import fxrl.rl.train, sys; print(*{'torch', 'numpy', 'transformers'} & {*sys.modules})"
+    """Of the command itself: when it begins to speak, nothing heavy is imported."""
+    code = (
+        "import sys\nfrom fxrl.cli import main\nfrom fxrl.rl.report.progress import LogReporter\n"
+        "def first(self, kind, words):\n"
+        "    print(words, *{'torch', 'numpy', 'transformers'} & {*sys.modules}, sep='; ')\n"
+        "    sys.exit(0)\n"
+        "LogReporter.changed = first\nmain(['train', 'a.toml'])"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == []
+    assert found.stdout == "importing PyTorch\n"
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
@@ -202,52 +266,58 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
     assert path.read_text() == ""
 
 
-def test_tensorboard_has_every_finite_number(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = TensorBoard(tmp_path, 1)
-    board.write(1, {"step": 1, "reward": 0.5, "kl": None, "loss": math.nan})
-    board.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["reward"]
-    assert events.Scalars("reward")[0].value == 0.5
-
-
-def test_the_curve_is_drawn_with_and_without_optional_series(tmp_path):
-    plain = [{"step": 1, "reward": None, "completions/mean_length": 3.0}]
-    evaluated = [RECORDS[0] | {"eval/initial_accuracy": 0.1, "eval/majority_baseline": 0.2}]
-    evaluated.append(RECORDS[1] | {"eval/accuracy": 0.4, "eval/majority_baseline": 0.2})
-    sizes = set()
-    for number, records in enumerate((plain, RECORDS, evaluated)):
-        path = plot_curves(records, tmp_path / f"{number}.png", "run")
-        assert path.read_bytes().startswith(b"\x89PNG")
-        sizes.add(path.stat().st_size)
-    assert len(sizes) == 3
+def test_a_warning_is_not_lost_in_what_is_being_done(monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    said = []
+    with told("fxrl", said.append):
+        logging.getLogger("fxrl.models.load").warning("weights of 4 bits")
+        logging.getLogger("fxrl.models.load").info("converting")
+    assert said == ["converting"]
+    assert "weights of 4 bits" in capsys.readouterr().err
 
 
-def test_running_mean():
-    assert running_mean([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]
+def test_a_run_says_what_it_does_from_the_import_to_the_end(config_file, capsys):
+    """Each of it in a line, by micro-batch where there are several; a log has the same words."""
+    words = ["run_dir=out", "steps=2", "micro_batch_tokens=64", "save_every=1"]
+    assert main(["train", str(config_file), *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = [line.split(" s  ")[1] for line in lines if re.match(r" *[0-9.]+ s  ", line)]
+    kinds = [text.partition(":")[0] for text in told]
+    assert kinds == [
+        "importing PyTorch", "reading the configuration and the data",
+        "loading the tokenizer", "reading the data", "loading tiny", "planning", "generating",
+        "judging", "scoring", "training", "saving", "writing run.html",
+    ]  # fmt: skip
+    training = told[kinds.index("training")]
+    assert re.fullmatch(r"training: \d+ tokens in micro-batches: [2-9]", training)
+    assert [line for line in lines if line.startswith("step 1/2") and " left " in line]
 
 
-def test_the_time_plot_stacks_phases_to_the_step(tmp_path, monkeypatch):
-    drawn = []
-    from matplotlib.axes import Axes
+def test_micro_batches_are_told_one_by_one(config_file, monkeypatch):
+    said = []
+    monkeypatch.setattr(LogReporter, "changed", lambda self, kind, words: said.append(words))
+    words = ["run_dir=out", "steps=1", "micro_batch_tokens=64", "eval.size=0"]
+    assert main(["train", str(config_file), *words]) == 0
+    for what in ("scoring", "training"):
+        each = [re.fullmatch(what + r": micro-batch (\d) of (\d)", text) for text in said]
+        numbers = [(int(m[1]), int(m[2])) for m in each if m]
+        count = numbers[0][1]
+        assert count > 1
+        assert numbers == [(n, count) for n in range(1, count + 1)]
 
-    plain = Axes.bar
 
-    def bar(self, steps, heights, width, bottom, **kw):
-        drawn.append((kw["label"], heights, bottom))
-        return plain(self, steps, heights, width, bottom, **kw)
-
-    monkeypatch.setattr(Axes, "bar", bar)
-    records = [*RECORDS, {"step": 10, "reward": 1.0}]  # of an older run: no times
-    file = plot_times(records, tmp_path / "times.png", "a run")
-    assert file.read_bytes().startswith(b"\x89PNG")
-    tops = [sum(heights[0] for _, heights, _ in drawn[:n]) for n in range(len(drawn))]
-    assert [bottom[0] for _, _, bottom in drawn] == pytest.approx(tops)
-    assert [len(heights) for _, heights, _ in drawn] == [9] * len(drawn)
-    assert "generate 0.30 s" in [label for label, _, _ in drawn]
-    assert plot_times([], tmp_path / "none.png", "nothing yet").is_file()
+def test_tokens_and_completions_are_told_while_they_are_drawn(caplog):
+    """At most once a second, however many there are."""
+    clock = Clock()
+    drawing = Drawing(8, clock)
+    with caplog.at_level(logging.INFO):
+        for ended in (0, 0, 0, 1, 2):
+            clock.now += 0.5
+            drawing.add(50, ended)
+    assert caplog.messages == [
+        "generating: 0 of 8 completions, 100 tokens/s",
+        "generating: 1 of 8 completions, 100 tokens/s",
+    ]
 
 
 def test_what_compiles_is_told_while_a_stage_lasts():

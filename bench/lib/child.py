@@ -1,0 +1,52 @@
+"""A measurement in a process of its own, whose words are seen while it works."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def measured(
+    command: Sequence[str],
+    mark: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    limit_s: float | None = None,
+) -> dict[str, Any]:
+    """What ``command`` prints as JSON behind ``mark``; its other words go to stderr as they come.
+
+    Args:
+        environment: of the child; this process's own by default.
+        limit_s: seconds after which it is ended.
+
+    Returns:
+        The table that it printed, or its exit code and last words under ``"error"``.
+    """
+    print(f"running {' '.join(command[1:])}", file=sys.stderr, flush=True)
+    unbuffered = {**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command, env=unbuffered, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace",
+    )  # fmt: skip
+    timer = threading.Timer(limit_s or 0, process.kill)
+    if limit_s is not None:
+        timer.start()
+    found: dict[str, Any] | None = None
+    last = "no output"
+    with process:
+        for line in process.stdout or ():
+            if line.startswith(mark):
+                found = json.loads(line[len(mark) :])
+            else:
+                sys.stderr.write(line)
+                sys.stderr.flush()
+                last = line.strip() or last
+    timer.cancel()
+    if process.returncode or found is None:
+        return {"error": f"exit code {process.returncode}: {last}"[:300]}
+    return found

@@ -1,0 +1,193 @@
+"""Files written as a whole, for good, and opened without following links.
+
+A run's folder may be a stranger's, with links in the place of files: what is written "into the
+run's folder" would land wherever they point. So neither a file nor a folder below the one that the
+user named may be a link; that folder itself may be.
+
+NOTE [What survives a power loss]
+A file's bytes are in memory until the file is synced, and its name until its folder is. What must
+be whole is therefore written under another name, synced, renamed, and then its folder is synced.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Literal
+
+from fxrl.errors import ForeignFileError
+
+_FLAGS = {
+    "rb": os.O_RDONLY,
+    "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT,
+    "a+b": os.O_RDWR | os.O_APPEND | os.O_CREAT,
+    "xb": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+}
+
+
+def refuse_links(path: Path, below: Path | None = None) -> Path:
+    """``path``, if neither it nor a folder between it and ``below`` is a link.
+
+    Args:
+        below: a folder that holds ``path``, at any depth; its parent where not given.
+
+    Raises:
+        ForeignFileError: one is.
+    """
+    below = path.parent if below is None else below
+    for part in (path, *path.parents):
+        if part == below:
+            break
+        if part.is_symlink():
+            raise ForeignFileError(
+                f"{part} is a link to {os.readlink(part)}: fxrl neither reads nor writes through "
+                f"links below {below}; put the real file or folder there, or remove the link"
+            )
+    return path
+
+
+def opened(
+    path: Path,
+    mode: Literal["rb", "ab", "a+b", "xb"],
+    *,
+    below: Path | None = None,
+    buffering: int = -1,
+) -> IO[bytes]:
+    """``open`` for plain files: no links, no pipes, no devices.
+
+    Args:
+        below: see ``refuse_links``.
+        mode: reads, appends (and makes the file; with ``+`` reads as well), or makes a file that
+            must not be there.
+
+    Raises:
+        ForeignFileError: it is no plain file, or reached through a link.
+        OSError: as of ``open``.
+    """
+    refuse_links(path, below)
+    # Without O_NONBLOCK a pipe without a writer is waited for.
+    flags = _FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    stream = os.fdopen(os.open(path, flags, 0o666), mode, buffering)
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise ForeignFileError(f"{path} is no plain file; move it away")
+    return stream
+
+
+@contextmanager
+def replacing(path: Path, *, below: Path | None = None) -> Iterator[IO[bytes]]:
+    """A new file, which takes the place of ``path`` once it is complete and on the disk.
+
+    Raises:
+        ForeignFileError: ``path`` is reached through a link.
+        OSError: it could not be written; ``path`` is as it was.
+    """
+    refuse_links(path, below)
+    work = path.with_name(f".{path.name}.writing")
+    work.unlink(missing_ok=True)
+    try:
+        with opened(work, "xb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        rename(work, path)
+    except BaseException:
+        work.unlink(missing_ok=True)  # it takes the space that may be short
+        raise
+
+
+def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> None:
+    """``content`` in the place of ``path``; raises as ``replacing`` does."""
+    with replacing(path, below=below) as stream:
+        stream.write(content)
+
+
+def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
+    """UTF-8, in the place of ``path``; raises as ``replacing`` does."""
+    write_bytes(path, text.encode(), below=below)
+
+
+@contextmanager
+def replacing_folder(path: Path, *, below: Path | None = None) -> Iterator[Path]:
+    """A new, empty folder, which takes the place of ``path`` once all in it is on the disk.
+
+    Raises:
+        ForeignFileError: ``path`` is reached through a link.
+        OSError: it could not be written; ``path`` is as it was.
+    """
+    refuse_links(path, below)
+    work, former = (path.with_name(f".{path.name}.{what}") for what in ("writing", "former"))
+    remove(work)
+    work.mkdir()
+    try:
+        yield work
+        sync_tree(work)
+        if path.exists():
+            remove(former)
+            os.replace(path, former)
+        rename(work, path)
+    except BaseException:
+        remove(work)
+        raise
+    remove(former)
+
+
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's names, are on the disk.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems keep folders safe by themselves and know no such call.
+        if not path.is_dir() or error.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """``sync`` of everything in a folder, and of the folder."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            sync_tree(path)
+        else:
+            sync(path)
+    sync(folder)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Gives ``source``, which is synced, its final name; ``target`` may be a file, which goes."""
+    os.replace(source, target)
+    sync(target.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """``mkdir -p`` whose names survive."""
+    new = [path for path in (folder, *folder.parents) if not path.is_dir()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """A file, a folder with all in it, or a link, but not what it points to; or nothing.
+
+    Raises:
+        OSError: it is still there.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,148 @@
+"""What a run is made of, in a line each: questions, the code of its rewards, base model, tokenizer.
+
+A resumed run compares them with those of its checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxrl.rl.errors import CheckpointError
+from fxrl.rl.types import Row
+
+
+def of_rows(rows: Sequence[Row]) -> str:
+    """Changes with any value of any row, and with their order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        try:
+            text = json.dumps(row, sort_keys=True, default=_told)
+        except TypeError:  # keys that are no texts
+            text = _told(row)
+        digest.update(text.encode() + b"\n")
+    return f"{len(rows)} rows, {_short(digest.hexdigest())}"
+
+
+def _told(value: Any) -> str:
+    """What JSON does not know, without its address, which differs in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def of_code(function: Callable[..., Any]) -> str | None:
+    """Changes with the file of ``function`` and the files beside it that it uses; ``None`` for
+    what has no Python source."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = inspect.isroutine(function) or inspect.isclass(function)
+    target: Any = inspect.unwrap(function if named else type(function))
+    try:
+        home = Path(inspect.getsourcefile(target) or "")
+    except TypeError:
+        return None
+    if not home.is_file():
+        return None
+    files = {home}
+    for part in (target, *vars(target).values()):  # a function, or the methods of a class
+        _add_used(getattr(part, "__globals__", {}), home.parent, files)
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(home.parent)} {len(content)} ".encode() + content)
+    return f"{home.name} and {len(files) - 1} files it uses, {_short(digest.hexdigest())}"
+
+
+def _add_used(names: Mapping[str, Any], folder: Path, files: set[Path]) -> None:
+    """Adds the files under ``folder`` of the modules that ``names`` come from, and of theirs."""
+    for value in list(names.values()):
+        named = value if isinstance(value, FunctionType | type) else type(value)
+        module = value if isinstance(value, ModuleType) else sys.modules.get(named.__module__)
+        file = Path(getattr(module, "__file__", None) or "")
+        if file not in files and file.suffix == ".py" and file.is_relative_to(folder):
+            files.add(file)
+            _add_used(vars(module), folder, files)
+
+
+def of_model(model: nn.Module, tokenizer: Any) -> dict[str, str]:
+    """Both, by name."""
+    return {"base model": of_weights(model), "tokenizer": of_tokenizer(tokenizer)}
+
+
+def of_weights(model: nn.Module) -> str:
+    """Changes with any bit of the weights that training starts from: the frozen ones beside an
+    adapter, else all. Read on their device, so that large models do not cross over to the host."""
+    named = list(model.named_parameters())
+    frozen = [(name, p) for name, p in named if not p.requires_grad]
+    digest = hashlib.sha256()
+    for name, parameter in frozen or named:
+        value = parameter.detach()
+        digest.update(f"{name} {value.dtype} {list(value.shape)} {_checksum(value)}\n".encode())
+    return f"{len(frozen or named)} tensors, {_short(digest.hexdigest())}"
+
+
+def of_tokenizer(tokenizer: Any) -> str:
+    """Changes with the vocabulary and the chat template."""
+    parts = [getattr(tokenizer, "chat_template", None), sorted(tokenizer.get_vocab().items())]
+    return _short(hashlib.sha256(json.dumps(parts).encode()).hexdigest())
+
+
+_AS_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 2**22
+
+
+def _checksum(value: Tensor) -> list[int]:
+    """Sums over a tensor's bits, plain and by place, modulo 2**64."""
+    flat = value.contiguous().view(-1)
+    if flat.nbytes % 8 == 0:
+        if flat.storage_offset() * flat.itemsize % 8:
+            flat = flat.clone()
+        bits = flat.view(torch.int64)
+    else:
+        bits = flat.view(_AS_INT[flat.itemsize]).to(torch.int64)
+    places = torch.arange(1, 1 + min(len(bits), _PIECE), device=bits.device)
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _PIECE):
+        piece = bits[start : start + _PIECE]
+        plain = piece.sum()
+        sums[0] += plain
+        sums[1] += (piece * places[: len(piece)]).sum() + start * plain
+    return list(sums.tolist())
+
+
+def _short(digest: str) -> str:
+    return f"SHA-256 {digest[:16]}"
+
+
+def check_unchanged(
+    path: Path, saved: Mapping[str, Any], present: Mapping[str, str], *, accept: bool
+) -> None:
+    """Compares what both know.
+
+    Args:
+        accept: the user has said that changes are meant.
+
+    Raises:
+        CheckpointError: lists what has changed.
+    """
+    changed = [
+        f"{name}: was {saved[name]}; is {now}"
+        for name, now in present.items()
+        if name in saved and saved[name] != now
+    ]
+    if changed and not accept:
+        lines = "\n  ".join(changed)
+        raise CheckpointError(
+            f"{path}: what the run is made of has changed since:\n  {lines}\n"
+            "put it back, or go on with what there is by --accept-changes"
+        )

@@ -1,0 +1,244 @@
+"""Numbers by step as the coordinates of an SVG: lines with bands, and stacked bars.
+
+Nothing is drawn here: ``page.html`` draws what these say, in a box of ``WIDTH`` x ``HEIGHT``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WIDTH, HEIGHT = 440, 220
+LEFT, RIGHT, TOP, BOTTOM = 62, 10, 10, 24  # around the plot: room for the numbers at its axes
+MOST_POINTS = 240
+"""Where there are more steps, neighbours share a point, which is their mean."""
+CUT_ABOVE = 2.5
+"""A bar this many times as high as nearly all others would flatten them: it is cut, and says so."""
+COLOURS = 8  # of the palette in page.css
+LARGEST = 1e100  # sums and differences of smaller numbers are finite
+
+Record = Mapping[str, Any]
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Attributes: name: for the legend. key: in the records. low, high: keys of a band around it,
+    if any. style: a CSS class."""
+
+    name: str
+    key: str
+    low: str = ""
+    high: str = ""
+    style: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What is drawn of one line: SVG path data, its place in the palette, and what to read off.
+
+    Attributes:
+        band: path data of the area between low and high, or empty.
+        at: x coordinate, step and value of each point, in words.
+    """
+
+    name: str
+    style: str
+    path: str
+    band: str
+    at: list[tuple[float, str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One step's stack; ``parts`` are (place in the palette, y, height). ``cut``: it is higher."""
+
+    x: float
+    width: float
+    parts: list[tuple[int, float, float]]
+    title: str
+    cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One picture. Attributes: x_ticks, y_ticks: coordinate and number. note: below it."""
+
+    title: str
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    marks: list[Mark]
+    bars: list[Bar]
+    legend: list[tuple[str, str]]
+    note: str = ""
+
+    @property
+    def reading(self) -> list[dict[str, Any]]:
+        """What the page's script reads off: name and points of each line."""
+        return [{"name": mark.name, "at": mark.at} for mark in self.marks]
+
+
+def number(record: Record, key: str) -> float | None:
+    """A number that can be drawn, or ``None`` for whatever else stands there."""
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < LARGEST else None
+
+
+def line_chart(
+    title: str,
+    records: Sequence[Record],
+    lines: Sequence[Line],
+    form: Callable[[float], str],
+) -> Chart | None:
+    """Lines over the steps; ``None`` where no record has any of them.
+
+    Args:
+        records: with ``step``, ordered by it.
+        form: a value in words.
+    """
+    drawn = [(line, _thinned(records, line.key)) for line in lines]
+    bands = [_band(records, line) for line in lines]
+    values = [y for _, points in drawn for _, y in points]
+    values += [y for low, high in bands for _, y in (*low, *high)]
+    if not values:
+        return None
+    steps = [x for _, points in drawn for x, _ in points]
+    x, y = _Axis(min(steps), max(steps), LEFT, WIDTH - RIGHT), _fitting(values)
+    marks = []
+    for at, ((line, points), (low, high)) in enumerate(zip(drawn, bands, strict=True)):
+        if points:
+            read = [(round(x(s), 1), f"{s:.0f}", form(v)) for s, v in points]
+            style = line.style or f"c{at % COLOURS}"
+            area = _path([*high, *reversed(low)], x, y) + "Z" if low else ""
+            marks.append(Mark(line.name, style, _path(points, x, y), area, read))
+    legend = [(mark.name, mark.style) for mark in marks]
+    each = max(_sharing(len(list(_pairs(records, line.key)))) for line in lines)
+    note = f"Each point is the mean of {each} steps." if each > 1 else ""
+    x_ticks = _ticks(x, "{:.0f}".format, whole=True)
+    return Chart(title, x_ticks, _ticks(y, form), marks, [], legend, note)
+
+
+def bar_chart(
+    title: str,
+    records: Sequence[Record],
+    parts: Mapping[str, str],
+    form: Callable[[float], str],
+) -> Chart | None:
+    """Stacked parts of each step; ``None`` where no record has any.
+
+    Args:
+        parts: name -> key; those that are never a percent of the whole are left out.
+    """
+    known = [r for r in records if any(number(r, key) is not None for key in parts.values())]
+    if not known:
+        return None
+    seconds = {name: [number(r, key) or 0.0 for r in known] for name, key in parts.items()}
+    totals = [sum(each) for each in zip(*seconds.values(), strict=True)]
+    shown = [name for name in parts if sum(seconds[name]) > sum(totals) / 100]
+    usual = sorted(totals)[(len(known) - 1) * 9 // 10]
+    top = max(total for total in totals if len(known) < 3 or total <= CUT_ABOVE * usual)
+    each = _sharing(len(known))
+    steps = [record["step"] for record in known]
+    x = _Axis(steps[0] - 0.5, steps[-1] + 0.5, LEFT, WIDTH - RIGHT)
+    y = _Axis(0.0, top * 1.08 or 1.0, HEIGHT - BOTTOM, TOP)
+    bars = []
+    for first in range(0, len(known), each):
+        group = slice(first, first + each)
+        left, right = x(steps[first] - 0.5), x(steps[group][-1] + 0.5)
+        means = {name: statistics.fmean(seconds[name][group]) for name in shown}
+        read = ", ".join(f"{name} {form(value)}" for name, value in means.items())
+        told = f"step {steps[first]}: {form(statistics.fmean(totals[group]))} ({read})"
+        width = round((right - left) * 0.86, 2)
+        bars.append(Bar(round(left, 1), width, _stack(means, y), told, max(totals[group]) > y.high))
+    legend = [
+        (f"{name}, median {form(statistics.median(seconds[name]))}", f"c{place}")
+        for place, name in enumerate(shown)
+    ]
+    x_ticks = _ticks(x, "{:.0f}".format, whole=True)
+    note = _too_high([(s, t) for s, t in zip(steps, totals, strict=True) if t > y.high], form)
+    return Chart(title, x_ticks, _ticks(y, form), [], bars, legend, note)
+
+
+def _stack(means: Mapping[str, float], y: _Axis) -> list[tuple[int, float, float]]:
+    """``Bar.parts``, none of them above the picture."""
+    stack, base = [], 0.0
+    for place, value in enumerate(means.values()):
+        high = min(base + value, y.high)
+        stack.append((place, round(y(high), 1), round(y(base) - y(high), 1)))
+        base = high
+    return stack
+
+
+def _too_high(cut: Sequence[Point], form: Callable[[float], str]) -> str:
+    """Which steps' bars are cut, and how high they are."""
+    named = ", ".join(f"step {step} ({form(total)})" for step, total in cut[:6])
+    more = f" and {len(cut) - 6} more" if len(cut) > 6 else ""
+    return f"Higher than the picture, marked by a triangle: {named}{more}." if cut else ""
+
+
+class _Axis:
+    """From values to coordinates."""
+
+    def __init__(self, low: float, high: float, start: float, end: float) -> None:
+        if low == high:
+            low, high = low - 0.5, high + 0.5
+        self.low, self.high, self.start, self.end = low, high, start, end
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+
+def _fitting(values: Sequence[float]) -> _Axis:
+    """A y axis with some air around the values."""
+    low, high = min(values), max(values)
+    air = (high - low) * 0.06 or max(abs(high) * 0.1, 1e-6)
+    return _Axis(low - air, high + air, HEIGHT - BOTTOM, TOP)
+
+
+def _ticks(
+    axis: _Axis, form: Callable[[float], str], *, whole: bool = False
+) -> list[tuple[float, str]]:
+    """About five round numbers on an axis: 1, 2 or 5 times a power of ten apart."""
+    rough = (axis.high - axis.low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    apart = next((m * power for m in (1, 2, 5) if m * power >= rough), 10 * power)
+    apart = max(apart, 1.0) if whole else apart
+    first = math.ceil(axis.low / apart)
+    numbers = [n * apart for n in range(first, math.floor(axis.high / apart) + 1)]
+    return [(round(axis(n), 1), form(n)) for n in numbers]
+
+
+def _path(points: Sequence[Point], x: _Axis, y: _Axis) -> str:
+    joined = "L".join(f"{x(step):.1f} {y(value):.1f}" for step, value in points)
+    return f"M{joined}" + ("h.01" if len(points) == 1 else "")  # a lone point is a dot
+
+
+def _band(records: Sequence[Record], line: Line) -> tuple[list[Point], list[Point]]:
+    low, high = _thinned(records, line.low), _thinned(records, line.high)
+    return (low, high) if len(low) == len(high) > 1 else ([], [])
+
+
+def _thinned(records: Sequence[Record], key: str) -> list[Point]:
+    """(step, value) of the records that have a number under ``key``, ``MOST_POINTS`` at most."""
+    known = list(_pairs(records, key))
+    each = _sharing(len(known))
+    groups = (known[first : first + each] for first in range(0, len(known), each))
+    return [(group[-1][0], statistics.fmean(v for _, v in group)) for group in groups]
+
+
+def _sharing(count: int) -> int:
+    """How many of so many steps share a point."""
+    return max(1, math.ceil(count / MOST_POINTS))
+
+
+def _pairs(records: Sequence[Record], key: str) -> Iterator[Point]:
+    for record in records:
+        step, value = number(record, "step"), number(record, key)
+        if step is not None and value is not None:
+            yield step, value

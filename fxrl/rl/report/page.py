@@ -1,0 +1,382 @@
+"""``run.html``: all that a run's folder knows, as one file that needs no network.
+
+Made from the files alone, so that it can be made of a run that is finished, running or somebody
+else's. Nothing in them is trusted: every value is escaped by the template, whatever is not of the
+expected kind is left out, and the page's policy lets a browser run its own script and no other.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import importlib.metadata
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from fxrl.errors import FxrlError
+from fxrl.files import write_bytes
+from fxrl.ir.remark import Remark, RemarkKind, Report, format_bytes
+from fxrl.rl.report.charts import HEIGHT, LEFT, WIDTH, Chart, Line, bar_chart, line_chart, number
+from fxrl.rl.report.files import COMPLETIONS, METRICS, read_lines, try_to_write, why
+from fxrl.rl.report.timing import PHASES
+
+PAGE, NOTES = "run.html", "run.json"
+SAMPLE_BYTES, MOST_SAMPLED = 400_000, 40
+"""Sample completions as HTML, and steps of them; others in between are left out."""
+MOST_CHARACTERS = 2000
+"""Of one value; the files have all of it."""
+MOST_REMARKS = 200
+EVALUATION = {
+    "held-out accuracy": [
+        Line("accuracy", "eval/accuracy"),
+        Line("most frequent answer", "eval/majority_baseline", style="dashed"),
+    ],
+    "share of groups with equal rewards": [Line("share", "frac_reward_zero_std")],
+}
+_LENGTH, _RATIO = "completions/{}_length", "sampling/importance_sampling_ratio/{}"
+_DRIFT = "sampling/sampling_logp_difference/{}"
+POLICY = {
+    "KL to the reference [nat a token]": [Line("KL", "kl")],
+    "entropy [nat a token]": [Line("entropy", "entropy")],
+    "completion length [tokens], least to most": [
+        Line("mean", *map(_LENGTH.format, ("mean", "min", "max")))
+    ],
+    "share of completions cut at max_tokens": [Line("share", "completions/clipped_ratio")],
+    "drift: |log p trainer - log p sampler| [nat], mean": [Line("mean", _DRIFT.format("mean"))],
+    "drift of a token, most [nat]": [Line("most", _DRIFT.format("max"))],
+    "importance ratio, least to most": [Line("mean", *map(_RATIO.format, ("mean", "min", "max")))],
+    "loss": [Line("loss", "loss")],
+    "gradient norm, before clipping": [Line("norm", "grad_norm")],
+    "learning rate": [Line("rate", "learning_rate")],
+}
+COST = {
+    "completion tokens a second, of the whole step": [Line("tokens/s", "tokens_per_second")],
+    "share of padding in micro-batches": [Line("share", "padding/fraction")],
+}
+"""Pictures of lines: title and lines."""
+PACKAGES = ("fxrl", "torch", "transformers", "peft", "vllm", "triton", "numpy")
+
+Table = dict[str, Any]
+
+
+class NoRunError(FxrlError):
+    """The folder holds no run."""
+
+
+def note(run_dir: Path, tell: Callable[[str], None], **values: Any) -> None:
+    """Puts what the other files do not know into ``run.json``, over what it held by these names.
+    Where that cannot be written, ``tell`` hears of it."""
+    path = run_dir / NOTES
+    text = json.dumps(_table(path) | values, indent=1, default=str) + "\n"
+    with _telling(tell):
+        _write(path, text)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that make the numbers, as far as they are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_page(run_dir: Path) -> Path:
+    """Writes ``run.html`` into a run's folder.
+
+    Raises:
+        NoRunError: there is no run in it.
+        StorageError: it cannot be written.
+    """
+    if not run_dir.is_dir():
+        raise NoRunError(f"{run_dir} is no folder; give the run_dir of a run")
+    records = sorted(_lines(run_dir / METRICS), key=lambda record: record["step"])
+    notes = _table(run_dir / NOTES)
+    if not (records or notes):
+        raise NoRunError(f"{run_dir} holds no {METRICS} with a step in it; give a run's run_dir")
+    text = _template().render(_content(run_dir, records, notes))
+    _write(run_dir / PAGE, text)
+    return run_dir / PAGE
+
+
+@functools.cache
+def _template() -> Template:
+    """The page without a run: layout, style, script, and a policy that knows the script's hash."""
+    folder = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["bytes"] = format_bytes
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    script = (folder / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.globals |= {
+        "style": Markup(style),
+        "script": Markup(script),
+        "script_hash": f"sha256-{digest}",
+        "width": WIDTH,
+        "height": HEIGHT,
+        "left": LEFT,
+    }
+    return environment.get_template("page.html")
+
+
+def try_to_write_page(run_dir: Path, tell: Callable[[str], None]) -> None:
+    """``write_page``; where it cannot be written, ``tell`` hears of it."""
+    with _telling(tell):
+        write_page(run_dir)
+
+
+@contextmanager
+def _telling(tell: Callable[[str], None]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a page of whatever the files hold is worth no run
+        tell(f"{why(error)}; the run goes on without {PAGE}")
+
+
+def _content(run_dir: Path, records: Sequence[Table], notes: Table) -> dict[str, Any]:
+    """What the template shows, by its names for it."""
+    config = _table(run_dir / "config.json")
+    model = config.get("model")
+    remarks = _remarks(notes.get("report"))
+    return {
+        "title": f"{model.get('id') if isinstance(model, dict) else 'a run'}: {run_dir.name}",
+        "status": _status(records, config),
+        "figures": _figures(records),
+        "groups": _groups(records, notes),
+        "planned": _planned(records, notes),
+        "said": _words(notes.get("outlook")),
+        "samples": _samples(_lines(run_dir / COMPLETIONS)),
+        "remarks": remarks[:MOST_REMARKS],
+        "left_out": len(remarks) - MOST_REMARKS,
+        "config": list(_flat(config)),
+        "versions": list(_flat(notes.get("versions", {}))),
+    }
+
+
+def _status(records: Sequence[Table], config: Table) -> str:
+    done, total = records[-1]["step"] if records else 0, config.get("steps", "?")
+    state = "complete" if done == total else "running, stopped or failed"
+    return f"{done} of {total} steps, {state}; as of {datetime.now():%Y-%m-%d %H:%M}"
+
+
+def _figures(records: Sequence[Table]) -> list[tuple[str, str]]:
+    """The run in a few numbers: name and value."""
+    found = []
+    rewards = _values(records, "reward")
+    if rewards:
+        tenth = max(1, len(rewards) // 10)
+        first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
+        found.append(("reward, first and last steps", f"{first:.3f} → {last:.3f}"))
+    accuracy = _values(records, "eval/initial_accuracy")[:1] + _values(records, "eval/accuracy")
+    if accuracy:
+        found.append(("held-out accuracy", f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}"))
+    if seconds := _values(records, "step_time"):
+        found.append(("a step, median", _seconds(statistics.median(seconds))))
+        found.append(("all steps", _seconds(sum(seconds))))
+    if tokens := _values(records, "num_tokens"):
+        found.append(("tokens", f"{tokens[-1]:,.0f}"))
+    if peaks := _values(records, "memory/peak_bytes"):
+        found.append(("memory, most", format_bytes(max(peaks))))
+    return found
+
+
+def _groups(records: Sequence[Table], notes: Table) -> list[tuple[str, list[Chart]]]:
+    """Heading and pictures; what a run did not measure is not there."""
+    functions = sorted({k for r in records for k in r if re.fullmatch("rewards/.*/mean", k)})
+    names = (key.removeprefix("rewards/").removesuffix("/mean") for key in functions)
+    by_function = [Line(name, key) for name, key in zip(names, functions, strict=True)]
+    reward = {"rewards by function": by_function} if len(functions) > 1 else {}
+    seconds = {name: f"time/{name}" for name in PHASES}
+    groups = {
+        "Reward": [
+            _reward_chart(records),
+            *_pictures(EVALUATION, _with_untrained(records)),
+            *_pictures(reward, records),
+        ],
+        "Policy": _pictures(POLICY, records),
+        "Time and memory": [
+            bar_chart("seconds of a step, by part", records, seconds, _seconds),
+            _memory_chart(records, notes),
+            *_pictures(COST, records),
+        ],
+    }
+    return [(name, [c for c in charts if c is not None]) for name, charts in groups.items()]
+
+
+def _pictures(wanted: Mapping[str, Sequence[Line]], records: Sequence[Table]) -> list[Chart | None]:
+    return [line_chart(title, records, lines, _plain) for title, lines in wanted.items()]
+
+
+def _memory_chart(records: Sequence[Table], notes: Table) -> Chart | None:
+    """The most that a step took on the GPU, beside what its update was planned to take."""
+    planned = number(_plan_of(notes), "peak_gpu_bytes")
+    used = [
+        {"step": record["step"], "used": peak / 2**30, "plan": planned and planned / 2**30}
+        for record in records
+        if (peak := number(record, "memory/peak_bytes")) is not None
+    ]
+    lines = [Line("used", "used"), Line("planned for the update", "plan", style="dashed")]
+    return line_chart("memory of a step, most [GiB]", used, lines, _plain)
+
+
+def _reward_chart(records: Sequence[Table]) -> Chart | None:
+    """With the spread in a group around it, and a running mean where there are many steps."""
+    known = [record for record in records if number(record, "reward") is not None]
+    window = max(1, len(known) // 10)
+    rewards = _values(known, "reward")
+    shown = []
+    for at, record in enumerate(known):
+        spread = number(record, "reward_std") or 0.0
+        band = {"low": rewards[at] - spread, "high": rewards[at] + spread}
+        mean = statistics.fmean(rewards[max(0, at + 1 - window) : at + 1])
+        shown.append({**record, **band, "mean": mean})
+    lines = [Line("reward ± spread in a group", "reward", "low", "high", "c0")]
+    if window > 1:
+        lines[0] = replace(lines[0], style="thin c0")
+        lines.append(Line(f"mean of {window} steps", "mean", style="c0"))
+    return line_chart("reward", shown, lines, _plain)
+
+
+def _with_untrained(records: Sequence[Table]) -> list[Table]:
+    """With the evaluation before the first step as step 0."""
+    before = _values(records[:1], "eval/initial_accuracy")
+    return [*({"step": 0, "eval/accuracy": value} for value in before), *records]
+
+
+def _planned(records: Sequence[Table], notes: Table) -> list[tuple[str, str, str]]:
+    """What, as it was planned and as it was measured; memory is the most of any step."""
+    plan, rows = _plan_of(notes), []
+    memory = notes.get("memory")
+    memory = memory if isinstance(memory, dict) else {}
+    for part in PHASES:
+        if used := number(memory, part):
+            planned = number(plan, "peak_gpu_bytes") if part == "train" else None
+            rows.append((f"memory, {part}", _bytes(planned), format_bytes(used)))
+    if (planned := number(plan, "peak_host_bytes")) is not None:
+        rows.append(("host memory for what layers keep", format_bytes(planned), "-"))
+    if (planned := number(plan, "step_seconds")) is not None:
+        pairs = ((number(r, "time/train"), number(r, "padding/micro_batches")) for r in records)
+        each = [seconds / count for seconds, count in pairs if seconds and count]
+        measured = _seconds(statistics.median(each)) if each else "-"
+        rows.append(("training on a micro-batch, median", _seconds(planned), measured))
+    return rows
+
+
+def _plan_of(notes: Table) -> Table:
+    plan = notes.get("plan")
+    return plan if isinstance(plan, dict) else {}
+
+
+def _samples(lines: Iterable[Table]) -> list[tuple[int, list[Table]]]:
+    """Steps with their samples: the first, the last, and what there is room for in between."""
+    steps: dict[int, list[Table]] = {}
+    for line in lines:
+        steps.setdefault(line["step"], []).append(_sample(line))
+    room = {step: len(Markup.escape(str(found))) for step, found in steps.items()}
+    shown, every = sorted(steps), 1
+    while len(shown) > 2 and (
+        len(shown) > MOST_SAMPLED or sum(room[step] for step in shown) > SAMPLE_BYTES
+    ):
+        every *= 2
+        shown = sorted({*sorted(steps)[::every], min(steps), max(steps)})
+    return [(step, steps[step][:MOST_SAMPLED]) for step in shown]
+
+
+def _sample(line: Table) -> Table:
+    rewards = {k.removeprefix("rewards/"): line[k] for k in line if k.startswith("rewards/")}
+    shown = {name: _short(number(line, name)) for name in ("reward", "advantage")}
+    return {
+        **shown,
+        "rewards": [(name, _short(number(rewards, name))) for name in rewards],
+        "question": _cut(line.get("question", "")),
+        "completion": _cut(line.get("completion", "")),
+    }
+
+
+def _remarks(given: Any) -> list[Remark]:
+    """The rewrite report, those that say the same of many sites as one."""
+    found = []
+    for one in given if isinstance(given, list) else ():
+        if isinstance(one, dict) and one.get("kind") in list(RemarkKind):
+            names = ("pass_name", "site", "source", "reason", "cure")
+            words = {name: _cut(one.get(name, "")) for name in names}
+            saved = int(number(one, "saved_bytes") or 0)
+            found.append(Remark(RemarkKind(one["kind"]), **words, saved_bytes=saved))
+    return list(Report.of(found).folded())
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """``a.b`` and its value, of each entry of nested tables."""
+    if isinstance(value, dict) and value and name.count(".") < 8:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    elif name:
+        yield name, _cut(value if isinstance(value, str) else json.dumps(value))
+
+
+def _words(value: Any) -> list[str]:
+    return [_cut(line) for line in value] if isinstance(value, list) else []
+
+
+def _cut(value: Any) -> str:
+    text = str(value)
+    more = len(text) - MOST_CHARACTERS
+    return text if more <= 0 else f"{text[:MOST_CHARACTERS]}... ({more} more characters)"
+
+
+def _values(records: Sequence[Table], key: str) -> list[float]:
+    return [value for record in records if (value := number(record, key)) is not None]
+
+
+def _plain(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _bytes(value: float | None) -> str:
+    return "-" if value is None else format_bytes(value)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value < 1000 else f"{value / 3600:.3g} h"
+
+
+def _lines(path: Path) -> list[Table]:
+    """``read_lines``; none of a link, which a stranger may have put there."""
+    return [] if path.is_symlink() else read_lines(path)
+
+
+def _table(path: Path) -> Table:
+    """A JSON file's table; empty where there is none, or a link."""
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() and not path.is_symlink() else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, text: str) -> None:
+    content = text.encode(errors="backslashreplace")
+    try_to_write(lambda: write_bytes(path, content), str(path))

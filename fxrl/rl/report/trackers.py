@@ -1,0 +1,215 @@
+"""A run's numbers for looking at: TensorBoard, Weights & Biases, trackio, MLflow.
+
+Each gets the same: the configuration at the start, then the finite numbers of every line of
+``metrics.jsonl`` at its step. They are copies, so a tracker that fails later on ends no run.
+Accounts, addresses and modes (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``, ...) are the packages' own
+business and read by them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from fxrl.errors import optional
+from fxrl.files import write_text
+from fxrl.rl.callbacks import Callback, Control
+from fxrl.rl.config.load import as_table
+from fxrl.rl.config.tables import TrainConfig
+from fxrl.rl.errors import TrackerError
+from fxrl.rl.report.files import Tell, why
+from fxrl.rl.types import TrainerState
+
+IDS = "trackers.json"
+"""File in run_dir: by tracker the id of its run, which a resumed run goes on with."""
+
+
+class Sink(Protocol):
+    """Where one tracker's numbers go."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Finite numbers of ``step``; a resumed run may write a step again."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """The run is over."""
+        ...
+
+
+class TensorBoard:
+    """Events in ``run_dir/tensorboard``; those at and after ``first_step`` are purged."""
+
+    def __init__(self, run_dir: Path, first_step: int) -> None:
+        tensorboard = optional("torch.utils.tensorboard", "log_to=tensorboard")
+        self._folder = run_dir / "tensorboard"
+        self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=first_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)  # else the writer's thread raises
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, *, failed: bool = False) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases, called as run_dir.
+
+    NOTE [Steps are a metric of their own]
+    wandb drops what is logged at a step below its last one. A run that goes back to an older
+    checkpoint would lose its curve there, so the step is logged as a number and made the axis.
+    """
+
+    def __init__(self, config: TrainConfig, run_id: str | None) -> None:
+        wandb = optional("wandb", "log_to=wandb", "wandb")
+        self._run = wandb.init(
+            project=config.project,
+            name=Path(config.run_dir).name,
+            dir=config.run_dir,
+            config=as_table(config),
+            id=run_id,
+            resume="allow",
+            allow_val_change=True,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self.run_id: str = self._run.id
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class Trackio:
+    """A run of trackio, called as run_dir; trackio itself finds a resumed run by that name."""
+
+    def __init__(self, config: TrainConfig, resumed: bool) -> None:
+        trackio = optional("trackio", "log_to=trackio", "trackio")
+        self._run = trackio.init(
+            project=config.project,
+            name=Path(config.run_dir).name,
+            config=as_table(config),
+            resume="allow" if resumed else "never",
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, called as run_dir; the configuration is its artifact ``config.json``."""
+
+    def __init__(self, config: TrainConfig, run_id: str | None) -> None:
+        self._mlflow = mlflow = optional("mlflow", "log_to=mlflow", "mlflow")
+        mlflow.set_experiment(config.project)
+        run = mlflow.start_run(
+            run_id=run_id,
+            run_name=Path(config.run_dir).name,
+            nested=mlflow.active_run() is not None,
+        )
+        self.run_id: str = run.info.run_id
+        mlflow.log_dict(as_table(config), "config.json", run_id=self.run_id)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(values), step=step, run_id=self.run_id)
+
+    def close(self, *, failed: bool) -> None:
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+class Tracker(Callback):
+    """Hands a run's numbers to a sink.
+
+    Args:
+        open_sink: starts the tracker's run, or goes on with the one whose id it gets.
+        tell: hears, once, that the tracker failed; the run goes on without it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_sink: Callable[[TrainConfig, TrainerState, str | None], Sink],
+        tell: Tell,
+    ) -> None:
+        self.name, self._open, self._tell = name, open_sink, tell
+        self._sink: Sink | None = None
+
+    def on_train_begin(
+        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
+    ) -> None:
+        """Starts the tracker's run, or goes on with it.
+
+        Raises:
+            TrackerError: it cannot be started.
+        """
+        file = Path(config.run_dir) / IDS
+        try:
+            ids = json.loads(file.read_text()) if file.is_file() else {}
+            self._sink = self._open(config, state, ids.get(self.name))
+            if run_id := getattr(self._sink, "run_id", None):
+                write_text(file, json.dumps(ids | {self.name: run_id}) + "\n")
+        # The packages raise whatever their many clients raise; it means the same to the user.
+        except Exception as error:
+            raise TrackerError(
+                f"log_to={self.name!r}: its run cannot be started: {why(error)}; log in, or leave "
+                f"{self.name} out of log_to"
+            ) from error
+
+    def on_log(
+        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
+    ) -> None:
+        values = {
+            name: float(value)
+            for name, value in kwargs["logs"].items()
+            if isinstance(value, int | float) and math.isfinite(value) and name != "step"
+        }
+        self._try(lambda sink: sink.write(state.global_step, values))
+
+    def on_train_end(
+        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
+    ) -> None:
+        self._try(lambda sink: sink.close(failed=kwargs["error"] is not None))
+
+    def _try(self, action: Callable[[Sink], None]) -> None:
+        if self._sink is None:
+            return
+        try:
+            action(self._sink)
+        except Exception as error:
+            self._sink = None
+            self._tell(
+                f"{self.name}: {why(error)}; nothing more goes there, metrics.jsonl has the numbers"
+            )
+
+
+_MODULES = {"tensorboard": "torch.utils.tensorboard"}
+_SINKS: Mapping[str, Callable[[TrainConfig, TrainerState, str | None], Sink]] = {
+    "tensorboard": lambda config, state, _: TensorBoard(
+        Path(config.run_dir), state.global_step + 1
+    ),
+    "wandb": lambda config, state, run_id: Wandb(config, run_id),
+    "trackio": lambda config, state, _: Trackio(config, state.global_step > 0),
+    "mlflow": lambda config, state, run_id: MLflow(config, run_id),
+}
+
+
+def trackers(config: TrainConfig, tell: Tell) -> list[Tracker]:
+    """A tracker for each name in ``log_to``; starts none.
+
+    Raises:
+        MissingPackageError: a package is not installed.
+    """
+    names = [n for n in dict.fromkeys(config.log_to) if config.tensorboard or n != "tensorboard"]
+    for name in names:
+        optional(_MODULES.get(name, name), f"log_to={name!r}", name)
+    return [Tracker(name, _SINKS[name], tell) for name in names]
