@@ -118,6 +118,7 @@ def test_check_fails_on_a_stale_figure(record, tmp_path, monkeypatch, capsys):
     (results / "head.json").write_text(json.dumps(record))
     for file, sections in readme.FILES.items():
         marks = "".join(f"<!-- begin {n} -->\n<!-- end {n} -->\n" for n in sections)
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(marks)
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     assert readme.main(["--check"]) == 1

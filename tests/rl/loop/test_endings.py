@@ -271,7 +271,15 @@ def test_a_reader_that_was_never_there(behaving, monkeypatch, capsys):
     assert capsys.readouterr().err == "fxrl train: stdout: Broken pipe; nothing was trained\n"
 
 
-def test_a_hangup_of_the_terminal(behaving, monkeypatch):
+@pytest.fixture
+def heard_hangups():
+    """SIGHUP as a terminal's processes have it: under `nohup` it is inherited as ignored."""
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, inherited)
+
+
+def test_a_hangup_of_the_terminal(behaving, monkeypatch, heard_hangups):
     """The log has lines, where the terminal had a live view."""
     near, far = os.openpty()
     monkeypatch.setenv("TERM", "xterm")
