@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import log
 from typing import Any, Protocol
@@ -150,33 +151,39 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------------- kernels
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What one call of the op is given, as kernels take it."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    vectors: Sequence[Tensor]
+    blocks: Sequence[Tensor]
+    mask: str
+    scale: float
+
+    def scores(self) -> Iterator[tuple[slice, Tensor]]:
+        """Tile by tile: which queries, and their scores [B, G, H/G, rows, Tk], -inf if unseen."""
+        query, key = self.query, self.key
+        groups, queries, keys = key.shape[1], query.shape[2], key.shape[2]
+        columns = _wide(key).unsqueeze(2).transpose(-1, -2)
+        for rows in _tiles(queries, query.shape[0] * query.shape[1] * keys, _SCORES_AT_ONCE):
+            here = slice(*rows)
+            part = _split(_wide(query[:, :, here]), 1, (groups, -1))
+            seen = _tile(self.mask, self.vectors, rows, keys, query.device)
+            seen = _split(seen, 1, (groups, -1)) if seen.shape[1] > 1 else seen.unsqueeze(1)
+            yield here, (part @ columns * self.scale).masked_fill(~seen, -torch.inf)
+
+
 class Kernels(Protocol):
     """A device's own attention, for what ``can_be_fast`` says."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        vectors: Sequence[Tensor],
-        blocks: Sequence[Tensor],
-        mask: str,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor]:
         """As ``masked_attention``."""
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        vectors: Sequence[Tensor],
-        blocks: Sequence[Tensor],
-        mask: str,
-        scale: float,
+        self, problem: Problem, grad: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As ``masked_attention_vjp``."""
 
@@ -197,8 +204,9 @@ def attach(device: str, kernels: Kernels) -> None:
     _ATTACHED[device] = kernels
 
 
-def _kernels(query: Tensor, value: Tensor) -> Kernels | None:
-    fast = can_be_fast(query, value) and query.numel() > 0
+def _kernels(problem: Problem) -> Kernels | None:
+    query = problem.query
+    fast = can_be_fast(query, problem.value) and query.numel() > 0
     return _ATTACHED.get(query.device.type) if fast else None
 
 
@@ -221,10 +229,11 @@ def masked_attention(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention's output, and the logarithm that its backward reads."""
-    if (kernels := _kernels(query, value)) is not None:
-        return kernels.forward(query, key, value, vectors, blocks, mask, scale)
+    problem = Problem(query, key, value, vectors, blocks, mask, scale)
+    if (kernels := _kernels(problem)) is not None:
+        return kernels.forward(problem)
     out, lse = _results(query, value)
-    for here, scores in _scores(query, key, vectors, mask, scale):
+    for here, scores in problem.scores():
         base = scores.logsumexp(-1)
         part = _weights(scores, base) @ _wide(value).unsqueeze(2)
         out[:, :, here] = part.flatten(1, 2).to(out.dtype)
@@ -251,20 +260,6 @@ def _split(x: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _scores(
-    query: Tensor, key: Tensor, vectors: Sequence[Tensor], mask: str, scale: float
-) -> Iterator[tuple[slice, Tensor]]:
-    """Tile by tile: which queries, and their scores [B, G, H/G, rows, Tk], -inf where unseen."""
-    groups, queries, keys = key.shape[1], query.shape[2], key.shape[2]
-    columns = _wide(key).unsqueeze(2).transpose(-1, -2)
-    for rows in _tiles(queries, query.shape[0] * query.shape[1] * keys, _SCORES_AT_ONCE):
-        here = slice(*rows)
-        part = _split(_wide(query[:, :, here]), 1, (groups, -1))
-        seen = _tile(mask, vectors, rows, keys, query.device)
-        seen = _split(seen, 1, (groups, -1)) if seen.shape[1] > 1 else seen.unsqueeze(1)
-        yield here, (part @ columns * scale).masked_fill(~seen, -torch.inf)
 
 
 def _weights(scores: Tensor, base: Tensor) -> Tensor:
@@ -295,12 +290,13 @@ def masked_attention_vjp(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; of padding too: what sees nothing gives zeros."""
-    if (kernels := _kernels(query, value)) is not None:
-        return kernels.backward(grad, query, key, value, out, lse, vectors, blocks, mask, scale)
+    problem = Problem(query, key, value, vectors, blocks, mask, scale)
+    if (kernels := _kernels(problem)) is not None:
+        return kernels.backward(problem, grad, out, lse)
     results = tuple(_laid_out(x) for x in (query, key, value))
     sums = [torch.zeros_like(_wide(x)) for x in (key, value)]
     row_sums = (_wide(grad) * _wide(out)).sum(-1, keepdim=True)
-    for here, scores in _scores(query, key, vectors, mask, scale):
+    for here, scores in problem.scores():
         given, asked, less, base = (
             _split(x[:, :, here], 1, (key.shape[1], -1))
             for x in (_wide(grad), _wide(query), row_sums, lse * _LN2)

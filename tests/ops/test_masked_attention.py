@@ -112,8 +112,9 @@ def test_flex_attention_computes_the_same(B, T):
         weights = torch.randn_like(out)
         right = torch.autograd.grad((out * weights).sum(), given)
         with torch.no_grad():
-            mine = flex.forward(*given, vectors, blocks, text, 0.3)
-            found = flex.backward(weights, *given, *mine, vectors, blocks, text, 0.3)
+            problem = op.Problem(*given, vectors, blocks, text, 0.3)
+            mine = flex.forward(problem)
+            found = flex.backward(problem, weights, *mine)
         torch.testing.assert_close(mine, (out.detach(), lse))
         torch.testing.assert_close(found, right)
         assert [x.stride() for x in (*mine, *found)] == [x.stride() for x in (out, lse, *right)]

@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from fxrl.compile.bodies.inductor import InductorOptions, compile_body
 from fxrl.ir.graph import Size
-from fxrl.ops.masked_attention import BLOCK, attach, expression
+from fxrl.ops.masked_attention import BLOCK, Problem, attach, expression
 
 aten = torch.ops.aten
 hop = torch.ops.higher_order
@@ -89,61 +89,38 @@ class FlexAttention:
         self._options = options
         self._known: dict[_Kind, list[_Compiled]] = {}
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        vectors: Sequence[Tensor],
-        blocks: Sequence[Tensor],
-        mask: str,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor]:
         """As ``fxrl.ops.masked_attention.masked_attention``."""
-        compiled = self._compiled(query, key, value, vectors, blocks, mask, scale)
-        out, lse = compiled.forward(*map(_rows, (query, key, value)), *_plain(vectors), *blocks)
+        heads = map(_rows, (problem.query, problem.key, problem.value))
+        out, lse = self._compiled(problem).forward(
+            *heads, *_plain(problem.vectors), *problem.blocks
+        )
         return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        vectors: Sequence[Tensor],
-        blocks: Sequence[Tensor],
-        mask: str,
-        scale: float,
+        self, problem: Problem, grad: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As ``fxrl.ops.masked_attention.masked_attention_vjp``."""
-        compiled = self._compiled(query, key, value, vectors, blocks, mask, scale)
-        heads = map(_rows, (grad, query, key, value, out))
-        first, second, third = compiled.backward(*heads, lse, *_plain(vectors), *blocks)
+        heads = map(_rows, (grad, problem.query, problem.key, problem.value, out))
+        first, second, third = self._compiled(problem).backward(
+            *heads, lse, *_plain(problem.vectors), *problem.blocks
+        )
         return first, second, third
 
-    def _compiled(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        vectors: Sequence[Tensor],
-        blocks: Sequence[Tensor],
-        mask: str,
-        scale: float,
-    ) -> _Compiled:
+    def _compiled(self, problem: Problem) -> _Compiled:
+        query, key, value = problem.query, problem.key, problem.value
+        blocks = problem.blocks[0]
         sizes = {"batch": query.shape[0], "queries": query.shape[2], "keys": key.shape[2]}
         kind = _Kind(
-            mask,
-            scale,
+            problem.mask,
+            problem.scale,
             query.dtype,
             query.device,
             query.shape[1],
             key.shape[1],
             (query.shape[3], value.shape[3]),
-            tuple((_dims(vector), vector.dtype) for vector in vectors),
-            (blocks[0].shape[0] > 1, blocks[0].shape[1] > 1),
+            tuple((_dims(vector), vector.dtype) for vector in problem.vectors),
+            (blocks.shape[0] > 1, blocks.shape[1] > 1),
             sizes["queries"] == sizes["keys"],
             (sizes["queries"] % BLOCK == 0, sizes["keys"] % BLOCK == 0),
         )
