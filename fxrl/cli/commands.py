@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -90,6 +92,35 @@ def train(args: Args) -> int:
         json=args.json,
         traceback=args.traceback,
     )
+
+
+def report(args: Args) -> int:
+    """0 when every part worked and the step equals eager, 1 when not; written in any case."""
+    with show.working(_IMPORTING) as say:
+        from importlib.metadata import distributions
+
+        from fxrl.doctor import diagnose
+        from fxrl.inspect.bundle import check_path, write_bundle
+
+        path = check_path(args.out)
+        step, batch = _on_device(args, say, on_policy=True)
+        facts = {
+            "command": shlex.join(["fxrl", *sys.argv[1:]]),
+            "seed": args.seed,
+            "machine": diagnose(smoke=False).to_dict(),
+            "packages": {d.name: d.version for d in sorted(distributions(), key=lambda d: d.name)},
+        }
+        found = write_bundle(step, batch, path, facts, say)
+    if args.json:
+        told = {"report": str(path), "agrees": found.agrees, "failed": list(found.failures)}
+        show.as_json(told)
+    else:
+        for part, trace in found.failures.items():
+            show.status(f"failed: {part}: {trace.strip().splitlines()[-1]}")
+        if found.agrees is False:
+            show.status("the step does not equal eager")
+        print(f"written to {path}; start at its index.html")
+    return 0 if found.ok else 1
 
 
 def report_run(args: Args) -> int:

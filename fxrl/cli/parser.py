@@ -34,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     _dump(commands)
     _verify(commands)
     _train(commands)
+    _report(commands)
     _report_run(commands)
     _bench(commands)
     _doctor(commands)
@@ -246,6 +247,27 @@ class _PrintSchema(argparse.Action):
 
         print(json.dumps(json_schema(), indent=1))
         parser.exit()
+
+
+def _report(commands: Commands[argparse.ArgumentParser]) -> None:
+    sub = _command(
+        commands,
+        "report",
+        "write all about one step into one file, to attach to an issue",
+        about="Runs the step on a random batch, compares it with eager, and writes machine and\n"
+        "versions, what fxrl did and why not, the plan beside what was measured, the comparison,\n"
+        "graphs and generated code. No weights and no numbers of the batch; but paths and source\n"
+        "lines. What fails becomes a part of the report. Open its index.html.\n"
+        "Exit code 1 when a part failed, or the step does not equal eager.\n\n" + MODEL_HELP,
+        examples="  fxrl report tiny:qwen3 --loss grpo --out report.zip\n"
+        "  fxrl report ./checkpoint --loss mylosses.py:clipped --lora 16 --dtype bf16 "
+        "--device cuda",
+    )
+    _model_and_loss(sub, batch=2, tokens=64, dtype="fp32")
+    _on_device(sub)
+    sub.add_argument(
+        "--out", default="fxrl-report.zip", metavar="FILE", help="what to write (%(default)s)"
+    )
 
 
 def _report_run(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -12,7 +12,10 @@ from fxrl.cli import main, parse
 from fxrl.errors import ConfigError, FxrlError
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["explain", "plan", "dump", "verify", "train", "bench", "doctor", "fetch-model"]
+COMMANDS = [
+    "explain", "plan", "dump", "verify", "train", "report", "report-run", "bench", "doctor",
+    "fetch-model",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)
