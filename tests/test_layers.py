@@ -1,9 +1,9 @@
 """Imports go one way; this file is the architecture diagram.
 
-A layer may import itself and the layers on its right-hand side below; ``errors``, ``config`` and
-``files`` import nothing of fxrl but each other. Doors: ``triton`` only under ``fxrl/kernels/``,
-``vllm`` only in ``fxrl/engines/vllm/door.py``, private torch (``torch._dynamo``, ``torch._C``, ...)
-only in ``fxrl/capture/_torch.py`` and under ``fxrl/compile/``.
+A layer may import itself and the layers on its right-hand side below; ``errors``, ``config``,
+``files`` and ``distributed`` import nothing of fxrl but each other. Doors: ``triton`` only under
+``fxrl/kernels/``, ``vllm`` only in ``fxrl/engines/vllm/door.py``, private torch (``torch._dynamo``,
+``torch._C``, ...) only in ``fxrl/capture/_torch.py`` and under ``fxrl/compile/``.
 """
 
 import ast
@@ -17,9 +17,10 @@ LAYERS = {
     "errors": set(),
     "config": {"errors"},
     "files": {"errors"},
+    "distributed": {"errors"},
     "ir": BASE,
     "analysis": BASE | {"ir"},
-    "planner": BASE | {"ir", "analysis"},
+    "planner": BASE | {"distributed", "ir", "analysis"},
     "ops": BASE | {"ir"},
     "kernels": BASE | {"ir", "ops"},
     "passes": BASE | {"ir", "analysis", "ops"},
@@ -30,7 +31,7 @@ LAYERS = {
     "losses": BASE,
     "models": BASE | {"files"},
     "engines": BASE | {"kernels"},
-    "rl": BASE | {"files", "ir", "losses", "models", "engines", "compile"},
+    "rl": BASE | {"files", "distributed", "ir", "losses", "models", "engines", "compile"},
 }
 # The public API: importable by name from `fxrl` itself, so it counts as the layer that makes it.
 PUBLIC = {"Config": "config", "losses": "losses", "__version__": "errors"}

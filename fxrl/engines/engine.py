@@ -33,7 +33,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,6 +181,7 @@ class Engine(Protocol):
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
+        only: Collection[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         """Draws ``params.n`` completions for every prompt.
@@ -188,6 +189,9 @@ class Engine(Protocol):
         Args:
             prompts: token ids without padding.
             params: how to draw.
+            only: numbers of the prompts to draw for, all by default. What is drawn for each, and
+                what the next call draws, is the same whichever they are: engines of several
+                processes with one seed share a call's prompts among them.
             on_finished: called as ``on_finished(prompt_index, completions)`` as soon as all
                 ``params.n`` completions of a prompt are there, in the order of the samples; once
                 for each prompt, in any order of prompts, from the thread that called ``generate``
@@ -195,7 +199,8 @@ class Engine(Protocol):
                 completions are in the result. What it raises ends the call.
 
         Returns:
-            One list per prompt, in the order given, each with ``params.n`` completions.
+            One list per prompt, in the order given, each with ``params.n`` completions, or empty
+            where ``only`` leaves the prompt out.
 
         Raises:
             PromptError: a prompt is empty or too long.

@@ -93,3 +93,17 @@ def shown(value: object, most: int = 200) -> str:
     except Exception as error:
         text = f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def in_words(error: BaseException) -> str:
+    """What ended a run; an error that nobody foresaw says where it comes from."""
+    if isinstance(error, FxrlError):
+        text = str(error)
+    elif isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
+    elif isinstance(error, SystemExit):
+        text = f"sys.exit({shown(error.code)}) was called{raised_at(error)}"
+    else:
+        named = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else shown(error)
+        text = f"{named}{raised_at(error)}; --traceback shows how it came about"
+    return "\n".join([text, *getattr(error, "__notes__", [])])

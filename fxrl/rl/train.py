@@ -5,6 +5,9 @@ configuration, the data or the checkpoint is wrong, no model was loaded; 130 it 
 Ctrl-C, saved, and can be resumed (143 for SIGTERM). A second signal kills at once. A terminal that
 is closed, or a reader of stdout that goes away, ends no run: it goes on and writes to
 ``run_dir/train.log``.
+
+``torchrun --nproc-per-node N -m fxrl train CONFIG`` runs it on N GPUs: rank 0 talks and writes, and
+an error of any rank ends them all (``fxrl.distributed``).
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ import sys
 import tempfile
 import traceback as tracebacks
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
 
 from fxrl.errors import ConfigError, FxrlError
-from fxrl.rl.errors import StorageError, raised_at, shown
-from fxrl.rl.report.output import LOG, Output
+from fxrl.rl.errors import StorageError, in_words
+from fxrl.rl.report.output import LOG, Output, silent
 from fxrl.rl.report.progress import reporter_on
 
 FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
@@ -54,7 +58,8 @@ def main(
         The exit code, see the module's docstring.
     """
     output = Output(_message_event if json else str)
-    with output.kept():
+    rank = os.environ.get("RANK", "0")
+    with output.kept(), nullcontext() if rank == "0" else silent():
         # Of these very streams: user code may put others into ``sys`` and forget them there.
         console, errors = Console(file=sys.stdout), Console(file=sys.stderr)
         code = BAD_CONFIG
@@ -72,9 +77,12 @@ def main(
                     )
                     with prepared as run:
                         code = FAILED
-                        output.go_on_in(Path(trainer.config.run_dir) / LOG)
+                        if rank == "0":
+                            output.go_on_in(Path(trainer.config.run_dir) / LOG)
                         return run().exit_code
         except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if str(getattr(error, "teller", 0)) == rank != "0":  # those before it are gone
+                console, errors = Console(file=sys.__stdout__), Console(file=sys.__stderr__)
             _tell_error(error, console if json else errors, json=json, traceback=traceback)
             if isinstance(error, KeyboardInterrupt):
                 return INTERRUPTED
@@ -107,17 +115,8 @@ def _message_event(text: str) -> str:
 
 
 def _tell_error(error: BaseException, console: Console, *, json: bool, traceback: bool) -> None:
-    """One message; an error that nobody foresaw says where it comes from."""
-    if isinstance(error, FxrlError):
-        text = str(error)
-    elif isinstance(error, KeyboardInterrupt):
-        text = "interrupted"
-    elif isinstance(error, SystemExit):
-        text = f"sys.exit({shown(error.code)}) was called{raised_at(error)}"
-    else:
-        named = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else shown(error)
-        text = f"{named}{raised_at(error)}; --traceback shows how it came about"
-    text = "\n".join([text, *getattr(error, "__notes__", [])])
+    """One message."""
+    text = in_words(error)
     trace = "".join(tracebacks.format_exception(error)) if traceback else ""
     if json:
         event = {"event": "error", "kind": type(error).__name__, "text": text}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
@@ -270,6 +270,7 @@ class TorchEngine:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
+        only: Collection[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         if self._state != "awake":
@@ -291,16 +292,18 @@ class TorchEngine:
             limit=sys.maxsize if limit is None else limit,
             of=f"the model's {limit} positions",
         )
+        numbers = range(len(given)) if only is None else sorted(only)
         batches = plan_microbatches(
             [len(prompt) for prompt in given],
             params.n,
             params.max_tokens,
             self.max_batch_tokens,
+            only=numbers,
             pad=self._lm.takes_padding,
         )
         uniforms = self._uniforms(len(given) * params.n, params)
         found: dict[tuple[int, int], Completion] = {}
-        drawing = Drawing(len(given) * params.n)
+        drawing = Drawing(len(numbers) * params.n)
         with _eval_mode(self.model), torch.no_grad(), self._autocast():
             for groups in batches:
                 found.update(self._run(groups, given, params, uniforms, drawing))
@@ -308,7 +311,10 @@ class TorchEngine:
                     keys = [(number, sample) for sample in range(params.n)]
                     if on_finished is not None and all(key in found for key in keys):
                         on_finished(number, [found[key] for key in keys])
-        return [[found[i, sample] for sample in range(params.n)] for i in range(len(given))]
+        drawn: list[list[Completion]] = [[] for _ in given]
+        for number in numbers:
+            drawn[number] = [found[number, sample] for sample in range(params.n)]
+        return drawn
 
     def _run(
         self,
@@ -431,14 +437,21 @@ class Group:
 
 
 def plan_microbatches(
-    lengths: Sequence[int], n: int, max_tokens: int, max_batch_tokens: int, *, pad: bool = True
+    lengths: Sequence[int],
+    n: int,
+    max_tokens: int,
+    max_batch_tokens: int,
+    *,
+    only: Sequence[int] | None = None,
+    pad: bool = True,
 ) -> list[tuple[Group, ...]]:
     """Groups prompts of like length; every completion appears exactly once.
 
     A batch of R rows whose longest prompt has L tokens costs R * (L + max_tokens) tokens of KV
     cache, padding included. Longest first: if memory is short, it shows at once and not after an
     hour. The completions of one prompt are split over batches only where they do not fit into one.
-    With ``pad`` prompts of different lengths may share a batch.
+    With ``pad`` prompts of different lengths may share a batch; ``only`` are the prompts to draw
+    for, all by default.
 
     Raises:
         PromptError: not even one row fits.
@@ -446,7 +459,8 @@ def plan_microbatches(
     batches: list[tuple[Group, ...]] = []
     batch: list[Group] = []
     free = width = 0  # rows that still fit; the first prompt is the longest and so sets the width
-    for prompt in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    numbers = range(len(lengths)) if only is None else only
+    for prompt in sorted(numbers, key=lambda i: -lengths[i]):
         capacity = max_batch_tokens // (lengths[prompt] + max_tokens)
         if capacity < 1:
             raise PromptError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,7 @@ class VllmEngine:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
+        only: Collection[int] | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         """See ``Engine.generate``; also
@@ -132,7 +133,9 @@ class VllmEngine:
             given, params, vocab_size=config.get_vocab_size(), limit=limit,
             of=f"max_model_len={limit}, which can be raised",
         )  # fmt: skip
-        requests = self._requests(given, params)
+        chosen = frozenset(range(len(given)) if only is None else only)
+        each = enumerate(self._requests(given, params))
+        requests = {at: request for at, request in each if at // params.n in chosen}
         gather = Gather(given, params.n, self.policy_version, on_finished)
         with self.weight_sync.rollout():
             start = time.perf_counter()
@@ -141,15 +144,15 @@ class VllmEngine:
         self.ledger.record("generate")
         return gather.groups()
 
-    def _run(self, requests: list[tuple[Any, Any]], gather: Gather) -> None:
+    def _run(self, requests: Mapping[int, tuple[Any, Any]], gather: Gather) -> None:
         """Leaves nothing in flight, for folded weights are taken out again right afterwards."""
-        by_slots = self.weight_sync.way == "slots"
+        by_slots, numbers = self.weight_sync.way == "slots", list(requests)
         try:
             try:
                 run_requests(
                     self._handle.engine,
-                    requests,
-                    finished=gather,
+                    list(requests.values()),
+                    finished=lambda at, output: gather(numbers[at], output),
                     tag=f"{self._calls}-",
                     lora_request=self._handle.lora_request if by_slots else None,
                     timeout_s=self.options.generate_timeout_s,

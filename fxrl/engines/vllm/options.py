@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
+
 from fxrl.config import parse_bytes
 from fxrl.engines.engine import EngineError
 from fxrl.errors import ConfigError, did_you_mean
@@ -42,7 +44,7 @@ OWNED_ENGINE_ARGS: Mapping[str, str] = MappingProxyType(
         "enable_lora": "set max_lora_rank instead",
         "max_loras": "one policy is trained, so one adapter is served",
         "generation_config": "stop tokens and sampling parameters come from fxrl alone",
-        "distributed_executor_backend": "it follows from tensor_parallel_size",
+        "distributed_executor_backend": "it follows from tensor_parallel_size and from torchrun",
         "skip_tokenizer_init": "it follows from whether the model's folder has a tokenizer",
         "use_tqdm_on_load": "nothing is printed but by the command line",
         "disable_log_stats": "nothing reads vLLM's statistics",
@@ -224,7 +226,7 @@ def engine_arguments(
         "enable_prefix_caching": options.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # no sampling defaults and no EOS ids from the checkpoint
-        "distributed_executor_backend": "uni" if single else "mp",
+        "distributed_executor_backend": _executor(single),
         "skip_tokenizer_init": not has_tokenizer,
         "disable_log_stats": True,
         "worker_cls": worker_cls,
@@ -246,6 +248,18 @@ def engine_arguments(
     arguments |= dict(options.engine_args)
     check_names("vllm options", arguments.keys(), known)
     return arguments
+
+
+def _executor(single: bool) -> str:
+    """How vLLM runs its model. Of several ranks each has its own engine, which must take the rank's
+    GPU and join the process group that there is; ``"uni"`` would take GPU 0 and make one."""
+    ranks = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    if ranks and not single:
+        raise VllmOptionError(
+            "vllm.tensor_parallel_size is above 1, and fxrl train has several ranks, each with an "
+            "engine of its own; leave it out"
+        )
+    return "external_launcher" if ranks else "uni" if single else "mp"
 
 
 def _whole(name: str, value: Any) -> None:

@@ -251,8 +251,11 @@ class Gather:
             self._on_finished(prompt, self._group(prompt))
 
     def groups(self) -> list[list[Completion]]:
-        """All of them, once every request has ended."""
-        return [self._group(prompt) for prompt in range(len(self._prompts))]
+        """All of them, once every request has ended; empty where a prompt had none."""
+        return [
+            [] if missing == self._n else self._group(prompt)
+            for prompt, missing in enumerate(self._missing)
+        ]
 
     def _group(self, prompt: int) -> list[Completion]:
         found = self._found[prompt * self._n : (prompt + 1) * self._n]

@@ -17,6 +17,7 @@ nothing waits for the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fxrl.distributed import Ranks, deal
 from fxrl.engines import Completion
 from fxrl.rl.types import Batch
 
@@ -67,6 +69,21 @@ def plan_micro_batches(
         groups.append(tuple(sorted(order[cut[end] : end])))
         end = int(cut[end])
     return groups[::-1]
+
+
+def plan_ranks(
+    lengths: Sequence[tuple[int, int]], max_tokens: int, num_ranks: int
+) -> list[list[tuple[int, ...]]]:
+    """The micro-batches of each rank: rows dealt by their tokens, then ``plan_micro_batches``.
+
+    A rank may have none. Whatever is dealt to whom, losses, gradients and metrics add up to the
+    same (NOTE [Normalisation over the whole step]).
+    """
+    plans = []
+    for rows in deal([sum(pair) for pair in lengths], num_ranks):
+        plan = plan_micro_batches([lengths[row] for row in rows], max_tokens)
+        plans.append([tuple(rows[place] for place in group) for group in plan])
+    return plans
 
 
 def make_batches(
@@ -181,16 +198,20 @@ NORMALIZED_BY = {"dapo": "update", "cispo": "update", "bnpo": "tokens"}
 
 
 def micro_batch_weights(
-    normalize: str, name: str, batches: Sequence[Batch]
+    normalize: str, name: str, batches: Sequence[Batch], ranks: Ranks
 ) -> tuple[list[float], list[float]]:
-    """What each micro-batch's loss is multiplied by, and its share of the completion tokens."""
+    """What each micro-batch's loss is multiplied by, and its share of the completion tokens of all
+    ranks."""
     rows = [batch["input_ids"].shape[0] for batch in batches]
-    counts = torch.stack([batch["completion_mask"].sum() for batch in batches])
-    tokens: list[float] = counts.tolist()  # one wait for the device, not one a batch
-    shares = [count / sum(tokens) for count in tokens]
+    counts = [batch["completion_mask"].sum() for batch in batches]
+    # One wait for the device, not one a batch.
+    tokens: list[float] = torch.stack(counts).tolist() if counts else []
+    sums = ranks.gather((sum(rows), math.fsum(tokens)))
+    all_rows, all_tokens = sum(n for n, _ in sums), math.fsum(n for _, n in sums)
+    shares = [count / all_tokens for count in tokens]
     kind = NORMALIZED_BY.get(name, "sequences") if normalize == "auto" else normalize
     if kind == "update":
         return [1.0] * len(batches), shares
     if kind == "tokens":
         return shares, shares
-    return [count / sum(rows) for count in rows], shares
+    return [count / all_rows for count in rows], shares

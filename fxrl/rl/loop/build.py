@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from fxrl import optimize
+from fxrl.distributed import Ranks
 from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES, completion_logits, token_stats
@@ -73,6 +74,7 @@ class RunParts:
         reference: scores them under the reference policy; ``None`` without a KL.
         probe: scores some of them for the drift, where the loss does not measure it.
         fingerprints: of the questions, and of model and tokenizer as they are before training.
+        ranks: that run the same parts, each in a process of its own.
     """
 
     model: nn.Module
@@ -88,6 +90,7 @@ class RunParts:
     stage: Stage
     events: Events
     fingerprints: Mapping[str, str]
+    ranks: Ranks
 
 
 def seed_everything(seed: int) -> None:
@@ -154,6 +157,7 @@ def build_parts(
     run_dir: Path,
     reporter: Reporter,
     callbacks: Sequence[object] = (),
+    ranks: Ranks | None = None,
 ) -> RunParts:
     """Loads the model and wires the run together.
 
@@ -202,7 +206,7 @@ def build_parts(
     model, tokenizer, engine = build_engine(config.engine, spec)
     try:
         rollouter = Rollouter(
-            engine, questions.builder, questions.rewards, config, tokenizer, reporter.stage
+            engine, questions.builder, questions.rewards, config, tokenizer, reporter.stage, ranks
         )
         return _around(model, rollouter, questions, run_dir, device, tuple(callbacks))
     except BaseException:
@@ -259,6 +263,7 @@ def _around(
             max_nonfinite=config.max_nonfinite,
             run_dir=run_dir,
             place="" if config.loss.name in FACTORIES else defined_at(loss_fn),
+            ranks=rollouter.ranks,
         ),
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
@@ -266,6 +271,7 @@ def _around(
         stage=rollouter.stage,
         events=Events(config, callbacks, {"model": model, "tokenizer": rollouter.tokenizer}),
         fingerprints={**questions.fingerprints, **fingerprint.of_model(model, rollouter.tokenizer)},
+        ranks=rollouter.ranks,
     )
 
 

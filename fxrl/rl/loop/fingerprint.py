@@ -84,11 +84,16 @@ def of_weights(model: nn.Module) -> str:
     adapter, else all. Read on their device, so that large models do not cross over to the host."""
     named = list(model.named_parameters())
     frozen = [(name, p) for name, p in named if not p.requires_grad]
+    return of_tensors(dict(frozen or named))
+
+
+def of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Changes with their names, and with any bit of them."""
     digest = hashlib.sha256()
-    for name, parameter in frozen or named:
-        value = parameter.detach()
+    for name, tensor in tensors.items():
+        value = tensor.detach()
         digest.update(f"{name} {value.dtype} {list(value.shape)} {_checksum(value)}\n".encode())
-    return f"{len(frozen or named)} tensors, {_short(digest.hexdigest())}"
+    return f"{len(tensors)} tensors, {_short(digest.hexdigest())}"
 
 
 def of_tokenizer(tokenizer: Any) -> str:

@@ -10,23 +10,25 @@ import os
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from fxrl.distributed import Ranks, joined
 from fxrl.errors import FxrlError, did_you_mean
 from fxrl.files import make_folder, refuse_links, rename, replacing_folder, write_text
 from fxrl.models import load_tokenizer
 from fxrl.models.hf import no_progress_bars
 from fxrl.rl.config.dtype import settle
-from fxrl.rl.config.load import as_table
+from fxrl.rl.config.load import as_table, differences
 from fxrl.rl.config.tables import TrainConfig
-from fxrl.rl.errors import BadConfigError
+from fxrl.rl.errors import BadConfigError, in_words
 from fxrl.rl.loop import checkpoint, store
 from fxrl.rl.loop.build import Questions, build_parts, pick_device, read_questions, seed_everything
-from fxrl.rl.loop.fingerprint import check_unchanged
+from fxrl.rl.loop.fingerprint import check_unchanged, of_tensors
 from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
 from fxrl.rl.loop.lock import LOCK, hold
 from fxrl.rl.loop.outlook import outlook
@@ -50,6 +52,7 @@ class Task(NamedTuple):
         accept_changes: goes on with what has changed since, if it is no configuration.
         callbacks: the caller's between the trackers and the push to the hub.
         overwrite: a run that run_dir holds is moved aside.
+        ranks: that run it.
     """
 
     config: TrainConfig
@@ -58,6 +61,7 @@ class Task(NamedTuple):
     accept_changes: bool
     callbacks: tuple[object, ...]
     overwrite: bool
+    ranks: Ranks
 
 
 class Outcome(NamedTuple):
@@ -91,20 +95,38 @@ def prepare(
 
     ``Trainer.train`` says what the arguments are.
 
+    NOTE [What the other ranks write]
+    Of several ranks the first has ``run_dir``, callbacks and trackers. The others go through the
+    same loop with a folder of their own, that goes when they end, so that nothing needs to ask who
+    it is but what is large: checkpoints and the trained model. They read rank 0's checkpoints, so
+    ranks of several hosts need a file system that all of them see.
+
     Raises:
         FxrlError: something in them is wrong, or another run has ``run_dir``.
     """
     tell = reporter.message
     if accept_changes and resume is None:
         raise BadConfigError("--accept-changes says nothing without --resume")
-    _check_own(Path(config.run_dir))
-    if resume in ("", checkpoint.SOUND):
-        _check_begun(Path(config.run_dir))
-    called = [*trackers(config, tell), *callbacks]
-    if config.push_to_hub is not None:
-        called.append(HubPush(config.push_to_hub, tell))
-    with hold(Path(config.run_dir), tell):
-        found = None if overwrite else _where_to_start(config, resume, tell)
+    with ExitStack() as held:
+        ranks = held.enter_context(joined(in_words))
+        if changed := differences(ranks.broadcast(as_table(config)), as_table(config)):
+            lines = "\n  ".join(changed)
+            raise BadConfigError(f"it has another configuration than rank 0:\n  {lines}")
+        called: list[object] = []
+        found = None
+        if ranks.primary:
+            _check_own(Path(config.run_dir))
+            if resume in ("", checkpoint.SOUND):
+                _check_begun(Path(config.run_dir))
+            called += [*trackers(config, tell), *callbacks]
+            if config.push_to_hub is not None:
+                called.append(HubPush(config.push_to_hub, tell))
+            held.enter_context(hold(Path(config.run_dir), tell))
+            found = None if overwrite else _where_to_start(config, resume, tell)
+        else:
+            scratch = held.enter_context(TemporaryDirectory(prefix="fxrl-rank-"))
+            config = dataclasses.replace(config, run_dir=scratch)
+        found = ranks.broadcast(found)
         saved = None if found is None else checkpoint.read_trainer(found)
         model = settle(
             config.model,
@@ -129,7 +151,8 @@ def prepare(
             check_unchanged(
                 found, saved["fingerprints"], questions.fingerprints, accept=accept_changes
             )
-        yield Task(config, questions, found, accept_changes, tuple(called), overwrite)
+        ranks.check_same("data, rewards and loss", dict(questions.fingerprints))
+        yield Task(config, questions, found, accept_changes, tuple(called), overwrite, ranks)
 
 
 def _by_epochs(config: TrainConfig, num_questions: int, tell: Tell) -> TrainConfig:
@@ -154,7 +177,7 @@ def run(task: Task, reporter: Reporter) -> Outcome:
         _move_aside(run_dir, reporter.message)
     try_to_write(lambda: _start_folder(config, run_dir, new=task.found is None), str(run_dir))
     seed_everything(config.seed)
-    parts = build_parts(config, task.questions, run_dir, reporter, task.callbacks)
+    parts = build_parts(config, task.questions, run_dir, reporter, task.callbacks, task.ranks)
     loop = TrainingLoop(config, parts, run_dir)
     try:
         outcome = _trained(loop, task, reporter)
@@ -175,6 +198,8 @@ def _trained(loop: TrainingLoop, task: Task, reporter: Reporter) -> Outcome:
         if task.found is not None:
             loop.resume(task.found, accept_changes=task.accept_changes)
             reporter.message(f"resumed at step {loop.done} from {task.found}")
+        weights = {n: p for n, p in parts.model.named_parameters() if p.requires_grad}
+        parts.ranks.check_same("the model", [parts.fingerprints, of_tensors(weights)])
         with reporter.stage("planning: memory of rollout and update"):
             said = []
             for line in outlook(config, parts):
@@ -237,8 +262,9 @@ def _finish(loop: TrainingLoop, stop: StopRequest, reporter: Reporter) -> Outcom
             loop.parts.tokenizer.save_pretrained(str(final))
         write_text(run_dir / "summary.json", jsonlib.dumps(values, indent=1) + "\n")
 
-    with reporter.stage("saving: the trained model"):
-        loop.for_sure(write, "the trained model", reporter)
+    if loop.parts.ranks.primary:
+        with reporter.stage("saving: the trained model"):
+            loop.for_sure(write, "the trained model", reporter)
     reporter.summary(values)
     return outcome
 

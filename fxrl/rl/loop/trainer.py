@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import math
+import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -34,7 +35,7 @@ from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.drift import DriftWatch, measured, probe_rows
 from fxrl.rl.errors import StorageError
 from fxrl.rl.loop import checkpoint, store
-from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_micro_batches
+from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_ranks
 from fxrl.rl.loop.build import RunParts
 from fxrl.rl.loop.fingerprint import check_unchanged
 from fxrl.rl.loop.interrupt import StopRequest
@@ -73,6 +74,7 @@ class TrainingIteration:
             FxrlError: something failed; the attributes say how far it got.
         """
         clock, parts, config = self.clock, self.parts, self.config
+        self._seed_other_ranks()
         rollout = self.rollout = parts.rollouter.rollout(self._take, self._state, clock)
         self.engine_state = parts.engine.state_dict()
         parts.events("on_rollout_end", self._state(), rollout=rollout)
@@ -83,7 +85,8 @@ class TrainingIteration:
                 batches = self._batches(rollout, say)
             words = f"{rollout.num_tokens} tokens in micro-batches: {len(batches)}"
             with clock.phase("train"), self._doing(f"training: {words}"):
-                updates = self._updates(batches)
+                # Dynamic sampling may have dropped every group.
+                updates = self._updates(batches) if rollout.drawn else [parts.updater.no_update()]
             self.trained = True
             self.record |= mean_of(updates) | rollout.metrics
             with clock.phase("wake"):
@@ -104,6 +107,23 @@ class TrainingIteration:
         if self.device.type == "cuda":
             self.record["memory/peak_bytes"] = max(self.clock.bytes.values(), default=0)
 
+    def add_of_all_ranks(self) -> None:
+        """What is another number on each rank: the most of any."""
+        ranks = self.parts.ranks
+        if ranks.size > 1:
+            self.record |= {"ranks/wait_s": ranks.wait_s, "ranks/sum_s": ranks.sum_s}
+            ranks.wait_s = ranks.sum_s = 0.0
+            names = [n for n in self.record if n.startswith(("ranks/", "memory/"))]
+            each = ranks.gather([self.record[name] for name in names])
+            self.record |= dict(zip(names, map(max, zip(*each, strict=True)), strict=True))
+
+    def _seed_other_ranks(self) -> None:
+        """Ranks' dropout must differ. Rank 0's generators go on as in a run of one, and are in its
+        checkpoints; the others' follow from the step, so that a resumed run has them."""
+        if (rank := self.parts.ranks.rank) > 0:
+            name = f"{self.config.seed}/{self.number}/{rank}"
+            torch.manual_seed(random.Random(name).getrandbits(63))
+
     def _take(self, count: int) -> list[Row]:
         rows = self.parts.questions.split.train
         return [rows[i] for i in self.parts.stream.take(count)]
@@ -118,12 +138,14 @@ class TrainingIteration:
             yield say
 
     def _batches(self, rollout: Rollout, say: Say) -> list[Batch]:
-        """Micro-batches with the log-probabilities that the loss compares with."""
+        """This rank's micro-batches, with the log-probabilities that the loss compares with."""
         completions = [drawn.completion for drawn in rollout.drawn]
         lengths = [(len(c.prompt_token_ids), len(c.token_ids)) for c in completions]
         if not lengths:
             return []
-        plan = plan_micro_batches(lengths, self.config.micro_batch_tokens)
+        ranks = self.parts.ranks
+        plans = plan_ranks(lengths, self.config.micro_batch_tokens, ranks.size)
+        plan, whole = plans[ranks.rank], [group for each in plans for group in each]
         parameter = next(self.parts.model.parameters())
         make = functools.partial(
             make_batches,
@@ -134,8 +156,8 @@ class TrainingIteration:
             dtype=torch.promote_types(parameter.dtype, torch.float32),
         )
         batches = make(plan)
-        self.record["padding/fraction"] = padding_fraction(lengths, plan)
-        self.record["padding/micro_batches"] = len(plan)
+        self.record["padding/fraction"] = padding_fraction(lengths, whole)
+        self.record["padding/micro_batches"] = len(whole)
         for number, batch in enumerate(batches, 1):
             say(f"scoring: micro-batch {number} of {len(batches)}")
             if self.parts.old_policy is not None:
@@ -143,18 +165,15 @@ class TrainingIteration:
             if self.parts.reference is not None:
                 batch["ref_logps"] = self.parts.reference(batch)
         if self.parts.probe is not None:
-            rows = probe_rows(plan, [sum(pair) for pair in lengths])
+            rows = probe_rows(whole, [sum(pair) for pair in lengths])
             [batch] = make([rows])
             self.record |= measured(self.parts.probe(batch), batch)
         return batches
 
     def _updates(self, batches: list[Batch]) -> list[Metrics]:
-        updater = self.parts.updater
-        if not batches:  # dynamic sampling has dropped every group
-            return [updater.no_update()]
         found = []
         for _ in range(self.config.num_iterations):
-            found.append(updater.update(batches, self.number))
+            found.append(self.parts.updater.update(batches, self.number))
             self.updated = True
         return found
 
@@ -227,7 +246,8 @@ class TrainingLoop:
         self.parts.updater.num_skipped_in_a_row = saved["num_skipped_in_a_row"]
         self.initial = saved["initial"]
         self._former_end = saved["config"]["steps"]
-        self._go_on_from(path)
+        if self.parts.ranks.primary:
+            self._go_on_from(path)
 
     def _go_on_from(self, path: Path) -> None:
         """With the branch of the last checkpoint, else with a new one (``store``, Branches)."""
@@ -257,8 +277,10 @@ class TrainingLoop:
             events("on_train_begin", self.now())
             if self.done == 0 and config.steps > 0 and not self.initial:
                 self._evaluate_untrained()
-            while not (stop or self._over):
+            while True:
                 with self._rescued(metrics, reporter):
+                    if self._ends(stop):
+                        break
                     record, rollout = self._step()
                     metrics.write(record)
                     self._written = self.done
@@ -267,7 +289,8 @@ class TrainingLoop:
                         completions.write({"step": self.done, **sample})
                     events("on_log", self.now(), logs=record)
                     self._tell(record, samples, reporter)
-                self._save_if_due(reporter, last=self._over or bool(stop))
+                    last = self._ends(stop)
+                self._save_if_due(reporter, last=last)
             self.for_sure(metrics.flush, str(metrics.path), reporter)
             self.for_sure(completions.flush, str(completions.path), reporter)
         finally:
@@ -278,10 +301,14 @@ class TrainingLoop:
         """What callbacks read of the run."""
         return TrainerState(self.done, self.config.steps, self.parts.stream.epoch)
 
-    @property
-    def _over(self) -> bool:
-        """No further step is wanted, whatever signals say."""
-        return self.done >= self.config.steps or self.parts.events.control.should_training_stop
+    def _ends(self, stop: StopRequest) -> bool:
+        """Whether no further step is wanted. A signal to one rank is one to all; callbacks are
+        asked on rank 0."""
+        control = self.parts.events.control
+        asked = self.parts.ranks.gather((stop.signum, control.should_training_stop))
+        stop.signum = next((signum for signum, _ in asked if signum is not None), None)
+        control.should_training_stop = asked[0][1]
+        return bool(stop) or self.done >= self.config.steps or control.should_training_stop
 
     def _tell(
         self, record: dict[str, Any], samples: list[dict[str, Any]], reporter: Reporter
@@ -328,7 +355,10 @@ class TrainingLoop:
         }
 
     def save(self, state: Mapping[str, Any] | None = None) -> Path:
-        """Writes a checkpoint of ``state``, the present one by default."""
+        """Writes a checkpoint of ``state``, the present one by default; on rank 0, as the others
+        have the same."""
+        if not self.parts.ranks.primary:
+            return self.run_dir
         state = state or self._state()
         updater = self.parts.updater
         trainer = {
@@ -367,7 +397,10 @@ class TrainingLoop:
             raise
 
     def _rescue(self, error: BaseException, metrics: JsonLines, reporter: Reporter) -> None:
-        """Saves the last state there is to go on from, and says so in a note of ``error``."""
+        """Saves the last state there is to go on from, and says so in a note of ``error``; on rank
+        0, as ``save``."""
+        if not self.parts.ranks.primary:
+            return
         step, state = self._step_now, self._start_of_step
         number = self.done + 1 if step is None else step.number
         if step is not None and step.updated and not step.trained:
@@ -409,6 +442,7 @@ class TrainingLoop:
         events("on_step_begin", self.now())
         step = self._step_now = TrainingIteration(self.config, self.parts, number)
         rollout = step.run()
+        step.add_of_all_ranks()
         self.num_tokens += rollout.num_tokens
         self.done = number
         for phase, used in step.clock.bytes.items():
@@ -418,7 +452,8 @@ class TrainingLoop:
         if number == 1:
             record |= self.initial
         events("on_step_end", self.now(), logs=record)
-        if events.asked("evaluate") or self._evaluation_due(number):
+        asked = events.asked("evaluate") or self._evaluation_due(number)
+        if self.parts.ranks.broadcast(asked):
             record |= self._evaluate()
         return record, rollout
 

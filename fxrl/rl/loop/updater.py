@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from fxrl.distributed import Ranks
 from fxrl.errors import FxrlError
 from fxrl.files import replacing
 from fxrl.rl.config.named import make_optimizer
@@ -59,6 +60,13 @@ def lr_factor(config: OptimConfig, update: int, num_updates: int) -> float:
 class Updater:
     """Loss, backward, clip, step.
 
+    NOTE [Gradients of several ranks]
+    Each rank takes losses and gradients of its own micro-batches, weighed by their share of the
+    whole step; behind the last backward the gradients are summed. A rank without micro-batches adds
+    zeros. Clipping, optimizer and schedule then do the same on every rank, so weights stay equal
+    and none are ever sent. The sum is not overlapped with the backward: an adapter's gradients take
+    milliseconds, and full weights' would be sent once a micro-batch or need hooks in its last one.
+
     Attributes:
         step: ``fxrl.optimize``'s result, or a plain loss: ``step(batch)`` gives the loss, or the
             loss and its metrics.
@@ -68,6 +76,7 @@ class Updater:
         run_dir: gets the batch that stopped the run.
         place: of the loss in its file, for messages.
         process: what the loss may not change.
+        ranks: that share a step's micro-batches.
     """
 
     step: Callable[[Batch], Any]
@@ -82,6 +91,7 @@ class Updater:
     num_skipped_in_a_row: int = 0
     place: str = ""
     process: ProcessState = field(default_factory=ProcessState)
+    ranks: Ranks = field(default_factory=Ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """State of optimizer and schedule."""
@@ -128,31 +138,68 @@ class Updater:
 
         The device is waited for once, at the end: its numbers come over together.
 
+        Args:
+            batches: this rank's; of all ranks one at least has some.
+
         Returns:
             The loss and the metrics that one batch of everything would have given, and between
             them the gradient's norm before it was clipped.
 
         Raises:
             LossError: the loss raised, or returned no number that has a gradient.
+            RankError: another rank failed.
         """
-        weights, shares = micro_batch_weights(self.loss.normalize, self.loss.name, batches)
+        weights, shares = micro_batch_weights(
+            self.loss.normalize, self.loss.name, batches, self.ranks
+        )
         self.optimizer.zero_grad(set_to_none=True)
         found: list[dict[str, Tensor]] = []
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
             doing = f"training: micro-batch {number} of {len(batches)}"
             found.append(self._one_backward(batch, weight, doing))
-            if found[-1].keys() != found[0].keys():
-                differing = sorted(found[-1].keys() ^ found[0].keys())
+        self._sum_gradients()
+        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(self.parameters, limit)
+        [[norm_value], *rows] = _to_host([[norm], *(list(values.values()) for values in found)])
+        named = (
+            dict(zip(values, row, strict=True)) for values, row in zip(found, rows, strict=True)
+        )
+        own = list(zip(weights, shares, named, strict=True))
+        loss, metrics = self._merged([one for part in self.ranks.gather(own) for one in part])
+        self.ranks.check_same("the gradient's norm", repr(norm_value))
+        return loss, norm_value, metrics
+
+    def _sum_gradients(self) -> None:
+        """Over the ranks. What no rank's loss depends on has no gradient, as on one rank."""
+        used = self.ranks.gather([p.grad is not None for p in self.parameters])
+        chosen = [
+            p for p, each in zip(self.parameters, zip(*used, strict=True), strict=True) if any(each)
+        ]
+        for parameter in chosen:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.ranks.sum_([p.grad for p in chosen if p.grad is not None])
+
+    def _merged(
+        self, micro_batches: Sequence[tuple[float, float, dict[str, float]]]
+    ) -> tuple[float, Metrics]:
+        """The whole step's loss and metrics, out of each micro-batch's weight, share, and values.
+
+        Raises:
+            LossError: not all have the same metrics.
+        """
+        weights, shares, found = zip(*micro_batches, strict=True)
+        for values in found:
+            if values.keys() != found[0].keys():
+                differing = sorted(values.keys() ^ found[0].keys())
                 raise LossError(
                     f"{self._named_loss()} returned the metrics {differing[:20]} for some "
                     "micro-batches of a step only; return the same for each"
                 )
-        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(self.parameters, limit)
-        [[norm_value], *rows] = _to_host([[norm], *(list(values.values()) for values in found)])
-        losses = [row[0] * weight for row, weight in zip(rows, weights, strict=True)]
-        merged = merge_metrics(list(found[0])[1:], [row[1:] for row in rows], weights, shares)
-        return math.fsum(losses), norm_value, merged
+        loss = math.fsum(v["loss"] * weight for v, weight in zip(found, weights, strict=True))
+        names = [name for name in found[0] if name != "loss"]
+        rows = [[values[name] for name in names] for values in found]
+        return loss, merge_metrics(names, rows, weights, shares)
 
     def _one_backward(self, batch: Batch, weight: float, doing: str) -> dict[str, Tensor]:
         """Adds a micro-batch's gradients; ``loss``, then the metrics, as tensors."""
@@ -181,7 +228,7 @@ class Updater:
         return f"loss {self.loss.name!r}{self.place}"
 
     def update(self, batches: Sequence[Batch], step_number: int) -> Metrics:
-        """One update, or none if loss or gradient is not finite.
+        """One update, or none if loss or gradient is not finite; the same on all ranks.
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``nonfinite`` (1.0 if the
@@ -217,10 +264,11 @@ class Updater:
 
     def _stop(self, batches: Sequence[Batch], step_number: int, loss: float, norm: float) -> None:
         path = self.run_dir / f"nonfinite-step-{step_number}.pt"
-        saved = [
+        own = [
             {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
             for batch in batches
         ]
+        saved = [batch for part in self.ranks.gather(own) for batch in part]
         path.parent.mkdir(parents=True, exist_ok=True)
         found = {"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}
         with replacing(path) as stream:
@@ -236,7 +284,7 @@ class Updater:
 RESERVED = re.compile(
     "(step|loss|reward|reward_std|frac_reward_zero_std|grad_norm|learning_rate|nonfinite|epoch"
     "|num_tokens|step_time|tokens_per_second|event)$"
-    "|(completions|dynamic_sampling|engine|eval|memory|padding|rewards|time)/"
+    "|(completions|dynamic_sampling|engine|eval|memory|padding|ranks|rewards|time)/"
 )
 """Names in ``metrics.jsonl`` that no loss may give its metrics."""
 

@@ -26,6 +26,14 @@ T = TypeVar("T")
 LOG = "train.log"
 
 
+@contextmanager
+def silent() -> Iterator[None]:
+    """What Python code writes goes nowhere: of several ranks one talks. A crash is still seen, as
+    the process's own descriptors stay as they are."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
 class Outlet:
     """A text stream whose ``write`` and ``flush`` go on elsewhere; all else is the stream's.
 

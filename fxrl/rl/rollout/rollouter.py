@@ -13,6 +13,15 @@ judge each completion by itself (``Reward.per_group``). The others get the whole
 as TRL calls them, because they may compare completions of different prompts. Which thread calls a
 function, and when, changes no value. Waiting (a sandbox, a server) is hidden behind generation;
 Python's own work is not, it shares the interpreter with the engine.
+
+NOTE [Completions on several ranks]
+Prompts are dealt to the ranks by their expected tokens; a rank draws all completions of its prompts
+and calls the rewards that judge each by itself. Then every rank gets everything: a step's rewards
+compare completions of different prompts, advantages and metrics are of the whole step, and what is
+trained on is dealt anew, by lengths that are known by then. Rewards that get the whole step are
+called on rank 0. A completion's random numbers are those of its place in the step
+(``Engine.generate``, ``only``), so the step's completions are the same on any number of ranks, up
+to the rounding of logits.
 """
 
 from __future__ import annotations
@@ -27,6 +36,7 @@ from typing import Any
 
 import torch
 
+from fxrl.distributed import Ranks, deal
 from fxrl.engines import Completion, Engine, GenerateTimeoutError, SamplingParams
 from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
 from fxrl.rl.config.tables import SamplingConfig, TrainConfig
@@ -53,9 +63,10 @@ class Judge:
         rewards: Sequence[Reward],
         tokenizer: Any,
         state: TrainerState,
+        ranks: Ranks | None = None,
     ) -> None:
         self.rows, self.prompts, self.rewards = rows, prompts, rewards
-        self.tokenizer, self.state = tokenizer, state
+        self.tokenizer, self.state, self.ranks = tokenizer, state, ranks or Ranks()
         self._queue: queue.SimpleQueue[tuple[int, Sequence[Completion]] | None]
         self._queue = queue.SimpleQueue()
         self._seen: set[int] = set()
@@ -74,29 +85,38 @@ class Judge:
 
     def verdict(
         self, groups: Sequence[Sequence[Completion]]
-    ) -> tuple[list[str], dict[str, Values]]:
-        """Texts and each function's values, one entry per completion; waits for the rest.
+    ) -> tuple[list[Completion], list[str], dict[str, Values]]:
+        """The step's completions, their texts and each function's values; waits for the rest.
+
+        Args:
+            groups: of each prompt; empty where another rank has drawn them.
 
         Raises:
             RewardError: a function failed.
+            RankError: another rank failed.
         """
         for prompt, group in enumerate(groups):
-            if prompt not in self._seen:
+            if group and prompt not in self._seen:
                 self.finished(prompt, group)
         self._queue.put(None)
         self._worker.result()
+        own = {i: (groups[i], self._texts[i], self._values[i]) for i in self._seen}
+        all_of = {i: found for part in self.ranks.gather(own) for i, found in part.items()}
         order = range(len(groups))
-        texts = [text for prompt in order for text in self._texts[prompt]]
-        early = {
-            name: [value for prompt in order for value in self._values[prompt][name]]
+        completions = [completion for i in order for completion in all_of[i][0]]
+        texts = [text for i in order for text in all_of[i][1]]
+        values = {
+            name: [value for i in order for value in all_of[i][2][name]]
             for name in (reward.name for reward in self.rewards if reward.per_group)
         }
-        late = [reward for reward in self.rewards if not reward.per_group]
-        counts = [len(group) for group in groups]
-        if late:
-            completions = [completion for group in groups for completion in group]
-            early |= call_all(late, len(texts), self._arguments(order, counts, texts, completions))
-        return texts, {reward.name: early[reward.name] for reward in self.rewards}
+        if late := [reward for reward in self.rewards if not reward.per_group]:
+            found: dict[str, Values] = {}
+            if self.ranks.primary:
+                counts = [len(all_of[i][0]) for i in order]
+                arguments = self._arguments(order, counts, texts, completions)
+                found = call_all(late, len(texts), arguments)
+            values |= self.ranks.broadcast(found)
+        return completions, texts, {reward.name: values[reward.name] for reward in self.rewards}
 
     def _work(self) -> None:
         early = [reward for reward in self.rewards if reward.per_group]
@@ -145,9 +165,11 @@ class Rollouter:
         config: TrainConfig,
         tokenizer: Any,
         stage: Stage,
+        ranks: Ranks | None = None,
     ) -> None:
         self.engine, self.builder, self.rewards = engine, builder, rewards
         self.config, self.tokenizer, self.stage = config, tokenizer, stage
+        self.ranks = ranks or Ranks()
         self._retried: list[str] = []
 
     def params(self, *, n: int, greedy: bool = False, seed: int | None = None) -> SamplingParams:
@@ -175,17 +197,16 @@ class Rollouter:
             say = doing.enter_context(self.stage(f"generating: {total} completions"))
             doing.enter_context(told("fxrl.engines.engine", say))
             ids = [self.builder.encode(prompt) for prompt in prompts]
-            judge, groups = self._generate(
-                ids, params, lambda: Judge(rows, prompts, self.rewards, self.tokenizer, state)
-            )
+            context = (rows, prompts, self.rewards, self.tokenizer, state, self.ranks)
+            judge, groups = self._generate(ids, params, lambda: Judge(*context))
         # Times that are not of this call stay in ``timings`` as they were.
         new = {k: v for k, v in self.engine.timings.items() if before.get(k) != v}
         clock.move("generate", "sync", sum(new.get(name, 0.0) for name in ENGINE_SYNC))
         with clock.phase("reward"), self.stage(f"judging: {total} completions"):
-            texts, by_function = judge.verdict(groups)
+            completions, texts, by_function = judge.verdict(groups)
         columns = list(by_function.values())
         each = zip(
-            (completion for group in groups for completion in group),
+            completions,
             texts,
             (prompt for prompt in prompts for _ in range(params.n)),
             (dict(zip(by_function, row, strict=True)) for row in zip(*columns, strict=True)),
@@ -200,11 +221,15 @@ class Rollouter:
         params: SamplingParams,
         new_judge: Callable[[], Judge],
     ) -> tuple[Judge, list[list[Completion]]]:
-        """Draws, again where that took too long; each try draws the same."""
+        """Draws this rank's share, again where that took too long; each try draws the same."""
+        # How long a completion will be nobody knows; it is the same guess for all.
+        costs = [len(prompt) + params.n * params.max_tokens / 2 for prompt in ids]
+        mine = deal(costs, self.ranks.size)[self.ranks.rank]
         for left in reversed(range(self.config.engine_retries + 1)):
             judge, sampler = new_judge(), self.engine.state_dict()
             try:
-                return judge, self.engine.generate(ids, params, on_finished=judge.finished)
+                generate = self.engine.generate
+                return judge, generate(ids, params, only=mine, on_finished=judge.finished)
             except GenerateTimeoutError as error:
                 judge.abandon()
                 if not left:
@@ -264,7 +289,7 @@ class Rollouter:
         told = [*self._retried, *(text for reward in self.rewards for text in reward.failures)]
         for failures in (self._retried, *(reward.failures for reward in self.rewards)):
             failures.clear()
-        return told
+        return [text for part in self.ranks.gather(told) for text in part]
 
     def _kept(self, drawn: Sequence[Drawn]) -> list[Drawn]:
         """Completions to train on: of the groups that teach something."""

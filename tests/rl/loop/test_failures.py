@@ -30,10 +30,10 @@ class FailingEngine(TorchEngine):
             type(self).when = -1
             raise self.error(f"vLLM died in {place}")
 
-    def generate(self, prompts, params, *, on_finished=None):
+    def generate(self, prompts, params, *, only=None, on_finished=None):
         self.generations += 1
         self.fail_at("generate")
-        found = super().generate(prompts, params, on_finished=on_finished)
+        found = super().generate(prompts, params, only=only, on_finished=on_finished)
         self.fail_at("the end of generate")
         return found
 

@@ -29,7 +29,7 @@ class Engine:
     def state_dict(self):
         return {}
 
-    def generate(self, prompts, params, *, on_finished=None):
+    def generate(self, prompts, params, *, only=None, on_finished=None):
         self.calls.append(len(prompts))
         self.timings = {"fold": 0.0, "generate": 1.0}
         return [

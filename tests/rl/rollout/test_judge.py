@@ -50,7 +50,7 @@ def judged(early, late, finish=()):
 @pytest.mark.parametrize("finish", [(), (1,), (1, 0)], ids=["at the end", "one early", "both"])
 def test_values_are_in_order_whenever_they_were_made(finish):
     early, late = Spy(), Spy()
-    texts, by_function = judged(early, late, finish)
+    _, texts, by_function = judged(early, late, finish)
     assert texts == ["ones", "one", "threes", "three"]
     assert list(by_function) == ["late", "early"]
     assert by_function["early"] == by_function["late"] == [4.0, 3.0, 6.0, 5.0]
@@ -82,7 +82,7 @@ def test_a_reward_runs_while_others_are_drawn():
     )
     judge.finished(0, GROUPS[0])
     assert called.wait(5), "before the second prompt has finished"
-    assert judge.verdict(GROUPS)[1]["early"] == [0.0] * 4
+    assert judge.verdict(GROUPS)[2]["early"] == [0.0] * 4
 
 
 def test_a_reward_that_raises_early_is_told_at_the_end():

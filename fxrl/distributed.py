@@ -1,0 +1,428 @@
+"""The processes of one run: what they share, and how they end together.
+
+``torchrun --nproc-per-node 4 -m fxrl train run.toml`` starts four; each is a rank. A process that
+was started alone is rank 0 of 1 and goes through the same code.
+
+NOTE [Where ranks wait]
+A collective begins when all ranks have come to it: they count themselves in the group's store, and
+look every second whether another has failed, died, or been silent. So no collective waits for a
+rank that is slow (its completions are long, it compiles): it is over as soon as its bytes have
+moved. And whoever waits for a rank that will not come ends with a reason:
+
+    a rank raised           within a second
+    its process is gone     within a second on the same host, else within ``SILENT_S``
+    it lives and does not come                             within ``PATIENCE_S``
+    it goes while bytes move                               within ``COLLECTIVE_S``
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from fxrl.errors import ConfigError, FxrlError
+
+T = TypeVar("T")
+dist: Any = torch.distributed  # it exports its stores without saying so
+
+SILENT_S = 120.0
+"""Every rank says every few seconds that it lives, by a thread; one call into C may hold it up."""
+PATIENCE_S = 1800.0
+"""One rank's completions may take that much longer than another's."""
+COLLECTIVE_S = 300.0
+_BEAT_S, _LOOK_S = 5.0, 1.0
+BUCKET_BYTES = 2**29
+"""Summed by one collective. The gradients of an adapter fit into one; the copy of larger ones must
+not take as much memory as they do."""
+_RUNS = itertools.count()
+
+
+class RankError(FxrlError):
+    """Another rank failed or is gone, or ranks differ in what they must have alike.
+
+    Attributes:
+        teller: the rank that tells people.
+    """
+
+    def __init__(self, text: str, teller: int = 0) -> None:
+        super().__init__(text)
+        self.teller = teller
+
+
+@dataclass(slots=True)
+class Ranks:
+    """This process and its peers; by itself a single one.
+
+    Attributes:
+        rank: from 0 on; rank 0 is the primary, which alone writes and talks.
+        size: how many there are.
+        wait_s: seconds that this rank has waited for others.
+        sum_s: seconds that its sums took.
+    """
+
+    rank: int = 0
+    size: int = 1
+    wait_s: float = 0.0
+    sum_s: float = 0.0
+    _lobby: _Lobby | None = field(default=None, repr=False)
+
+    @property
+    def primary(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank; they are pickled.
+
+        Raises:
+            RankError: not all came.
+        """
+        if self._lobby is None:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self._meet()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._finish(dist.all_gather(sizes, torch.tensor([len(data)]), async_op=True))
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = data
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        self._finish(dist.all_gather(parts, padded, async_op=True))
+        cut = (part[:n].numpy().tobytes() for part, n in zip(parts, lengths, strict=True))
+        return [pickle.loads(part) for part in cut]
+
+    def broadcast(self, value: T) -> T:
+        """The primary's value."""
+        return self.gather(value if self.primary else None)[0]  # type: ignore[return-value]
+
+    def check_same(self, what: str, value: Any) -> None:
+        """Raises where not all ranks have the same value.
+
+        Raises:
+            RankError: names ranks and values.
+        """
+        first, *others = self.gather(value)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise RankError(
+                    f"{what}: rank 0 has {_short(first)} and rank {rank} has {_short(other)}; all "
+                    "ranks need the same files, packages and kind of GPU"
+                )
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Adds tensors up over the ranks, in place; all ranks give the same shapes.
+
+        Sums are made in float32, or in a wider dtype of the tensors, and are bit for bit the same
+        on every rank.
+        """
+        if self._lobby is None or not tensors:
+            return
+        self._meet()
+        start = time.perf_counter()
+        for bucket in _buckets(tensors):
+            wide = [t.to(torch.promote_types(t.dtype, torch.float32)).reshape(-1) for t in bucket]
+            flat = torch.cat(wide)
+            self._finish(dist.all_reduce(flat, async_op=True))
+            parts = torch.split(flat, [len(part) for part in wide])
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+        self.sum_s += time.perf_counter() - start
+
+    def fail(self, told: str) -> None:
+        """Lets the others know that this rank ends, and why; the first to do so is heard."""
+        if self._lobby is not None:
+            self._lobby.close(self.rank, told)
+
+    def _meet(self) -> None:
+        """Waits until all ranks are here."""
+        assert self._lobby is not None
+        self.wait_s += self._lobby.meet()
+
+    def _finish(self, work: Any) -> None:
+        """Waits for a collective.
+
+        Raises:
+            RankError: a rank went away meanwhile.
+        """
+        assert self._lobby is not None
+        lobby, pause = self._lobby, _Pause(lambda: None)
+        try:
+            while not work.is_completed():
+                pause()
+            work.wait()
+        except RuntimeError as error:  # gloo's and NCCL's
+            pause = _Pause(lobby.look)
+            while pause.seconds < 2 * _LOOK_S:  # who it was is soon known
+                pause()
+            raise RankError(f"a rank went away within a collective: {error}") from error
+
+
+def deal(costs: Sequence[float], size: int) -> list[list[int]]:
+    """Numbers of the costs, dealt to ``size`` hands: the dearest first, to who has least so far
+    (LPT: no hand has more than 4/3 of what the best deal gives it)."""
+    hands: list[list[int]] = [[] for _ in range(size)]
+    least = [(0.0, hand) for hand in range(size)]
+    for number in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        total, hand = least[0]
+        heapq.heapreplace(least, (total + costs[number], hand))
+        hands[hand].append(number)
+    return [sorted(hand) for hand in hands]
+
+
+def ranks_of_host() -> int:
+    """How many processes of the run share this host's memory."""
+    return max(1, _number("LOCAL_WORLD_SIZE", 1)) if _number("WORLD_SIZE", 1) > 1 else 1
+
+
+@contextmanager
+def joined(in_words: Callable[[BaseException], str] = str) -> Iterator[Ranks]:
+    """Joins the ranks that torchrun has started; alone where it has not.
+
+    Nobody leaves the block before the primary, which has the run's state to save: torchrun ends all
+    processes as soon as one has failed.
+
+    Args:
+        in_words: what another rank says of an error that ends this one.
+
+    Raises:
+        ConfigError: the environment is no rank's, or somebody else has made the process group.
+    """
+    ranks = _of_environment()
+    if ranks._lobby is None:
+        yield ranks
+        return
+    try:
+        yield ranks
+    except BaseException as error:
+        if not isinstance(error, RankError):
+            ranks.fail(in_words(error))
+            error.add_note(f"this is of rank {ranks.rank} of {ranks.size}")
+        ranks._lobby.leave()
+        raise
+    ranks._lobby.leave()
+    dist.destroy_process_group()
+
+
+def _of_environment() -> Ranks:
+    size, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
+    if size == 1:
+        return Ranks()
+    if not 0 <= rank < size:
+        raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={size}; torchrun sets both")
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is initialized already, and fxrl does that itself; leave "
+            "init_process_group out"
+        )
+    local, backend = _number("LOCAL_RANK", 0), "gloo"
+    if torch.cuda.is_available():
+        if local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"rank {rank} is number {local} of its host, which has "
+                f"{torch.cuda.device_count()} GPUs; lower --nproc-per-node"
+            )
+        torch.cuda.set_device(local)
+        backend = "cpu:gloo,cuda:nccl"
+    base, _, _ = next(iter(dist.rendezvous("env://", rank, size)))
+    store = dist.PrefixStore(f"fxrl/{next(_RUNS)}", base)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=COLLECTIVE_S),
+    )
+    return Ranks(rank, size, _lobby=_Lobby(store, rank, size))
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is no whole number; torchrun sets it") from None
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """In order; each of one device and dtype, and of ``BUCKET_BYTES`` where one tensor is not
+    larger."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for alike in kinds.values():
+        bucket: list[Tensor] = []
+        for tensor in alike:
+            if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+class _Pause:
+    """Sleeps longer and longer, and looks around every ``_LOOK_S``."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look, self._next, self._start = look, 1e-4, time.monotonic()
+        self._looked = self._start
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def __call__(self) -> None:
+        time.sleep(self._next)
+        self._next = min(0.02, 1.5 * self._next)
+        if (now := time.monotonic()) - self._looked >= _LOOK_S:
+            self._looked = now
+            self._look()
+
+
+class _Lobby:
+    """Where ranks wait for each other: the group's store.
+
+    ``came`` counts arrivals, ``failed`` holds what ended the run, ``ended`` is set by the primary,
+    ``who/R`` says where rank R lives and ``beat/R`` that it does.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._meetings = 0
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._home = f"{socket.gethostname()} {_pid_namespace()}"
+        self._who: list[tuple[str, int]] = []
+        self._over = threading.Event()
+        store.set(f"who/{rank}", json.dumps([self._home, os.getpid()]))
+        store.add(f"beat/{rank}", 1)
+        threading.Thread(target=self._beat, name="ranks", daemon=True).start()
+        self.meet()
+        self._who = [json.loads(store.get(f"who/{other}")) for other in range(size)]
+
+    def meet(self) -> float:
+        """Waits until all ranks are here.
+
+        Returns:
+            The seconds it took.
+
+        Raises:
+            RankError: one will not come.
+        """
+        self._meetings += 1
+        pause = _Pause(self.look)
+        with self._spoken():
+            came = self._store.add("came", 1)
+            while came < self._meetings * self._size:
+                pause()
+                if pause.seconds > PATIENCE_S:
+                    self.close(self._rank, f"waited {PATIENCE_S:g} s in vain for another rank")
+                    self.look()
+                came = self._store.add("came", 0)
+        return pause.seconds
+
+    def look(self) -> None:
+        """Raises where another rank has ended.
+
+        Raises:
+            RankError: says which, and why.
+        """
+        with self._spoken():
+            if not self._store.check(["failed"]):
+                gone = next(filter(self._is_gone, range(len(self._who))), None)
+                if gone is None:
+                    return
+                lost = "" if gone else "; what it had not saved is lost"
+                self.close(gone, f"its process is gone (killed, or crashed){lost}", dead=True)
+            rank, told, dead = json.loads(self._store.get("failed"))
+            lives = next(r for r in range(self._size) if r == self._rank or not self._is_gone(r))
+        raise RankError(f"rank {rank} of {self._size}: {told}", lives if dead else 0)
+
+    def close(self, rank: int, told: str, *, dead: bool = False) -> None:
+        """No further meeting; the first reason is kept."""
+        with suppress(RuntimeError):  # the store went with its host
+            self._store.compare_set("failed", "", json.dumps([rank, told, dead]))
+
+    def leave(self) -> None:
+        """Returns when the primary has done all it had to do; that then waits for the others for a
+        moment, as it may be the store's host."""
+        self._over.set()
+        pause, others = _Pause(lambda: None), range(1, self._size)
+        with suppress(RuntimeError):
+            if self._rank:
+                while not self._store.check(["ended"]) and not self._is_gone(0):
+                    pause()
+                self._store.set(f"left/{self._rank}", "")
+                return
+            self._store.set("ended", "")
+            while pause.seconds < _LOOK_S and not all(
+                self._store.check([f"left/{rank}"]) or self._is_gone(rank) for rank in others
+            ):
+                pause()
+
+    def _is_gone(self, rank: int) -> bool:
+        home, pid = self._who[rank]
+        if rank == self._rank:
+            return False
+        if home == self._home and not _lives(pid):
+            return True
+        beat, now = self._store.get(f"beat/{rank}"), time.monotonic()
+        known, since = self._beats.setdefault(rank, (beat, now))
+        if beat != known:
+            self._beats[rank] = beat, now
+            return False
+        return now - since > SILENT_S
+
+    def _beat(self) -> None:
+        with suppress(RuntimeError):  # the store went with its host
+            while not self._over.wait(_BEAT_S):
+                self._store.add(f"beat/{self._rank}", 1)
+
+    @contextmanager
+    def _spoken(self) -> Iterator[None]:
+        """The store's own errors: its host is rank 0, or torchrun on the first node."""
+        try:
+            yield
+        except dist.DistError as error:
+            raise RankError(
+                f"rank 0 of {self._size}, or torchrun on its host, is gone; what it had not saved "
+                f"is lost ({error})".splitlines()[0],
+                min(1, self._rank),
+            ) from error
+
+
+def _pid_namespace() -> str:
+    """Processes see each other by number within one."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        status = Path(f"/proc/{pid}/stat")
+        return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    except PermissionError:
+        return True

@@ -1,0 +1,349 @@
+"""Groups of ranks, each a few processes that are forked when all is imported; says JSON of each.
+
+``python rank_cases.py FOLDER`` is run once by ``test_ranks.py``, which judges what it says. A group
+is what torchrun makes: processes with ``RANK``, ``WORLD_SIZE`` and a place to meet.
+"""
+
+import copy
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import torch
+from safetensors.torch import load_file
+
+from fxrl import Config, optimize
+from fxrl.distributed import Ranks, joined
+from fxrl.losses import FACTORIES
+from fxrl.rl import train, trainer  # noqa: F401  # imported before the fork
+from fxrl.rl.config.named import build_loss
+from fxrl.rl.config.tables import LossConfig
+from fxrl.rl.loop.updater import Updater
+
+LOSSES = sorted(FACTORIES.keys() - {"ppo", "dpo", "sft"})
+LAYOUTS = ("right", "left", "packed")
+TINY = "tiny:llama:layers=1,hidden=16,heads=2,kv_heads=1"
+
+
+def group(size, work, *arguments):
+    """Runs ``work(*arguments)`` on ``size`` ranks.
+
+    Returns:
+        Each one's exit code (negative: the signal that killed it), what it wrote to stdout and
+        stderr, and the seconds that all took.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    forking = multiprocessing.get_context("fork")
+    start = time.monotonic()
+    processes = [
+        forking.Process(target=_rank, args=(rank, size, port, work, arguments))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    said = [Path(f"said-{rank}").read_text() for rank in range(size)]
+    return {
+        "codes": [process.exitcode for process in processes],
+        "said": said,
+        "seconds": time.monotonic() - start,
+    }
+
+
+def _rank(rank, size, port, work, arguments):
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    file = os.open(f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.exit(work(*arguments))
+
+
+# -- updates: every loss and layout, whatever is dealt to whom
+
+
+def rows_of(layout, seed=0):
+    """Seven rows off-policy: [1, T] tensors each, by the keys of ``fxrl.losses.batch``."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = [(3, 1), (2, 6), (5, 2), (1, 5), (4, 3), (2, 3), (3, 4)]
+    width = max(map(sum, lengths))
+    found = []
+    for prompt, drawn in lengths:
+        ids = torch.randint(3, 60, (1, width), generator=draw)
+        place = torch.arange(width)[None]
+        pad = width - prompt - drawn if layout == "left" else 0
+        sampled = (place >= pad + prompt) & (place < pad + prompt + drawn)
+        advantages = torch.randn(1, generator=draw, dtype=torch.float64)
+        extra = {"attention_mask": ((place >= pad) & (place < pad + prompt + drawn)).long()}
+        if layout == "right":
+            extra["right_padded"] = True
+        if layout == "packed":  # what is left of the row is another sequence
+            start = prompt + drawn
+            sampled |= place >= start + 1
+            advantages = torch.where(place < start, advantages, -advantages)[:, 1:]
+            extra = {"position_ids": torch.where(place < start, place, place - start)}
+        logps = -1.0 - torch.rand(1, width - 1, generator=draw, dtype=torch.float64)
+        found.append(
+            {
+                "input_ids": ids,
+                "completion_mask": sampled[:, 1:].double(),
+                "advantages": advantages,
+                "old_logps": logps - 2.0,
+                "rollout_logps": logps,
+                "ref_logps": logps + 0.1,
+                **extra,
+            }
+        )
+    num_items = sum(row["completion_mask"].sum() for row in found)
+    return [row | {"num_items_in_batch": num_items} for row in found]
+
+
+def joined_rows(rows):
+    """One batch of them."""
+    first, *_ = rows
+    shared = ("right_padded", "num_items_in_batch")
+    return {k: first[k] if k in shared else torch.cat([row[k] for row in rows]) for k in first}
+
+
+class Output(NamedTuple):
+    logits: torch.Tensor
+
+
+class Means(torch.nn.Module):
+    """A small causal model in float64: a token sees the mean of what is before it in its sequence;
+    one weight is used by no loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(64, 8, dtype=torch.float64)
+        self.lm_head = torch.nn.Linear(8, 64, dtype=torch.float64)
+        self.unused = torch.nn.Linear(2, 2, dtype=torch.float64)
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, **_):
+        seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        place = seen.cumsum(1) if position_ids is None else position_ids + 1
+        order = torch.arange(input_ids.shape[1])
+        near = (order <= order[:, None]) & (order > order[:, None] - place[..., None])
+        weights = near.double() * seen[:, None] / place.clamp(min=1)[..., None]
+        hidden = torch.tanh(weights @ self.table(input_ids))
+        return Output(self.lm_head(hidden[:, -logits_to_keep:]))
+
+
+DEALT = {2: [[[1, 3], [4]], [[0, 2, 5, 6]]], 4: [[[1], [3, 4]], [[0, 2]], [], [[5, 6]]]}
+"""Rank by rank, micro-batch by micro-batch; of four ranks one has nothing."""
+
+
+def updater_of(model, loss, ranks, *, optimized):
+    options = {} if loss in ("reinforce", "rloo") else {"beta": 0.1}
+    loss_fn = build_loss(loss, options, temperature=0.9, max_tokens=6)
+    step = lambda batch: loss_fn(model, batch)  # noqa: E731
+    if optimized:
+        config = Config(compile_regions=False, min_saved_bytes=0, on_miss="error")
+        step = optimize(model, loss_fn, config)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
+    kind = LossConfig(loss)
+    return Updater(step, parameters, optimizer, schedule, kind, 1.0, 2, Path(), ranks=ranks)
+
+
+def far(ours, theirs):
+    """The largest difference of two lists of tensors."""
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def updates():
+    """Three optimizer steps of this group, of one rank with the same micro-batches, and of one
+    with a single batch of everything; how far they are apart goes into ``updates-SIZE.json``."""
+    torch.manual_seed(0)
+    model, found = Means(), {}
+    with joined() as ranks:
+        cases = [(loss, LAYOUTS[i % 3], False) for i, loss in enumerate(LOSSES)]
+        if ranks.size == 2:
+            cases += [(loss, LAYOUTS[(i + 1) % 3], False) for i, loss in enumerate(LOSSES)]
+            cases += [("dapo", "right", True)]
+        for loss, layout, optimized in cases:
+            rows = rows_of(layout)
+            plan = DEALT[ranks.size]
+            cut = [[joined_rows([rows[i] for i in one]) for one in each] for each in plan]
+            alike = [batch for each in cut for batch in each]
+            ways = [(ranks, cut[ranks.rank]), (Ranks(), alike), (Ranks(), [joined_rows(rows)])]
+            results = []
+            for who, batches in ways if ranks.primary else ways[:1]:
+                copied = copy.deepcopy(model)
+                by_fxrl = optimized and who is ranks  # what it is compared with is eager
+                updater = updater_of(copied, loss, who, optimized=by_fxrl)
+                updater.backward(batches)
+                grads = [p.grad.clone() for p in updater.parameters if p.grad is not None]
+                metrics = [updater.update(batches, n) for n in range(3)]
+                results.append((grads, metrics, updater.parameters))
+            if ranks.primary:
+                ours, same, one = results
+                found[f"{loss} {layout}" + " optimized" * optimized] = {
+                    "gradient": far(ours[0], one[0]),
+                    "largest": max(float(grad.abs().max()) for grad in ours[0]),
+                    "weights": far(ours[2], one[2]),
+                    "metrics": [ours[1], same[1], one[1]],
+                }
+        if ranks.primary:
+            Path(f"updates-{ranks.size}.json").write_text(json.dumps(found))
+
+
+# -- whole runs
+
+CONFIG = f"""
+steps = 3
+save_every = 2
+prompts_per_step = 2
+tensorboard = false
+optimize = false
+disk_wait_s = 0
+micro_batch_tokens = 40
+
+[model]
+id = "{TINY}"
+device = "cpu"
+dtype = "float64"
+lora = {{ r = 2, alpha = 8 }}
+
+[data]
+path = "questions.jsonl"
+
+[eval]
+size = 3
+
+[reward]
+functions = ["length", "toy:even", "toy:ranked"]
+params = {{ length = {{ target = 4 }} }}
+
+[loss]
+name = "dapo"
+beta = 0.05
+
+[sampling]
+num_generations = 3
+max_tokens = 6
+
+[optim]
+lr = 1e-2
+"""
+
+TOY = """
+import os, signal
+import torch
+from fxrl.losses import grpo
+
+def even(completions, completion_ids, trainer_state, **columns):
+    how, step = os.environ.get("HURT", "") + " " + os.environ["RANK"], trainer_state.global_step
+    if (how, step) in (("kill 1 1", 2), ("kill 0 0", 2)):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (how, step) == ("interrupt 1", 1):
+        os.kill(os.getpid(), signal.SIGINT)
+    if (how, step) == ("raise 1", 2):
+        raise ValueError("no such judge")
+    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
+
+def ranked(completions, completion_ids, **columns):
+    order = sorted(range(len(completion_ids)), key=lambda i: completion_ids[i])
+    return [order.index(i) / len(order) for i in range(len(order))]
+
+def flat(completions, **columns):
+    return [0.0] * len(completions)
+
+def tight(beta=0.0):
+    plain = grpo(beta=beta)
+
+    def loss(model, batch):
+        if os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return plain(model, batch)
+
+    return loss
+"""
+
+
+def run(run_dir, *overrides, resume=None):
+    """``fxrl train``, with rewards by group alone where they may hurt a single rank."""
+    return train.main("run.toml", [f"run_dir={run_dir}", *overrides], resume=resume)
+
+
+def resumed(run_dir):
+    return run(run_dir, resume="")
+
+
+def hurt(how, run_dir, *overrides):
+    """The same, in a group to which something happens."""
+    os.environ["HURT"] = how
+    if how == "data" and os.environ["RANK"] == "1":
+        overrides = (*overrides, "data.path=others.jsonl")
+    early = ('reward.functions=["toy:even"]', "reward.params={}", "reward.per_group=true")
+    return run(run_dir, *early, *overrides)
+
+
+def result(run_dir):
+    """Metrics but for times, and how the trained weights are to be found."""
+    lines = [json.loads(t) for t in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    own = ("time", "per_s", "ranks/", "engine/")
+    kept = [{k: v for k, v in line.items() if not any(o in k for o in own)} for line in lines]
+    file = next(f for f in Path(run_dir, "final").glob("*.safetensors"))
+    return kept, load_file(file)
+
+
+def compare(first, second):
+    (lines, weights), (others, theirs) = result(first), result(second)
+    return {
+        "metrics": [lines, others],
+        "weights": far(weights.values(), [theirs[name] for name in weights]),
+    }
+
+
+def main(folder):
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    Path("run.toml").write_text(CONFIG)
+    Path("toy.py").write_text(TOY)
+    rows = [f'{{"prompt": "{"so " * (i % 4)}count to {i}", "answer": "{i}"}}\n' for i in range(12)]
+    Path("questions.jsonl").write_text("".join(rows))
+    Path("others.jsonl").write_text("".join(reversed(rows)))
+    # What is imported late is imported here; but autograd's threads would not live through a fork.
+    os.environ["RANK"] = "0"
+    idle = ("reward.params={}", 'reward.functions=["toy:flat"]', 'dynamic_sampling="drop"')
+    train.main("run.toml", ["run_dir=warm", *idle, "steps=1"])
+    found = {"updates": {size: group(size, updates) for size in (2, 4)}}
+    full = ("model.lora=none", "num_iterations=2", "steps=2")
+    groups = found["runs"] = {
+        "one": group(1, run, "one"),
+        "two": group(2, run, "several", "steps=2"),
+        "four": group(4, resumed, "several"),
+        "full one": group(1, run, "full-one", *full),
+        "full two": group(2, run, "full-two", *full),
+    }
+    found["lora"] = compare("several", "one")
+    found["full"] = compare("full-two", "full-one")
+    for how in ("raise", "memory", "kill 1", "kill 0", "interrupt", "data"):
+        extra = ("loss.name=toy:tight",) if how == "memory" else ()
+        groups[how] = group(2, hurt, how, how.replace(" ", "-"), *extra)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())
