@@ -136,12 +136,13 @@ class Ranks:
         self._meet()
         start = time.perf_counter()
         for bucket in _buckets(tensors):
-            wide = [t.to(torch.promote_types(t.dtype, torch.float32)).reshape(-1) for t in bucket]
-            flat = torch.cat(wide)
-            self._finish(dist.all_reduce(flat, async_op=True))
-            parts = torch.split(flat, [len(part) for part in wide])
+            flat = bucket[0].new_empty(sum(t.numel() for t in bucket), dtype=_wide(bucket[0]))
+            parts = torch.split(flat, [t.numel() for t in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+                part.view(tensor.shape).copy_(tensor)
+            self._finish(dist.all_reduce(flat, async_op=True))
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
         self.sum_s += time.perf_counter() - start
 
     def fail(self, told: str) -> None:
@@ -259,20 +260,34 @@ def _number(name: str, default: int) -> int:
         raise ConfigError(f"{name}={text!r} is no whole number; torchrun sets it") from None
 
 
+def sum_bytes(tensors: Sequence[Tensor]) -> int:
+    """What ``Ranks.sum_`` allocates at most; the tensors may be on ``meta``."""
+    return max((_bytes(bucket) for bucket in _buckets(tensors)), default=0)
+
+
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """In order; each of one device and dtype, and of ``BUCKET_BYTES`` where one tensor is not
-    larger."""
+    """In order; each of one device and dtype, and within ``BUCKET_BYTES`` unless it is one
+    tensor."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for alike in kinds.values():
         bucket: list[Tensor] = []
         for tensor in alike:
-            if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
+            if bucket and _bytes([*bucket, tensor]) > BUCKET_BYTES:
                 yield bucket
                 bucket = []
             bucket.append(tensor)
         yield bucket
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _bytes(bucket: Sequence[Tensor]) -> int:
+    """As it is summed."""
+    return sum(tensor.numel() * _wide(tensor).itemsize for tensor in bucket)
 
 
 def _short(value: Any) -> str:

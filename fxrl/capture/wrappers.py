@@ -84,6 +84,13 @@ def _misses(inner: nn.Module) -> Iterator[Remark]:
         if kind and kind not in seen and type(module).forward is not _module_alone:
             seen.add(kind)
             yield Remark(RemarkKind.MISSED, "capture", name or "model", "", reason, cure)
+    if "FSDP" not in seen and (sharded := _first_dtensor(inner)):
+        reason = (
+            "it is a DTensor (tensor parallel, or sharded by hand): its ops talk to other ranks, "
+            "which no region can hold"
+        )
+        cure = "give each rank a whole model, in DistributedDataParallel if there are several"
+        yield Remark(RemarkKind.MISSED, "capture", sharded, "", reason, cure)
 
 
 def _closed(module: nn.Module) -> tuple[str, str, str]:
@@ -102,6 +109,13 @@ def _closed(module: nn.Module) -> tuple[str, str, str]:
         )
         return "FSDP", reason, "wrap the model in DistributedDataParallel, or leave FSDP off"
     return "", "", ""
+
+
+def _first_dtensor(model: nn.Module) -> str:
+    """The name of a parameter that is one; empty without any."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # likewise
+    kind = () if tensor is None else tensor.DTensor
+    return next((name for name, p in model.named_parameters() if isinstance(p, kind)), "")
 
 
 def _is_fsdp(module: nn.Module) -> bool:

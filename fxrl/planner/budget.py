@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from fxrl.config import Config, parse_bytes
+from fxrl.distributed import ranks_of_host
 from fxrl.planner.target import Target
 
 #: Of a budget for the GPU, what PyTorch's allocator may hold without using it: memory that is
@@ -50,6 +52,15 @@ class Budget:
             host = host_room()
         return cls(int(gpu * (1 - FRAGMENTS)), host, config.gpu_memory is not None)
 
+    @classmethod
+    def least(cls, budgets: Sequence[Budget]) -> Budget:
+        """What each of them allows: that of ranks with one plan."""
+        return cls(
+            min(one.gpu_bytes for one in budgets),
+            min(one.host_bytes for one in budgets),
+            any(one.given for one in budgets),
+        )
+
     def tighter(self, peak: int, least: int, device: torch.device) -> Budget:
         """What to plan for when memory ran out under a plan with this predicted peak.
 
@@ -72,8 +83,9 @@ def _gpu_free(device: torch.device) -> int:
 
 
 def host_room() -> int:
-    """Bytes of host memory that may be taken: what is free, but for what is left to others."""
-    return int(host_free() * (1 - _HOST_RESERVE))
+    """Bytes of host memory that this process may take: what is free, but for what is left to
+    others; of several ranks on the host each has its share."""
+    return int(host_free() * (1 - _HOST_RESERVE)) // ranks_of_host()
 
 
 def host_free() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def as_ddp_does(rank: int, kind: type[Mixer], options: dict[str, Any]) -> None:
     others = [torch.empty_like(alone) for _ in range(2)]
     dist.all_gather(others, alone)
     assert not torch.equal(*others), "no_sync must leave each process its own gradient"
+    # One process with both batches, whose two processes accumulate over two calls each.
+    one = kind()
+    one.load_state_dict(model.module.state_dict())
+    for seed in (5, 6):
+        with model.no_sync() if seed == 5 else nullcontext():
+            step(make_batch(seed=10 * seed + rank)).backward()
+        for other in range(2):
+            (policy_loss(one, make_batch(seed=10 * seed + other)) / 2).backward()
+    wanted, got = grads(one), grads(model)
+    assert_same({name: got[f"module.{name}"] for name in wanted}, wanted, 1e-12)
     assert fused(step)
     assert captures(step) == 1
 
@@ -136,6 +147,15 @@ def sharded() -> nn.Module:
     return fully_shard(make_model(), mesh=init_device_mesh("cpu", (1,)))
 
 
+def tensor_parallel() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    return parallelize_module(
+        make_model(), init_device_mesh("cpu", (1,)), {"mix": ColwiseParallel()}
+    )
+
+
 def nested() -> nn.Module:
     return nn.Sequential(DistributedDataParallel(make_model()))
 
@@ -145,9 +165,10 @@ def nested() -> nn.Module:
     [
         (two_devices, "DataParallel copies", "one process for each device"),
         (sharded, "FSDP gathers", "DistributedDataParallel"),
+        (tensor_parallel, "it is a DTensor", "give each rank a whole model"),
         (nested, "DistributedDataParallel: its forward", "wrap all of the model"),
     ],
-    ids=["data parallel", "fsdp2", "ddp inside"],
+    ids=["data parallel", "fsdp2", "tensor parallel", "ddp inside"],
 )
 @pytest.mark.usefixtures("_alone")
 def test_a_closed_wrapper_is_a_miss_with_its_name_and_cure(make, words, cure) -> None:
