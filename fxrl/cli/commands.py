@@ -181,24 +181,27 @@ def _outlook(args: Args, say: Say) -> show.Outlook:
     """A model's plan without weights, its rollout, and what else would fit."""
     from fxrl.cli import inputs
     from fxrl.compile.whatif import WhatIf
+    from fxrl.config import parse_bytes
     from fxrl.engines.kv_cache import ENGINE_BYTES, RolloutMemory
     from fxrl.inspect.explain import explained
     from fxrl.ir.plan import Moment, Plan
-    from fxrl.planner.budget import FRAGMENTS
+    from fxrl.planner.budget import FRAGMENTS, host_room
 
     engine = ENGINE_BYTES if args.rollout else 0
     target = inputs.planned_target(args, engine)
     # What fits is no error where the question is what would.
     args.config.append("gpu_memory=none" if args.fit else f"gpu_memory={target.gpu_bytes}")
-    if args.host_memory is not None:
-        args.config.append(f"host_memory={args.host_memory}")
+    host = None if args.host_memory is None else parse_bytes(args.host_memory, name="host_memory")
+    if host is not None or args.gpus > 1:
+        args.config.append(f"host_memory={(host_room() if host is None else host) // args.gpus}")
     rows = max(2, args.batch) if args.fit else args.batch  # a lone row is a constant of the graph
     asked = argparse.Namespace(**{**vars(args), "batch": rows})
     step, batch = _on_fakes(asked, say, as_trained=True)
     say("capturing the step, on fake tensors")
     available = int((target.gpu_bytes + engine) * (1 - FRAGMENTS))
     rollout = partial(RolloutMemory.of, step.model, available=available, engine=engine)
-    rollouts = {args.tokens: rollout(args.tokens, args.rollout)} if args.rollout else {}
+    drawn = -(-args.rollout // args.gpus) if args.rollout else 0
+    rollouts = {args.tokens: rollout(args.tokens, drawn)} if drawn else {}
     told = (step.model, step.loss_fn, batch, step.config)
     captures = explained(*told, target=target, planned=True)[1]
     whatif = WhatIf.of(captures, Plan(), rows=args.batch)
@@ -206,8 +209,23 @@ def _outlook(args: Args, say: Say) -> show.Outlook:
     if rollouts:
         moment = Moment("rollout", 0, rollouts[args.tokens].parts)
         plan = plan.beside(moment, {"engine": engine})
-        rollouts |= {fit.tokens: rollout(fit.tokens, args.rollout) for fit in fits}
-    return show.Outlook(plan, whatif.advice(), fits, args.tokens, rollouts)
+        rollouts |= {fit.tokens: rollout(fit.tokens, drawn) for fit in fits}
+    if args.gpus > 1:
+        plan = plan.followed_by(_sum_of_gradients(step.model, engine))
+    return show.Outlook(plan, whatif.advice(), fits, args.tokens, rollouts, args.gpus)
+
+
+def _sum_of_gradients(model: Any, engine: int) -> Any:
+    """The moment behind the last backward, in which the ranks add their gradients up."""
+    from fxrl.distributed import sum_bytes
+    from fxrl.engines.kv_cache import RolloutMemory
+    from fxrl.ir.plan import Moment
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    held = RolloutMemory.of(model, 1, 1, available=0, engine=engine)
+    parts = {name: size for name, size in held.parts.items() if name != "KV cache" and size}
+    gradients = sum(p.nbytes for p in trained)
+    return Moment("sum", 0, {**parts, "gradients": gradients, "bucket": sum_bytes(trained)})
 
 
 def _on_fakes(args: Args, say: Say, *, as_trained: bool = False) -> tuple[Any, Any]:

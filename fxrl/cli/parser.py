@@ -158,6 +158,14 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="vLLM draws N sequences at once in the same process: plan its KV cache, too",
     )
+    sub.add_argument(
+        "--gpus",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="N ranks of one host train together: plan one of them, with its share of\n"
+        "--host-memory and --rollout",
+    )
     sub.add_argument("--fit", action="store_true", help="say how many rows fit, at which contexts")
     sub.add_argument("--plot", metavar="FILE", help="draw memory over a step, such as memory.png")
 

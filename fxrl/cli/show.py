@@ -76,6 +76,7 @@ class Outlook:
         fits: the frontier, if it was asked for.
         tokens: of the batch's rows.
         rollouts: by the tokens of their sequences.
+        gpus: that train together, of which this is one.
     """
 
     plan: Plan
@@ -83,6 +84,7 @@ class Outlook:
     fits: tuple[Fit, ...]
     tokens: int
     rollouts: Mapping[int, RolloutMemory]
+    gpus: int = 1
 
 
 def outlook(found: Outlook, *, as_json: bool) -> None:
@@ -90,7 +92,8 @@ def outlook(found: Outlook, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_outlook_table(found), indent=1))
         return
-    lines = [*str(found.plan).splitlines(), *_rollout_lines(found), *_advice_lines(found)]
+    lines = str(found.plan).splitlines()
+    lines += [*_gpus_lines(found), *_rollout_lines(found), *_advice_lines(found)]
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         print(textwrap.fill(line, _WIDTH, subsequent_indent=indent, break_long_words=False))
@@ -107,6 +110,8 @@ def _outlook_table(found: Outlook) -> dict[str, Any]:
         names = ("asked", "sequences", "most", "kv_bytes", "engine")
         own = {name: getattr(rollout, name) for name in names}
         told["rollout"] = own | {"gpu_bytes": sum(rollout.parts.values())}
+    if found.gpus > 1:
+        told["gpus"] = found.gpus
     if found.fits:
         told["fits"] = [asdict(fit) | _at_once(found, fit) for fit in found.fits]
     return told
@@ -115,6 +120,17 @@ def _outlook_table(found: Outlook) -> dict[str, Any]:
 def _at_once(found: Outlook, fit: Fit) -> dict[str, int]:
     rollout = found.rollouts.get(fit.tokens)
     return {} if rollout is None else {"sequences": rollout.most}
+
+
+def _gpus_lines(found: Outlook) -> list[str]:
+    if found.gpus == 1:
+        return []
+    parts = found.plan.timeline[-1].parts
+    gradients, bucket = format_bytes(parts["gradients"]), format_bytes(parts["bucket"])
+    return [
+        f"data parallel: this is one of {found.gpus} GPUs of a host, with 1/{found.gpus} of its "
+        f"memory; {gradients} of gradients are summed behind the backward, {bucket} at once"
+    ]
 
 
 def _rollout_lines(found: Outlook) -> list[str]:

@@ -34,7 +34,7 @@ from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import name_sites
 from fxrl.ir.source import user_source
 from fxrl.passes import pipeline
-from fxrl.planner.budget import Budget
+from fxrl.planner.budget import Budget, Limits
 from fxrl.planner.target import Target, target_of
 
 Run = Callable[..., Any]
@@ -49,6 +49,7 @@ class Backend:
         only_explain: stop after the passes and run the graph as Dynamo delivered it (fake tensors).
         always_planned: predict, also where nothing bounds the memory.
         target: what to plan for; None for the GPU that the model is on.
+        limits: what to plan from; None for those of ``target``, and of the moment.
         always_rewritten: run the lowered graph even where no pass rewrote anything, so that
             ``verify`` tells what lowering does from what the passes do.
     """
@@ -69,6 +70,7 @@ class Backend:
         self.always_rewritten = always_rewritten
         self.always_planned = always_planned
         self.target = target
+        self.limits: Limits | None = None
         self.captures: list[Capture] = []
         self._pipeline = pipeline(config)  # an unknown pass is an error now, not at the first batch
 
@@ -136,10 +138,10 @@ class Backend:
         device = _gpu_of(capture.lowered)
         if device is None and self.config.gpu_memory is None and not self.always_planned:
             return None
-        target = self.target or target_of(device)
-        budget = Budget.of(self.config, target, device)
         capture.planner = planner = Planner(
-            known_profiles(self._options, self.plan), target, budget, self.always_planned
+            known_profiles(self._options, self.plan),
+            *self.limits_on(device),
+            with_context=self.always_planned,
         )
 
         def planned(gm: fx.GraphModule, plan: Plan) -> Plan:
@@ -158,6 +160,13 @@ class Backend:
                 return plan
 
         return planned
+
+    def limits_on(self, device: torch.device | None) -> Limits:
+        """``limits``, or where there are none those of a GPU (None: of the target)."""
+        if self.limits is not None:
+            return self.limits
+        target = self.target or target_of(device)
+        return Limits(target, Budget.of(self.config, target, device))
 
     @property
     def _options(self) -> InductorOptions | None:

@@ -56,6 +56,7 @@ class ByPlan:
         self._symbols = symbols_of(capture.found)
         tensors = (x for x in examples if isinstance(x, torch.Tensor))
         self._device = next((x.device for x in tensors if x.is_cuda), torch.device("cpu"))
+        self._budget = capture.planner.budget
         self._plans = [self._planned(run)]
         self._known = {self._sizes(examples, hint): self._plans[0]}
         self._short: _Planned | None = None
@@ -65,6 +66,8 @@ class ByPlan:
         sizes = self._sizes(args, int)
         if self._short is not None:
             self._tighten(self._short)
+        if self._budget != self._capture.planner.budget:  # other ranks have less
+            self._forget()
         if sizes not in self._known:
             self._known[sizes] = self._find(sizes, args)
         planned, random, host = self._known[sizes], random_state(), None
@@ -135,6 +138,11 @@ class ByPlan:
             budget = replace(planner.budget, host_bytes=host_bytes)
             drop_free_pages()
         self._capture.planner = replace(planner, budget=budget)
+        self._forget()
+
+    def _forget(self) -> None:
+        """The plans were made for another budget."""
+        self._budget = self._capture.planner.budget
         self._plans.clear()
         self._known.clear()
 

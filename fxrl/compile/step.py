@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from fxrl.ir.capture_record import Capture, plan_of
 from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
+from fxrl.planner.budget import Limits
 from fxrl.planner.target import Target
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,26 @@ class TrainStep:
         from fxrl.inspect.explain import explained
 
         given = (self.model, self.loss_fn, batch, self.config, self._given)
-        return plan_of(explained(*given, target=target, planned=True)[1])
+        limits = self._backend.limits if target is None else None
+        return plan_of(explained(*given, target=target, limits=limits, planned=True)[1])
+
+    def limits(self) -> Limits:
+        """What its plans are made from: of its captures the tightest, before any the GPU's."""
+        planners = [capture.planner for capture in self.captures if capture.planner is not None]
+        if planners:
+            return Limits.common([Limits(one.target, one.budget) for one in planners])
+        weights = self._model.parameters()
+        return self._backend.limits_on(next((w.device for w in weights if w.is_cuda), None))
+
+    def plan_within(self, each: Sequence[Limits]) -> None:
+        """Plans from what all of these allow. Ranks that give each other their ``limits`` make the
+        same plan for the same sizes: before the first batch, and again after each step, as memory
+        may have run out on one of them."""
+        limits = self._backend.limits = Limits.common(each)
+        for capture in self.captures:
+            if capture.planner is not None:
+                target, budget = limits
+                capture.planner = replace(capture.planner, target=target, budget=budget)
 
     def explain(self, batch: Any) -> Report:
         """What would be rewritten for this batch, found on fake tensors; nothing runs."""

@@ -34,6 +34,7 @@ from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import hint
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report
+from fxrl.planner.budget import Limits
 from fxrl.planner.target import Target
 
 
@@ -50,11 +51,12 @@ class ExplainBackend(Backend):
         plan: Plan,
         target: Target | None,
         *,
+        limits: Limits | None,
         planned: bool,
         mode: FakeTensorMode | None,
     ) -> None:
         super().__init__(config, plan, only_explain=True, always_planned=planned, target=target)
-        self.mode = mode
+        self.limits, self.mode = limits, mode
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         super().__call__(gm, example_inputs)
@@ -92,19 +94,23 @@ def explained(
     plan: Plan | None = None,
     *,
     target: Target | None = None,
+    limits: Limits | None = None,
     planned: bool = False,
 ) -> tuple[Report, Sequence[Capture]]:
     """The same, with the captures.
 
     Args:
         target: what to plan for; None for the GPU that the model is on.
+        limits: what to plan from; None for those of ``target``.
         planned: predict, also where nothing bounds the memory.
     """
     config = replace(config, on_miss="ignore")
     inner = Wrapper(model).inner  # no process waits for another
     captured_all = Report()
     with _without_meta(inner, loss_fn) as mode:
-        backend = ExplainBackend(config, plan or Plan(), target, planned=planned, mode=mode)
+        backend = ExplainBackend(
+            config, plan or Plan(), target, limits=limits, planned=planned, mode=mode
+        )
         step = TrainStep(inner, loss_fn, config, backend.plan, backend=backend)
         try:
             step(pytree.tree_map_only(Tensor, lambda x: _input(x, mode), batch))

@@ -95,7 +95,7 @@ class Moment:
     """What is predicted to be alive on the GPU at one moment of a step.
 
     Attributes:
-        phase: ``"rollout"``, ``"forward"``, ``"head"``, ``"backward"`` or ``"end"``.
+        phase: ``"rollout"``, ``"forward"``, ``"head"``, ``"backward"``, ``"end"`` or ``"sum"``.
         layer: the layer that runs, by number; how many there are for the head, else 0.
         parts: what it is for -> bytes.
     """
@@ -116,6 +116,7 @@ class Moment:
             "rollout": "the rollout",
             "head": "the loss head",
             "end": "backward of the embeddings",
+            "sum": "the sum of the ranks' gradients",
         }
         return others.get(self.phase, f"{self.phase} of layer {self.layer}")
 
@@ -154,6 +155,11 @@ class Plan:
         return replace(
             self, timeline=timeline, peak_gpu_bytes=max(moment.bytes for moment in timeline)
         )
+
+    def followed_by(self, moment: Moment) -> Plan:
+        """The same step with a moment behind it."""
+        timeline = (*self.timeline, moment)
+        return replace(self, timeline=timeline, peak_gpu_bytes=max(one.bytes for one in timeline))
 
     def to_json(self) -> str:
         """The plan as JSON: ``from_json`` reads it back."""

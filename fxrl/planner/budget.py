@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -52,15 +53,6 @@ class Budget:
             host = host_room()
         return cls(int(gpu * (1 - FRAGMENTS)), host, config.gpu_memory is not None)
 
-    @classmethod
-    def least(cls, budgets: Sequence[Budget]) -> Budget:
-        """What each of them allows: that of ranks with one plan."""
-        return cls(
-            min(one.gpu_bytes for one in budgets),
-            min(one.host_bytes for one in budgets),
-            any(one.given for one in budgets),
-        )
-
     def tighter(self, peak: int, least: int, device: torch.device) -> Budget:
         """What to plan for when memory ran out under a plan with this predicted peak.
 
@@ -72,6 +64,26 @@ class Budget:
         if device.type == "cuda":
             gpu = min(gpu, int(_gpu_free(device) * (1 - FRAGMENTS)))
         return replace(self, gpu_bytes=gpu, given=False)  # the smallest plan is worth a try
+
+
+class Limits(NamedTuple):
+    """What plans are made from.
+
+    Attributes:
+        target: what the GPU can do.
+        budget: what may be used of it and of the host.
+    """
+
+    target: Target
+    budget: Budget
+
+    @classmethod
+    def common(cls, each: Sequence[Limits]) -> Limits:
+        """Those of ranks that must make the same plans: of memory what every one has, and the
+        first one's figures of the GPU, which may be measured and then differ a little."""
+        budgets = [one.budget for one in each]
+        gpu, host = (min(getattr(b, name) for b in budgets) for name in ("gpu_bytes", "host_bytes"))
+        return cls(each[0].target, Budget(gpu, host, all(b.given for b in budgets)))
 
 
 def _gpu_free(device: torch.device) -> int:

@@ -94,6 +94,23 @@ def test_the_same_for_people(tmp_path, capsys):
     assert file.read_text().startswith("<?xml")
 
 
+def test_one_of_several_gpus(capsys):
+    words = [*TINY, "--gpu-memory", "1GiB", "--lora", "4", "--rollout", "9"]
+    words += ["--host-memory", "8GiB"]
+    alone, one = (
+        json.loads(run(capsys, *words, *more, "--json")) for more in ([], ["--gpus", "2"])
+    )
+    assert (one["gpus"], one["rollout"]["asked"]) == (2, 5)
+    *step, last = one["timeline"]
+    assert last["phase"] == "sum"
+    assert 0 < last["parts"]["gradients"] <= last["parts"]["bucket"]
+    assert [moment["phase"] for moment in step] == [m["phase"] for m in alone["timeline"]]
+    assert sum(last["parts"].values()) <= one["peak_gpu_bytes"]
+    text = run(capsys, *words, "--gpus", "2")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "this is one of 2 GPUs of a host" in " ".join(text.split())
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [

@@ -22,6 +22,7 @@ from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ops import host_memory
 from fxrl.ops.host_memory import HostPool, drop_free_pages
 from fxrl.ops.out_of_memory import MemoryWarning
+from fxrl.planner.budget import Limits
 from fxrl.planner.target import TARGETS
 from tests.passes.layered import GatedBlock, make_stack, square_loss
 
@@ -108,6 +109,27 @@ def test_a_forward_is_planned_tighter_and_run_again(allocator, layer):
     assert any("memory ran out" in r.reason for r in step.report.remarks if r.pass_name == "plan")
     with warnings.catch_warnings(action="error"):
         assert_equal(gradients(step), expected)
+
+
+def test_ranks_plan_alike_also_when_memory_has_run_out_on_one(allocator):
+    mine, other = make_step(), make_step(gpu_memory="70MiB", host_memory="1MiB")
+    for step in (mine, other):
+        step.plan_within([one.limits() for one in (mine, other)])
+    least = Limits.common([mine.limits(), other.limits()])
+    assert mine.limits() == other.limits() == least
+    assert least.budget.host_bytes == 2**20
+    expected = gradients(mine)
+    assert_equal(gradients(other), expected)
+    assert mine.plan == other.plan
+    assert mine.plan_for(IDS).choices == mine.plan.choices
+    allocator.fail("forward", 0)
+    with pytest.warns(MemoryWarning):
+        gradients(other)
+    assert other.plan != mine.plan
+    for step in (mine, other):
+        step.plan_within([one.limits() for one in (mine, other)])
+    assert_equal(gradients(mine), expected)
+    assert mine.plan == other.plan
 
 
 @pytest.mark.parametrize("place", ["gpu", "host"])

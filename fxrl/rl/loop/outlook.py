@@ -4,7 +4,8 @@
     update    weights | optimizer's states | engine | what the planner predicts
 
 On a GPU the update is planned for the largest micro-batch, with the KV cache given back as it is
-then. On a CPU nothing is planned, and sizes are all there is to say.
+then; every rank makes that plan, and ranks whose plans differ do not start. On a CPU nothing is
+planned, unless ``fxrl.gpu_memory`` bounds it, and sizes are all there is to say.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from fxrl.rl.types import Batch
 
 def outlook(config: TrainConfig, parts: RunParts) -> Iterator[str]:
     """Lines of at most 80 columns; what cannot be said is said to be so."""
+    if parts.ranks.size > 1:
+        yield f"ranks: {parts.ranks.size}, each as follows"
     try:
         tokens = parts.questions.longest + config.sampling.max_tokens
         yield from _rollout(config, parts, tokens)
@@ -36,8 +39,21 @@ def outlook(config: TrainConfig, parts: RunParts) -> Iterator[str]:
     yield from _update(config, parts, tokens)
 
 
+def share_limits(parts: RunParts) -> None:
+    """Lets all ranks plan from the same (``TrainStep.plan_within``)."""
+    step = parts.updater.step
+    if parts.ranks.size > 1 and isinstance(step, TrainStep):
+        step.plan_within(parts.ranks.gather(step.limits()))
+
+
+def _asked(config: TrainConfig, parts: RunParts) -> int:
+    """Completions of a step that one rank draws."""
+    prompts = -(-config.prompts_per_step // parts.ranks.size)
+    return prompts * config.sampling.num_generations
+
+
 def _rollout(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]:
-    asked = config.prompts_per_step * config.sampling.num_generations
+    asked = _asked(config, parts)
     device = next(parts.model.parameters()).device
     held = RolloutMemory.of(
         parts.model,
@@ -66,22 +82,24 @@ def _memory(device: torch.device) -> int:
 
 
 def _update(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]:
-    asked = config.prompts_per_step * config.sampling.num_generations
-    rows = min(asked, max(1, config.micro_batch_tokens // tokens))
+    rows = min(_asked(config, parts), max(1, config.micro_batch_tokens // tokens))
     device = next(parts.model.parameters()).device
     what = f"update: micro-batches of up to {rows} x {tokens} tokens"
     if not isinstance(parts.updater.step, TrainStep):
         yield f"{what}, not planned: optimize=false"
         return
-    if device.type != "cuda":
+    if device.type != "cuda" and config.fxrl.gpu_memory is None:
         yield f"{what}, planned on a GPU alone"
         return
     with parts.engine.standby():
+        share_limits(parts)
         try:
             plan = parts.updater.step.plan_for(_batch(parts, rows, tokens, device))
         except Exception as error:  # a run needs no prediction
+            parts.ranks.check_same("the plan of the largest micro-batch", None)
             yield f"{what}, not planned: {type(error).__name__}: {error}".splitlines()[0]
             return
+    parts.ranks.check_same("the plan of the largest micro-batch", plan.to_json())
     top = max(plan.timeline, key=lambda moment: moment.bytes)
     yield what
     yield f"  {format_bytes(top.bytes)} on the GPU at the highest, in {top.where}"

@@ -39,6 +39,7 @@ from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_ranks
 from fxrl.rl.loop.build import RunParts
 from fxrl.rl.loop.fingerprint import check_unchanged
 from fxrl.rl.loop.interrupt import StopRequest
+from fxrl.rl.loop.outlook import share_limits
 from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, keep_trying, why
 from fxrl.rl.report.page import note, try_to_write_page
 from fxrl.rl.report.progress import Reporter, Say, told
@@ -443,6 +444,7 @@ class TrainingLoop:
         step = self._step_now = TrainingIteration(self.config, self.parts, number)
         rollout = step.run()
         step.add_of_all_ranks()
+        share_limits(self.parts)
         self.num_tokens += rollout.num_tokens
         self.done = number
         for phase, used in step.clock.bytes.items():
