@@ -209,8 +209,10 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
         "engine, a reward function (reward.timeout_s limits its calls), a full disk. A closed\n"
         "terminal stops nothing: the run goes on and writes to run_dir/train.log.\n\n"
         "engine=torch samples with the trained model itself. engine=vllm runs vLLM in this\n"
-        "process over the same weights (pip install 'fxrl[vllm]'); [vllm] sets it up.",
+        "process over the same weights (pip install 'fxrl[vllm]'); [vllm] sets it up.\n\n"
+        "torchrun starts it on several GPUs, which share each step: the numbers are those of one.",
         examples="  fxrl train examples/tiny.toml\n"
+        "  torchrun --nproc-per-node 2 -m fxrl train examples/tiny.toml\n"
         "  fxrl train examples/smollm2.toml steps=20 seed=1 run_dir=runs/a save_every=10\n"
         "  fxrl train examples/smollm2.toml run_dir=runs/a --resume\n"
         "  fxrl train --schema > config.schema.json\n"

@@ -223,7 +223,8 @@ class RewardConfig(Table):
         on_error: then ``stop`` the run (its state is saved), or ``skip``: these completions get no
             value from this function, as if it had returned ``None``.
         per_group: call your own functions for each prompt's completions as soon as these are
-            there, while the engine draws others; by default once a step, with all of them.
+            there, while the engine draws others, on the rank that drew them; by default once a
+            step, with all of them, on rank 0.
     """
 
     functions: tuple[str | Callable[..., Any], ...]

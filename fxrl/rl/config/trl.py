@@ -93,7 +93,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
 )
 """TRL's name -> the key that means the same."""
 
-_ONE_GPU = "fxrl train runs on one GPU; vllm.tensor_parallel_size spreads the rollouts over several"
+_RANKS = "torchrun --nproc-per-node N -m fxrl train shares a step among N GPUs; see its --help"
 _BATCH = (
     "prompts_per_step counts a step's prompts (TRL's batch, accumulated, over num_generations), "
     "and micro_batch_tokens the tokens of one forward pass"
@@ -129,20 +129,20 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "steps_per_generation": "num_iterations updates are made on a step's completions",
         "auto_find_batch_size": "micro_batch_tokens bounds a forward pass, and fxrl plans its "
         "memory",
-        "average_tokens_across_devices": _ONE_GPU,
-        "deepspeed": _ONE_GPU + "; layers are kept, offloaded or run again as fxrl.gpu_memory says",
-        "fsdp": _ONE_GPU + "; layers are kept, offloaded or run again as fxrl.gpu_memory says",
-        "fsdp_config": _ONE_GPU,
-        "accelerator_config": _ONE_GPU,
-        "parallelism_config": _ONE_GPU,
-        "ds3_gather_for_generation": _ONE_GPU,
-        "ddp_find_unused_parameters": _ONE_GPU,
-        "ddp_bucket_cap_mb": _ONE_GPU,
-        "ddp_broadcast_buffers": _ONE_GPU,
-        "ddp_static_graph": _ONE_GPU,
-        "ddp_backend": _ONE_GPU,
-        "ddp_timeout": _ONE_GPU,
-        "local_rank": _ONE_GPU,
+        "average_tokens_across_devices": _RANKS,
+        "deepspeed": _RANKS + "; layers are kept, offloaded or run again as fxrl.gpu_memory says",
+        "fsdp": _RANKS + "; layers are kept, offloaded or run again as fxrl.gpu_memory says",
+        "fsdp_config": _RANKS,
+        "accelerator_config": _RANKS,
+        "parallelism_config": _RANKS,
+        "ds3_gather_for_generation": _RANKS,
+        "ddp_find_unused_parameters": _RANKS,
+        "ddp_bucket_cap_mb": _RANKS,
+        "ddp_broadcast_buffers": _RANKS,
+        "ddp_static_graph": _RANKS,
+        "ddp_backend": _RANKS,
+        "ddp_timeout": _RANKS,
+        "local_rank": _RANKS,
         "use_cpu": "model.device = 'cpu'",
         # model
         "model_init_kwargs": "[model] has id, dtype, device and lora; config.json has the rest",
@@ -222,7 +222,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "logging_steps": _EVERY_STEP,
         "logging_first_step": _EVERY_STEP,
         "logging_dir": "run_dir/tensorboard",
-        "log_on_each_node": _ONE_GPU,
+        "log_on_each_node": _RANKS,
         "logging_nan_inf_filter": "a number that is not finite is null in metrics.jsonl; "
         "max_nonfinite stops the run",
         "include_num_input_tokens_seen": "num_tokens is in every line of metrics.jsonl",
@@ -245,7 +245,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "include_for_metrics": _EVAL,
         "batch_eval_metrics": _EVAL,
         "save_only_model": "a checkpoint has all that a run goes on from; final/ is the model",
-        "save_on_each_node": _ONE_GPU,
+        "save_on_each_node": _RANKS,
         "enable_jit_checkpoint": "SIGTERM saves a checkpoint after the step that runs",
         "load_best_model_at_end": _BEST,
         "metric_for_best_model": _BEST,

@@ -124,6 +124,27 @@ def test_engine_generator_moves_on_and_its_state_brings_it_back():
     assert second[0][0].policy_version == 4
 
 
+@pytest.mark.parametrize("shares", [([0, 2], [1]), ([], [2, 1, 0])])
+def test_engines_share_a_call_and_draw_what_one_would(shares):
+    params = SamplingParams(n=2, max_tokens=6)
+    one, _ = tiny(seed=4)
+    whole, after = one.generate(PROMPTS, params), one.generate(PROMPTS, params)
+    for share in shares:
+        engine, _ = tiny(seed=4)
+        finished = []
+        groups = engine.generate(
+            PROMPTS, params, only=share, on_finished=lambda i, _, to=finished: to.append(i)
+        )
+        assert sorted(finished) == sorted(share)
+        for number, group in enumerate(groups):
+            ids = [one.token_ids for one in whole[number]] if number in share else []
+            assert [one.token_ids for one in group] == ids
+        again = engine.generate(PROMPTS, params)  # the generator is where one engine's is
+        assert [[c.token_ids for c in g] for g in again] == [
+            [c.token_ids for c in g] for g in after
+        ]
+
+
 def test_a_seeded_call_repeats_and_leaves_the_engine_generator_alone():
     engine, _ = tiny()
     params = SamplingParams(n=2, max_tokens=8, seed=5)

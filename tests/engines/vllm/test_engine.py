@@ -123,6 +123,9 @@ def test_a_seed_draws_the_same_whatever_else_is_drawn(engine):
     first = engine.generate([[5, 6], [7, 8]], params)
     engine.generate(random_prompts(6), SamplingParams(max_tokens=3))
     assert tokens(engine.generate([[5, 6], [7, 8], [9]], params))[:2] == tokens(first)
+    empty, second = engine.generate([[5, 6], [7, 8]], params, only=[1])
+    assert empty == []
+    assert tokens([second]) == tokens(first)[1:]
     assert first[0][0].token_ids != first[0][1].token_ids
 
 

@@ -35,6 +35,15 @@ def arguments(options=None, known=KNOWN, **given):
     return engine_arguments(options or VllmOptions(), known, **defaults | given)
 
 
+def test_of_several_ranks_each_has_an_engine(monkeypatch):
+    """vLLM's ``external_launcher`` takes the rank's GPU and joins the group that there is."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    assert arguments()["distributed_executor_backend"] == "external_launcher"
+    with pytest.raises(VllmOptionError, match=r"tensor_parallel_size is above 1.*leave it out"):
+        arguments(VllmOptions(tensor_parallel_size=2))
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

@@ -141,6 +141,13 @@ def test_results_are_in_order_however_they_end():
     assert [[one.prompt_token_ids for one in group] for group in groups] == [[(1,)] * 2, [(2,)] * 2]
 
 
+def test_a_prompt_without_requests_has_no_completions():
+    gather = Gather([(1,), (2,)], 2, 0, None)
+    part = REQUESTS[2:]
+    run_requests(FakeEngine(), part, finished=lambda at, found: gather(2 + at, found))
+    assert [len(group) for group in gather.groups()] == [0, 2]
+
+
 def test_a_group_is_told_when_its_last_is_there():
     told = []
     groups = run(FakeEngine(), on_finished=lambda i, group: told.append((i, group))).groups()
