@@ -12,7 +12,7 @@ moved. And whoever waits for a rank that will not come ends with a reason:
     a rank raised           within a second
     its process is gone     within a second on the same host, else within ``SILENT_S``
     it lives and does not come                             within ``PATIENCE_S``
-    it goes while bytes move                               within ``COLLECTIVE_S``
+    the network goes while bytes move                      within ``COLLECTIVE_S``
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class Ranks:
             RankError: a rank went away meanwhile.
         """
         assert self._lobby is not None
-        lobby, pause = self._lobby, _Pause(lambda: None)
+        lobby = self._lobby
+        pause = _Pause(lobby.look)
         try:
             while not work.is_completed():
                 pause()
@@ -217,7 +218,8 @@ def joined(in_words: Callable[[BaseException], str] = str) -> Iterator[Ranks]:
         ranks._lobby.leave()
         raise
     ranks._lobby.leave()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # vLLM may have ended it with its own groups
+        dist.destroy_process_group()
 
 
 def _of_environment() -> Ranks:
@@ -308,7 +310,7 @@ class _Pause:
 
     def __call__(self) -> None:
         time.sleep(self._next)
-        self._next = min(0.02, 1.5 * self._next)
+        self._next = min(5e-3, 1.5 * self._next)
         if (now := time.monotonic()) - self._looked >= _LOOK_S:
             self._looked = now
             self._look()

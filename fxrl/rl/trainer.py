@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -85,7 +86,7 @@ class Trainer:
         if tokenizer is not None and tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere
         self.callbacks, self.tokenizer = tuple(callbacks), tokenizer
-        self._console = Console()
+        self._console = Console(quiet=os.environ.get("RANK", "0") != "0")  # of several, one talks
 
     def train(
         self, *, resume: str | None = None, accept_changes: bool = False, overwrite: bool = False
