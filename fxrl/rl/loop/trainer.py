@@ -303,13 +303,15 @@ class TrainingLoop:
         return TrainerState(self.done, self.config.steps, self.parts.stream.epoch)
 
     def _ends(self, stop: StopRequest) -> bool:
-        """Whether no further step is wanted. A signal to one rank is one to all; callbacks are
-        asked on rank 0."""
+        """Whether no further step is wanted, the same on all ranks. A signal to one is one to all
+        (what comes while they speak is heard next time); callbacks are asked on rank 0."""
         control = self.parts.events.control
         asked = self.parts.ranks.gather((stop.signum, control.should_training_stop))
-        stop.signum = next((signum for signum, _ in asked if signum is not None), None)
+        heard = [signum for signum, _ in asked if signum is not None]
+        if heard:
+            stop.signum = heard[0]
         control.should_training_stop = asked[0][1]
-        return bool(stop) or self.done >= self.config.steps or control.should_training_stop
+        return bool(heard) or control.should_training_stop or self.done >= self.config.steps
 
     def _tell(
         self, record: dict[str, Any], samples: list[dict[str, Any]], reporter: Reporter
