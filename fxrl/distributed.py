@@ -391,7 +391,7 @@ class _Lobby:
                 self._store.set(f"left/{self._rank}", "")
                 return
             self._store.set("ended", "")
-            while pause.seconds < _LOOK_S and not all(
+            while pause.seconds < _BEAT_S and not all(
                 self._store.check([f"left/{rank}"]) or self._is_gone(rank) for rank in others
             ):
                 pause()

@@ -14,7 +14,8 @@
 Each is called as ``on_x(config, state, control, *, model, tokenizer, **keywords)``, as Hugging
 Face's are; take ``**kwargs`` for what you do not need. ``error`` is what a failed run failed by and
 ``final`` the trained model's folder; each is ``None`` otherwise. A callback that raises fails the
-step as a reward does: the run's state is saved, and the error names the callback.
+step as a reward does: the run's state is saved, and the error names the callback. Of several
+ranks the first alone calls them; what they ask for is asked of all.
 """
 
 from __future__ import annotations

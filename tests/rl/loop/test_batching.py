@@ -14,7 +14,12 @@ from fxrl.engines import Completion
 from fxrl.losses import FACTORIES
 from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import LossConfig
-from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_micro_batches
+from fxrl.rl.loop.batching import (
+    make_batches,
+    padding_fraction,
+    plan_micro_batches,
+    plan_ranks,
+)
 from fxrl.rl.loop.updater import Updater
 
 lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=20)
@@ -121,6 +126,19 @@ def test_a_large_step_costs_the_host_little():
     make_batches(made, [0.5] * 128, plan, pad_token_id=0, device=CPU)
     assert len(plan) == 4
     assert time.process_time() - start < 0.3  # 20 ms on an idle core
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_every_row_goes_to_one_rank_and_tokens_are_even(num_ranks):
+    rows = [(10, 7 * i % 90) for i in range(40)]
+    plans = plan_ranks(rows, 256, num_ranks)
+    dealt = [[row for group in plan for row in group] for plan in plans]
+    assert sorted(row for each in dealt for row in each) == list(range(40))
+    tokens = [sum(sum(rows[row]) for row in each) for each in dealt]
+    assert max(tokens) - min(tokens) <= 100  # the longest row
+    if num_ranks == 1:
+        assert plans == [plan_micro_batches(rows, 256)]
+    assert [len(plan) for plan in plan_ranks(rows[:1], 256, 3)] == [1, 0, 0]
 
 
 class TokenModel(nn.Module):

@@ -91,7 +91,6 @@ def test_what_ends_one_rank_ends_all_with_one_error(cases, how, codes, words, sa
     assert told.count("fxrl train:") == 1
     assert f"fxrl train: {words}" in told
     assert not other
-    assert group["seconds"] < 30
     folder = cases["folder"] / how.replace(" ", "-")
     if saved is not None:
         assert (folder / f"checkpoints/step-{saved:08d}").is_dir()
