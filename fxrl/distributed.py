@@ -319,8 +319,8 @@ class _Pause:
 class _Lobby:
     """Where ranks wait for each other: the group's store.
 
-    ``came`` counts arrivals, ``failed`` holds what ended the run, ``ended`` is set by the primary,
-    ``who/R`` says where rank R lives and ``beat/R`` that it does.
+    ``came`` counts arrivals, ``at/R`` those of rank R; ``failed`` holds what ended the run,
+    ``ended`` is set by the primary; ``who/R`` says where rank R lives and ``beat/R`` that it does.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -348,14 +348,20 @@ class _Lobby:
         self._meetings += 1
         pause = _Pause(self.look)
         with self._spoken():
+            self._store.add(f"at/{self._rank}", 1)
             came = self._store.add("came", 1)
             while came < self._meetings * self._size:
                 pause()
                 if pause.seconds > PATIENCE_S:
-                    self.close(self._rank, f"waited {PATIENCE_S:g} s in vain for another rank")
-                    self.look()
+                    self._lose_patience()
                 came = self._store.add("came", 0)
         return pause.seconds
+
+    def _lose_patience(self) -> None:
+        each = enumerate(self._store.add(f"at/{rank}", 0) for rank in range(self._size))
+        if late := [rank for rank, meetings in each if meetings < self._meetings]:
+            self.close(late[0], f"it lives, and did not come within {PATIENCE_S:g} s")
+        self.look()
 
     def look(self) -> None:
         """Raises where another rank has ended.

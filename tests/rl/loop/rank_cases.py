@@ -18,8 +18,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import torch
 from safetensors.torch import load_file
 
-from fxrl import Config, optimize
-from fxrl.distributed import Ranks, joined
+from fxrl import Config, distributed, optimize
+from fxrl.distributed import RankError, Ranks, joined
 from fxrl.losses import FACTORIES
 from fxrl.rl import train, trainer  # noqa: F401  # imported before the fork
 from fxrl.rl.config.named import build_loss
@@ -202,6 +202,19 @@ def updates():
             Path(f"updates-{ranks.size}.json").write_text(json.dumps(found))
 
 
+def late():
+    """Rank 1 never comes to a meeting, and hears of it."""
+    try:
+        with joined() as ranks:
+            distributed.PATIENCE_S = 0.0
+            if ranks.primary:
+                ranks.gather("here")
+            while True:
+                ranks._lobby.look()
+    except RankError as error:
+        print(error)
+
+
 # -- whole runs
 
 CONFIG = f"""
@@ -333,6 +346,7 @@ def main(folder):
     }
     found["lora"] = compare("several", "one")
     found["full"] = compare("full-two", "full-one")
+    groups["late"] = group(2, late)
     for how in ("raise", "memory", "kill 1", "kill 0", "interrupt", "data"):
         extra = ("loss.name=toy:tight",) if how == "memory" else ()
         groups[how] = group(2, hurt, how, how.replace(" ", "-"), *extra)

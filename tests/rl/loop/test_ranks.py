@@ -114,6 +114,12 @@ def test_an_interrupt_of_one_rank_stops_all_after_the_same_step(cases):
     assert (cases["folder"] / "interrupt/checkpoints/step-00000001").is_dir()
 
 
+def test_a_rank_that_hangs_is_named(cases):
+    group = cases["runs"]["late"]
+    assert group["codes"] == [0, 0]
+    assert set(group["said"]) == {"rank 1 of 2: it lives, and did not come within 0 s\n"}
+
+
 def test_one_rank_talks(cases):
     first, *others = cases["runs"]["four"]["said"]
     assert "resumed at step 2" in first
