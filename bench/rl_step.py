@@ -62,7 +62,11 @@ def main() -> None:
     folder = Path(args.work)
     rl_job.make_model(folder)
     for variant in args.variants:
-        results.add(variant=variant, **_measure(args, variant))
+        found = _measure(args, variant)
+        if theirs := found.pop("versions", None):
+            named = ", ".join(f"{name} {version}" for name, version in theirs.items())
+            results.note(f"{variant} ran with {named}")
+        results.add(variant=variant, **found)
     results.finish()
 
 
@@ -215,6 +219,7 @@ def _trl(args: argparse.Namespace) -> dict[str, Any]:
         temperature=1.0,
         generation_kwargs={"ignore_eos": True},
         loss_type="dapo",
+        model_init_kwargs={"dtype": "bfloat16"},  # as fxrl's; by itself it loads float32 weights
     )
     start = time.perf_counter()
     trainer = GRPOTrainer(
@@ -242,6 +247,7 @@ def _trl(args: argparse.Namespace) -> dict[str, Any]:
         "step_s_min": min(steps),
         "drift_mean": statistics.median(drift) if drift else None,
         "init_s": init,
+        "versions": common.versions(),  # --peers may bring others than the parent has
     }
 
 

@@ -21,7 +21,8 @@ class GoodEnough(Callback):
         self.least = least
 
     def on_step_end(self, config, state, control, *, logs, **kwargs):
-        control.should_training_stop = logs["reward"] >= self.least
+        if logs["reward"] is not None and logs["reward"] >= self.least:
+            control.should_training_stop = True
 
 
 ROWS = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(8) for b in range(8)]

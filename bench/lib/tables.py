@@ -174,13 +174,6 @@ LINES = (
         _UPDATE_CELLS,
         "update_ms",
     ),
-    Line(
-        "GRPO step with rollouts, Qwen3-1.7B's shape, LoRA, 32 x 2048 tokens: time, the GPU's peak",
-        "rl_step_qwen3_1.7b_h200",
-        "{step_s:.2f} s, {peak_gib:.1f} GiB",
-        "step_s",
-        beside=("trl",),
-    ),
 )
 
 

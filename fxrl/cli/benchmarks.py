@@ -17,7 +17,7 @@ from fxrl.cli import show
 from fxrl.errors import ConfigError, FxrlError
 
 SUITES = ("head", "step", "rollout")  # the public names, listed first
-_NO_BENCHMARK = {"__init__", "common", "readme"}
+_NO_BENCHMARK = {"__init__", "readme"}
 
 
 class NoCheckoutError(FxrlError):

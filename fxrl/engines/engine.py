@@ -255,8 +255,9 @@ class EngineSpec:
         load: the model with its weights on ``device``, and its tokenizer.
         folder: the same model as a checkpoint's folder, and its tokenizer.
         trainable: puts the adapter on a model and sets it to train.
-        longest_prompt: from the tokenizer to the tokens of the longest prompt of the run.
+        longest_prompt: tokens of the longest prompt of the run.
         max_tokens: longest completion.
+        num_sequences: completions of a step.
         device: where the trainer's model is to be.
         dtype: of its weights.
         autocast: dtype that it computes in, where that is another one.
@@ -269,8 +270,9 @@ class EngineSpec:
     load: Callable[[], tuple[nn.Module, Any]]
     folder: Callable[[], tuple[Path, Any]]
     trainable: Callable[[nn.Module], nn.Module]
-    longest_prompt: Callable[[Any], int]
+    longest_prompt: int
     max_tokens: int
+    num_sequences: int
     device: torch.device
     dtype: torch.dtype
     autocast: torch.dtype | None

@@ -44,7 +44,7 @@ def lora(
         A ``peft.PeftModel``; only ``lora_`` parameters require grad.
 
     Raises:
-        ModelError: a value is out of range or no layer matches.
+        ModelError: a value is out of range, no layer matches, or there is an adapter already.
         MissingPackageError: peft is not installed.
     """
     if r < 1:
@@ -52,6 +52,11 @@ def lora(
     if not 0 <= dropout < 1:
         raise ModelError(f"lora: dropout={dropout} is outside [0, 1); 0 is usual for RL")
     peft = optional("peft", "LoRA")
+    if any(isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer) for m in model.modules()):
+        raise ModelError(
+            "lora: the model has an adapter already; train that one (without another), merge it "
+            "into the weights with merge_and_unload(), or load the model anew"
+        )
     targets: Any = target_modules if isinstance(target_modules, str) else list(target_modules)
     if targets == "all-linear":
         targets = _linear_layers(model)

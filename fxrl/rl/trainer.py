@@ -86,12 +86,17 @@ class Trainer:
         if tokenizer is not None and tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere
         self.callbacks, self.tokenizer = tuple(callbacks), tokenizer
+        self._trained_in_place = False
         self._console = Console(quiet=os.environ.get("RANK", "0") != "0")  # of several, one talks
 
     def train(
         self, *, resume: str | None = None, accept_changes: bool = False, overwrite: bool = False
     ) -> Outcome:
         """Runs all steps. Ctrl-C and SIGTERM end it after the step that runs, its state saved.
+
+        A model that was given itself is trained in place, so it is no longer what the run began
+        with: to resume, load it anew and make another ``Trainer``. One that was given by its name
+        is loaded at each call.
 
         Args:
             resume: ``""``: go on at the last checkpoint of ``run_dir``; ``"sound"``: at the last
@@ -103,6 +108,7 @@ class Trainer:
         Raises:
             FxrlError: checkpoint or data are wrong, which is found before the model is loaded; or
                 the run failed, its state saved where possible.
+            ConfigError: a second call with a model that was given itself.
         """
         with (
             reporter_on(self._console, json=False) as reporter,
@@ -127,6 +133,11 @@ class Trainer:
         Args:
             reporter: shows both.
         """
+        if self._trained_in_place:
+            raise ConfigError(
+                "this model was trained in place by an earlier call; load it anew and give it to "
+                "another Trainer, or give its name"
+            )
         prepared = loop.prepare(
             self.config,
             reporter,
@@ -139,7 +150,12 @@ class Trainer:
         with ExitStack() as held:
             with reporter.stage("reading the configuration and the data"):
                 task = held.enter_context(prepared)
-            yield lambda: loop.run(task, reporter)
+
+            def run() -> Outcome:
+                self._trained_in_place = isinstance(self.config.model.id, nn.Module)
+                return loop.run(task, reporter)
+
+            yield run
 
 
 def _completed(

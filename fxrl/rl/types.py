@@ -57,7 +57,8 @@ class Rollout:
     """The completions that one step trains on, prompt by prompt.
 
     Attributes:
-        drawn: those of one prompt next to each other; none where dynamic sampling dropped all.
+        drawn: those of one prompt next to each other; none where dynamic sampling or
+            ``mask_truncated_completions`` left out all.
         advantages: one per completion.
         metrics: reward and length statistics over all completions drawn, dropped ones included.
         num_tokens: prompt and completion tokens drawn, without padding.

@@ -25,8 +25,9 @@ def spec(calls, **changes):
         "load": lambda: calls.append("load") or (model, tokenizer),
         "folder": lambda: calls.append("folder") or (Path("tiny"), tokenizer),
         "trainable": trainable,
-        "longest_prompt": lambda tokenizer: 12,
+        "longest_prompt": 12,
         "max_tokens": 30,
+        "num_sequences": 2000,
         "device": torch.device("cpu"),
         "dtype": torch.float32,
         "autocast": None,
@@ -99,3 +100,13 @@ def test_an_engine_that_cannot_serve_the_device_is_closed(vllm):
 def test_an_unknown_engine_names_the_known_ones():
     with pytest.raises(EngineError, match="'sglang' is unknown; use one of torch, vllm"):
         build_engine("sglang", spec([]))
+
+
+@pytest.mark.parametrize(
+    ("given", "num_sequences", "most"), [(None, 8, 8), (None, 4000, 1024), (4, 4000, 4)]
+)
+def test_vllm_decodes_a_step_at_once_unless_told_otherwise(vllm, given, num_sequences, most):
+    options = VllmOptions(max_num_seqs=given)
+    _, _, engine = build_engine("vllm", spec([], options=options, num_sequences=num_sequences))
+    assert engine.options.max_num_seqs == engine.options.num_sequences == most
+    assert VllmOptions().num_sequences == 256, "outside of a run"

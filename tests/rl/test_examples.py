@@ -55,3 +55,15 @@ def numbers(run_dir):
         {k: v for k, v in line.items() if "time" not in k and "per_second" not in k}
         for line in lines
     ]
+
+
+def test_the_callback_of_the_python_example():
+    """A step without any reward is no reason to stop, and another's wish to stop stands."""
+    stop = runpy.run_path(str(EXAMPLES / "trainer.py"))["GoodEnough"](0.85).on_step_end
+    asked = []
+    for wish, rewards in ((False, (None, 0.5, 0.9)), (True, (0.5,))):
+        control = Control(should_training_stop=wish)
+        for reward in rewards:
+            stop(None, None, control, logs={"reward": reward})
+            asked.append(control.should_training_stop)
+    assert asked == [False, False, True, True]

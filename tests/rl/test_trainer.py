@@ -231,3 +231,17 @@ def test_importing_it_is_light():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 4}], ids=["all weights", "adapter"])
+def test_a_model_itself_is_trained_once(tables, adapter):
+    """Neither its weights nor its modules are those that the run began with."""
+    model, tokenizer = load_model(TINY, "float32")
+    tables |= {"steps": 1, "reward": {}, "model": {"lora": adapter}}
+    trainer = Trainer(model, even, ROWS, tables, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="holds no run"):
+        trainer.train(resume="")
+    trainer.train()  # nothing was trained by the call that was refused
+    for resume in ("", None):
+        with pytest.raises(ConfigError, match="trained in place by an earlier call; load it anew"):
+            trainer.train(resume=resume, overwrite=resume is None)

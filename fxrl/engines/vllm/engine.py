@@ -32,7 +32,7 @@ from fxrl.engines.ledger import CpuProbe, CudaProbe, MemoryLedger
 from fxrl.engines.vllm import door
 from fxrl.engines.vllm.build import build_llm
 from fxrl.engines.vllm.handle import VllmHandle
-from fxrl.engines.vllm.options import VllmOptions
+from fxrl.engines.vllm.options import MOST_SEQUENCES, VllmOptions
 from fxrl.engines.vllm.requests import (
     EngineFailedError,
     Gather,
@@ -235,14 +235,15 @@ class VllmEngine:
 
     def most_at_once(self, tokens: int) -> int:
         """See ``Engine.most_at_once``; the KV cache may have room for less."""
-        return self.options.max_num_seqs
+        return self.options.num_sequences
 
     @contextmanager
     def standby(self) -> Iterator[None]:
         """See ``Engine.standby``; the KV cache's memory is free inside.
 
         Raises:
-            WakeError: at the end, if the memory is not free again; the engine stays in standby.
+            WakeError: at the end, if the memory is not free again; the engine stays in standby. It
+                is a note of what the block itself has raised, if it has.
         """
         self._must_be_awake("standby")
         try:
@@ -253,8 +254,13 @@ class VllmEngine:
         self._state = "standby"
         try:
             yield
-        finally:
-            self.wake()
+        except BaseException as error:
+            try:
+                self.wake()
+            except EngineError as failure:  # what ran out of memory may still hold it
+                error.add_note(str(failure))
+            raise
+        self.wake()
 
     def wake(self) -> None:
         """See ``Engine.wake``.
@@ -303,7 +309,7 @@ class VllmEngine:
 def build(spec: EngineSpec) -> Built:
     """The engine first: the trainer's model is made of its weights."""
     folder, tokenizer = spec.folder()
-    options = _options_of(spec, tokenizer)
+    options = _options_of(spec)
     sizes = f"max_model_len={options.max_model_len}, max_num_seqs={options.max_num_seqs}"
     eos = _eos_ids(folder, tokenizer)
     with spec.stage(f"starting vLLM: {sizes}, {options.dtype}"):
@@ -327,12 +333,14 @@ def build(spec: EngineSpec) -> Built:
     return Built(model, tokenizer, engine)
 
 
-def _options_of(spec: EngineSpec, tokenizer: Any) -> VllmOptions:
+def _options_of(spec: EngineSpec) -> VllmOptions:
     """The user's, with what they leave open taken from the run."""
     options: VllmOptions = spec.options or VllmOptions()
     if options.max_model_len is None:
-        longest = spec.longest_prompt(tokenizer) + spec.max_tokens
+        longest = spec.longest_prompt + spec.max_tokens
         options = dataclasses.replace(options, max_model_len=longest)
+    if options.max_num_seqs is None:
+        options = dataclasses.replace(options, max_num_seqs=min(spec.num_sequences, MOST_SEQUENCES))
     if options.dtype == "auto":
         dtype = str(spec.autocast or spec.dtype).removeprefix("torch.")
         options = dataclasses.replace(options, dtype=dtype)

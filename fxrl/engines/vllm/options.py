@@ -63,26 +63,37 @@ _NAMED_BY_VLLM = (
 )
 
 
+TESTED = ("0.25.1", "0.32.0")
+"""The versions of vLLM that tests and benchmarks ran with."""
+MOST_SEQUENCES = 1024
+"""Of a run at once: beyond it a decode step's time and the sampler's memory grow with them."""
+
+
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
     """How the vLLM engine is built.
 
     Attributes:
-        max_model_len: longest prompt + completion, in tokens; ``None`` is the model's own.
-        max_num_seqs: sequences decoded at once; more are queued. With ``max_model_len`` it bounds
-            the KV cache, and waking takes 4.7 ms for each GiB of it, so do not ask for more
-            than a step's completions.
+        max_model_len: tokens of the longest prompt and completion together. ``None`` is, in a run,
+            the longest prompt of the data plus ``sampling.max_tokens``, else the model's own.
+        max_num_seqs: sequences decoded at once; more are queued. ``None`` is, in a run, all
+            completions of a step, 1024 at most, else 256. With ``max_model_len`` it bounds the KV
+            cache, and waking takes 4.7 ms for each GiB of it, so do not ask for more than a step's
+            completions.
         max_num_batched_tokens: prompt tokens of one prefill step; ``None`` is vLLM's own.
-        dtype: of weights and activations; ``"auto"`` is the checkpoint's (vLLM makes float32 ones
-            half precision then).
-        kv_cache_dtype: ``"auto"``, ``"fp8"``, ... as vLLM names them. FP8 halves the cache and adds
-            to the difference between sampling and training log-probabilities.
-        quantization: of the weights, e.g. ``"fp8_per_channel"``; ``None`` is the checkpoint's own.
+        dtype: type of weights and activations. ``"auto"`` is, in a run, the one that the trainer
+            computes in, else the checkpoint's (vLLM makes float32 ones half precision then).
+        kv_cache_dtype: type of the KV cache: ``"auto"``, ``"fp8"``, ... as vLLM names them. FP8
+            halves the cache and adds to the difference between sampling and training
+            log-probabilities.
+        quantization: way to quantize the weights, e.g. ``"fp8_per_channel"``; ``None`` is the
+            checkpoint's own.
         tensor_parallel_size: GPUs of one engine. Above 1 vLLM runs in processes of its own, so
             weights cannot be shared and are copied at each update.
-        enforce_eager: no CUDA graphs and no compilation.
-        enable_prefix_caching: lets the samples of one prompt share its prefill.
-        async_scheduling: schedule a step while the GPU runs the one before; ``None`` is vLLM's own.
+        enforce_eager: no CUDA graphs and no compilation: a quicker start and slower decoding.
+        enable_prefix_caching: sharing of a prompt's prefill among its samples.
+        async_scheduling: scheduling of a step while the GPU runs the one before; ``None`` is vLLM's
+            own choice.
         fused_sampler: tokens and their log-probabilities come from fxrl's one-pass kernel where
             temperature alone shapes the distribution (vLLM's V2 runner on a GPU, one rank); other
             requests and settings take vLLM's own sampler.
@@ -104,7 +115,8 @@ class VllmOptions:
             for ever.
         standby: whether the KV cache's memory can be given to the trainer; ``False`` lets vLLM
             allocate as usual.
-        log_level: of vLLM's own log (its warnings are many and rarely about the run).
+        log_level: least level of what vLLM's own log shows (its warnings are many and rarely about
+            the run).
         engine_args: further arguments of vLLM's ``EngineArgs`` by vLLM's names.
 
     Raises:
@@ -112,7 +124,7 @@ class VllmOptions:
     """
 
     max_model_len: int | None = None
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
@@ -135,9 +147,8 @@ class VllmOptions:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "tensor_parallel_size"):
-            _whole(name, getattr(self, name))
-        for name in ("max_model_len", "max_num_batched_tokens", "max_lora_rank"):
+        _whole("tensor_parallel_size", self.tensor_parallel_size)
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_lora_rank"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
         for name in ("gpu_memory", "trainer_reserve", "cpu_kv_cache"):
@@ -166,6 +177,11 @@ class VllmOptions:
                 raise VllmOptionError(
                     f"vllm.engine_args: {name!r} is fxrl's own: {OWNED_ENGINE_ARGS[name]}"
                 )
+
+    @property
+    def num_sequences(self) -> int:
+        """``max_num_seqs``; outside of a run 256 where it is left open."""
+        return self.max_num_seqs or 256
 
     def _check_attention(self) -> None:
         if self.decode_attention not in ("auto", "vllm", "fxrl"):
@@ -219,7 +235,7 @@ def engine_arguments(
         "model": model,
         "seed": seed,
         "dtype": options.dtype,
-        "max_num_seqs": options.max_num_seqs,
+        "max_num_seqs": options.num_sequences,
         "kv_cache_dtype": options.kv_cache_dtype,
         "tensor_parallel_size": options.tensor_parallel_size,
         "enforce_eager": options.enforce_eager,

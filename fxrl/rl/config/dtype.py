@@ -41,9 +41,15 @@ def settle(
         model: as in the file.
         device: where it goes; a GPU takes bfloat16 unasked.
         saved: ``[model]`` of the run that is resumed, which goes on as it began.
-        tell: hears what a CPU was found to be fast at.
+        tell: hears what a CPU was found to be fast at, and of weights that cannot learn.
     """
     if model.dtype != "auto":
+        if torch.bfloat16 in model.trained_dtypes:
+            tell(
+                "model.dtype=bfloat16: an update of less than 1/512 of a weight is rounded away, "
+                "at learning rates of RL nearly every one; model.dtype=float32 with "
+                "model.autocast=bfloat16 keeps them, and so does an adapter (model.lora)"
+            )
         return model
     if saved is not None:
         autocast = saved["autocast"] if model.autocast == "auto" else model.autocast

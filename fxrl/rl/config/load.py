@@ -16,7 +16,6 @@ from fxrl.losses.own_code import importable_from
 from fxrl.rl.config.binding import (
     MOST_NESTED,
     TOO_DEEP,
-    Text,
     bind,
     merge_override,
     parse_override,
@@ -24,9 +23,6 @@ from fxrl.rl.config.binding import (
 )
 from fxrl.rl.config.tables import ModelConfig, TrainConfig
 from fxrl.rl.errors import BadConfigError
-
-MOST_SEQUENCES = 1024
-"""At once: beyond it a decode step's time and the sampler's memory grow with the sequences."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -80,11 +76,6 @@ def config_of(
     if problems or config is None:
         count = f"{len(problems)} mistakes" if len(problems) > 1 else "1 mistake"
         raise BadConfigError("\n".join([f"{source}: {count}", *(f"  {line}" for line in problems)]))
-    given = table.get("vllm", {})
-    if "max_num_seqs" not in (given.value if isinstance(given, Text) else given):
-        completions = config.prompts_per_step * config.sampling.num_generations
-        vllm = dataclasses.replace(config.vllm, max_num_seqs=min(completions, MOST_SEQUENCES))
-        config = dataclasses.replace(config, vllm=vllm)  # all of a step at the same time
     return config if config.run_dir else dataclasses.replace(config, run_dir=run_dir)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -46,8 +46,8 @@ class LoraConfig(Table):
     """``[model.lora]``: a PEFT adapter; leave the table out for full fine-tuning.
 
     Attributes:
-        r: rank.
-        alpha: the adapter's output is scaled by ``alpha / r``.
+        r: rank: columns of the adapter's factors.
+        alpha: scale: the adapter's output is multiplied by ``alpha / r``.
         dropout: share of the adapter's inputs that are dropped in training.
         targets: names of the Linear modules that get one, ``["q_proj", "v_proj"]``; ``all-linear``
             is all but the head.
@@ -66,14 +66,17 @@ class ModelConfig(Table):
     Attributes:
         id: local folder, hub id, or ``tiny:<kind>`` (random weights, made on the fly). In Python
             also a model itself.
-        dtype: of the weights; the optimizer works in it. ``auto`` is bfloat16 on a GPU, on a CPU
-            what that is fast at (``fxrl.rl.config.dtype``); weights that are trained stay float32.
+        dtype: type of the weights' numbers, in which the optimizer works too. ``auto`` is bfloat16
+            on a GPU, on a CPU what that is fast at; weights that are trained stay float32. Training
+            all weights in bfloat16 loses small updates, and float16 is refused for it.
         autocast: dtype of matrix products in the train step, ``none`` for the weights' own.
             ``auto`` is bfloat16 for an adapter on bfloat16 weights: PEFT keeps adapters in float32,
             whose products would run without tensor cores (1.77 s instead of 1.22 s for a step's
             updates, Qwen3-1.7B on an H200).
-        device: ``auto`` takes the GPU if there is one.
-        gradient_checkpointing: Hugging Face's own, taken over by ``fxrl.optimize``.
+        device: device of the model: ``cuda``, ``cpu``; ``auto`` takes the GPU if there is one.
+        gradient_checkpointing: recomputation of each layer's activations in the backward pass,
+            which saves memory and costs a forward pass: Hugging Face's own, which
+            ``fxrl.optimize`` takes over.
         lora: adapter; ``none`` trains all weights.
     """
 
@@ -105,9 +108,18 @@ class ModelConfig(Table):
         return getattr(config, "_name_or_path", "") or type(self.id).__name__
 
     @property
+    def trained_dtypes(self) -> set[torch.dtype]:
+        """Of what is trained: PEFT keeps adapters on weights of half precision in float32."""
+        if self.lora is None and isinstance(self.id, nn.Module):
+            return {p.dtype for p in self.id.parameters() if p.requires_grad}
+        dtype: torch.dtype = getattr(torch, self.dtype, torch.float32)  # settle's, for "auto"
+        return {dtype if self.lora is None else torch.promote_types(dtype, torch.float32)}
+
+    @property
     def autocast_dtype(self) -> torch.dtype | None:
         """What ``autocast`` comes to; ``None`` is no autocast."""
-        auto = self.autocast == "auto" and self.dtype == "bfloat16" and self.lora is not None
+        wider = self.dtype == "bfloat16" and torch.float32 in self.trained_dtypes
+        auto = self.autocast == "auto" and wider
         return torch.bfloat16 if auto or self.autocast == "bfloat16" else None
 
 
@@ -141,30 +153,34 @@ class DataConfig(Table):
     """``[data]``: where prompts come from. Exactly one of the four sources is given.
 
     Attributes:
-        path: a JSONL file.
-        dataset: a Hugging Face dataset's name or folder.
-        subset: of ``dataset``, what ``datasets.load_dataset`` calls ``name``.
-        split: of ``dataset``.
-        reasoning_gym: a reasoning-gym task.
+        path: JSONL file, a question a line.
+        dataset: Hugging Face dataset, a name or a folder.
+        subset: part of ``dataset``, what ``datasets.load_dataset`` calls ``name``.
+        split: split of ``dataset``.
+        reasoning_gym: task of reasoning-gym, which generates its questions.
         params: keywords of the reasoning-gym task.
-        rows: the questions themselves, each a table of columns.
-        size: questions to generate (reasoning-gym) or to keep (others); ``none`` keeps all.
-        seed: of the generated questions and of the held-out split, whatever the run's seed is, so
-            that runs with several seeds are judged on the same questions.
-        prompt: column with the prompt, a text or a list of chat messages.
+        rows: questions themselves, each a table of columns.
+        size: number of questions to generate (reasoning-gym; ``none`` is 1000) or to keep (others;
+            ``none`` keeps all).
+        seed: seed of the generated questions and of the held-out split, whatever the run's seed is,
+            so that runs with several seeds are judged on the same questions.
+        prompt: column with the prompt, a text or a list of chat messages whose last is the user's.
         answer: column with the right answer, for ``exact`` and the majority baseline.
         pattern: regular expression with named groups, searched in the prompt text; its groups fill
             ``template``.
         template: new prompt text; ``{name}`` is a column or a group of ``pattern``.
-        chat: apply the tokenizer's chat template.
+        chat: use of the tokenizer's chat template; ``false`` gives the model the bare text.
+        chat_template_kwargs: keywords that the chat template reads besides the messages, such as
+            Qwen3's ``{ enable_thinking = false }``.
         system: system prompt.
-        few_shot: solved questions as chat turns before each prompt; they are not trained on.
-        turns: explicit chat turns before each prompt.
-        max_prompt_tokens: a longer prompt is unusable.
-        unusable_rows: what becomes of rows whose prompt is empty, no text, too long, or does not
+        few_shot: number of solved questions that go as chat turns before each prompt; they are not
+            trained on.
+        turns: chat turns before each prompt.
+        max_prompt_tokens: most tokens of a prompt; a longer one is unusable.
+        unusable_rows: fate of rows whose prompt is empty, no text, too long, or does not
             fit ``pattern`` and ``template``: an ``error`` that names them, or ``skip`` leaves them
             out and says how many. Either way before a model is loaded.
-        shuffle: another order in each epoch; ``false`` keeps the source's.
+        shuffle: order of the questions, another in each epoch; ``false`` keeps the source's.
     """
 
     path: str | None = None
@@ -181,6 +197,7 @@ class DataConfig(Table):
     pattern: Regex | None = None
     template: str | None = None
     chat: bool = True
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
     few_shot: Count = 0
     turns: tuple[Turn, ...] = ()
@@ -202,8 +219,11 @@ class DataConfig(Table):
             yield "pattern is given but template, which it fills, is not"
         if self.template is not None and _pads_widely(self.template):
             yield f"template={self.template!r} pads by more than 9999, or by what a row says"
-        if not self.chat and (self.system or self.few_shot or self.turns):
-            yield "chat=false leaves no place for system, few_shot and turns"
+        of_chat = ("system", "few_shot", "turns", "chat_template_kwargs")
+        if not self.chat and any(getattr(self, name) for name in of_chat):
+            yield f"chat=false leaves no place for {', '.join(of_chat)}"
+        for name in {"tokenize", "add_generation_prompt"} & self.chat_template_kwargs.keys():
+            yield f"chat_template_kwargs.{name} is fxrl's own; leave it out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,17 +234,18 @@ class RewardConfig(Table):
         functions: built-in names (``exact``, ``reasoning_gym``, ``length``, ``regex``) or
             ``file.py:function`` or ``module:function`` with TRL's signature, looked for beside the
             configuration, then in the working folder. In Python also functions themselves.
-        weights: one per function; all 1 by default.
+        weights: factors of the functions' values in their sum, one each; all 1 by default.
         params: keywords by function name, ``[reward.params.length] target = 8``.
         extract: regular expression; built-ins judge its last match in the completion (the whole
             text where nothing matches).
         timeout_s: seconds that one call of one function may take; ``none`` waits for ever.
-        retries: further calls of a function that raised or took too long.
-        on_error: then ``stop`` the run (its state is saved), or ``skip``: these completions get no
-            value from this function, as if it had returned ``None``.
-        per_group: call your own functions for each prompt's completions as soon as these are
-            there, while the engine draws others, on the rank that drew them; by default once a
-            step, with all of them, on rank 0.
+        retries: number of further calls of a function that raised or took too long.
+        on_error: consequence of a failure after these: ``stop`` ends the run (its state is saved),
+            ``skip`` gives these completions no value of this function, as if it had returned
+            ``None``.
+        per_group: calls of your own functions for each prompt's completions as soon as these are
+            there, while the engine draws others, on the rank that drew them; ``false`` is one call
+            a step, with all of them, on rank 0.
     """
 
     functions: tuple[str | Callable[..., Any], ...]
@@ -271,14 +292,14 @@ class SamplingConfig(Table):
     """``[sampling]``: how completions are drawn.
 
     Attributes:
-        temperature: the logits are divided by it, in the loss as well.
-        top_p: only the likeliest tokens that together have this probability; 1 is all.
-        top_k: only so many of the likeliest tokens; 0 is all.
-        min_p: only tokens at least this share as likely as the likeliest; 0 is all.
-        max_tokens: most of a completion.
-        num_generations: completions of a prompt, the group that advantages compare.
-        ignore_eos: go on after the end token, up to ``max_tokens``.
-        min_tokens: no end token before so many.
+        temperature: divisor of the logits, in the loss as well; a lower one favours likely tokens.
+        top_p: probability of the likeliest tokens that are drawn from, together; 1 is all.
+        top_k: number of the likeliest tokens that are drawn from; 0 is all.
+        min_p: least probability of a token that is drawn, as a share of the likeliest's; 0 is all.
+        max_tokens: most tokens of a completion; what is longer is cut off.
+        num_generations: completions of each prompt, the group whose rewards are compared.
+        ignore_eos: drawing past the end token, up to ``max_tokens``.
+        min_tokens: least tokens of a completion; no end token is drawn before.
         stop_token_ids: tokens that end a completion besides the tokenizer's end token.
         extra: further sampling parameters of vLLM by its own names, for ``engine = "vllm"``:
             ``extra = { repetition_penalty = 1.1 }``. What they do to the distribution the trainer
@@ -306,12 +327,14 @@ class OptimConfig(Table):
     """``[optim]``: any optimizer of ``torch.optim`` by name; further keys are its keywords.
 
     Attributes:
-        name: of the class, in any case.
+        name: class of ``torch.optim``, in any case. Keywords that are not given have its defaults:
+            ``adamw`` has ``weight_decay = 0.01``, where Hugging Face and TRL have 0.
         lr: learning rate after the warmup.
-        schedule: then ``constant``, or down to 0 at the last update (``linear``, or half a
-            ``cosine``).
+        schedule: learning rate after that: ``constant``, or down to 0 at the last update
+            (``linear``, or half a ``cosine``).
         warmup_steps: updates over which ``lr`` rises linearly from 0.
-        max_grad_norm: gradients of a larger norm are scaled down to it; ``none`` is no bound.
+        max_grad_norm: largest norm of the gradient, to which a larger one is scaled down; ``none``
+            is no bound.
         options: further keys, the optimizer's own keywords: ``weight_decay``, ``betas``, ...
     """
 
@@ -328,21 +351,65 @@ class OptimConfig(Table):
 
 @dataclass(frozen=True, slots=True)
 class EvalConfig(Table):
-    """``[eval]``: held-out questions, never trained on; 0 is off.
+    """``[eval]``: held-out questions, never trained on: some of ``[data]``, another split of its
+    dataset, or a source of their own. Their columns become prompts as ``[data]`` says.
 
     Attributes:
-        size: questions held out (distinct prompts).
-        every: steps between evaluations besides before the first and after the last step; 0: none.
-        greedy: temperature 0; else one sample each at ``[sampling]``.
-        reward: the function whose value >= 0.99 counts as right; the first one by default.
+        size: questions (distinct prompts) held out of ``[data]``; 0 holds out none. Of a source of
+            their own, or of another split, the first so many; 0 is all.
+        path: JSONL file of their own.
+        dataset: Hugging Face dataset of their own, a name or a folder.
+        subset: part of ``dataset``, what ``datasets.load_dataset`` calls ``name``.
+        split: split of ``dataset``, ``test`` by default; alone, ``split = "test"``, it is one of
+            ``data.dataset``.
+        rows: questions themselves, each a table of columns.
+        every: steps between evaluations, besides those before the first and after the last step; 0
+            is none.
+        greedy: answers at temperature 0; ``false`` draws one as ``[sampling]`` says.
+        reward: function whose value >= 0.99 counts as right; the first one by default.
         batch: prompts per generation call.
     """
 
     size: Count = 0
+    path: str | None = None
+    dataset: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False, metadata=DIGEST)
     every: Count = 0
     greedy: bool = True
     reward: str | None = None
     batch: Positive = 64
+
+    def problems(self) -> Iterator[str]:
+        if len(given := self._sources()) > 1:
+            yield f"path, dataset: give one of them (or rows), not {' and '.join(given)}"
+        if self.path is not None and not Path(self.path).is_file():
+            yield f"path={self.path!r} is not a file, seen from {Path.cwd()}"
+
+    def _sources(self) -> list[str]:
+        return [n for n in ("path", "dataset", "rows") if getattr(self, n) is not None]
+
+    @property
+    def is_other_split(self) -> bool:
+        """Whether the questions are another part of ``data.dataset``."""
+        return not self._sources() and (self.split or self.subset) is not None
+
+    def source(self, data: DataConfig) -> DataConfig | None:
+        """``data`` with the questions that are given here; ``None`` where none are."""
+        if not self._sources() and not self.is_other_split:
+            return None
+        return replace(
+            data,
+            path=self.path,
+            dataset=data.dataset if self.is_other_split else self.dataset,
+            subset=self.subset or (data.subset if self.is_other_split else None),
+            split=self.split or "test",
+            rows=self.rows,
+            reasoning_gym=None,
+            params={},
+            size=self.size or None,
+        )
 
 
 MOST_COMPLETIONS = 2**20
@@ -356,7 +423,7 @@ class TrainConfig(Table):
     A step is one batch of rollouts and ``num_iterations`` optimizer updates on it.
 
     Attributes:
-        run_dir: everything the run writes; by default ``runs/<name of the file>``.
+        run_dir: folder of everything that the run writes; by default ``runs/<name of the file>``.
         model: what is trained.
         data: where prompts come from.
         reward: what judges completions.
@@ -366,21 +433,22 @@ class TrainConfig(Table):
         eval: held-out questions.
         fxrl: how ``fxrl.optimize`` works.
         vllm: the engine's setup, for ``engine = "vllm"``.
-        steps: how many.
+        steps: number of training steps: a batch of completions and the updates on it.
         epochs: passes over the training questions, instead of ``steps``.
-        seed: of sampling, data order, adapter initialisation and dropout.
+        seed: seed of sampling, data order, adapter initialisation and dropout.
         save_every: steps between checkpoints; 0 saves only at the end (and when stopped).
-        keep_checkpoints: older ones of the same branch are deleted; going back to an older one
-            begins a branch.
+        keep_checkpoints: number of checkpoints that stay; older ones of the same branch are
+            deleted. Going back to an older one begins a branch.
         prompts_per_step: prompts in one step, each with ``sampling.num_generations`` completions.
-        micro_batch_tokens: padded tokens that one forward pass may hold; the loss of the step does
-            not depend on it.
+        micro_batch_tokens: most tokens of one forward pass, padding included; less takes less
+            memory and more passes. The loss of the step does not depend on it.
         num_iterations: optimizer updates on the same completions.
-        advantages: reward minus its group's mean (GRPO), or minus the mean of the others (RLOO).
-        scale_rewards: ``group`` advantages are divided by the standard deviation of the reward in
-            the ``group``, in the ``batch``, or not (``none``).
-        max_nonfinite: updates with a non-finite loss or gradient that are skipped in a row before
-            the run stops.
+        advantages: what a completion is worth: its reward minus its group's mean (``group``, GRPO),
+            or minus the mean of the others (``leave_one_out``, RLOO).
+        scale_rewards: divisor of ``group`` advantages: the standard deviation of the reward in the
+            ``group``, in the ``batch``, or ``none``.
+        max_nonfinite: updates in a row that may be skipped, as loss or gradient is not finite; so
+            many stop the run.
         log_completions: sample completions shown and written per step; 0 is none.
         engine: what draws completions. ``torch`` is embedded and samples with the trained model
             itself: exact, simple, slow. ``vllm`` is vLLM in this process, over the same weights,
@@ -388,22 +456,26 @@ class TrainConfig(Table):
         engine_retries: further tries where drawing a step's completions takes longer than
             ``vllm.generate_timeout_s``. An engine that fails otherwise stops the run, with its
             state saved.
-        dynamic_sampling: what becomes of groups whose rewards are all the same, which teach
+        dynamic_sampling: fate of groups whose rewards are all the same, which teach
             nothing: they are trained on as any other (``off``), left out (``drop``), or replaced by
             groups of further prompts (``refill``, DAPO's way). The loss is a mean over what is
             trained on.
-        max_refills: rounds of further prompts in one step at most.
+        max_refills: most rounds of further prompts in one step.
+        mask_truncated_completions: exclusion of completions that ``sampling.max_tokens`` cut off
+            (DAPO's overlong filter): the loss is a mean over the others. Their rewards count in
+            their group's mean and spread.
         disk_retries: tries to write a checkpoint at the end of the run while the disk is full.
-        disk_wait_s: seconds between them.
-        optimize: ``false`` runs the loss without ``fxrl.optimize``, for comparison.
-        log_to: where each step's metrics go besides ``metrics.jsonl``: ``tensorboard`` (in
+        disk_wait_s: seconds between these tries.
+        optimize: use of ``fxrl.optimize``; ``false`` runs the loss as it is, for comparison.
+        log_to: trackers that get each step's metrics besides ``metrics.jsonl``: ``tensorboard`` (in
             run_dir), ``wandb``, ``trackio``, ``mlflow``, by the packages of these names, which take
             accounts and addresses from their own environment variables.
-        project: the run's project there (MLflow: experiment); the run has run_dir's name.
-        tensorboard: ``false`` takes it out of ``log_to``.
+        project: name of the run's project there (MLflow: experiment); the run has run_dir's name.
+        tensorboard: use of TensorBoard; ``false`` takes it out of ``log_to``.
         push_to_hub: repository of the Hugging Face hub, ``user/name``, that gets the trained model.
             It is made where there is none (public, unless your account says otherwise).
-        hub_strategy: pushed at the ``end`` only, or at ``every_save`` of a checkpoint as well.
+        hub_strategy: time of the push: at the ``end`` only, or at ``every_save`` of a checkpoint as
+            well.
     """
 
     KEY_ALIASES: ClassVar[Mapping[str, str]] = trl.KEYS
@@ -434,6 +506,7 @@ class TrainConfig(Table):
     engine_retries: Count = 0
     dynamic_sampling: Literal["off", "drop", "refill"] = "off"
     max_refills: Count = 3
+    mask_truncated_completions: bool = False
     disk_retries: Count = 20
     disk_wait_s: Annotated[float, within(0.0, 1e8)] = 30.0
     log_completions: Count = 4
@@ -458,6 +531,24 @@ class TrainConfig(Table):
             yield (
                 f"prompts_per_step={self.prompts_per_step} times sampling.num_generations="
                 f"{self.sampling.num_generations} is above {MOST_COMPLETIONS} completions a step"
+            )
+        if self.mask_truncated_completions and self.sampling.ignore_eos:
+            yield (
+                "mask_truncated_completions leaves nothing to train on where sampling.ignore_eos "
+                "draws every completion up to max_tokens; leave one of them out"
+            )
+        if self.eval.is_other_split and self.data.dataset is None:
+            yield "eval: split and subset are a dataset's; give eval.dataset or data.dataset"
+        elif self.data.reasoning_gym is not None and self.eval.source(self.data) is not None:
+            yield (
+                f"eval: data.reasoning_gym={self.data.reasoning_gym!r} makes the held-out "
+                "questions itself; give eval.size alone"
+            )
+        if torch.float16 in self.model.trained_dtypes:
+            yield (
+                "model.dtype='float16': gradients and optimizer state leave its range, and nothing "
+                "scales them; train float32 weights (model.autocast='bfloat16' makes their "
+                "products fast), or an adapter (model.lora)"
             )
         if self.engine != "vllm" and self.sampling.extra:
             yield (

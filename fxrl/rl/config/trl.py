@@ -27,6 +27,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "dataset_train_split": "data.split",
         "max_prompt_length": "data.max_prompt_tokens",
         "shuffle_dataset": "data.shuffle",
+        "chat_template_kwargs": "data.chat_template_kwargs",
         "reward_funcs": "reward.functions",
         "reward_weights": "reward.weights",
         # GRPOConfig
@@ -42,6 +43,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",
         "vllm_server_timeout": "vllm.generate_timeout_s",
         "num_iterations": "num_iterations",
+        "mask_truncated_completions": "mask_truncated_completions",
         "scale_rewards": "scale_rewards",
         "loss_type": "loss.name",
         "beta": "loss.beta",
@@ -82,6 +84,8 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "data_seed": "data.seed",
         "save_steps": "save_every",
         "save_total_limit": "keep_checkpoints",
+        "eval_dataset": "eval.dataset",
+        "dataset_test_split": "eval.split",
         "eval_steps": "eval.every",
         "per_device_eval_batch_size": "eval.batch",
         "report_to": "log_to",
@@ -110,7 +114,10 @@ _LOADER = "rows are in memory and there is no DataLoader; data.shuffle orders th
 _DROPPED = "all columns reach the rewards; the model gets the prompt's tokens alone"
 _COMMAND = "fxrl train CONFIG.toml trains, and evaluates as [eval] says"
 _WORDS = "--json gives lines for tools; a terminal gets a live view"
-_EVAL = "[eval] size holds questions out, every says when, greedy how; see examples/config.md"
+_EVAL = (
+    "[eval] size holds questions out or dataset gives them, every says when, greedy how; see "
+    "examples/config.md"
+)
 _TRACKIO = "log_to = ['trackio'] with project; trackio's own environment variables say where"
 _HUB = "the repository keeps its own settings: create it first (hf repo create); hf auth login"
 _BEST = "the newest keep_checkpoints are kept; metrics.jsonl tells which step was best"
@@ -186,7 +193,6 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "use_transformers_continuous_batching": "engine = 'vllm' batches continuously",
         "transformers_continuous_batching_config": "engine = 'vllm' batches continuously",
         "use_transformers_paged": "engine = 'vllm' pages its KV cache",
-        "chat_template_kwargs": "data.system, data.few_shot and data.turns shape the chat",
         "max_tool_calling_iterations": "completions are one turn, without tools",
         "num_generations_eval": "an evaluation draws one completion a question, greedy by default",
         # loss
@@ -196,8 +202,6 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "vespo_lambda_neg": _VESPO,
         "multi_objective_aggregation": "rewards are summed by reward.weights, then scaled as "
         "scale_rewards says",
-        "mask_truncated_completions": "completions that were cut off are trained on; "
-        "completions/clipped_ratio counts them",
         "sync_ref_model": _REFERENCE,
         "ref_model_mixup_alpha": _REFERENCE,
         "ref_model_sync_steps": _REFERENCE,
@@ -235,9 +239,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "trackio_static_space_id": _TRACKIO,
         "eval_strategy": _BY_STEPS,
         "save_strategy": _BY_STEPS,
-        "eval_dataset": _EVAL,
         "eval_delay": _EVAL,
-        "eval_on_start": "with eval.size an evaluation goes before the first step",
+        "eval_on_start": "with held-out questions an evaluation goes before the first step",
         "prediction_loss_only": _EVAL,
         "eval_do_concat_batches": _EVAL,
         "eval_use_gather_object": _EVAL,

@@ -168,11 +168,16 @@ def split_rows(
     rows: Sequence[Row],
     text_of: Callable[[Row], str],
     *,
+    held_out: Sequence[Row] = (),
     num_held_out: int,
     num_shots: int,
     seed: int,
 ) -> Split:
     """Shots and held-out questions are distinct; whatever has their text is no training question.
+
+    Args:
+        held_out: questions of a source of their own.
+        num_held_out: further ones of ``rows``.
 
     NOTE [Held out by text]
     Generated tasks repeat themselves: of 1000 one-digit sums only some 200 are different. Splitting
@@ -183,21 +188,23 @@ def split_rows(
     """
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
+    elsewhere = {text_of(row) for row in held_out}
     first_of: dict[str, int] = {}
     for index in order:
         first_of.setdefault(text_of(rows[index]), index)
-    distinct = list(first_of.items())
+    distinct = [(text, index) for text, index in first_of.items() if text not in elsewhere]
     taken = distinct[: num_shots + num_held_out]
-    used = {text for text, _ in taken}
+    used = elsewhere | {text for text, _ in taken}
     train = tuple(row for row in rows if text_of(row) not in used)
     if len(taken) < num_shots + num_held_out or not train:
         raise DataError(
-            f"{len(distinct)} distinct questions are too few for {num_shots} examples, "
+            f"{len(distinct)} distinct questions{' besides those of [eval]' if held_out else ''} "
+            f"are too few for {num_shots} examples, "
             f"{num_held_out} held out and at least one to train on; raise data.size or lower "
             "eval.size"
         )
     picked = [rows[index] for _, index in taken]
-    return Split(train, tuple(picked[num_shots:]), tuple(picked[:num_shots]))
+    return Split(train, (*held_out, *picked[num_shots:]), tuple(picked[:num_shots]))
 
 
 def majority_baseline(rows: Iterable[Mapping[str, Any]], answer: str) -> float | None:
@@ -321,16 +328,24 @@ class PromptBuilder:
     """Makes prompts and their token ids; ``shots`` are solved rows that go before each prompt.
 
     Raises:
-        DataError: ``chat`` is on and the tokenizer has no chat template.
+        DataError: ``chat`` is on and the tokenizer has no chat template, or one that does not read
+            ``chat_template_kwargs``.
     """
 
     def __init__(
         self, config: DataConfig, column: str, shots: Sequence[Row], tokenizer: Any
     ) -> None:
-        if config.chat and not getattr(tokenizer, "chat_template", None):
+        template = getattr(tokenizer, "chat_template", None)  # a text, or one for each purpose
+        if config.chat and not template:
             raise DataError(
                 "data.chat=true but the model's tokenizer has no chat template; set data.chat=false"
             )
+        for name in config.chat_template_kwargs:
+            if not re.search(rf"\b{re.escape(name)}\b", str(template)):
+                raise DataError(
+                    f"data.chat_template_kwargs: the model's chat template reads no {name!r}; look "
+                    "at its chat_template for the names"
+                )
         self.config, self.column, self.tokenizer = config, column, tokenizer
         self.head: list[Message] = []
         if config.system is not None:
@@ -351,6 +366,11 @@ class PromptBuilder:
         given = row[self.column]
         if self.config.chat and isinstance(given, list) and self.config.template is None:
             _flatten(given, self.column)
+            if (last := given[-1]["role"]) not in ("user", "tool"):
+                raise DataError(
+                    f"column {self.column!r} ends with the {last}'s message; leave out what comes "
+                    "after the user's last one, which the model is to answer"
+                )
             return [*self.head, *given]
         text = question_text(self.config, self.column, row)
         return [*self.head, {"role": "user", "content": text}] if self.config.chat else text
@@ -380,6 +400,6 @@ class PromptBuilder:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
         text = self.tokenizer.apply_chat_template(
-            prompt, tokenize=False, add_generation_prompt=True
+            prompt, tokenize=False, add_generation_prompt=True, **self.config.chat_template_kwargs
         )
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

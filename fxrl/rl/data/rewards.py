@@ -27,7 +27,7 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -85,6 +85,11 @@ class Background(Generic[T]):
             raise self._error
         return self._value[0]
 
+    def check(self) -> None:
+        """Raises what the function has raised, if it has by now."""
+        if self._error is not None:
+            raise self._error
+
     def _stack(self) -> str:
         frames = sys._current_frames()
         frame = frames.get(self._thread.ident or 0)
@@ -127,9 +132,10 @@ class Reward:
 
     @property
     def is_async(self) -> bool:
-        """Whether the function is a coroutine function."""
-        function = self.function
-        return inspect.iscoroutinefunction(getattr(function, "func", function))
+        """Whether the function is a coroutine function, or an object that is called as one."""
+        function = getattr(self.function, "func", self.function)
+        called = type(function).__call__
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
     def __call__(self, num: int, arguments: Mapping[str, Any]) -> list[float | None]:
         """``num`` values.
@@ -159,8 +165,7 @@ class Reward:
 
         def call() -> Any:
             values = self.function(**_copied(given))
-            awaited = inspect.isawaitable(values)
-            return asyncio.run(_result(values, limit)) if awaited else values
+            return _run(_result(values, limit)) if inspect.isawaitable(values) else values
 
         try:
             # By who waits: a thread that is left behind would put things back under others' feet.
@@ -200,6 +205,15 @@ async def _result(awaitable: Any, limit: float | None) -> Any:
         task.cancel()
         raise TimeLimitError(limit or 0.0, "")
     return task.result()
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``; in a thread of its own where this one runs a loop, as a notebook's does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    return Background(lambda: asyncio.run(coroutine), "event loop").result()
 
 
 def call_all(

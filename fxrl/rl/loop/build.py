@@ -111,16 +111,24 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
         BadConfigError: ``eval.reward`` names no reward.
     """
     data = config.data
-    source = read_source(data)
-    places = {id(row): place for row, place in zip(source.rows, source.places, strict=True)}
+    source, own = read_source(data), config.eval.source(data)
+    asked = None if own is None else read_source(own)
+    places = {
+        id(row): place
+        for one in (source, asked)
+        if one is not None
+        for row, place in zip(one.rows, one.places, strict=True)
+    }
     usable = functools.partial(
         usable_rows, mode=data.unusable_rows, place=lambda row: places[id(row)], tell=tell
     )
     text_of = functools.partial(question_text, data, source.prompt)
+    rows = usable(source.rows, text_of)
     split = split_rows(
-        usable(source.rows, text_of),
+        rows,
         text_of,
-        num_held_out=config.eval.size,
+        held_out=() if asked is None else usable(asked.rows, text_of),
+        num_held_out=config.eval.size if asked is None else 0,
         num_shots=data.few_shot,
         seed=data.seed,
     )
@@ -130,13 +138,19 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
     def fits(row: Row) -> None:
         lengths.append(len(builder.encode(builder.prompt(row))))
 
-    train, held_out = (tuple(usable(rows, fits)) for rows in (split.train, split.held_out))
+    if asked is not None and (left := len(rows) - len(split.train) - len(split.shots)):
+        tell(
+            f"data: {left} of {len(rows)} rows ask what [eval] or an example asks, and are left out"
+        )
+    train, held_out = (tuple(usable(part, fits)) for part in (split.train, split.held_out))
     split = Split(train, held_out, split.shots)
     rewards = build_rewards(config.reward, data.answer, source.score)
     names = [reward.name for reward in rewards]
     if config.eval.reward is not None and config.eval.reward not in names:
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
     fingerprints = _fingerprints(config, source, rewards)
+    if asked is not None:
+        fingerprints["eval data"] = fingerprint.of_rows(asked.rows)
     return Questions(split, rewards, builder, max(lengths), fingerprints)
 
 
@@ -193,8 +207,9 @@ def build_parts(
         load=load,
         folder=folder,
         trainable=functools.partial(_trainable, config=config, made=made),
-        longest_prompt=lambda tokenizer: questions.longest,
+        longest_prompt=questions.longest,
         max_tokens=config.sampling.max_tokens,
+        num_sequences=config.prompts_per_step * config.sampling.num_generations,
         device=device,
         dtype=getattr(torch, wanted.dtype),
         autocast=wanted.autocast_dtype,
@@ -222,7 +237,8 @@ def _around(
     device: torch.device,
     callbacks: tuple[object, ...],
 ) -> RunParts:
-    """What goes around model and engine."""
+    """All parts, where model and engine are there: the steps that train and score are made, which
+    captures nothing yet."""
     config = rollouter.config
     make_step: Callable[..., Any] = functools.partial(optimize, config=config.fxrl)
     if not config.optimize:
@@ -245,7 +261,8 @@ def _around(
     )
     old_policy = scorer(model) if config.num_iterations > 1 else None
     needs_reference = bool(config.loss.options.get("beta", 0.0))
-    ref_model, context = reference(model) if needs_reference else (model, None)
+    made_here = config.model.lora is not None
+    ref_model, context = reference(model, made_here) if needs_reference else (model, None)
     return RunParts(
         model=model,
         tokenizer=rollouter.tokenizer,
@@ -388,11 +405,16 @@ class Scorer:
         return found
 
 
-def reference(model: nn.Module) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
-    """The reference policy: ``model`` with its adapter switched off, else a frozen copy."""
-    if hasattr(model, "disable_adapter"):
+def reference(
+    model: nn.Module, new_adapter: bool
+) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
+    """The reference policy, which is ``model`` as it is before training: with its adapter switched
+    off where that is new, for it starts as zero; else a frozen copy of what is trained, which has
+    all other weights in common with ``model``."""
+    if new_adapter:
         switch: Any = model.disable_adapter
         return model, switch
-    frozen = copy.deepcopy(model)
+    shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+    frozen = copy.deepcopy(model, shared)
     frozen.requires_grad_(False)
     return frozen, nullcontext

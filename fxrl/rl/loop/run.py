@@ -43,7 +43,7 @@ CONFIG = "config.json"
 
 
 class Task(NamedTuple):
-    """What is to be run.
+    """A run that is checked as far as that goes without its model.
 
     Attributes:
         config: complete.
@@ -284,7 +284,7 @@ def summarize(records: Sequence[dict[str, Any]], loop: TrainingLoop) -> dict[str
         "reward, first steps": _mean(records[:tenth], "reward"),
         "reward, last steps": _mean(records[-tenth:], "reward"),
     }
-    if loop.config.eval.size:
+    if loop.parts.questions.split.held_out:
         values |= {
             "held-out accuracy before": loop.initial.get("eval/initial_accuracy"),
             "held-out accuracy after": (records or [{}])[-1].get("eval/accuracy"),

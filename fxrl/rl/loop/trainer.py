@@ -49,7 +49,7 @@ from fxrl.rl.types import Batch, Metrics, Rollout, Row, TrainerState
 
 
 class TrainingIteration:
-    """TrainingIteration ``number`` of a run.
+    """Step ``number`` of a run, and how far it has come.
 
     Attributes:
         updated: a weight has changed.
@@ -322,6 +322,12 @@ class TrainingLoop:
         # The embedded engine's model is the trainer's own: what differs is rounding.
         if self.config.engine == "vllm":
             warnings.append(self._drift.warning(record))
+        if self.config.mask_truncated_completions and record["completions/num_trained"] == 0:
+            warnings.append(
+                "no update was made: all completions were cut off at sampling.max_tokens="
+                f"{self.config.sampling.max_tokens}, and mask_truncated_completions leaves them "
+                "out; raise it, or reward shorter ones"
+            )
         for failure in self.parts.rollouter.failures():
             reporter.message(failure)
         for warning in filter(None, warnings):
@@ -465,7 +471,7 @@ class TrainingLoop:
         config = self.config.eval
         last = number == self.config.steps or self.parts.events.control.should_training_stop
         due = last or (config.every and number % config.every == 0)
-        return bool(config.size and due)
+        return bool(self.parts.questions.split.held_out and due)
 
     def _as_in_one_run(self, line: dict[str, Any]) -> dict[str, Any]:
         """Without the evaluation after what was the last step until ``steps`` was raised."""
@@ -477,7 +483,7 @@ class TrainingLoop:
     def _evaluate(self) -> Metrics:
         rows = self.parts.questions.split.held_out
         if not rows:
-            raise ConfigError("a callback asks for an evaluation; eval.size=0 holds out nothing")
+            raise ConfigError("a callback asks for an evaluation; [eval] holds out nothing")
         with self.parts.stage(f"evaluating: {len(rows)} held-out questions"):
             found = evaluate(self.parts.rollouter, rows, self.now())
         self.parts.events("on_evaluate", self.now(), metrics=found)
@@ -485,7 +491,7 @@ class TrainingLoop:
 
     def _evaluate_untrained(self) -> None:
         """Before the first step; written into its line as ``eval/initial_*``."""
-        if not self.config.eval.size:
+        if not self.parts.questions.split.held_out:
             return
         found = self._evaluate()
         self.parts.events("on_log", self.now(), logs=found)

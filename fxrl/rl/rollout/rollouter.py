@@ -7,6 +7,12 @@ forward and a backward pass and move nothing (but a KL term). ``drop`` leaves su
 rounds. The loss then is a mean over the groups that are left. Rewards and lengths are reported over
 all completions that were drawn, so that they still describe the policy.
 
+NOTE [Truncated completions]
+DAPO's overlong filter (arXiv:2503.14476, section 3.4) sets the loss of a completion that was cut
+off to 0: its reward says little about the tokens that are there. ``mask_truncated_completions``
+leaves it out of what is trained on, which takes it out of every denominator as well, so that many
+such completions make no smaller update. It still counts in its group's mean and spread.
+
 NOTE [What overlaps]
 As soon as all completions of a prompt are there, a thread decodes them and calls the rewards that
 judge each completion by itself (``Reward.per_group``). The others get the whole step at its end,
@@ -32,6 +38,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
+from itertools import compress
 from typing import Any
 
 import torch
@@ -72,16 +79,31 @@ class Judge:
         self._seen: set[int] = set()
         self._texts: dict[int, list[str]] = {}
         self._values: dict[int, dict[str, Values]] = {}
+        self._abandoned = False
         self._worker = Background(self._work, "rewards")
 
     def finished(self, prompt: int, group: Sequence[Completion]) -> None:
-        """Takes all completions of prompt number ``prompt``; returns at once."""
+        """Takes all completions of prompt number ``prompt``; returns at once.
+
+        Raises:
+            RewardError: a function has failed by now, so drawing more is in vain.
+        """
+        self._worker.check()
         self._seen.add(prompt)
         self._queue.put((prompt, group))
 
     def abandon(self) -> None:
-        """Ends the thread after what it is at; for a generation call that failed."""
+        """Ends the thread after the call that it is at; for a generation call that failed."""
+        self._abandoned = True
         self._queue.put(None)
+
+    def ended(self) -> None:
+        """Waits for the thread, so that no function is called by two of them.
+
+        Raises:
+            RewardError: a function failed.
+        """
+        self._worker.result()
 
     def verdict(
         self, groups: Sequence[Sequence[Completion]]
@@ -120,7 +142,7 @@ class Judge:
 
     def _work(self) -> None:
         early = [reward for reward in self.rewards if reward.per_group]
-        while (item := self._queue.get()) is not None:
+        while (item := self._queue.get()) is not None and not self._abandoned:
             prompt, group = item
             ids = [list(completion.token_ids) for completion in group]
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -234,6 +256,7 @@ class Rollouter:
                 judge.abandon()
                 if not left:
                     raise
+                judge.ended()
                 self.engine.load_state_dict(sampler)
                 self._retried.append(f"{error}; drawing again, {left} tries left")
             except BaseException:
@@ -275,10 +298,15 @@ class Rollouter:
                 "dynamic_sampling/num_dropped": (len(drawn) - len(kept)) / num,
                 "dynamic_sampling/num_refills": float(refills),
             }
-        totals, sampled = [d.total for d in kept], sum(len(d.completion.token_ids) for d in drawn)
+        advantages = _advantages([d.total for d in kept], config)
+        if config.mask_truncated_completions:
+            whole = [d.completion.finish_reason != "length" for d in kept]
+            kept, advantages = [*compress(kept, whole)], [*compress(advantages, whole)]
+            metrics["completions/num_trained"] = float(len(kept))
+        sampled = sum(len(d.completion.token_ids) for d in drawn)
         return Rollout(
             kept,
-            advantages=_advantages(totals, config),
+            advantages=advantages,
             metrics=metrics,
             num_tokens=sum(len(d.completion.prompt_token_ids) for d in drawn) + sampled,
             num_completion_tokens=sampled,

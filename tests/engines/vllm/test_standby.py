@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from fxrl.engines.ledger import MemoryLedger, Reading, TagBytes
+from fxrl.engines.vllm.engine import VllmEngine
 from fxrl.engines.vllm.standby import Standby, WakeError, map_tag, tag_bytes, unmap_tag
 
 GiB = 2**30
@@ -201,3 +202,34 @@ def test_a_release_that_frees_nothing_is_a_problem():
     probe.llm.release_kv_cache_memory = lambda: None
     standby.release()
     assert "freed 0.00 GiB of 60.00 GiB" in standby.ledger.problems[0]
+
+
+class Blocked:
+    """A standby whose memory is not free again."""
+
+    def release(self): ...
+
+    def wake(self):
+        raise WakeError("wake: the KV cache needs 30 GiB")
+
+
+@pytest.fixture
+def held_engine():
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._state, engine._standby = "awake", Blocked()
+    return engine
+
+
+def test_why_a_step_failed_is_told_and_the_wake_that_failed_after_it_is_a_note(held_engine):
+    with (
+        pytest.raises(MemoryError, match="lower micro_batch_tokens") as caught,
+        held_engine.standby(),
+    ):
+        raise MemoryError("lower micro_batch_tokens")
+    assert caught.value.__notes__ == ["wake: the KV cache needs 30 GiB"]
+
+
+def test_a_wake_that_fails_by_itself_is_the_error(held_engine):
+    with pytest.raises(WakeError), held_engine.standby():
+        pass
+    assert held_engine._state == "standby"

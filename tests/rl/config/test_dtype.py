@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxrl.errors import ConfigError
 from fxrl.rl.config import dtype as precision
 from fxrl.rl.config.dtype import faster, product_times, settle
+from fxrl.rl.config.load import load_config
 from fxrl.rl.config.tables import LoraConfig, ModelConfig
 from fxrl.rl.train import main
 
@@ -60,7 +62,7 @@ def test_auto_by_device_and_what_is_trained(given, device, fast, dtype, autocast
         assert f"the run is in {fast} (model.dtype says otherwise)" in said[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_a_dtype_that_is_given_stands_unmeasured(dtype, monkeypatch):
     monkeypatch.setattr(precision, "product_times", lambda: pytest.fail("not asked"))
     model = ModelConfig(id="tiny:llama", dtype=dtype)
@@ -95,3 +97,14 @@ def test_a_resumed_run_goes_on_in_its_dtype(config_file, monkeypatch, capsys):
 
 def written(name):
     return json.loads(Path("out", name).read_text())
+
+
+def test_weights_that_cannot_learn_are_told(config_file):
+    said = []
+    for given in ({}, {"lora": LoraConfig()}):
+        settle(ModelConfig(id="tiny:llama", dtype="bfloat16", **given), CPU, None, said.append)
+    [told] = said
+    assert "model.dtype=float32 with model.autocast=bfloat16 keeps them" in told
+    with pytest.raises(ConfigError, match=r"model\.dtype='float16': gradients and optimizer"):
+        load_config(config_file, ["model.dtype=float16", "model.lora=none"])
+    load_config(config_file, ["model.dtype=float16"])  # its adapter is float32

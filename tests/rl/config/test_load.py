@@ -144,21 +144,6 @@ def test_differences_are_dotted(config_file):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sequences"),
-    [
-        ((), 8),
-        (("prompts_per_step=3", "sampling.num_generations=5"), 15),
-        (("vllm.max_num_seqs=256",), 256),
-        (("vllm={max_num_seqs=4}",), 4),
-        (("vllm={enforce_eager=true}",), 8),
-        (("prompts_per_step=1000",), 1024),
-    ],
-)
-def test_vllm_decodes_a_step_at_once_unless_told_otherwise(config_file, overrides, sequences):
-    assert load_config(config_file, overrides).vllm.max_num_seqs == sequences
-
-
-@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("temperature=1", "did you mean 'sampling.temperature'?"),

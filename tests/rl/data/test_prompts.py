@@ -2,6 +2,7 @@
 
 import pytest
 
+from fxrl.errors import ConfigError
 from fxrl.models import tiny_tokenizer
 from fxrl.rl.config.load import load_config
 from fxrl.rl.config.tables import DataConfig, Turn
@@ -149,3 +150,34 @@ def test_colons_and_braces_of_a_template_are_its_own():
     template = '{{"q": {question!r}, "n": "{answer:>3}"}} Q: {question}'
     said = """{"q": 'Add: 3 + 4 =', "n": "  7"} Q: Add: 3 + 4 ="""
     assert text(template=template) == said
+
+
+def test_a_conversation_ends_with_what_the_model_is_to_answer():
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    builder = PromptBuilder(config(), "question", [], tiny_tokenizer())
+    with pytest.raises(DataError, match="column 'question' ends with the assistant's message"):
+        builder.prompt({"question": talk})
+    for role in ("user", "tool"):
+        builder.prompt({"question": [*talk, {"role": role, "content": "and 3+3?"}]})
+
+
+THINKING = "{{ messages[0].content }}{% if not enable_thinking | default(true) %}<think>{% endif %}"
+
+
+def test_what_a_chat_template_reads_besides_the_messages():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKING
+
+    def encoded(**given):
+        options = config(chat_template_kwargs=given)
+        return tokenizer.decode(PromptBuilder(options, "q", [], tokenizer).encode(TALK))
+
+    assert encoded() == encoded(enable_thinking=True) == "abc"
+    assert encoded(enable_thinking=False) == "abc<think>"
+    with pytest.raises(DataError, match="the model's chat template reads no 'enable_thinkin'"):
+        encoded(enable_thinkin=False)
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.tokenize is fxrl's own"):
+        config(chat_template_kwargs={"tokenize": True})
+
+
+TALK = [{"role": "user", "content": "abc"}]

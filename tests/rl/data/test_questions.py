@@ -1,12 +1,16 @@
 """Sources, the held-out split, the order of questions."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxrl.rl.config.tables import DataConfig
+from fxrl.errors import ConfigError
+from fxrl.models import tiny_tokenizer
+from fxrl.rl.config.load import load_config
+from fxrl.rl.config.tables import DataConfig, EvalConfig
 from fxrl.rl.data.questions import (
     PromptStream,
     majority_baseline,
@@ -15,6 +19,7 @@ from fxrl.rl.data.questions import (
     split_rows,
 )
 from fxrl.rl.errors import DataError
+from fxrl.rl.loop.build import read_questions
 
 
 def write(path, *rows):
@@ -143,3 +148,60 @@ def test_majority_baseline():
     rows = [{"answer": a} for a in (1, 1, 2, 3)]
     assert majority_baseline(rows, "answer") == 0.5
     assert majority_baseline(rows, "label") is None
+
+
+def test_held_out_questions_of_their_own_are_not_trained_on(config_file):
+    lines = ['{"prompt": "count to 3", "answer": "0"}', '{"prompt": "new", "answer": "1"}']
+    Path("test.jsonl").write_text("\n".join([*lines, '{"prompt": "more"}', ""]))
+    said = []
+
+    def read(*overrides):
+        config = load_config(config_file, ["eval.path=test.jsonl", *overrides])
+        return read_questions(config, tiny_tokenizer(), said.append)
+
+    found = read()
+    assert [row["prompt"] for row in found.split.held_out] == ["count to 3", "new", "more"]
+    assert [row["prompt"] for row in found.split.train] == [
+        f"count to {i}" for i in range(8) if i != 3
+    ]
+    assert said == ["data: 1 of 8 rows ask what [eval] or an example asks, and are left out"]
+    assert [row["prompt"] for row in read("eval.size=1").split.held_out] == ["count to 3"]
+    plain = read_questions(load_config(config_file), tiny_tokenizer(), said.append)
+    assert found.fingerprints.keys() - plain.fingerprints.keys() == {"eval data"}
+    Path("test.jsonl").write_text('\n{"prompt": "%s"}' % ("x" * 60))
+    with pytest.raises(DataError, match=r"test\.jsonl:2: .* outside 1\.\.40"):
+        read("data.max_prompt_tokens=40")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["eval.path=no.jsonl"], "eval.path='no.jsonl' is not a file"),
+        (["eval.path=questions.jsonl", "eval.dataset=a/b"], "give one of them"),
+        (["eval.split=test"], "give eval.dataset or data.dataset"),
+        (
+            ["eval.dataset=a/b", "data.path=none", "data.reasoning_gym=chain_sum"],
+            "makes the held-out questions itself",
+        ),
+    ],
+)
+def test_sources_of_held_out_questions_that_do_not_go(config_file, options, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(config_file, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "source"),
+    [
+        ({"split": "test"}, ("a/b", "main", "test")),
+        ({"subset": "hard"}, ("a/b", "hard", "test")),
+        ({"dataset": "c/d"}, ("c/d", None, "test")),
+        ({"dataset": "c/d", "subset": "x", "split": "dev"}, ("c/d", "x", "dev")),
+    ],
+)
+def test_another_split_or_another_dataset(options, source):
+    data = DataConfig(dataset="a/b", subset="main", size=5)
+    found = EvalConfig(size=3, **options).source(data)
+    assert (found.dataset, found.subset, found.split) == source
+    assert found.size == 3
+    assert EvalConfig(size=3).source(data) is None

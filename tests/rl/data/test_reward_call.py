@@ -135,3 +135,24 @@ def test_an_async_failure_is_named():
     rewards = [Reward("ok", lambda completions: [0.0], 1.0), Reward("broken", broken, 1.0)]
     with pytest.raises(RewardError, match=r"'broken' raised ValueError\('x'\)"):
         call_all(rewards, 1, {"completions": "a"})
+
+
+class Called:
+    async def __call__(self, completions):
+        await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    "function", [Called().__call__, Called(), lambda completions: Called()(completions)]
+)
+@pytest.mark.parametrize("timeout_s", [None, 15])
+def test_async_functions_work_where_a_loop_runs_already(function, timeout_s):
+    """As in a notebook."""
+
+    async def cell():
+        return call_all([reward(function, timeout_s=timeout_s)], 2, {"completions": "xy"})
+
+    assert list(asyncio.run(cell()).values()) == [[1.0, 1.0]]
+    is_lambda = getattr(function, "__name__", "") == "<lambda>"
+    assert reward(function).is_async is not is_lambda

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fxrl.engines import EngineError, TorchEngine
-from fxrl.models import load_model
+from fxrl.models import load_model, lora
 from fxrl.rl.config.tables import LoraConfig, ModelConfig
+from fxrl.rl.loop.build import reference
 from fxrl.rl.train import main
 
 CALLS = []
@@ -136,3 +137,48 @@ def test_a_drift_is_told_of_an_engine_with_kernels_of_its_own(
     extra = ["run_dir=out", "steps=1", f"engine={engine}"]
     assert main(str(config_file), extra, json=True) == 0
     assert ("step 1: drift: 0.05" in capsys.readouterr().out) is (engine == "vllm")
+
+
+def trained_adapter():
+    """An adapter as supervised training leaves it: not zero."""
+    model = lora(load_model("tiny:llama:layers=1,hidden=32,heads=2,kv_heads=1")[0], 4, 8, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.5)
+    return model
+
+
+@pytest.mark.parametrize("new_adapter", [False, True], ids=["given", "made here"])
+def test_the_reference_is_the_policy_that_training_began_with(new_adapter):
+    model, ids = trained_adapter(), torch.arange(5, 25)[None]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if new_adapter:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.mul_(0.0 if "lora_B" in name else 1.0)
+
+    def logits(policy):
+        with torch.no_grad():
+            return policy(input_ids=ids).logits
+
+    start = logits(model)
+    policy, context = reference(model, new_adapter)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.3)
+    assert not torch.allclose(logits(model), start)
+    with context():
+        assert torch.equal(logits(policy), start)
+    own = {id(p) for p in policy.parameters()} - {id(p) for p in model.parameters()}
+    assert len(own) == (0 if new_adapter else len(trained)), "frozen weights are there once"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, None)]
+)
+def test_auto_is_autocast_for_such_a_model_itself(adapter, dtype):
+    model = trained_adapter()
+    for parameter in model.parameters():
+        parameter.data = parameter.to(adapter if parameter.requires_grad else torch.bfloat16)
+    assert ModelConfig(id=model, dtype="bfloat16").autocast_dtype is dtype

@@ -9,12 +9,18 @@ import torch
 from rich.console import Console
 
 from fxrl.engines import Completion
+from fxrl.errors import ConfigError
 from fxrl.rl.config.load import load_config
 from fxrl.rl.data.rewards import Reward
 from fxrl.rl.report.progress import Reporter
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.rollout.rollouter import Rollouter, TrainerState
 from fxrl.rl.train import main
+
+
+def finish(prompt, sample):
+    """All samples of 4 are cut off, and the last one of every other prompt."""
+    return "length" if prompt == 4 or sample == 2 else "stop"
 
 
 class Engine:
@@ -34,7 +40,7 @@ class Engine:
         self.timings = {"fold": 0.0, "generate": 1.0}
         return [
             [
-                Completion(tuple(p), (p[0], sample), (-1.0, -2.0), "stop", 0)
+                Completion(tuple(p), (p[0], sample), (-1.0, -2.0), finish(p[0], sample), 0)
                 for sample in range(params.n)
             ]
             for p in prompts
@@ -171,3 +177,23 @@ def test_a_step_without_any_signal_updates_nothing_and_goes_on(config_file):
         assert line["dynamic_sampling/num_dropped"] == 2
         assert line["reward"] == 1.0
         assert not math.isnan(line["learning_rate"])
+
+
+def test_completions_that_were_cut_off_are_left_out_of_the_loss(config_file):
+    """They still count in their group's mean and spread."""
+    whole, _ = rolled(config_file, [1, 2, 3, 4], STEP)
+    rollout, _ = rolled(config_file, [1, 2, 3, 4], STEP, "mask_truncated_completions=true")
+    ends = [d.completion.token_ids for d in rollout.drawn]
+    assert ends == [(prompt, sample) for prompt in (1, 2, 3) for sample in (0, 1)]
+    assert rollout.advantages == [whole.advantages[3 * (p - 1) + sample] for p, sample in ends]
+    assert rollout.metrics == whole.metrics | {"completions/num_trained": 6.0}
+    assert rollout.num_tokens == whole.num_tokens
+    with pytest.raises(ConfigError, match="leaves nothing to train on where"):
+        rolled(config_file, [], "mask_truncated_completions=true", "sampling.ignore_eos=true")
+
+
+def test_a_step_whose_completions_were_all_cut_off_updates_nothing_and_says_so(config_file, capsys):
+    extra = ("mask_truncated_completions=true", "sampling.max_tokens=1", "sampling.min_tokens=1")
+    assert train(config_file, "out", *extra, "steps=2") == 0
+    assert [line["loss"] for line in metrics("out")] == [None, None]
+    assert capsys.readouterr().out.count("no update was made: all completions were cut off") == 2

@@ -99,3 +99,40 @@ def test_a_failed_generation_leaves_no_thread():
     judge.abandon()
     judge._worker.result(5)
     assert threading.active_count() == before
+
+
+def test_a_reward_that_has_failed_ends_the_drawing():
+    called = threading.Event()
+
+    def broken(completions):
+        called.set()
+        raise KeyError("x")
+
+    rewards = [Reward("early", broken, 1.0, per_group=True)]
+    judge = Judge(ROWS, ["a", "b"], rewards, tiny_tokenizer(), STATE)
+    judge.finished(0, GROUPS[0])
+    assert called.wait(5)
+    judge._worker._thread.join(5)
+    with pytest.raises(RewardError, match=r"'early' raised KeyError\('x'\)"):
+        judge.finished(1, GROUPS[1])
+
+
+def test_an_abandoned_judge_is_waited_for_and_calls_no_more():
+    begun, gate, calls = threading.Event(), threading.Event(), []
+
+    def slow(completions):
+        calls.append(completions)
+        begun.set()
+        gate.wait(5)
+        return [0.0] * len(completions)
+
+    rewards = [Reward("early", slow, 1.0, per_group=True)]
+    judge = Judge(ROWS, ["a", "b"], rewards, tiny_tokenizer(), STATE)
+    for number in (0, 1):
+        judge.finished(number, GROUPS[number])
+    assert begun.wait(5)
+    judge.abandon()
+    gate.set()
+    judge.ended()
+    assert len(calls) == 1
+    assert not judge._worker._thread.is_alive()
