@@ -195,7 +195,7 @@ def _body(gm: fx.GraphModule, found: Outline) -> fx.GraphModule:
         copy = graph.call_function(
             target, fx.map_arg(node.args, place), fx.map_arg(node.kwargs, place)
         )
-        copy.meta["val"] = node.meta["val"]
+        copy.meta |= {key: node.meta[key] for key in ("val", "site") if key in node.meta}
         places[node] = copy
     graph.output(tuple(places[node] for node in found.outputs))
     topological_sort(graph)

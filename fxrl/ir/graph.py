@@ -29,6 +29,16 @@ COPIES = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.a
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
+#: The product with an FP8 weight (``fxrl.ops.fp8``), and the quantiser of its rows, by name: they
+#: are defined above this.
+FP8_LINEAR, QUANTIZE_ROWS = "fxrl.fp8_linear.default", "fxrl.quantize_rows.default"
+
+
+def is_fp8_linear(node: object) -> TypeGuard[fx.Node]:
+    """Whether ``node`` is a product with an FP8 weight."""
+    return isinstance(node, fx.Node) and str(node.target) == FP8_LINEAR
+
+
 def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:
     """Whether ``node`` is a call of one of ``targets``."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets

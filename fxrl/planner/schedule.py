@@ -80,6 +80,16 @@ def is_backward(call: fx.Node) -> bool:
     return any(name in str(call.target) for name in ("backward", "vjp"))
 
 
+def is_scaled(call: fx.Node) -> bool:
+    """Whether a call is a product of values in FP8 (``fxrl.ops.fp8``)."""
+    return str(call.target) == "fxrl.scaled_mm.default"
+
+
+def is_dequantized(call: fx.Node) -> bool:
+    """Whether a call is a product with a weight that is widened a tile at a time."""
+    return str(call.target) == "fxrl.dequantized_mm.default"
+
+
 def _holds_tensors(node: fx.Node) -> bool:
     return bool(tensors(node))
 

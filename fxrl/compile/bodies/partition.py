@@ -83,12 +83,15 @@ def partition(
 
 
 def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
-    """Tell the partitioner to keep what attention returns, and maybe to compute all else again."""
+    """Tell the partitioner to keep what attention returns, and maybe to compute all else again; if
+    not, it keeps products, of which it knows PyTorch's own by itself."""
     late = _backward_of(joint)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in late:
             made_by = node.args[0] if is_call(node, operator.getitem) else node
-            kept = is_call(made_by, *KERNELS)
+            kept = is_call(made_by, *KERNELS) or (
+                not rest_again and is_call(made_by, torch.ops.fxrl.scaled_mm.default)
+            )
             policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
             if kept or rest_again:
                 node.meta |= dict(zip(_TOLD, (policy, 0), strict=True))
