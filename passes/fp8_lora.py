@@ -6,7 +6,8 @@
     %a = mm(mm(%x, t(%A)), t(%B))            as it is: LoRA's own products
 
 The weight is quantised once, when the step first runs, and again when somebody writes to it: its
-values and scales are inputs of the graph as the weight was. Rows are quantised as they come. What
+values and scales are inputs of the graph as the weight was. A weight that the model holds in FP8
+(``fxrl.models.quantize``) is read as it is. Rows are quantised as they come. What
 is found is structure: a product of rows with a 2-D input that takes no gradient, whatever module,
 spelling or adapter library made it.
 
@@ -30,6 +31,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, fx
 
+import fxrl.ops.dequantized  # noqa: F401  # defines the op
 from fxrl.analysis.rows.heads import factors, feeds_class_op
 from fxrl.config import Config
 from fxrl.ir.build import Builder
@@ -86,15 +88,16 @@ class FrozenProduct(Site):
         path: to the product's graph.
         product: the product.
         named: its name, in the layer that it is a part of.
-        weight: the input of the outermost graph that it multiplies by.
+        weight: the input of the outermost graph that it multiplies by; None where that is in FP8
+            already.
         turned: the weight is [K, N], and no Linear's [N, K].
     """
 
     path: Path
     product: fx.Node
     named: str
-    weight: fx.Node
-    turned: bool
+    weight: fx.Node | None = None
+    turned: bool = False
 
     @property
     def name(self) -> str:
@@ -200,18 +203,23 @@ class Fp8Lora(Pass[FrozenProduct]):
         return Rewrite(self.name)
 
     def _error(self, site: FrozenProduct) -> float | None:
+        if site.weight is None or self.error_of is None:
+            return None
         inputs = site.weight.graph.find_nodes(op="placeholder")
-        return self.error_of and self.error_of(inputs.index(site.weight), site.turned)
+        return self.error_of(inputs.index(site.weight), site.turned)
 
     # -- and how
     def rewrite(self, gm: fx.GraphModule, site: FrozenProduct, choice: Choice) -> Applied:
         if (refusal := _illegal(site)) is not None:
             raise refusal
-        weight = add_derived(gm, site.weight, QuantizeWeight(self.recipe, site.turned))
-        gradient = "bf16" if self.recipe == "block" else self.gradient
-        _Swap(self.recipe, gradient).at(site, weight)
         features, out = _sizes(site)
+        if site.weight is None:
+            _Swap(self.gradient).at(site, ())
+            return Applied(f"weight [{out}, {features}] in FP8, as it is held")
+        weight = add_derived(gm, site.weight, QuantizeWeight(self.recipe, site.turned))
+        _Swap(self.gradient).at(site, weight)
         error = "" if (off := self._error(site)) is None else f", off by {off:.3f}"
+        gradient = "bf16" if self.recipe == "block" else self.gradient
         how = f"scales by {self.recipe}{error}; gradient in {gradient}"
         return Applied(f"weight [{out}, {features}] in FP8, {how}")
 
@@ -221,13 +229,16 @@ def _products(gm: fx.GraphModule) -> Iterator[FrozenProduct]:
     """Every product with a 2-D input, but an adapter's: with a narrow one that is trained."""
     for path, graph in _graphs(gm, ()):
         for node in graph.nodes:
-            if not is_call(node, aten.mm.default, aten.addmm.default):
+            if is_call(node, aten.mm.default, aten.addmm.default):
+                found = _weight(factors(node)[1], path)
+                if found is None or (needs_grad(found[0]) and _is_factor(found[0])):
+                    continue
+            elif is_call(node, ops.dequantized_mm.default) and node.args[2:] == ("fp8", False):
+                found = None, False
+            else:
                 continue
-            found = _weight(factors(node)[1], path)
-            if found is not None and not (needs_grad(found[0]) and _is_factor(found[0])):
-                yield FrozenProduct(
-                    path[-1] if path else node, 0, path, node, _name(node, path), *found
-                )
+            anchor = path[-1] if path else node
+            yield FrozenProduct(anchor, 0, path, node, _name(node, path), *found)
 
 
 def _graphs(gm: fx.GraphModule, path: Path) -> Iterator[tuple[Path, fx.Graph]]:
@@ -296,8 +307,8 @@ def _names(pattern: str, path: str) -> bool:
 
 def _sizes(site: FrozenProduct) -> tuple[int, int]:
     """Features in, and out."""
-    rows, columns = map(hint, shape_of(site.weight))
-    return (rows, columns) if site.turned else (columns, rows)
+    rows, _, _ = factors(site.product)
+    return hint(shape_of(rows)[-1]), hint(shape_of(site.product)[-1])
 
 
 def _illegal(site: FrozenProduct) -> Refusal | None:
@@ -338,7 +349,6 @@ def _errors(inputs: Sequence[Any], recipe: Recipe) -> Callable[[int, bool], floa
 class _Swap:
     """Puts an FP8 product in the place of another; ``tidy`` afterwards."""
 
-    recipe: Recipe
     gradient: str
 
     def at(self, site: FrozenProduct, weight: Sequence[fx.Node]) -> None:
@@ -382,9 +392,12 @@ class _Swap:
 
     def _swap(self, product: fx.Node, weight: Sequence[fx.Node]) -> None:
         rows, _, bias = factors(product)
+        held: Any = weight or product.args[1]
+        by_block = shape_of(held[1])[1] != 1
         with Builder(product.graph).before(product) as build:
-            values, scale = _quantized(build, rows, BLOCK if self.recipe == "block" else 0)
-            made = build.call(ops.fp8_linear.default, rows, values, scale, *weight, self.gradient)
+            values, scale = _quantized(build, rows, BLOCK if by_block else 0)
+            gradient = "bf16" if by_block else self.gradient
+            made = build.call(ops.fp8_linear.default, rows, values, scale, *held, gradient)
             made.meta = {**product.meta, "val": made.meta["val"]}
             if bias is not None:
                 made = build.call(aten.add.Tensor, made, bias)

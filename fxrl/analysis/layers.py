@@ -23,7 +23,7 @@ from fxrl.ir.graph import (
     PRODUCTS,
     draws_random,
     is_call,
-    is_fp8_linear,
+    is_quantized_product,
     is_tensor,
     is_view,
     tensor_val,
@@ -122,7 +122,7 @@ def has_work(nodes: Iterable[fx.Node]) -> bool:
 
 def is_product(node: object) -> bool:
     """Whether ``node`` is a matrix product: too dear to be computed twice."""
-    return is_call(node, *PRODUCTS) or is_fp8_linear(node)
+    return is_call(node, *PRODUCTS) or is_quantized_product(node)
 
 
 # ---------------------------------------------------------------------------- stages

@@ -26,16 +26,14 @@ that the forward used. A weight with scales by block cannot do this, and takes `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable as no_second_derivative
-
-from fxrl.ops import once_differentiable
+from torch.autograd.function import once_differentiable
 
 aten = torch.ops.aten
 #: How a weight's scales lie: one for each output row, for each block of 128 x 128, or one in all.
@@ -46,8 +44,6 @@ BLOCK = 128
 _MOST = torch.finfo(E4M3).max
 #: Rows of smaller values than this times 448 are zero: their scale would be no normal float32.
 _LEAST = 2.0**-100
-#: Entries of a weight that are widened at a time: 32 MiB in float32.
-_TILE = 2**23
 
 
 # ---------------------------------------------------------------------------- quantisers
@@ -201,7 +197,7 @@ def _scaled_mm_cuda(
     if scale_a.shape[1] != 1 or (scale_b is not None and scale_b.shape[1] != 1):
         assert scale_b is not None
         rows = dequantized(a, scale_a, torch.bfloat16)
-        widened: Tensor = dequantized_mm(rows, b, scale_b, False)
+        widened: Tensor = torch.ops.fxrl.dequantized_mm.default(rows, [b, scale_b], "fp8", False)
         return widened.to(dtype)
     right = b.t().contiguous() if transpose else b
     columns = right.shape[0]
@@ -215,46 +211,6 @@ def _scaled_mm_cuda(
         use_fast_accum=False,
     )
     return made.to(dtype)
-
-
-@torch.library.custom_op("fxrl::dequantized_mm", mutates_args=())
-def dequantized_mm(rows: Tensor, weight: Tensor, scale: Tensor, transpose: bool) -> Tensor:
-    """``rows (weight * scale)^T`` in the rows' dtype, the weight widened a tile at a time.
-
-    Args:
-        rows: [M, K], in any dtype.
-        weight, scale: [N, K]; see the module.
-        transpose: the weight is not turned: it is [K, N].
-    """
-    out = rows.new_empty(rows.shape[0], weight.shape[int(transpose)])
-    for part, columns in _tiles(weight, scale, transpose, rows.dtype):
-        torch.mm(rows, part if transpose else part.t(), out=out[:, columns])
-    return out
-
-
-@dequantized_mm.register_fake
-def _(rows: Tensor, weight: Tensor, scale: Tensor, transpose: bool) -> Tensor:
-    return rows.new_empty((rows.shape[0], weight.shape[int(transpose)]))
-
-
-once_differentiable(dequantized_mm)
-
-
-def _tiles(
-    weight: Tensor, scale: Tensor, transpose: bool, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, slice]]:
-    """Parts of a weight in ``dtype``, and the columns of the result that each gives."""
-    dim = int(transpose)
-    step = max(BLOCK, _TILE // max(1, weight.shape[1 - dim]) // BLOCK * BLOCK)
-    for start in range(0, weight.shape[dim], step):
-        size = min(step, weight.shape[dim] - start)
-        scales = scale
-        if scale.shape[dim] == weight.shape[dim]:
-            scales = scale.narrow(dim, start, size)
-        elif scale.shape[dim] != 1:
-            scales = scale.narrow(dim, start // BLOCK, -(-size // BLOCK))
-        part = dequantized(weight.narrow(dim, start, size), scales, dtype)
-        yield part, slice(start, start + size)
 
 
 # ---------------------------------------------------------------------------- the linear
@@ -296,11 +252,11 @@ class _Linear(torch.autograd.Function):
         return made
 
     @staticmethod
-    @no_second_derivative
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, scale = ctx.saved_tensors
         if ctx.gradient == "bf16":
-            made = torch.ops.fxrl.dequantized_mm.default(grad, weight, scale, True)
+            made = torch.ops.fxrl.dequantized_mm.default(grad, [weight, scale], "fp8", True)
         else:
             scaled = grad * scale.t()  # in float32
             values, scales = torch.ops.fxrl.quantize_rows.default(scaled, 0)

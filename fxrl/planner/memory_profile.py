@@ -28,8 +28,8 @@ from fxrl.planner.schedule import (
     volume,
 )
 
-#: Of a weight that is widened a tile at a time (``fxrl.ops.fp8``): the tile in fp32 and in bf16.
-_TILE_BYTES, _TILE_WIDENS = 48 * 2**20, 6
+#: A tile of a weight that is widened (``fxrl.ops.dequantized``), in fp32 and in bf16.
+_TILE_BYTES = 48 * 2**20
 Inside = Callable[[fx.Node], int]
 
 
@@ -148,7 +148,7 @@ def _workspace(call: fx.Node, measure: Measure) -> int:
     and where heads share keys the keys' and values' gradients for each of them; under a computed
     mask the row sums alone. A product with an FP8 weight as it lies turns it, or widens a tile."""
     if is_dequantized(call):
-        return min(_TILE_BYTES, nbytes(call.args[1], measure) * _TILE_WIDENS)  # type: ignore[arg-type]
+        return _TILE_BYTES
     if is_scaled(call):
         weight: Any = call.args[2]
         return nbytes(weight, measure) if call.args[4] else 0

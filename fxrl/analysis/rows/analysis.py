@@ -22,6 +22,7 @@ from fxrl.analysis.rows.rules import RowRules, Rule
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
+    DEQUANTIZED_MM,
     FP8_LINEAR,
     QUANTIZE_ROWS,
     RESHAPES,
@@ -65,7 +66,7 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
     (compute.matrix_product, (aten.mm.default, aten.addmm.default)),
     (compute.vector_product, (aten.mv.default,)),
     (compute.row_products, (aten.bmm.default,)),
-    (compute.fp8_product, (FP8_LINEAR,)),
+    (compute.quantized_product, (FP8_LINEAR, DEQUANTIZED_MM)),
     (compute.quantized_rows, (QUANTIZE_ROWS,)),
     (layout.view, (*RESHAPES, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)),
     (layout.unsqueeze, (aten.unsqueeze.default,)),
@@ -373,6 +374,8 @@ def _head_key(expr: RowExpr) -> tuple[fx.Node, int] | None:
         _, rows, matrix = expr.args
     elif str(expr.target) == FP8_LINEAR:
         rows, _, _, matrix, *_ = expr.args
+    elif str(expr.target) == DEQUANTIZED_MM:
+        rows, (matrix, _), *_ = expr.args
     else:
         return None
     return (rows.leaf.node, id(matrix)) if rows.leaf is not None else None
@@ -406,7 +409,8 @@ def _product_rows(roots: list[RowExpr]) -> set[int]:
     """Identities of the leaves that a product reads as rows."""
     found = set()
     for expr in walk(roots):
-        if expr.target in (aten.mm.default, aten.addmm.default) or str(expr.target) == FP8_LINEAR:
+        quantized = str(expr.target) in (FP8_LINEAR, DEQUANTIZED_MM)
+        if quantized or expr.target in (aten.mm.default, aten.addmm.default):
             rows = expr.args[expr.target is aten.addmm.default]
             if rows.leaf is not None:
                 found.add(id(rows))

@@ -30,11 +30,12 @@ from fxrl.analysis.rows.rules import (
 )
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
+    FP8_LINEAR,
     Size,
     bound,
     hint,
     is_call,
-    is_fp8_linear,
+    is_quantized_product,
     is_tensor,
     needs_grad,
     shape_of,
@@ -263,9 +264,9 @@ def seed(rules: RowRules, head: fx.Node) -> RowValue:
         Refusal: a feature or vocabulary dim is symbolic, or the product has options.
     """
     rows, weight, bias = factors(head)
-    if is_fp8_linear(head):
+    if is_quantized_product(head):
         leaf = Leaf(rows, (), tuple(shape_of(rows)[:-1]), (static(shape_of(rows)[-1]),))
-        expr = _in_fp8(rules, head, rules.pool.leaf(leaf))
+        expr = _of_quantized(rules, head, rules.pool.leaf(leaf))
         return normalised(rules, RowValue(expr, (TOKEN, VOCAB), shape_of(head)))
     if head.kwargs:
         raise Refusal("the head's addmm has alpha or beta")
@@ -305,8 +306,8 @@ def matrix_product(rules: RowRules, node: fx.Node) -> RowValue:
     return RowValue(expr, (TOKEN, tag), shape_of(node))
 
 
-def fp8_product(rules: RowRules, node: fx.Node) -> RowValue:
-    """Rows times a fixed matrix in FP8, quantised row by row: as ``matrix_product``."""
+def quantized_product(rules: RowRules, node: fx.Node) -> RowValue:
+    """Rows times a fixed matrix that is quantised: as ``matrix_product``."""
     rows, _, _ = factors(node)
     value = rules.row(rows)
     if value is None or value.is_token(-1) or not value.is_token(0):
@@ -315,17 +316,21 @@ def fp8_product(rules: RowRules, node: fx.Node) -> RowValue:
         raise Refusal("a product on narrow rows stays outside")
     if (tag := rules.tag_of_size(shape_of(node)[-1])) == VOCAB:
         raise Refusal("the logits re-enter a layer that keeps the vocabulary dim")
-    return RowValue(_in_fp8(rules, node, value.expr), (TOKEN, tag), shape_of(node))
+    return RowValue(_of_quantized(rules, node, value.expr), (TOKEN, tag), shape_of(node))
 
 
-def _in_fp8(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
-    """The product of rows that are quantised where they are multiplied."""
+def _of_quantized(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
+    """The product; what is in FP8 on both sides quantises its rows where it multiplies them."""
+    if str(node.target) != FP8_LINEAR:
+        given: Any = node.args[1]
+        parts = tuple(rules.pool.leaf(Leaf(part)) for part in given)
+        return rules.pool.call(node.target, rows, parts, *node.args[2:])
     _, values, _, weight, scale, gradient = node.args
     quantize: Any = values.args[0]  # type: ignore[union-attr]
     pair = rules.pool.call(quantize.target, rows, quantize.args[1])
-    parts = [rules.pool.call(operator.getitem, pair, i) for i in range(2)]
+    halves = [rules.pool.call(operator.getitem, pair, i) for i in range(2)]
     fixed = [rules.pool.leaf(Leaf(part)) for part in (weight, scale)]  # type: ignore[arg-type]
-    return rules.pool.call(node.target, rows, *parts, *fixed, gradient)
+    return rules.pool.call(node.target, rows, *halves, *fixed, gradient)
 
 
 def quantized_rows(rules: RowRules, node: fx.Node) -> Rows:

@@ -13,6 +13,7 @@ from torch import fx
 
 from fxrl.ir.graph import (
     COPIES,
+    FP8_LINEAR,
     PRODUCTS,
     WRAPPERS,
     HigherOrderOperator,
@@ -20,7 +21,7 @@ from fxrl.ir.graph import (
     ancestors,
     hint,
     is_call,
-    is_fp8_linear,
+    is_quantized_product,
     is_view,
     shape_of,
 )
@@ -43,8 +44,8 @@ _CLASS_OPS = (
 def factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """``(rows, weight, bias)`` of a product node."""
     args: Any = node.args
-    if is_fp8_linear(node):
-        return args[0], args[3], None
+    if is_quantized_product(node):
+        return args[0], args[3] if str(node.target) == FP8_LINEAR else args[1][0], None
     if node.target in (aten.addmm.default, aten.baddbmm.default):
         return args[1], args[2], args[0]
     return args[0], args[1], None
@@ -95,7 +96,7 @@ def find_wide_products(graph: fx.Graph, width: int) -> list[fx.Node]:
 
 def is_amplifier(node: fx.Node) -> bool:
     """Whether a product widens its rows: more columns out than features in, one batch."""
-    if is_fp8_linear(node):
+    if is_quantized_product(node):
         return hint(shape_of(node)[-1]) > hint(shape_of(factors(node)[0])[-1])
     if not is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default):
         return False
