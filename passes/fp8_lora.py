@@ -229,16 +229,14 @@ def _products(gm: fx.GraphModule) -> Iterator[FrozenProduct]:
     """Every product with a 2-D input, but an adapter's: with a narrow one that is trained."""
     for path, graph in _graphs(gm, ()):
         for node in graph.nodes:
-            if is_call(node, aten.mm.default, aten.addmm.default):
-                found = _weight(factors(node)[1], path)
-                if found is None or (needs_grad(found[0]) and _is_factor(found[0])):
-                    continue
-            elif is_call(node, ops.dequantized_mm.default) and node.args[2:] == ("fp8", False):
-                found = None, False
-            else:
-                continue
             anchor = path[-1] if path else node
-            yield FrozenProduct(anchor, 0, path, node, _name(node, path), *found)
+            if is_call(node, ops.dequantized_mm.default) and node.args[2:] == ("fp8", False):
+                yield FrozenProduct(anchor, 0, path, node, _name(node, path))
+            if not is_call(node, aten.mm.default, aten.addmm.default):
+                continue
+            found = _weight(factors(node)[1], path)
+            if found is not None and not (needs_grad(found[0]) and _is_factor(found[0])):
+                yield FrozenProduct(anchor, 0, path, node, _name(node, path), *found)
 
 
 def _graphs(gm: fx.GraphModule, path: Path) -> Iterator[tuple[Path, fx.Graph]]:

@@ -40,7 +40,7 @@ class QuantizedLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the weight with the model; a cast of the model leaves its dtypes alone."""
         held = dict(self._buffers)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in held.items():
             after = self._buffers[name]
             if before is not None and after is not None and before.dtype != after.dtype:

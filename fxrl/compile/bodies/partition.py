@@ -89,7 +89,7 @@ def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
     late = _backward_of(joint)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in late:
-            made_by = node.args[0] if is_call(node, operator.getitem) else node
+            made_by: Any = node.args[0] if is_call(node, operator.getitem) else node
             kept = is_call(made_by, *KERNELS) or (
                 not rest_again and str(made_by.target) in _QUANTIZED_PRODUCTS
             )
