@@ -55,7 +55,14 @@ from fxrl.ir.plan import Choice, Keep, Plan, Rewrite
 from fxrl.ir.region import InputSpec, Region, region_at, set_region
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import site_name
-from fxrl.ops.fp8 import BLOCK, QuantizeWeight, Recipe, measured_seconds, why_no_fp8
+from fxrl.ops.fp8 import (
+    BLOCK,
+    QuantizeWeight,
+    Recipe,
+    measured_seconds,
+    scales_rows,
+    why_no_fp8,
+)
 
 aten, ops = torch.ops.aten, torch.ops.fxrl
 
@@ -120,7 +127,8 @@ class Fp8Lora(Pass[FrozenProduct]):
         least_values: entries of a weight below which it stays.
         error_limit: a weight's error in FP8 (``QuantizeWeight.error``) above which it stays. That
             of rounding alone is 0.026; more means that values under one scale lie far apart.
-        error_of: (place among the graph's inputs, whether it is turned) -> that error.
+        error_of: (place among the graph's inputs, whether it is turned) -> that error; None of a
+            weight that is not there.
         seconds_of: (rows, features in, features out) -> seconds of forward and backward in bf16 and
             in FP8; a product that is not faster stays.
         no_fp8: why the device has no products in FP8; empty where it has.
@@ -133,7 +141,7 @@ class Fp8Lora(Pass[FrozenProduct]):
     heads: bool = False
     least_values: int = 2**10
     error_limit: float = 0.05
-    error_of: Callable[[int, bool], float] | None = None
+    error_of: Callable[[int, bool], float | None] | None = None
     seconds_of: Callable[[int, int, int], tuple[float, float]] | None = None
     no_fp8: str = ""
 
@@ -219,8 +227,7 @@ class Fp8Lora(Pass[FrozenProduct]):
         weight = add_derived(gm, site.weight, QuantizeWeight(self.recipe, site.turned))
         _Swap(self.gradient).at(site, weight)
         error = "" if (off := self._error(site)) is None else f", off by {off:.3f}"
-        gradient = "bf16" if self.recipe == "block" else self.gradient
-        how = f"scales by {self.recipe}{error}; gradient in {gradient}"
+        how = f"scales by {self.recipe}{error}"
         return Applied(f"weight [{out}, {features}] in FP8, {how}")
 
 
@@ -328,16 +335,16 @@ def _illegal(site: FrozenProduct) -> Refusal | None:
     return None
 
 
-def _errors(inputs: Sequence[Any], recipe: Recipe) -> Callable[[int, bool], float]:
+def _errors(inputs: Sequence[Any], recipe: Recipe) -> Callable[[int, bool], float | None]:
     """Errors of weights, each measured when it is asked for; fake ones have none."""
     held = [ref(x) if isinstance(x, Tensor) else None for x in inputs]
 
     @cache
-    def error(place: int, turned: bool) -> float:
+    def error(place: int, turned: bool) -> float | None:
         known = held[place]
         weight: Any = known and known()
         real = weight is not None and not weight.is_meta and not hasattr(weight, "fake_mode")
-        return QuantizeWeight(recipe, turned).error(weight.detach()) if real else 0.0
+        return QuantizeWeight(recipe, turned).error(weight.detach()) if real else None
 
     return error
 
@@ -362,7 +369,8 @@ class _Swap:
         """A product of a region's body, for one call; the others' bodies stay."""
         region: Region = call.meta["region"]
         known = _SWAPPED.setdefault(region.forward, {})
-        if (key := (self, product)) not in known:
+        key = (self, product, *(str(shape_of(part)) for part in weight))
+        if key not in known:
             known[key] = self._swapped(region.forward, product, weight)
         forward = known[key]
         kept = forward.meta["kept"]
@@ -391,7 +399,7 @@ class _Swap:
     def _swap(self, product: fx.Node, weight: Sequence[fx.Node]) -> None:
         rows, _, bias = factors(product)
         held: Any = weight or product.args[1]
-        by_block = shape_of(held[1])[1] != 1
+        by_block = not scales_rows(val_of(held[1]), val_of(held[0]))
         with Builder(product.graph).before(product) as build:
             values, scale = _quantized(build, rows, BLOCK if by_block else 0)
             gradient = "bf16" if by_block else self.gradient

@@ -102,6 +102,11 @@ def _rounded(values: Tensor, scale: Tensor) -> Tensor:
     return (values / scale).clamp(-_MOST, _MOST).to(E4M3)
 
 
+def scales_rows(scale: Tensor, weight: Tensor) -> bool:
+    """Whether a weight's scales are by row, or one for all, and not by block."""
+    return scale.shape[1] == 1 and (scale.shape[0] == 1 or scale.shape[0] == weight.shape[0])
+
+
 def dequantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``values * scale`` in ``dtype``; the scale of rows, of blocks or of all."""
     wide = values.to(torch.promote_types(dtype, torch.float32))
@@ -159,8 +164,7 @@ def scaled_mm(
     The reference, for every device: FP8 values are exact in float32.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    by_row = scale_a.shape[1] == 1 and (scale_b is None or scale_b.shape[1] == 1)
-    if not by_row:
+    if scale_a.shape[1] != 1 or not (scale_b is None or scales_rows(scale_b, b)):
         a, scale_a = dequantized(a, scale_a, wide), scale_a.new_ones(1, 1)
         b, scale_b = dequantized(b, torch.ones(1, 1) if scale_b is None else scale_b, wide), None
     product = a.to(wide) @ (b.to(wide) if transpose else b.to(wide).t())
@@ -194,7 +198,7 @@ def _scaled_mm_cuda(
 
     A weight with scales by block is widened, a tile at a time, and multiplied in bf16.
     """
-    if scale_a.shape[1] != 1 or (scale_b is not None and scale_b.shape[1] != 1):
+    if scale_a.shape[1] != 1 or not (scale_b is None or scales_rows(scale_b, b)):
         assert scale_b is not None
         rows = dequantized(a, scale_a, torch.bfloat16)
         widened: Tensor = torch.ops.fxrl.dequantized_mm.default(rows, [b, scale_b], "fp8", False)

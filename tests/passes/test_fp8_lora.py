@@ -129,8 +129,8 @@ def test_one_quantisation_serves_all_products_of_the_rows():
     assert_expected_inline(
         plain(Fp8Lora().run(gm)),
         """\
-applied: fp8-lora @ 0:loss/mm: weight [48, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:loss/mm#2: weight [48, 32] in FP8, scales by row; gradient in fp8""",
+applied: fp8-lora @ 0:loss/mm: weight [48, 32] in FP8, scales by row
+applied: fp8-lora @ 0:loss/mm#2: weight [48, 32] in FP8, scales by row""",
     )
     assert_expected_inline(
         print_graph(gm),
@@ -185,20 +185,20 @@ def test_layers_that_are_alike_share_a_body():
     assert_expected_inline(
         plain(Fp8Lora().run(gm)),
         """\
-applied: fp8-lora @ 0:blocks.0.qkv.q/mm: weight [32, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.0.qkv.k/mm: weight [32, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.0.qkv.v/mm: weight [32, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.0.out/mm: weight [32, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.0.gate/mm: weight [48, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.0.up/mm: weight [48, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.0.down/mm: weight [32, 48] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.1.qkv.q/mm: weight [32, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.1.qkv.k/mm: weight [32, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.1.qkv.v/mm: weight [32, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.1.out/mm: weight [32, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.1.gate/mm: weight [48, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.1.up/mm: weight [48, 32] in FP8, scales by row; gradient in fp8
-applied: fp8-lora @ 0:blocks.1.down/mm: weight [32, 48] in FP8, scales by row; gradient in fp8""",
+applied: fp8-lora @ 0:blocks.0.qkv.q/mm: weight [32, 32] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.0.qkv.k/mm: weight [32, 32] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.0.qkv.v/mm: weight [32, 32] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.0.out/mm: weight [32, 32] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.0.gate/mm: weight [48, 32] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.0.up/mm: weight [48, 32] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.0.down/mm: weight [32, 48] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.1.qkv.q/mm: weight [32, 32] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.1.qkv.k/mm: weight [32, 32] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.1.qkv.v/mm: weight [32, 32] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.1.out/mm: weight [32, 32] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.1.gate/mm: weight [48, 32] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.1.up/mm: weight [48, 32] in FP8, scales by row
+applied: fp8-lora @ 0:blocks.1.down/mm: weight [32, 48] in FP8, scales by row""",
     )
     (region,) = regions_of(gm).values()
     quantised = region.forward.graph.find_nodes(
@@ -325,14 +325,12 @@ def test_a_step_op_by_op():
 
 
 CUTS = [
-    CutLayer("products"),
     CutLayer("fewest", "host"),
-    CutLayer("attention", "gpu", "host"),
-    CutLayer("inputs", tile_tokens=3),
+    CutLayer("attention", "gpu", "host", tile_tokens=3),
 ]
 
 
-def test_every_cut_of_a_layer_and_tiles():
+def test_cuts_tiles_and_offloading_of_layers():
     model = gated(len(CUTS))
     plan = Plan({f"0:blocks.{i}": cut for i, cut in enumerate(CUTS)})
     step = fxrl.optimize(model, square_loss, fxrl.Config(**FP8, passes=ALL), plan=plan)
@@ -349,8 +347,9 @@ def test_a_layer_that_is_checkpointed_op_by_op():
 @pytest.mark.parametrize(
     ("recipe", "gradient"), [("row", "bf16"), ("tensor", "fp8"), ("block", "fp8")]
 )
-def test_other_recipes_are_near_too(recipe, gradient):
-    gm, args = linears(two, (9, 160), (144, 160), (144, 160))
+@pytest.mark.parametrize("features", [160, 128])
+def test_other_recipes_are_near_too(recipe, gradient, features):
+    gm, args = linears(two, (9, features), (144, features), (144, features))
     expected = two(*args)
     Fp8Lora(recipe=recipe, gradient=gradient).run(gm)
     made = run(gm, *args)
@@ -407,14 +406,14 @@ def test_the_plan_knows_bytes_and_times_of_fp8():
     made = {}
     for precision in ("bf16", "fp8"):
         with torch.device("meta"):
-            model = make_stack(2, block=GatedBlock, width=2048, heads=16, wide=8192).bfloat16()
+            model = make_stack(1, block=GatedBlock, width=2048, heads=16, wide=8192).bfloat16()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".a." in name or ".b." in name)
         step = fxrl.optimize(model, square_loss, fxrl.Config(precision=precision, on_miss="ignore"))
         made[precision] = step.plan_for(
             {"ids": torch.zeros(1, 16384, dtype=torch.int64, device="meta")}
         )
-    frozen = 2 * (4 * 2048 * 2048 + 3 * 2048 * 8192)
+    frozen = 4 * 2048 * 2048 + 3 * 2048 * 8192
     held = (
         made["fp8"].timeline[0].parts["weights and states"]
         - made["bf16"].timeline[0].parts["weights and states"]
