@@ -48,7 +48,8 @@ class Config:
             nothing does, ``PlanError`` says how long a context would. ``None`` takes what is free.
         host_memory: pinned memory that activations may wait in, likewise; ``None`` takes most of
             what is free, and 0 sends nothing there.
-        precision: dtype of the matrix products, ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp8"``.
+        precision: ``"fp8"`` multiplies by frozen weights in FP8 (pass ``fp8-lora``); the others,
+            ``"bf16"``, ``"fp16"`` and ``"fp32"``, leave products in the model's own dtype.
         compile_regions: ``False`` runs region bodies op by op, for exact float64 tests.
         on_miss: ``"warn"``, ``"error"`` (raise ``MissedRewriteError``) or ``"ignore"``.
         inductor: extra Inductor options for region bodies, on top of fxrl's own.

@@ -17,6 +17,7 @@ from fxrl.passes.drop_unused_inputs import DropUnusedInputs
 from fxrl.passes.eliminate_noops import EliminateNoops
 from fxrl.passes.factor_masks import FactorMasks
 from fxrl.passes.fold_broadcast_products import FoldBroadcastProducts
+from fxrl.passes.fp8_lora import Fp8Lora
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
 from fxrl.passes.group_queries import GroupQueries
 from fxrl.passes.inline_layers import InlineLayers
@@ -52,6 +53,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         InlineLayers,
         OpenLayerCheckpoints,
         OutlineNorms,
+        Fp8Lora,
         # here the plan is made; what follows obeys it
         Recompute,
         TileTokens,

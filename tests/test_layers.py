@@ -29,7 +29,7 @@ LAYERS = {
     | {"ir", "capture", "analysis", "passes", "planner", "ops", "kernels", "inspect"},
     "inspect": BASE | {"files", "ir", "capture", "planner", "ops", "compile"},
     "losses": BASE,
-    "models": BASE | {"files"},
+    "models": BASE | {"files", "ir", "ops"},
     "engines": BASE | {"kernels"},
     "rl": BASE | {"files", "distributed", "ir", "losses", "models", "engines", "compile"},
 }

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import PRODUCTS, draws_random, is_call, is_tensor, is_view, tensor_val
+from fxrl.ir.graph import (
+    PRODUCTS,
+    draws_random,
+    is_call,
+    is_quantized_product,
+    is_tensor,
+    is_view,
+    tensor_val,
+)
 from fxrl.ir.site import plain_path, site_name
 
 aten = torch.ops.aten
@@ -114,7 +122,7 @@ def has_work(nodes: Iterable[fx.Node]) -> bool:
 
 def is_product(node: object) -> bool:
     """Whether ``node`` is a matrix product: too dear to be computed twice."""
-    return is_call(node, *PRODUCTS)
+    return is_call(node, *PRODUCTS) or is_quantized_product(node)
 
 
 # ---------------------------------------------------------------------------- stages

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxrl.ir.graph import (
+    DEQUANTIZED_MM,
     HigherOrderOperator,
     OpOverload,
     ancestors,
@@ -35,7 +36,7 @@ from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
 #: fxrl's ops that are kernels like others, with a backward of their own kind.
-_KERNELS = ("fxrl.masked_attention.default", "fxrl.mask_blocks.default")
+_KERNELS = ("fxrl.masked_attention.default", "fxrl.mask_blocks.default", DEQUANTIZED_MM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ def _body(gm: fx.GraphModule, found: Outline) -> fx.GraphModule:
         copy = graph.call_function(
             target, fx.map_arg(node.args, place), fx.map_arg(node.kwargs, place)
         )
-        copy.meta["val"] = node.meta["val"]
+        copy.meta |= {key: node.meta[key] for key in ("val", "site") if key in node.meta}
         places[node] = copy
     graph.output(tuple(places[node] for node in found.outputs))
     topological_sort(graph)

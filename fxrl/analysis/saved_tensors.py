@@ -13,6 +13,9 @@ from torch import fx
 
 from fxrl.analysis.layers import is_product
 from fxrl.ir.graph import (
+    DEQUANTIZED_MM,
+    FP8_LINEAR,
+    QUANTIZE_ROWS,
     OpOverload,
     base_of,
     bound,
@@ -40,6 +43,7 @@ _FORMULAS = {
     "mm": "self: mat2; mat2: self",
     "bmm": "self: mat2; mat2: self",
     "addmm": "mat1: mat2; mat2: mat1",
+    f"{FP8_LINEAR} {DEQUANTIZED_MM} {QUANTIZE_ROWS}": "",  # but for weights, which live anyway
     "baddbmm": "batch1: batch2; batch2: batch1",
     "maximum minimum": "self: self, other; other: self, other",
     "xlogy": "self: self, other; other: self, other",

@@ -26,6 +26,7 @@ from fxrl.compile.planning import Planner, Sizes, known_profiles
 from fxrl.config import Config
 from fxrl.errors import FxrlError, did_you_mean
 from fxrl.ir.capture_record import Capture
+from fxrl.ir.derived import DerivedInputs
 from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, body_of, clone
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.plan import Plan
@@ -72,6 +73,7 @@ class Backend:
         self.target = target
         self.limits: Limits | None = None
         self.captures: list[Capture] = []
+        self._derived = DerivedInputs()
         self._pipeline = pipeline(config)  # an unknown pass is an error now, not at the first batch
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
@@ -85,7 +87,7 @@ class Backend:
         self.captures.append(capture)
         capture.graph_breaks += break_of(gm)
         _note_checkpoints(capture)
-        rewritten = self._rewrite(capture)
+        rewritten = self._rewrite(capture, example_inputs)
         lost = rewritten is None or open_misses(capture.report)  # else the break costs no head
         kind = RemarkKind.MISSED if lost else RemarkKind.ANALYSIS
         capture.remarks += break_remarks(capture.graph_breaks, f"{capture.index}:graph", kind)
@@ -107,7 +109,7 @@ class Backend:
         capture.running = True
         return _Guarded(run, gm, lambda why: self._fall_back(capture, Refusal(why))).first
 
-    def _rewrite(self, capture: Capture) -> fx.GraphModule | None:
+    def _rewrite(self, capture: Capture, inputs: Sequence[Any]) -> fx.GraphModule | None:
         """The graph after lowering and all passes; None when it must run as it is.
 
         NOTE [Why lowering may fail softly]: the graph can hold anything that PyTorch can. What
@@ -121,10 +123,10 @@ class Backend:
             self._fall_back(capture, refusal)
             return None
         name_sites(lowered, str(capture.index))
-        capture.lowered, capture.pipeline = lowered, self._pipeline
+        capture.lowered, capture.pipeline = lowered, self._pipeline.measured(inputs)
         with torch._C._DisableAutocast():  # the graph already holds its casts
             planner = self._planner(capture)
-            capture.rewritten = self._pipeline.run(lowered, self.plan, planner=planner)
+            capture.rewritten = capture.pipeline.run(lowered, self.plan, planner=planner)
         capture.given = capture.rewritten.given
         capture.remarks += _not_found(self.plan, capture.index, capture.rewritten.plan)
         return capture.rewritten.gm
@@ -177,9 +179,10 @@ class Backend:
     ) -> Run:
         """The capture compiled again, by a plan for a batch of these sizes."""
         assert capture.lowered is not None
+        assert capture.pipeline is not None
         with torch._C._DisableAutocast():
             plan = capture.planner(capture.found, self.plan, sizes)
-            capture.rewritten = self._pipeline.run(capture.lowered, plan)
+            capture.rewritten = capture.pipeline.run(capture.lowered, plan)
         capture.given = plan
         site = f"{capture.index}:graph"
         capture.remarks += Report((Remark(RemarkKind.ANALYSIS, "plan", site, "", why),))
@@ -202,7 +205,9 @@ class Backend:
         capture.remarks += Report(tuple(r for r in attention if r not in capture.remarks.remarks))
         capture.body_rewrites = [pair for one in owned.values() for pair in one.traced.rewrites]
         log.info("running the step for the first time")
-        return run_outer(gm, examples)
+        added = self._derived.of(gm, examples)
+        run = run_outer(gm, [*examples, *added])
+        return run if not added else lambda *args: run(*args, *self._derived.of(gm, args))
 
     def _built(self, capture: Capture, region: Region) -> CompiledRegion:
         """A region's kernels; the graph op by op where Inductor does not make any."""

@@ -8,10 +8,10 @@ the only silent path is "not this idiom" in ``match``. Any part of a pass says n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import ClassVar, Generic, Self, TypeVar, final
+from typing import Any, ClassVar, Generic, Self, TypeVar, final
 
 from torch import fx
 
@@ -131,6 +131,14 @@ class Pass(ABC, Generic[S]):
     def of(cls, config: Config) -> Self:
         """The pass with the options that a configuration asks for."""
         return cls()
+
+    def measured(self, inputs: Sequence[Any]) -> Self:
+        """The pass with what only the graph's real inputs and their device tell as options.
+
+        Args:
+            inputs: in the order of the graph's; fake ones tell nothing.
+        """
+        return self
 
     @classmethod
     def respells(cls) -> bool:

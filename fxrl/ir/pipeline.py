@@ -57,6 +57,10 @@ class Pipeline:
     passes: tuple[Pass[Any], ...]
     check_values: ClassVar[bool] = False
 
+    def measured(self, inputs: Sequence[Any]) -> Pipeline:
+        """The same passes, with what a graph's real inputs tell them as options."""
+        return Pipeline(tuple(one.measured(inputs) for one in self.passes))
+
     def run(
         self,
         gm: fx.GraphModule,

@@ -4,6 +4,7 @@ from fxrl.errors import MissingPackageError
 from fxrl.models.hf import FetchError, ModelError
 from fxrl.models.load import build_from_config, load_model, load_tokenizer
 from fxrl.models.lora import lora
+from fxrl.models.quantized import QuantizedLinear, quantize
 from fxrl.models.smollm2 import fetch_smollm2
 from fxrl.models.tiny import TINY_KINDS, TinySize, tiny_config, tiny_tokenizer
 
@@ -12,12 +13,14 @@ __all__ = [
     "FetchError",
     "MissingPackageError",
     "ModelError",
+    "QuantizedLinear",
     "TinySize",
     "build_from_config",
     "fetch_smollm2",
     "load_model",
     "load_tokenizer",
     "lora",
+    "quantize",
     "tiny_config",
     "tiny_tokenizer",
 ]

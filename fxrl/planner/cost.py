@@ -14,11 +14,20 @@ from torch import fx
 
 from fxrl.ir.graph import PRODUCTS, bound, shape_of, val_of
 from fxrl.planner.memory_profile import nbytes
-from fxrl.planner.schedule import Kernel, Measure, is_attention, is_backward
+from fxrl.planner.schedule import (
+    Kernel,
+    Measure,
+    is_attention,
+    is_backward,
+    is_dequantized,
+    is_scaled,
+)
 from fxrl.planner.target import Target
 
 #: Products of a causal attention's backward for each of its forward's: dV, dP, dQ, dK, and P again.
 _BACKWARD_PRODUCTS = 2.5
+#: What a product's left operand is called, op by op.
+_ROWS = ("mat1", "batch1", "self", "a", "rows")
 #: Products in fp32, which tensor cores do not do (an H200's data sheet: 67 TFLOP/s of 989).
 _FP32_SLOWER = 14
 
@@ -53,7 +62,9 @@ def _traffic(kernel: Kernel, measure: Measure) -> int:
 def _arithmetic(call: fx.Node | None, target: Target, measure: Measure) -> float:
     if call is None:
         return 0.0
-    if call.target in PRODUCTS:
+    if is_scaled(call):
+        return product_flops(call, measure) / (target.fp8_flops or target.product_flops)
+    if call.target in PRODUCTS or is_dequantized(call):
         slower = 1 if val_of(call).element_size() <= 2 else _FP32_SLOWER
         return slower * product_flops(call, measure) / target.product_flops
     if not is_attention(call):
@@ -67,7 +78,7 @@ def _arithmetic(call: fx.Node | None, target: Target, measure: Measure) -> float
 def product_flops(call: fx.Node, measure: Measure) -> int:
     """Of a matrix product, batched or not."""
     given = bound(call)
-    left = given.get("mat1") or given.get("batch1") or given["self"]
+    left = next(given[name] for name in _ROWS if name in given)
     return 2 * prod(map(measure, shape_of(call))) * measure(shape_of(left)[-1])
 
 

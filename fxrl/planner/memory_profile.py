@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,11 +21,15 @@ from fxrl.planner.schedule import (
     aten,
     is_attention,
     is_backward,
+    is_dequantized,
+    is_scaled,
     owner,
     tensors,
     volume,
 )
 
+#: A tile of a weight that is widened (``fxrl.ops.dequantized``), in fp32 and in bf16.
+_TILE_BYTES = 48 * 2**20
 Inside = Callable[[fx.Node], int]
 
 
@@ -141,7 +146,12 @@ def nbytes(node: fx.Node, measure: Measure) -> int:
 def _workspace(call: fx.Node, measure: Measure) -> int:
     """What an attention's backward allocates inside: the query's gradient in fp32, its row sums,
     and where heads share keys the keys' and values' gradients for each of them; under a computed
-    mask the row sums alone."""
+    mask the row sums alone. A product with an FP8 weight as it lies turns it, or widens a tile."""
+    if is_dequantized(call):
+        return _TILE_BYTES
+    if is_scaled(call):
+        weight: Any = call.args[2]
+        return nbytes(weight, measure) if call.args[4] else 0
     if not (is_attention(call) and is_backward(call)):
         return 0
     given = bound(call)

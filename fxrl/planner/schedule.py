@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import PRODUCTS, is_call, is_view, tensor_val
+from fxrl.ir.graph import DEQUANTIZED_MM, PRODUCTS, is_call, is_view, tensor_val
 
 aten = torch.ops.aten
 #: A size, or a product of sizes, as an expression: comparing it adds no guard to a graph.
@@ -78,6 +78,16 @@ def is_attention(call: fx.Node) -> bool:
 def is_backward(call: fx.Node) -> bool:
     """Whether an attention kernel is a backward."""
     return any(name in str(call.target) for name in ("backward", "vjp"))
+
+
+def is_scaled(call: fx.Node) -> bool:
+    """Whether a call is a product of values in FP8 (``fxrl.ops.fp8``)."""
+    return str(call.target) == "fxrl.scaled_mm.default"
+
+
+def is_dequantized(call: fx.Node) -> bool:
+    """Whether a call is a product with a weight that is widened a tile at a time."""
+    return str(call.target) == DEQUANTIZED_MM
 
 
 def _holds_tensors(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 GiB = 2**30
+_FP8_SINCE = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Target:
         bandwidth: bytes/s of GPU memory that elementwise kernels reach.
         link: bytes/s between GPU and host, each way at once.
         launch: seconds that a kernel takes at least.
+        fp8_flops: FLOP/s of large FP8 products; 0 where there are none.
     """
 
     name: str
@@ -36,19 +38,21 @@ class Target:
     bandwidth: float
     link: float
     launch: float = 4e-6
+    fp8_flops: float = 0.0
 
 
 #: The H200's figures are measured (torch 2.11, cuDNN attention). Those of the others are their data
-#: sheets', times the share of it that the H200 reaches: right to about a quarter.
+#: sheets', times the share of it that the H200 reaches: right to about a quarter. So are all rates
+#: of FP8: twice those of bf16.
 TARGETS = {
     one.name: one
     for one in (
-        Target("h200", 141 * 10**9, 690e12, 598e12, 518e12, 3.6e12, 54e9),
-        Target("h100", 80 * GiB, 690e12, 598e12, 518e12, 2.6e12, 54e9),
-        Target("b200", 180 * 10**9, 1650e12, 1100e12, 900e12, 6.0e12, 54e9),
+        Target("h200", 141 * 10**9, 690e12, 598e12, 518e12, 3.6e12, 54e9, fp8_flops=1380e12),
+        Target("h100", 80 * GiB, 690e12, 598e12, 518e12, 2.6e12, 54e9, fp8_flops=1380e12),
+        Target("b200", 180 * 10**9, 1650e12, 1100e12, 900e12, 6.0e12, 54e9, fp8_flops=3300e12),
         Target("a100", 80 * GiB, 250e12, 190e12, 150e12, 1.5e12, 24e9),
-        Target("l40s", 48 * GiB, 230e12, 170e12, 130e12, 0.65e12, 24e9),
-        Target("rtx4090", 24 * GiB, 150e12, 130e12, 100e12, 0.75e12, 24e9),
+        Target("l40s", 48 * GiB, 230e12, 170e12, 130e12, 0.65e12, 24e9, fp8_flops=460e12),
+        Target("rtx4090", 24 * GiB, 150e12, 130e12, 100e12, 0.75e12, 24e9, fp8_flops=300e12),
     )
 }
 
@@ -75,7 +79,8 @@ def _measured(device: torch.device, name: str) -> Target:
     link = measured_link(device)
     part = product / h200.product_flops
     rates = part * h200.attention_flops, part * h200.attention_backward_flops
-    return Target(name, 0, product, *rates, bandwidth, link)
+    fp8 = 2 * product if torch.cuda.get_device_capability(device) >= _FP8_SINCE else 0.0
+    return Target(name, 0, product, *rates, bandwidth, link, fp8_flops=fp8)
 
 
 def measured_link(device: torch.device) -> float:

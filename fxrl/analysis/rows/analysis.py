@@ -20,7 +20,18 @@ from fxrl.analysis.rows.expr import PATCHED, RowExpr, RowValue, leaves, walk
 from fxrl.analysis.rows.heads import factors, find_heads, find_wide_products, narrow_heads
 from fxrl.analysis.rows.rules import RowRules, Rule
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import COPIES, RESHAPES, TRANSPOSES, ancestors, hint, is_call, shape_of
+from fxrl.ir.graph import (
+    COPIES,
+    DEQUANTIZED_MM,
+    FP8_LINEAR,
+    QUANTIZE_ROWS,
+    RESHAPES,
+    TRANSPOSES,
+    ancestors,
+    hint,
+    is_call,
+    shape_of,
+)
 from fxrl.ir.graph_pass import Miss
 from fxrl.ir.remark import Refusal
 
@@ -55,6 +66,8 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
     (compute.matrix_product, (aten.mm.default, aten.addmm.default)),
     (compute.vector_product, (aten.mv.default,)),
     (compute.row_products, (aten.bmm.default,)),
+    (compute.quantized_product, (FP8_LINEAR, DEQUANTIZED_MM)),
+    (compute.quantized_rows, (QUANTIZE_ROWS,)),
     (layout.view, (*RESHAPES, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)),
     (layout.unsqueeze, (aten.unsqueeze.default,)),
     (layout.expand, (aten.expand.default,)),
@@ -79,6 +92,7 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
     (layout.write_part, (aten.slice_scatter.default, aten.select_scatter.default)),
 ]
 # fmt: on
+#: By op, or by the name of one that is defined above this.
 RULES: dict[Any, Rule] = {target: rule for rule, targets in _RULES for target in targets}
 
 
@@ -358,6 +372,10 @@ def _head_key(expr: RowExpr) -> tuple[fx.Node, int] | None:
         rows, matrix = expr.args
     elif expr.target is aten.addmm.default:
         _, rows, matrix = expr.args
+    elif str(expr.target) == FP8_LINEAR:
+        rows, _, _, matrix, *_ = expr.args
+    elif str(expr.target) == DEQUANTIZED_MM:
+        rows, (matrix, _), *_ = expr.args
     else:
         return None
     return (rows.leaf.node, id(matrix)) if rows.leaf is not None else None
@@ -391,8 +409,9 @@ def _product_rows(roots: list[RowExpr]) -> set[int]:
     """Identities of the leaves that a product reads as rows."""
     found = set()
     for expr in walk(roots):
-        if expr.target in (aten.mm.default, aten.addmm.default):
-            rows = expr.args[0] if expr.target is aten.mm.default else expr.args[1]
+        quantized = str(expr.target) in (FP8_LINEAR, DEQUANTIZED_MM)
+        if quantized or expr.target in (aten.mm.default, aten.addmm.default):
+            rows = expr.args[expr.target is aten.addmm.default]
             if rows.leaf is not None:
                 found.add(id(rows))
     return found

@@ -30,10 +30,12 @@ from fxrl.analysis.rows.rules import (
 )
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
+    FP8_LINEAR,
     Size,
     bound,
     hint,
     is_call,
+    is_quantized_product,
     is_tensor,
     needs_grad,
     shape_of,
@@ -262,6 +264,10 @@ def seed(rules: RowRules, head: fx.Node) -> RowValue:
         Refusal: a feature or vocabulary dim is symbolic, or the product has options.
     """
     rows, weight, bias = factors(head)
+    if is_quantized_product(head):
+        leaf = Leaf(rows, (), tuple(shape_of(rows)[:-1]), (static(shape_of(rows)[-1]),))
+        expr = _of_quantized(rules, head, rules.pool.leaf(leaf))
+        return normalised(rules, RowValue(expr, (TOKEN, VOCAB), shape_of(head)))
     if head.kwargs:
         raise Refusal("the head's addmm has alpha or beta")
     width = static(shape_of(weight)[-1])
@@ -298,6 +304,41 @@ def matrix_product(rules: RowRules, node: fx.Node) -> RowValue:
         raise Refusal("the logits re-enter a layer that keeps the vocabulary dim")
     expr = _product(rules, value.expr, shared_leaf(rules, weight), bias)
     return RowValue(expr, (TOKEN, tag), shape_of(node))
+
+
+def quantized_product(rules: RowRules, node: fx.Node) -> RowValue:
+    """Rows times a fixed matrix that is quantised: as ``matrix_product``."""
+    rows, _, _ = factors(node)
+    value = rules.row(rows)
+    if value is None or value.is_token(-1) or not value.is_token(0):
+        raise Refusal("a matrix product contracts tokens")
+    if not (value.wide or rules.narrow_products):
+        raise Refusal("a product on narrow rows stays outside")
+    if (tag := rules.tag_of_size(shape_of(node)[-1])) == VOCAB:
+        raise Refusal("the logits re-enter a layer that keeps the vocabulary dim")
+    return RowValue(_of_quantized(rules, node, value.expr), (TOKEN, tag), shape_of(node))
+
+
+def _of_quantized(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
+    """The product; what is in FP8 on both sides quantises its rows where it multiplies them."""
+    if str(node.target) != FP8_LINEAR:
+        given: Any = node.args[1]
+        parts = tuple(rules.pool.leaf(Leaf(part)) for part in given)
+        return rules.pool.call(node.target, rows, parts, *node.args[2:])
+    _, values, _, weight, scale, gradient = node.args
+    quantize: Any = values.args[0]  # type: ignore[union-attr]
+    pair = rules.pool.call(quantize.target, rows, quantize.args[1])
+    halves = [rules.pool.call(operator.getitem, pair, i) for i in range(2)]
+    fixed = [rules.pool.leaf(Leaf(part)) for part in (weight, scale)]  # type: ignore[arg-type]
+    return rules.pool.call(node.target, rows, *halves, *fixed, gradient)
+
+
+def quantized_rows(rules: RowRules, node: fx.Node) -> Rows:
+    """Values and scales of rows, each from its own row."""
+    value = sole_row(rules, node)
+    if value.is_token(-1) or not value.is_token(0):
+        raise Refusal("a matrix product contracts tokens")
+    return _results(rules, node, value.tags, x=value.expr)
 
 
 def vector_product(rules: RowRules, node: fx.Node) -> RowValue:

@@ -13,6 +13,7 @@ from torch import fx
 
 from fxrl.ir.graph import (
     COPIES,
+    FP8_LINEAR,
     PRODUCTS,
     WRAPPERS,
     HigherOrderOperator,
@@ -20,6 +21,7 @@ from fxrl.ir.graph import (
     ancestors,
     hint,
     is_call,
+    is_quantized_product,
     is_view,
     shape_of,
 )
@@ -42,6 +44,8 @@ _CLASS_OPS = (
 def factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """``(rows, weight, bias)`` of a product node."""
     args: Any = node.args
+    if is_quantized_product(node):
+        return args[0], args[3] if str(node.target) == FP8_LINEAR else args[1][0], None
     if node.target in (aten.addmm.default, aten.baddbmm.default):
         return args[1], args[2], args[0]
     return args[0], args[1], None
@@ -62,7 +66,7 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
             continue
         width = hint(shape_of(node)[-1])
         later = (p for i, p in enumerate(products) if after[node] >> i & 1 and p is not node)
-        last = all(_keeps_width(p, width) for p in later) or _feeds_class_op(node)
+        last = all(_keeps_width(p, width) for p in later) or feeds_class_op(node)
         if last and not _from_activations(node):  # which looks at all that comes before
             heads.append(node)
     return heads
@@ -76,7 +80,7 @@ def narrow_heads(graph: fx.Graph) -> list[fx.Node]:
         node
         for node in products
         if is_call(node, aten.mm.default, aten.addmm.default) and not is_amplifier(node)
-        if hint(shape_of(node)[-1]) > 1 and after[node].bit_count() == 1 and _feeds_class_op(node)
+        if hint(shape_of(node)[-1]) > 1 and after[node].bit_count() == 1 and feeds_class_op(node)
     ]
 
 
@@ -92,6 +96,8 @@ def find_wide_products(graph: fx.Graph, width: int) -> list[fx.Node]:
 
 def is_amplifier(node: fx.Node) -> bool:
     """Whether a product widens its rows: more columns out than features in, one batch."""
+    if is_quantized_product(node):
+        return hint(shape_of(node)[-1]) > hint(shape_of(factors(node)[0])[-1])
     if not is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default):
         return False
     rows, weight, _ = factors(node)
@@ -141,7 +147,9 @@ def _from_activations(node: fx.Node) -> bool:
     return bool(mine & {n for n in ancestors([rows]) if n.op == "call_function"})
 
 
-def _feeds_class_op(head: fx.Node) -> bool:
+def feeds_class_op(head: fx.Node) -> bool:
+    """Whether a softmax, gather, argmax or sort reads a product through elementwise and layout ops
+    alone, as those of a loss head or a router are read."""
     width = hint(shape_of(head)[-1])
     seen: set[fx.Node] = set()
     stack = [head]

@@ -81,8 +81,9 @@ class RowRules:
             Refusal: it mixes tokens, draws random numbers, or has no rule.
         """
         target: Any = node.target
-        if target in self._table:
-            return self._table[target](self, node)
+        rule = self._table.get(target) or self._table.get(str(target))
+        if rule is not None:
+            return rule(self, node)
         if not isinstance(target, OpOverload):
             raise Refusal(
                 f"the logits enter {op_name(node)}, an autograd.Function or kernel opaque to fxrl",

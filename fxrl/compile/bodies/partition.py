@@ -26,13 +26,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrl.compile.bodies.attention import KERNELS
-from fxrl.ir.graph import Size, ancestors, graph_module, is_call, is_view
+from fxrl.ir.graph import DEQUANTIZED_MM, Size, ancestors, graph_module, is_call, is_view
 from fxrl.ir.region import Cut
 from fxrl.ir.sizes import SizeTable
 
 Source = tuple[str, int]
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
 _TOLD = ("recompute", "ac_graph_id")
+_QUANTIZED_PRODUCTS = ("fxrl.scaled_mm.default", DEQUANTIZED_MM)
 #: By cut, PyTorch's reasons not to compute something again that do not count.
 _WEIGHED: dict[Cut, dict[str, Any]] = {
     "products": {},
@@ -83,12 +84,15 @@ def partition(
 
 
 def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
-    """Tell the partitioner to keep what attention returns, and maybe to compute all else again."""
+    """Tell the partitioner to keep what attention returns, and maybe to compute all else again; if
+    not, it keeps products, of which it knows PyTorch's own by itself."""
     late = _backward_of(joint)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in late:
-            made_by = node.args[0] if is_call(node, operator.getitem) else node
-            kept = is_call(made_by, *KERNELS)
+            made_by: Any = node.args[0] if is_call(node, operator.getitem) else node
+            kept = is_call(made_by, *KERNELS) or (
+                not rest_again and str(made_by.target) in _QUANTIZED_PRODUCTS
+            )
             policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
             if kept or rest_again:
                 node.meta |= dict(zip(_TOLD, (policy, 0), strict=True))

@@ -78,6 +78,9 @@ class ModelConfig(Table):
             which saves memory and costs a forward pass: Hugging Face's own, which
             ``fxrl.optimize`` takes over.
         lora: adapter; ``none`` trains all weights.
+        quantization: bits of the frozen weights under the adapter, for ``engine = "torch"``: e4m3
+            (``fp8``, whose products run in FP8 where ``fxrl.precision`` is ``fp8``), ``int4`` or
+            ``nf4``. They are held once, and widened a part at a time where they are multiplied.
     """
 
     id: str | nn.Module
@@ -86,6 +89,7 @@ class ModelConfig(Table):
     device: str = "auto"
     gradient_checkpointing: bool = False
     lora: LoraConfig | None = None
+    quantization: Literal["fp8", "int4", "nf4"] | None = None
 
     def problems(self) -> Iterator[str]:
         """Decided by the text and the file system; nothing is loaded."""
@@ -98,6 +102,11 @@ class ModelConfig(Table):
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError:
             yield f"device={self.device!r} is no device; use auto, cpu or cuda:0"
+        if self.quantization is not None and self.lora is None:
+            yield (
+                f"quantization={self.quantization!r} is of frozen weights, and without an adapter "
+                "all are trained; add [model.lora]"
+            )
 
     @property
     def name(self) -> str:
@@ -559,6 +568,11 @@ class TrainConfig(Table):
             yield (
                 f'engine="vllm" loads the weights itself, but the model is a '
                 f"{type(self.model.id).__name__}; give its name or its folder (save_pretrained)"
+            )
+        if self.engine == "vllm" and self.model.quantization is not None:
+            yield (
+                f"model.quantization={self.model.quantization!r} is the trainer's own, and vLLM "
+                'shares weights as it holds them; set engine="torch", or leave it out'
             )
         if self.engine == "vllm" and self.model.dtype == "float64":
             yield 'engine="vllm": vLLM has no float64; set model.dtype to bfloat16 or float32'

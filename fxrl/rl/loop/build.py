@@ -22,7 +22,7 @@ from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES, completion_logits, token_stats
 from fxrl.losses.own_code import load_function
-from fxrl.models import load_model, lora
+from fxrl.models import load_model, lora, quantize
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.callbacks import Events
 from fxrl.rl.config.named import build_loss
@@ -314,6 +314,8 @@ def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
             dropout=wanted.lora.dropout,
             seed=config.seed,
         )
+    if wanted.quantization is not None:
+        model = quantize(model, wanted.quantization)
     if wanted.gradient_checkpointing:
         _checkpoint(model)
         if wanted.lora is not None:

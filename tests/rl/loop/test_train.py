@@ -244,3 +244,25 @@ def test_group_advantages_reach_the_batch(config_file, monkeypatch):
     assert (len(rewards), num, scale) == (8, 4, "none")
     expected = rewards.view(2, 4) - rewards.view(2, 4).mean(1, keepdim=True)
     torch.testing.assert_close(advantages, expected.reshape(-1))
+
+
+@pytest.mark.parametrize("options", [("nf4", "bf16"), ("fp8", "fp8")])
+def test_a_run_over_quantised_weights(config_file, options):
+    """Weights of 4 bits as they are; of 8 with their products in FP8, too."""
+    quantization, precision = options
+    extra = (f"model.quantization={quantization}", f"fxrl.precision={precision}", "steps=2")
+    assert train(config_file, "out", *extra, "model.id=tiny:qwen3:layers=1") == 0
+    assert len(metrics("out")) == 2
+    assert json.loads(metrics("out")[0])["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ("model.lora=none", "is of frozen weights, and without an adapter all are trained"),
+        ("engine=vllm", "is the trainer's own, and vLLM shares weights as it holds them"),
+    ],
+)
+def test_quantisation_is_of_frozen_weights_and_the_trainers_own(config_file, capsys, other, why):
+    assert train(config_file, "out", "model.quantization=int4", other) == 2
+    assert f"quantization='int4' {why}" in "".join(capsys.readouterr())

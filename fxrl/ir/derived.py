@@ -1,0 +1,82 @@
+"""Inputs that a pass adds to a graph: computed from another input, and again when that changes.
+
+    %w = input                    %w       = input
+                       becomes    %w_0     = input      quantised values of %w
+                                  %w_1     = input      their scales
+
+A value that depends on a weight alone is the same at every step, and not worth computing in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxrl.ir.graph import last_input, val_of
+
+Make = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """Where an added input is from.
+
+    Attributes:
+        place: of the input that it is computed from, among the graph's inputs.
+        make: what computes it; equal functions give equal values.
+        index: which of the results it is.
+    """
+
+    place: int
+    make: Make
+    index: int
+
+
+def add_derived(gm: fx.GraphModule, source: fx.Node, make: Make) -> list[fx.Node]:
+    """The inputs that hold ``make`` of an input; those that are there already, or new ones."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    place = inputs.index(source)
+    known = {node.meta["derived"]: node for node in inputs if "derived" in node.meta}
+    val: Any = val_of(source)
+    with val.fake_mode:
+        made = make(val)
+    found = []
+    for index, part in enumerate(made):
+        where = Derived(place, make, index)
+        if where not in known:
+            with gm.graph.inserting_after(last_input(gm.graph)):
+                node = known[where] = gm.graph.placeholder(f"{source.name}_{index}")
+            node.meta |= {"val": part, "requires_grad": False, "derived": where}
+        found.append(known[where])
+    return found
+
+
+class DerivedInputs:
+    """The values of added inputs, each computed once for as long as its source is what it was.
+
+    NOTE [Why the version]: whoever writes to a tensor raises its version, but for what is written
+    through ``.data``, which says that nobody shall notice.
+    """
+
+    def __init__(self) -> None:
+        self._made: Any = WeakTensorKeyDictionary()
+
+    def of(self, gm: fx.GraphModule, args: Sequence[Any]) -> list[Tensor]:
+        """The values of a graph's added inputs, where its own are ``args``."""
+        inputs = gm.graph.find_nodes(op="placeholder")
+        asked = (node.meta["derived"] for node in inputs if "derived" in node.meta)
+        return [self._value(one, args[one.place]) for one in asked]
+
+    def _value(self, one: Derived, source: Tensor) -> Tensor:
+        version, made = self._made.get(source, (None, {}))
+        if version != source._version:
+            made = {}
+            self._made[source] = source._version, made
+        if one.make not in made:
+            made[one.make] = one.make(source.detach())
+        value: Tensor = made[one.make][one.index]
+        return value

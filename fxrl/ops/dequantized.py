@@ -1,0 +1,141 @@
+"""``fxrl::dequantized_mm``: rows times a frozen weight of 8 or 4 bits, which is widened in parts.
+
+    torch.ops.fxrl.dequantized_mm(rows, [values, scale], format, transpose)
+
+    format   values                            scale
+    fp8      float8_e4m3fn [N, K]              float32, as in ``fxrl.ops.fp8``
+    int4     uint8 [N, K/2], two codes each    float32 [N, K/64]: (code - 8) * scale
+    nf4      uint8 [N, K/2], two codes each    float32 [N, K/64]: NF4[code] * scale
+
+The product is ``rows weight^T``, or ``rows weight`` where ``transpose``, in the rows' dtype: that
+of the weight rounded to it. Some rows or columns of the weight are widened at a time and forgotten;
+the backward is the same product the other way round, and reads what the forward read. NF4 are
+quantiles of a normal distribution (Dettmers et al. 2023, arXiv:2305.14314, appendix E).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fxrl.ops.fp8 import BLOCK, dequantized, quantized_weight
+
+Format = Literal["fp8", "int4", "nf4"]
+FORMATS: tuple[Format, ...] = ("fp8", "int4", "nf4")
+#: Entries of a row that share a scale, in 4 bits.
+GROUP = 64
+#: Entries of a weight that are widened at a time: 32 MiB in float32.
+_TILE = 2**23
+# fmt: off
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
+
+
+def quantized(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Values and scales of a weight [N, K]; FP8 with a scale for each output row.
+
+    Raises:
+        ValueError: K is no multiple of what shares a scale, in 4 bits.
+    """
+    if format == "fp8":
+        return quantized_weight(weight, "row")
+    rows, columns = weight.shape
+    if columns % GROUP:
+        raise ValueError(f"a weight of {columns} columns is no multiple of {GROUP}")
+    groups = weight.float().view(rows, -1, GROUP)
+    most = groups.abs().amax(2)
+    if format == "int4":
+        scale = most / 7
+        codes = (groups / scale.clamp_min(2.0**-100)[..., None]).round().clamp(-8, 7) + 8
+    else:
+        scale, table = most, torch.tensor(_NF4, device=weight.device)
+        between = (table[1:] + table[:-1]) / 2
+        codes = torch.bucketize(groups / scale.clamp_min(2.0**-100)[..., None], between)
+    codes = codes.to(torch.uint8).view(rows, columns)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scale
+
+
+def widened(weight: Sequence[Tensor], format: str, dtype: torch.dtype) -> Tensor:
+    """A weight [N, K] in ``dtype``."""
+    values, scale = weight
+    if format == "fp8":
+        return dequantized(values, scale, dtype)
+    codes = torch.stack((values & 15, values >> 4), -1).flatten(1)
+    wide = torch.promote_types(dtype, torch.float32)
+    if format == "int4":
+        numbers = codes.to(wide) - 8
+    else:
+        numbers = torch.tensor(_NF4, dtype=wide, device=values.device)[codes.int()]
+    groups = numbers.view(*scale.shape, GROUP).mul_(scale[..., None])
+    return groups.view(codes.shape).to(dtype)
+
+
+@torch.library.custom_op(
+    "fxrl::dequantized_mm",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor[] weight, str format, bool transpose) -> Tensor",
+)
+def dequantized_mm(rows: Tensor, weight: Sequence[Tensor], format: str, transpose: bool) -> Tensor:
+    """See the module.
+
+    Args:
+        rows: [M, K], or [M, N] where ``transpose``.
+    """
+    out = rows.new_empty(rows.shape[0], _sizes(weight, format)[int(transpose)])
+    for tile, columns in _tiles(weight, format, transpose, rows.dtype):
+        torch.mm(rows, tile if transpose else tile.t(), out=out[:, columns])
+    return out
+
+
+@dequantized_mm.register_fake
+def _(rows: Tensor, weight: Sequence[Tensor], format: str, transpose: bool) -> Tensor:
+    return rows.new_empty((rows.shape[0], _sizes(weight, format)[int(transpose)]))
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, weight, ctx.format, ctx.transpose = inputs
+    ctx.save_for_backward(*weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    weight = list(ctx.saved_tensors)
+    made = torch.ops.fxrl.dequantized_mm.default(grad, weight, ctx.format, not ctx.transpose)
+    return made, [None for _ in weight], None, None
+
+
+dequantized_mm.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _sizes(weight: Sequence[Tensor], format: str) -> tuple[Any, Any]:
+    """Outputs and inputs of a weight."""
+    rows, columns = weight[0].shape
+    return rows, columns if format == "fp8" else 2 * columns
+
+
+def _tiles(
+    weight: Sequence[Tensor], format: str, transpose: bool, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, slice]]:
+    """Parts of a weight in ``dtype``, and the columns of the result that each gives."""
+    dim, sizes = int(transpose), _sizes(weight, format)
+    step = max(BLOCK, _TILE // max(1, sizes[1 - dim]) // BLOCK * BLOCK)
+    for start in range(0, sizes[dim], step):
+        size = min(step, sizes[dim] - start)
+        parts = [_part(one, dim, start, size, sizes[dim]) for one in weight]
+        yield widened(parts, format, dtype), slice(start, start + size)
+
+
+def _part(one: Tensor, dim: int, start: int, size: int, whole: int) -> Tensor:
+    """What belongs to entries ``start`` to ``start + size`` of ``whole``, several of which may
+    share one: of two codes a byte, of a group or a block a scale, of all one."""
+    if one.shape[dim] == 1:
+        return one
+    share = min(n for n in (1, 2, GROUP, BLOCK) if -(-whole // n) == one.shape[dim])
+    return one.narrow(dim, start // share, -(-size // share))

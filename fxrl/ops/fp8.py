@@ -1,0 +1,315 @@
+"""Products of rows with frozen weights in FP8 (e4m3), and what quantises both.
+
+    fxrl::quantize_rows(x, block)            -> (values, scale)     x = values * scale, by row
+    fxrl::fp8_linear(x, values, scale, weight, weight_scale, gradient) -> [T, N]
+    fxrl::scaled_mm(a, scale_a, b, scale_b, transpose, dtype)       the product itself
+
+    x [T, K]; values, weight [N, K] float8_e4m3fn; float32 scales:
+    of rows        [T, 1], or [T, K/128] where ``block`` is 128
+    of the weight  [N, 1] by output row, [1, 1], or [N/128, K/128] by block; sizes round up
+
+``fp8_linear`` is ``(values * scale) (weight * weight_scale)^T``, accumulated in float32 and rounded
+once to x's dtype. x itself is read by nobody: it stands there for its gradient, which is that of
+the product as if x had not been rounded (a straight-through estimate). One ``quantize_rows`` serves
+all products that read x.
+
+Both are composites: they run above autograd, so a graph that is traced holds the quantiser as
+elementwise ATen, which the compiler puts into the norm or activation before it, and ``scaled_mm``.
+
+NOTE [Why the weight is not kept twice]: tensor cores contract FP8 along rows that lie in memory, so
+dX = dY W wants W turned, which PyTorch's own recipes keep as a second copy with scales of its own:
+as much memory as bf16. Here the scale of an output row, along which dX contracts, goes into dY
+before dY is quantised: dX = quantize(dY * weight_scale) W. The values are turned for one product at
+a time (one byte read and written for each 2 T FLOPs), and the gradient is that of the very weights
+that the forward used. A weight with scales by block cannot do this, and takes ``gradient="bf16"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+aten = torch.ops.aten
+#: How a weight's scales lie: one for each output row, for each block of 128 x 128, or one in all.
+Recipe = Literal["row", "block", "tensor"]
+RECIPES: tuple[Recipe, ...] = ("row", "block", "tensor")
+E4M3 = torch.float8_e4m3fn
+BLOCK = 128
+_MOST = torch.finfo(E4M3).max
+#: Rows of smaller values than this times 448 are zero: their scale would be no normal float32.
+_LEAST = 2.0**-100
+
+
+# ---------------------------------------------------------------------------- quantisers
+def quantized_weight(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] as e4m3 [N, K] and its float32 scales; rounded to the nearest."""
+    if recipe == "block":
+        rows, columns = weight.shape
+        blocks = _blocked(weight)
+        scale = _scale_of(blocks.abs().amax(dim=(1, 3)))
+        values = _rounded(blocks, scale[:, None, :, None])
+        return values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scale
+    wide = weight.float()
+    scale = _scale_of(wide.abs().amax(1, keepdim=True) if recipe == "row" else wide.abs().amax())
+    scale = scale.reshape(-1, 1)
+    return _rounded(wide, scale).contiguous(), scale
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeWeight:
+    """``quantized_weight`` with its options: equal ones do the same.
+
+    Attributes:
+        turned: the weight is [K, N].
+    """
+
+    recipe: Recipe
+    turned: bool = False
+
+    def __call__(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Values [N, K] and scales of a weight."""
+        return quantized_weight(weight.t() if self.turned else weight, self.recipe)
+
+    def error(self, weight: Tensor) -> float:
+        """What rounding takes off an output, relative to it: root mean square over the outputs of
+        the norms' ratio, so that a small one lost under a large one's scale counts as whole."""
+        whole = (weight.t() if self.turned else weight).float()
+        lost = (dequantized(*self(weight), torch.float32) - whole).square().sum(1)
+        return float((lost / whole.square().sum(1).clamp_min(_LEAST)).mean().sqrt())
+
+
+def _blocked(weight: Tensor) -> Tensor:
+    """``[N/128, 128, K/128, 128]`` in float32, filled up with zeros."""
+    rows, columns = weight.shape
+    pad = (0, -columns % BLOCK, 0, -rows % BLOCK)
+    padded = torch.nn.functional.pad(weight.float(), pad)
+    rows, columns = (size // BLOCK for size in padded.shape)
+    return padded.view(rows, BLOCK, columns, BLOCK)
+
+
+def _scale_of(most: Tensor) -> Tensor:
+    """Of values whose largest is ``most``; a NaN or an infinity among them makes all NaN."""
+    return most.float().clamp_min(_LEAST) / _MOST
+
+
+def _rounded(values: Tensor, scale: Tensor) -> Tensor:
+    return (values / scale).clamp(-_MOST, _MOST).to(E4M3)
+
+
+def scales_rows(scale: Tensor, weight: Tensor) -> bool:
+    """Whether a weight's scales are by row, or one for all, and not by block."""
+    return scale.shape[1] == 1 and (scale.shape[0] == 1 or scale.shape[0] == weight.shape[0])
+
+
+def dequantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values * scale`` in ``dtype``; the scale of rows, of blocks or of all."""
+    wide = values.to(torch.promote_types(dtype, torch.float32))
+    return wide.mul_(_spread(scale, values.shape)).to(dtype)
+
+
+def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
+    """A scale for each row or value."""
+    for dim in (0, 1):
+        if scale.shape[dim] not in (1, shape[dim]):
+            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+torch.library.define("fxrl::quantize_rows", "(Tensor x, int block) -> (Tensor, Tensor)")
+
+
+@torch.library.impl("fxrl::quantize_rows", "CompositeImplicitAutograd")
+def _quantize_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    x = x.detach()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if not block:
+        scale = _scale_of(wide.abs().amax(1, keepdim=True))
+        return _rounded(wide, scale), scale
+    columns = x.shape[1]
+    padded = torch.nn.functional.pad(wide, (0, -columns % block))
+    blocks = padded.view(padded.shape[0], -1, block)
+    scale = _scale_of(blocks.abs().amax(2))
+    return _rounded(blocks, scale[:, :, None]).flatten(1)[:, :columns].contiguous(), scale
+
+
+# ---------------------------------------------------------------------------- the product
+@torch.library.custom_op(
+    "fxrl::scaled_mm",
+    mutates_args=(),
+    schema="(Tensor a, Tensor scale_a, Tensor b, Tensor? scale_b, bool transpose, "
+    "ScalarType dtype) -> Tensor",
+)
+def scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor | None,
+    transpose: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``(a * scale_a) (b * scale_b)^T`` of FP8 values, as ``dtype``.
+
+    Args:
+        a, scale_a: rows [M, K], and their scales; see the module.
+        b, scale_b: a weight [N, K]; None stands for ones.
+        transpose: b is not turned: it is [K, N].
+        dtype: of the result; float64 is accumulated in float64.
+
+    The reference, for every device: FP8 values are exact in float32.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    if scale_a.shape[1] != 1 or not (scale_b is None or scales_rows(scale_b, b)):
+        a, scale_a = dequantized(a, scale_a, wide), scale_a.new_ones(1, 1)
+        b, scale_b = dequantized(b, torch.ones(1, 1) if scale_b is None else scale_b, wide), None
+    product = a.to(wide) @ (b.to(wide) if transpose else b.to(wide).t())
+    product = product * scale_a
+    made: Tensor = product if scale_b is None else product * scale_b.t()
+    return made.to(dtype)
+
+
+@scaled_mm.register_fake
+def _(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor | None,
+    transpose: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[int(transpose)]), dtype=dtype)
+
+
+@scaled_mm.register_kernel("cuda")
+def _scaled_mm_cuda(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor | None,
+    transpose: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """By ``torch._scaled_mm``, which scales rows alone, and wants b's rows along the contraction.
+
+    A weight with scales by block is widened, a tile at a time, and multiplied in bf16.
+    """
+    if scale_a.shape[1] != 1 or not (scale_b is None or scales_rows(scale_b, b)):
+        assert scale_b is not None
+        rows = dequantized(a, scale_a, torch.bfloat16)
+        widened: Tensor = torch.ops.fxrl.dequantized_mm.default(rows, [b, scale_b], "fp8", False)
+        return widened.to(dtype)
+    right = b.t().contiguous() if transpose else b
+    columns = right.shape[0]
+    ones = scale_a.new_ones(1, 1) if scale_b is None else scale_b
+    made: Tensor = aten._scaled_mm.default(
+        a.contiguous(),
+        right.t(),
+        scale_a.contiguous(),
+        ones.t().expand(1, columns).contiguous(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=False,
+    )
+    return made.to(dtype)
+
+
+# ---------------------------------------------------------------------------- the linear
+torch.library.define(
+    "fxrl::fp8_linear",
+    "(Tensor x, Tensor values, Tensor scale, Tensor weight, Tensor weight_scale, str gradient)"
+    " -> Tensor",
+)
+
+
+@torch.library.impl("fxrl::fp8_linear", "CompositeImplicitAutograd")
+def _fp8_linear(
+    x: Tensor, values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, gradient: str
+) -> Tensor:
+    made: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        x, values, scale, weight, weight_scale, gradient
+    )
+    return made
+
+
+class _Linear(torch.autograd.Function):
+    """``fp8_linear`` with the gradient of its rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        gradient: str,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, weight_scale)
+        ctx.gradient = gradient
+        made: Tensor = torch.ops.fxrl.scaled_mm.default(
+            values, scale, weight, weight_scale, False, x.dtype
+        )
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, scale = ctx.saved_tensors
+        if ctx.gradient == "bf16":
+            made = torch.ops.fxrl.dequantized_mm.default(grad, [weight, scale], "fp8", True)
+        else:
+            scaled = grad * scale.t()  # in float32
+            values, scales = torch.ops.fxrl.quantize_rows.default(scaled, 0)
+            made = torch.ops.fxrl.scaled_mm.default(values, scales, weight, None, True, grad.dtype)
+        return made, None, None, None, None, None
+
+
+# ---------------------------------------------------------------------------- what a device can do
+_FIRST = (8, 9)  # compute capability of the first GPUs with products in FP8
+_ENOUGH = 2**13  # rows from where a product's time grows as they do
+
+
+def why_no_fp8(device: torch.device) -> str:
+    """Why a device multiplies nothing in FP8; empty where it does, or a CPU stands in for it."""
+    if device.type in ("cpu", "meta"):
+        return ""
+    if device.type != "cuda":
+        return f"PyTorch has no such products on {device.type}"
+    have = torch.cuda.get_device_capability(device)
+    told = f"this GPU has compute capability {have[0]}.{have[1]}, and FP8 begins at 8.9"
+    return "" if have >= _FIRST else told
+
+
+@cache
+def measured_seconds(
+    device: torch.device, recipe: Recipe, gradient: str, rows: int, features: int, out: int
+) -> tuple[float, float]:
+    """Forward and backward of one frozen Linear on a GPU: in bf16, and in FP8 with quantisers.
+
+    Each shape is measured once in a process, at a power of two of rows.
+    """
+    from torch.utils.benchmark import Timer
+
+    rows = min(_ENOUGH, 1 << max(0, rows - 1).bit_length())
+    x = torch.randn(rows, features, dtype=torch.bfloat16, device=device, requires_grad=True)
+    weight = torch.randn(out, features, dtype=torch.bfloat16, device=device)
+    kept = quantized_weight(weight, recipe)
+    block = BLOCK if recipe == "block" else 0
+    fxrl = torch.ops.fxrl
+    quantize = torch.compile(fxrl.quantize_rows.default)
+
+    def in_fp8() -> Tensor:
+        made: Tensor = fxrl.fp8_linear.default(x, *quantize(x, block), *kept, gradient)
+        return made
+
+    def timed(forward: Callable[[], Tensor]) -> float:
+        def run() -> None:
+            (made := forward()).backward(made.detach())  # type: ignore[no-untyped-call]
+
+        return float(Timer("run()", globals={"run": run}).timeit(10).median)
+
+    return timed(lambda: x @ weight.t()), timed(in_fp8)

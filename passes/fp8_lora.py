@@ -1,0 +1,465 @@
+"""Multiply by frozen weights in FP8; adapters stay in the model's dtype.
+
+    %y = mm(%x, t(%w))                       %q, %s = fxrl.quantize_rows(%x)       once for all that
+                                  becomes    %y     = fxrl.fp8_linear(%x, %q, %s,  read %x
+                                                                      %w8, %scale)
+    %a = mm(mm(%x, t(%A)), t(%B))            as it is: LoRA's own products
+
+The weight is quantised once, when the step first runs, and again when somebody writes to it: its
+values and scales are inputs of the graph as the weight was. A weight that the model holds in FP8
+(``fxrl.models.quantize``) is read as it is. Rows are quantised as they come. What
+is found is structure: a product of rows with a 2-D input that takes no gradient, whatever module,
+spelling or adapter library made it.
+
+NOTE [Why behind the outlining]: a layer's weights are inputs of its region, and only here is each
+layer a place of its own, which may keep a weight in bf16 that its equals do not; layers that chose
+alike still share one body. The plan is made behind it, of bodies whose bytes and products are
+those that will run; cuts, tiles and offloading then act on them as on any other.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, ClassVar, Literal, Self
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, fx
+
+import fxrl.ops.dequantized  # noqa: F401  # defines the op
+from fxrl.analysis.rows.heads import factors, feeds_class_op
+from fxrl.config import Config
+from fxrl.ir.build import Builder
+from fxrl.ir.derived import add_derived
+from fxrl.ir.graph import (
+    COPIES,
+    RESHAPES,
+    TRANSPOSES,
+    body_of,
+    clone,
+    hint,
+    is_call,
+    last_input,
+    needs_grad,
+    shape_of,
+    tensor_val,
+    val_of,
+)
+from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site, tidy
+from fxrl.ir.plan import Choice, Keep, Plan, Rewrite
+from fxrl.ir.region import InputSpec, Region, region_at, set_region
+from fxrl.ir.remark import Refusal
+from fxrl.ir.site import site_name
+from fxrl.ops.fp8 import (
+    BLOCK,
+    QuantizeWeight,
+    Recipe,
+    measured_seconds,
+    scales_rows,
+    why_no_fp8,
+)
+
+aten, ops = torch.ops.aten, torch.ops.fxrl
+
+#: Calls that look at a weight and copy nothing.
+_LOOKS = (
+    *TRANSPOSES,
+    aten.view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
+#: What tensor cores ask of both sides of a weight.
+_MULTIPLE = 16
+#: A trained matrix so much longer than it is wide is an adapter's factor, and no Linear.
+_FACTOR = 8
+
+#: The layer in a name: up to the outermost numbered module.
+_LAYER = re.compile(r"^.*?\.\d+(?=[./])")
+#: Calls that lead from the outermost graph to another: checkpointed bodies', then a region's.
+Path = tuple[fx.Node, ...]
+#: Bodies in which a product was swapped, by what was asked: layers that are alike share one.
+_SWAPPED: WeakKeyDictionary[fx.GraphModule, dict[Any, fx.GraphModule]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenProduct(Site):
+    """A product of rows with a 2-D input of the graph.
+
+    Attributes:
+        path: to the product's graph.
+        product: the product.
+        named: its name, in the layer that it is a part of.
+        weight: the input of the outermost graph that it multiplies by; None where that is in FP8
+            already.
+        turned: the weight is [K, N], and no Linear's [N, K].
+    """
+
+    path: Path
+    product: fx.Node
+    named: str
+    weight: fx.Node | None = None
+    turned: bool = False
+
+    @property
+    def name(self) -> str:
+        """The product's."""
+        return self.named
+
+
+@dataclass(frozen=True)
+class Fp8Lora(Pass[FrozenProduct]):
+    """Frozen Linears in FP8.
+
+    Attributes:
+        enabled: whether it was asked for.
+        recipe: a weight's scales: one for each output ``"row"``, for each ``"block"`` of 128 x 128,
+            or for the whole ``"tensor"``.
+        gradient: what the rows' gradient is a product of: ``"fp8"``, or ``"bf16"`` (the model's
+            dtype) with the weight widened a tile at a time; that always where scales are by block.
+        skip: module paths, or parts of them, that stay; ``*`` stands for anything.
+        heads: take what a softmax or a choice reads, too: a loss head, a router.
+        least_values: entries of a weight below which it stays.
+        error_limit: a weight's error in FP8 (``QuantizeWeight.error``) above which it stays. That
+            of rounding alone is 0.026; more means that values under one scale lie far apart.
+        error_of: (place among the graph's inputs, whether it is turned) -> that error; None of a
+            weight that is not there.
+        seconds_of: (rows, features in, features out) -> seconds of forward and backward in bf16 and
+            in FP8; a product that is not faster stays.
+        no_fp8: why the device has no products in FP8; empty where it has.
+    """
+
+    enabled: bool = True
+    recipe: Recipe = "row"
+    gradient: Literal["fp8", "bf16"] = "fp8"
+    skip: tuple[str, ...] = ()
+    heads: bool = False
+    least_values: int = 2**10
+    error_limit: float = 0.05
+    error_of: Callable[[int, bool], float | None] | None = None
+    seconds_of: Callable[[int, int, int], tuple[float, float]] | None = None
+    no_fp8: str = ""
+
+    name: ClassVar[str] = "fp8-lora"
+    doc: ClassVar[PassDoc] = PassDoc(
+        'with `precision="fp8"`: a product with a frozen 2-D weight, adapters beside it or not',
+        "half the bytes of what its products read; a copy of the weight in FP8 is held beside it",
+        "rounding of rows and weights to e4m3 (2.6 % each); one quantisation of the rows, whatever "
+        "the number of products that read them",
+        "the weight is trained, small, of odd sizes, or too wide in range for FP8; the GPU has no "
+        "FP8, or is not faster with it",
+    )
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Asked for by ``precision="fp8"``, or by the pass's own name."""
+        return cls(config.precision == "fp8" or cls.name in (config.passes or ()))
+
+    def measured(self, inputs: Sequence[Any]) -> Self:
+        """With these weights' errors, and with what their device can do."""
+        if not self.enabled:
+            return self
+        devices = (x.device for x in inputs if isinstance(x, Tensor))
+        device = next((one for one in devices if one.type not in ("cpu", "meta")), None)
+        if device is None:
+            return replace(self, error_of=_errors(inputs, self.recipe))
+        return replace(
+            self,
+            error_of=_errors(inputs, self.recipe),
+            seconds_of=partial(measured_seconds, device, self.recipe, self.gradient),
+            no_fp8=why_no_fp8(device),
+        )
+
+    # -- where
+    def match(self, gm: fx.GraphModule) -> Iterator[FrozenProduct | Miss]:
+        for site in _products(gm) if self.enabled else ():
+            if self.no_fp8:
+                yield Miss(site.anchor, Refusal(f"every product stays as it is: {self.no_fp8}"))
+                return
+            if self.heads or not feeds_class_op(site.product):
+                yield site
+
+    def planned(self, site: FrozenProduct, plan: Plan) -> Choice | None:
+        """What it says; of a head it tells why others leave it, which is no reason here."""
+        return None if feeds_class_op(site.product) else plan.choices.get(site.name)
+
+    # -- whether
+    def decide(self, site: FrozenProduct) -> Choice:
+        """What is small, wide in range or no faster stays; so does what the user names."""
+        if _illegal(site) is not None:
+            return Rewrite(self.name)  # which says why
+        features, out = _sizes(site)
+        path = site.name.partition(":")[2].rpartition("/")[0]
+        if (named := next((p for p in self.skip if _names(p, path)), None)) is not None:
+            return Keep(f"stays as it is: skip names {named!r}", missed=False)
+        if features * out < self.least_values:
+            return Keep(f"too small: its weight has {features * out} entries")
+        if (error := self._error(site)) is not None and not error <= self.error_limit:
+            limit = f"above the limit of {self.error_limit}"
+            return Keep(f"its weight in FP8 is off by {error:.3f}, {limit}")
+        if self.seconds_of is not None:
+            rows = hint(shape_of(site.product)[0])
+            plain, fp8 = self.seconds_of(rows, features, out)
+            if fp8 >= plain:
+                took = f"{fp8 * 1e3:.2f} ms against {plain * 1e3:.2f}"
+                return Keep(f"no faster in FP8: {took}, for {rows} rows")
+        return Rewrite(self.name)
+
+    def _error(self, site: FrozenProduct) -> float | None:
+        if site.weight is None or self.error_of is None:
+            return None
+        inputs = site.weight.graph.find_nodes(op="placeholder")
+        return self.error_of(inputs.index(site.weight), site.turned)
+
+    # -- and how
+    def rewrite(self, gm: fx.GraphModule, site: FrozenProduct, choice: Choice) -> Applied:
+        if (refusal := _illegal(site)) is not None:
+            raise refusal
+        features, out = _sizes(site)
+        if site.weight is None:
+            _Swap(self.gradient).at(site, ())
+            return Applied(f"weight [{out}, {features}] in FP8, as it is held")
+        weight = add_derived(gm, site.weight, QuantizeWeight(self.recipe, site.turned))
+        _Swap(self.gradient).at(site, weight)
+        error = "" if (off := self._error(site)) is None else f", off by {off:.3f}"
+        how = f"scales by {self.recipe}{error}"
+        return Applied(f"weight [{out}, {features}] in FP8, {how}")
+
+
+# ---------------------------------------------------------------------------- what there is
+def _products(gm: fx.GraphModule) -> Iterator[FrozenProduct]:
+    """Every product with a 2-D input, but an adapter's: with a narrow one that is trained."""
+    for path, graph in _graphs(gm, ()):
+        for node in graph.nodes:
+            anchor = path[-1] if path else node
+            if is_call(node, ops.dequantized_mm.default) and node.args[2:] == ("fp8", False):
+                yield FrozenProduct(anchor, 0, path, node, _name(node, path))
+            if not is_call(node, aten.mm.default, aten.addmm.default):
+                continue
+            found = _weight(factors(node)[1], path)
+            if found is not None and not (needs_grad(found[0]) and _is_factor(found[0])):
+                yield FrozenProduct(anchor, 0, path, node, _name(node, path), *found)
+
+
+def _graphs(gm: fx.GraphModule, path: Path) -> Iterator[tuple[Path, fx.Graph]]:
+    """The graph, the bodies that it calls, and the layers' regions."""
+    yield path, gm.graph
+    for call in gm.graph.nodes:
+        region = region_at(call)
+        if (body := body_of(gm, call)) is not None:
+            yield from _graphs(body, (*path, call))
+        elif region is not None and region.layer and not region.tiled:
+            yield (*path, call), region.forward.graph
+
+
+def _weight(right: fx.Node, path: Path) -> tuple[fx.Node, bool] | None:
+    """The outermost graph's 2-D input that a right operand [K, N] is, and whether it lies so there.
+
+    Views tell by their strides what they are of it, whatever they went through.
+    """
+    node = right
+    while node.op != "placeholder" or path:
+        if node.op == "placeholder":
+            place = node.graph.find_nodes(op="placeholder").index(node)
+            node, path = _inputs(path[-1])[place], path[:-1]
+            continue
+        operand: Any = node.args[0] if is_call(node, *_LOOKS, *COPIES) else None
+        if operand is None:
+            return None
+        if is_call(node, *COPIES) and val_of(operand).stride() != val_of(node).stride():
+            return None
+        node = operand
+    val, seen = tensor_val(node), val_of(right)
+    if val is None or val.dim() != 2 or not val.is_floating_point() or val.itemsize < 2:
+        return None
+    if not all(isinstance(size, int) for size in (*val.shape, *seen.shape)):
+        return None
+    layout = [(*zip(x.shape, x.stride(), strict=True),) for x in (val, seen)]
+    if layout[0] == layout[1]:
+        return node, True
+    return (node, False) if layout[0] == layout[1][::-1] else None
+
+
+def _inputs(call: fx.Node) -> list[Any]:
+    """What a call hands to its body."""
+    inputs: Any = call.args[0] if region_at(call) is not None else call.args[1:]
+    return list(inputs)
+
+
+def _is_factor(weight: fx.Node) -> bool:
+    narrow, wide = sorted(map(hint, shape_of(weight)))
+    return _FACTOR * narrow <= wide
+
+
+def _name(product: fx.Node, path: Path) -> str:
+    """A product's name; in a region, whose body layers share, as that of the layer that calls."""
+    region = region_at(path[-1]) if path else None
+    name = site_name(product)
+    return name if region is None else _LAYER.sub(lambda _: region.layer, name, count=1)
+
+
+def _names(pattern: str, path: str) -> bool:
+    """Whether a pattern names a module or one that it is in: the whole path, or a part of it."""
+    return any(
+        fnmatch.fnmatchcase(path, f"{a}{pattern}{b}") for a in ("", "*.") for b in ("", ".*")
+    )
+
+
+def _sizes(site: FrozenProduct) -> tuple[int, int]:
+    """Features in, and out."""
+    rows, _, _ = factors(site.product)
+    return hint(shape_of(rows)[-1]), hint(shape_of(site.product)[-1])
+
+
+def _illegal(site: FrozenProduct) -> Refusal | None:
+    """Why a product cannot run in FP8."""
+    features, out = _sizes(site)
+    if needs_grad(site.weight):
+        why = "its weight is trained: in FP8 it would be another one at every step"
+        return Refusal(why, "freeze it and train adapters, such as fxrl.models.lora")
+    if features % _MULTIPLE or out % _MULTIPLE:
+        why = (
+            f"its weight is [{out}, {features}], and products in FP8 take multiples of {_MULTIPLE}"
+        )
+        return Refusal(why)
+    if site.product.kwargs:
+        return Refusal("its addmm has alpha or beta")
+    bodies = [call.args[0] for call in site.path if region_at(call) is None]
+    if any(len(body.users) > 1 for body in bodies if isinstance(body, fx.Node)):
+        return Refusal("its checkpointed body is shared with another call")
+    return None
+
+
+def _errors(inputs: Sequence[Any], recipe: Recipe) -> Callable[[int, bool], float | None]:
+    """Errors of weights, each measured when it is asked for; fake ones have none."""
+    held = [ref(x) if isinstance(x, Tensor) else None for x in inputs]
+
+    @cache
+    def error(place: int, turned: bool) -> float | None:
+        known = held[place]
+        weight: Any = known and known()
+        real = weight is not None and not weight.is_meta and not hasattr(weight, "fake_mode")
+        return QuantizeWeight(recipe, turned).error(weight.detach()) if real else None
+
+    return error
+
+
+# ---------------------------------------------------------------------------- what is done
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    """Puts an FP8 product in the place of another; ``tidy`` afterwards."""
+
+    gradient: str
+
+    def at(self, site: FrozenProduct, weight: Sequence[fx.Node]) -> None:
+        """The product of a site, with a weight of the outermost graph."""
+        for call in site.path:
+            if region_at(call) is not None:
+                self._inside(call, site.product.name, weight)
+                return
+            weight = _handed(call, weight)
+        self._swap(site.product, weight)
+
+    def _inside(self, call: fx.Node, product: str, weight: Sequence[fx.Node]) -> None:
+        """A product of a region's body, for one call; the others' bodies stay."""
+        region: Region = call.meta["region"]
+        known = _SWAPPED.setdefault(region.forward, {})
+        key = (self, product, *(str(shape_of(part)) for part in weight))
+        if key not in known:
+            known[key] = self._swapped(region.forward, product, weight)
+        forward = known[key]
+        kept = forward.meta["kept"]
+        inputs = _inputs(call)
+        specs = [InputSpec(val_of(w), False, False, alive=True) for w in weight]
+        call.update_arg(0, [*(inputs[i] for i in kept), *weight])
+        specs = [*(region.inputs[i] for i in kept), *specs]
+        set_region(call, replace(region, forward=forward, inputs=tuple(specs)))
+
+    def _swapped(
+        self, forward: fx.GraphModule, product: str, weight: Sequence[fx.Node]
+    ) -> fx.GraphModule:
+        """A copy of a body with a product swapped; ``meta["kept"]`` are the inputs that it has yet,
+        behind which it takes the weight's values and scales."""
+        gm = clone(forward)
+        old = gm.graph.find_nodes(op="placeholder")
+        read = [bool(node.users) for node in old]
+        self._swap(next(n for n in gm.graph.nodes if n.name == product), _more_inputs(gm, weight))
+        tidy(gm)
+        gm.meta["kept"] = [i for i, node in enumerate(old) if node.users or not read[i]]
+        for i in sorted(set(range(len(old))) - set(gm.meta["kept"])):
+            gm.graph.erase_node(old[i])
+        gm.recompile()
+        return gm
+
+    def _swap(self, product: fx.Node, weight: Sequence[fx.Node]) -> None:
+        rows, _, bias = factors(product)
+        held: Any = weight or product.args[1]
+        by_block = not scales_rows(val_of(held[1]), val_of(held[0]))
+        with Builder(product.graph).before(product) as build:
+            values, scale = _quantized(build, rows, BLOCK if by_block else 0)
+            gradient = "bf16" if by_block else self.gradient
+            made = build.call(ops.fp8_linear.default, rows, values, scale, *held, gradient)
+            made.meta = {**product.meta, "val": made.meta["val"]}
+            if bias is not None:
+                made = build.call(aten.add.Tensor, made, bias)
+        product.replace_all_uses_with(made)
+        product.graph.erase_node(product)
+
+
+def _quantized(build: Builder, rows: fx.Node, block: int) -> tuple[fx.Node, fx.Node]:
+    """Rows in FP8: those that another product of the same rows reads, or new ones."""
+    for node in build.graph.find_nodes(op="call_function", target=ops.quantize_rows.default):
+        if node.args[1] == block and _is_same(node.args[0], rows):
+            pair = node
+            break
+    else:
+        pair = build.call(ops.quantize_rows.default, rows, block)
+    parts = {user.args[1]: user for user in pair.users}
+    values, scale = (parts.get(i) or build.call(operator.getitem, pair, i) for i in range(2))
+    return values, scale
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal: looks at one value, or equal copies of one."""
+    while one is not other:
+        looks = is_call(one, *RESHAPES, *COPIES) and is_call(other, *RESHAPES, *COPIES)
+        if not looks or (one.target, one.kwargs) != (other.target, other.kwargs):
+            return False
+        if [*map(str, shape_of(one))] != [*map(str, shape_of(other))]:
+            return False
+        one, other = one.args[0], other.args[0]
+    return True
+
+
+def _called(call: fx.Node) -> fx.GraphModule:
+    owner: Any = call.graph.owning_module
+    body = body_of(owner, call)
+    assert body is not None
+    return body
+
+
+def _handed(call: fx.Node, values: Sequence[fx.Node]) -> list[fx.Node]:
+    """Values of a graph in the body that a call of it runs, as inputs."""
+    body, given = _called(call), list(call.args[1:])
+    inputs = body.graph.find_nodes(op="placeholder")
+    known = [inputs[given.index(value)] for value in values if value in given]
+    if len(known) == len(values):
+        return known
+    call.args = (*call.args, *values)
+    return _more_inputs(body, values)
+
+
+def _more_inputs(gm: fx.GraphModule, values: Sequence[fx.Node]) -> list[fx.Node]:
+    """Inputs for values of another graph, behind those that there are."""
+    made = []
+    for value in values:
+        with gm.graph.inserting_after(last_input(gm.graph)):
+            made.append(gm.graph.placeholder("fp8"))
+        made[-1].target = made[-1].name  # which is its own
+        made[-1].meta |= {"val": value.meta["val"], "requires_grad": False}
+    return made
