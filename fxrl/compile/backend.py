@@ -33,6 +33,7 @@ from fxrl.ir.region import Region, region_calls
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import name_sites
 from fxrl.ir.source import user_source
+from fxrl.ops.context_parallel import told_by_ranks
 from fxrl.passes import pipeline
 from fxrl.planner.budget import Budget
 from fxrl.planner.target import Target, target_of
@@ -95,7 +96,8 @@ class Backend:
         try:
             run = self._compile(capture, rewritten, example_inputs)
             if capture.planner is not None:
-                run = ByPlan(self._planned_anew, capture, run, example_inputs).run
+                alone = self.config.context_parallel == 1
+                run = ByPlan(self._planned_anew, capture, run, example_inputs, alone=alone).run
         except FxrlError:
             raise
         except Exception as error:
@@ -138,6 +140,10 @@ class Backend:
             return None
         target = self.target or target_of(device)
         budget = Budget.of(self.config, target, device)
+        if self.config.context_parallel > 1 and not self.only_explain:
+            # One plan for all that share sequences: what runs again sends again.
+            told = told_by_ranks((target, budget), self.config.context_parallel)
+            target, budget = told[0][0], Budget.least(budget for _, budget in told)
         capture.planner = planner = Planner(
             known_profiles(self._options, self.plan), target, budget, self.always_planned
         )

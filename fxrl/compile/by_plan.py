@@ -49,10 +49,22 @@ class _Planned:
 
 
 class ByPlan:
-    """Runs a capture by a plan that fits the batch."""
+    """Runs a capture by a plan that fits the batch.
 
-    def __init__(self, replan: Replan, capture: Capture, run: Run, examples: Sequence[Any]) -> None:
-        self._replan, self._capture = replan, capture
+    Args:
+        alone: whether no other rank waits for what the run sends: else it must not run again here.
+    """
+
+    def __init__(
+        self,
+        replan: Replan,
+        capture: Capture,
+        run: Run,
+        examples: Sequence[Any],
+        *,
+        alone: bool = True,
+    ) -> None:
+        self._replan, self._capture, self._alone = replan, capture, alone
         self._symbols = symbols_of(capture.found)
         tensors = (x for x in examples if isinstance(x, torch.Tensor))
         self._device = next((x.device for x in tensors if x.is_cuda), torch.device("cpu"))
@@ -71,8 +83,12 @@ class ByPlan:
         try:
             return self._watched(planned, args)
         except torch.OutOfMemoryError as error:
+            if not self._alone:
+                raise
             told = str(error)
         except HostMemoryError as error:
+            if not self._alone:
+                raise
             told, host = str(error), 0
         # Behind the except blocks: until then the error's frames hold what the forward had made.
         random()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,6 +50,13 @@ class Budget:
         else:
             host = host_room()
         return cls(int(gpu * (1 - FRAGMENTS)), host, config.gpu_memory is not None)
+
+    @classmethod
+    def least(cls, budgets: Iterable[Budget]) -> Budget:
+        """What each of these has."""
+        first, *others = budgets
+        gpu = min(one.gpu_bytes for one in (first, *others))
+        return cls(gpu, min(one.host_bytes for one in (first, *others)), first.given)
 
     def tighter(self, peak: int, least: int, device: torch.device) -> Budget:
         """What to plan for when memory ran out under a plan with this predicted peak.
