@@ -166,8 +166,7 @@ def attention_calls(found: SharedGraph) -> list[fx.Node]:
 
 
 def _seeds(graph: fx.Graph) -> set[fx.Node]:
-    """Embeddings of sequences: of ids in rows, and of as many positions; where there are no rows, of
-    a vector of ids."""
+    """Embeddings of ids in rows, and of as many positions; where there are none, of one row."""
     calls = graph.find_nodes(op="call_function", target=aten.embedding.default)
     rows = [call for call in calls if len(shape_of(_ids(call))) > 1]
     tokens = [shape_of(_ids(call))[-1] for call in rows]
