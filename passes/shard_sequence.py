@@ -181,9 +181,10 @@ class _Sharing:
 
     def _take(self, here: SharedGraph, node: fx.Node, step: Step) -> None:
         for arg in node.all_input_nodes:
-            new = self._operand(here, step, self._moved.get(arg, arg), arg)
-            if new is not arg:
-                node.replace_input_with(arg, new)
+            if not (is_call(node, SDPA) and arg is options_of(node).get("attn_mask")):
+                new = self._operand(here, step, self._moved.get(arg, arg), arg)
+                if new is not arg:
+                    node.replace_input_with(arg, new)
         if step.body is not None:
             self._call(node, step.body)
         elif is_call(node, SDPA) and step.shares is not None:
@@ -356,10 +357,13 @@ class _Sharing:
         return all(map(self._is_closed, filter(needs_grad, node.all_input_nodes)))
 
     def _is_read_whole(self, node: fx.Node) -> bool:
-        """Whether a weight, or what is made of weights alone, is read where nothing is shared."""
-        here = self._graphs[node.graph]
+        """Whether a weight, or what is made of weights alone, is read where nothing is shared, or
+        in parts: its gradient is whole there."""
+        here, parts = self._graphs[node.graph], torch.ops.fxrl.shard_tokens.default
         for user in node.users:
             step = here.steps.get(user)
+            if user.op == "output" or is_call(user, SDPA, parts) or (step and node in step.needs):
+                return True
             if step is not None and step.body is not None:
                 inputs = step.body.module.graph.find_nodes(op="placeholder")
                 pairs = zip(inputs, user.args[1:], strict=False)

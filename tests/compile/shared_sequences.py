@@ -55,9 +55,12 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """A small decoder whose logits are [B, T, VOCAB]; ``groups`` heads of keys of ``heads``."""
 
-    def __init__(self, hidden: int = 24, heads: int = 4, groups: int = 2, layers: int = 2):
+    def __init__(
+        self, hidden: int = 24, heads: int = 4, groups: int = 2, layers: int = 2, slopes: int = 0
+    ):
         super().__init__()
         torch.manual_seed(0)
+        self.slopes = nn.Parameter(torch.rand(slopes, 1, 1)) if slopes else None
         self.embed = nn.Embedding(VOCAB, hidden)
         self.place = nn.Embedding(32, hidden)
         self.layers = nn.ModuleList(Layer(hidden, heads, groups) for _ in range(layers))
@@ -73,6 +76,12 @@ class Model(nn.Module):
         if seen is not None:
             causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
             mask = causal & (seen[:, None, None, :] != 0) | torch.eye(ids.shape[1]).bool()
+        if self.slopes is not None:  # of attention's biases, one for each head or one for all
+            places = torch.arange(ids.shape[1])
+            ahead = places[None, :] > places[:, None]
+            mask = (self.slopes * (places[None, :] - places[:, None])).masked_fill(
+                ahead, -torch.inf
+            )
         for layer in self.layers:
             x = layer(x, mask)
         return x

@@ -144,6 +144,10 @@ CASES = {
     "ratios": Case(2, Model, ratios, lengths(8, 3, 5, 7, padded=True)),
     "cross entropy": Case(2, Model, classes, lengths(7, 3, 4, 6)),
     "weights and values": Case(2, Model, penalties, lengths(6, 5, 9), head=False),
+    "biases by head": Case(2, lambda: Model(slopes=4, layers=1), classes, lengths(6)),
+    "biases for all heads": Case(
+        4, lambda: Model(slopes=1, layers=1), penalties, lengths(6), head=False
+    ),
     "last columns": Case(2, Model, late, lengths(9, 8)),
     "gradients of the batch": Case(
         2, Model, ratios, [with_gradients(batch) for batch in lengths(5, 8)]
