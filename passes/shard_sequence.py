@@ -144,7 +144,7 @@ class _Sharing:
         self._learn(found)
         self._tables: dict[fx.Graph, SizeTable] = {}
         self._builders = {graph: Builder(graph) for graph in self._graphs}
-        self._moved: dict[fx.Node, fx.Node] = {}
+        self._moved: dict[fx.Node, fx.Node] = {}  # what attention handed back: its call
 
     def _learn(self, found: SharedGraph) -> None:
         """Who calls which graph."""
@@ -233,7 +233,7 @@ class _Sharing:
         assert share is not None
         options, build = options_of(node), self._builders[node.graph]
         query, key, value = (_node(arg) for arg in node.args[:3])
-        key, value = ungrouped(here, key), ungrouped(here, value)
+        key, value = ungrouped(here, key, value)
         heads, groups = (hint(shape_of(arg)[1]) for arg in (query, key))
         each = self._ranks // gcd(groups, self._ranks)  # with fewer heads of keys than ranks
         ids = self._lent(node.graph, share.ids)
@@ -279,7 +279,8 @@ class _Sharing:
         Taken as early as a chain of ops that follow the one of the other allows: what positions
         are turned into for RoPE is computed for a rank's tokens alone, once for all layers.
         """
-        key = ("part", node, share.dim, str(share.start), str(share.length), str(share.outer))
+        where = (share.tokens, share.start, share.length, share.outer, share.inner)
+        key = ("part", node, share.dim, *map(str, where))
         if key not in self._known:
             graph, build = node.graph, self._builder(node.graph)
             source, dim = _one_source(node, share.dim)
@@ -321,15 +322,16 @@ class _Sharing:
         """
         key = ("summed", node)
         if key not in self._known:
-            self._known[key] = node  # what it is made of may be made of nothing that is summed
+            made = node
             if node.op == "placeholder" and node.graph in self._calls:
-                self._known[key] = self._input(node, self._summed)
+                made = self._input(node, self._summed)
             elif node.op == "placeholder" and not self._is_read_whole(node):
                 node.meta["summed_over"] = self._ranks
             elif node.op != "placeholder" and self._is_closed(node):
-                self._known[key] = self._made_anew(node)
+                made = self._made_anew(node)
             else:
-                self._known[key] = self._through_op(node)
+                made = self._through_op(node)
+            self._known[key] = made
         return self._known[key]
 
     def _made_anew(self, node: fx.Node) -> fx.Node:

@@ -580,11 +580,12 @@ def _attention(into: SharedGraph, node: fx.Node, ranks: int) -> Step:
     return Step(shares[0])
 
 
-def ungrouped(found: SharedGraph, arg: fx.Node) -> fx.Node:
-    """Keys or values before they were repeated for each group of queries; themselves if not."""
-    source = before_repeat(arg)
-    share = None if source is None else found.share(source)
-    return arg if source is None or share is None or share.dim != 2 else source
+def ungrouped(found: SharedGraph, *pair: fx.Node) -> list[fx.Node]:
+    """Keys and values before they were repeated for each group of queries; themselves if not."""
+    sources = [source for arg in pair if (source := before_repeat(arg)) is not None]
+    shares = [found.share(source) for source in sources]
+    whole = len(sources) == len(pair) and all(s is not None and s.dim == 2 for s in shares)
+    return sources if whole else list(pair)
 
 
 _KINDS: dict[Any, Rule] = {

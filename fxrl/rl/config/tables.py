@@ -458,6 +458,11 @@ class TrainConfig(Table):
                 f"prompts_per_step={self.prompts_per_step} times sampling.num_generations="
                 f"{self.sampling.num_generations} is above {MOST_COMPLETIONS} completions a step"
             )
+        if self.fxrl.context_parallel > 1:
+            yield (
+                f"fxrl.context_parallel={self.fxrl.context_parallel}: fxrl train gives each rank "
+                "sequences of its own; leave it at 1 (fxrl.optimize in your own loop shares them)"
+            )
         if self.engine != "vllm" and self.sampling.extra:
             yield (
                 f"sampling.extra={dict(self.sampling.extra)!r} are vLLM's own parameters; leave "
