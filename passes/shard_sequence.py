@@ -35,6 +35,7 @@ from torch import fx
 
 import fxrl.ops.context_parallel  # noqa: F401  # defines the ops
 from fxrl.analysis.attention import SDPA, options_of, set_options
+from fxrl.analysis.rows.rules import dims_of
 from fxrl.analysis.token_shares import (
     Share,
     SharedGraph,
@@ -259,7 +260,8 @@ class _Sharing:
         """Heads of keys or values [B, G, T, D], each so many times in a row."""
         if times == 1:
             return x
-        batch, groups, *rest = (self._size(x.graph, size) for size in shape_of(x))
+        groups = hint(shape_of(x)[1])
+        batch, _, *rest = (self._size(x.graph, size) for size in shape_of(x))
         wide = build.call(aten.unsqueeze.default, x, 2)
         wide = build.call(aten.expand.default, wide, [batch, groups, times, *rest])
         return build.call(aten.reshape.default, wide, [batch, groups * times, *rest])
@@ -432,7 +434,7 @@ def _one_source(node: fx.Node, dim: int) -> tuple[fx.Node | None, int]:
     if not is_tensor(source) or len(node.all_input_nodes) != 1:
         return None, dim
     if is_call(node, aten.unsqueeze.default):
-        added = node.args[1] % len(shape_of(node))  # type: ignore[operator]
+        (added,) = dims_of(node.args[1], len(shape_of(node)))
         return (None, dim) if added == dim else (source, dim - (added < dim))
     target: Any = node.target
     follows = target in COPIES or torch.Tag.pointwise in getattr(target, "tags", ())

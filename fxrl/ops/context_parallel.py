@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from fxrl.errors import ConfigError
@@ -42,6 +42,8 @@ from fxrl.ir.graph import Size
 from fxrl.ir.sizes import share_of
 from fxrl.ops import once_differentiable
 
+dist: Any = torch.distributed  # much of it has no types
+_library: Any = torch.library
 _GROUPS: dict[int, Any] = {}
 #: Its name since torch 2.13, and before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -216,12 +218,12 @@ def seq_to_head(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]
         [B, heads / ranks, T, D] each, contiguous.
     """
     batch, _, local, _ = x[0].shape
-    sent = [part.unflatten(1, (ranks, -1)).transpose(0, 1).reshape(ranks, -1) for part in x]
+    sent = [torch.unflatten(part, 1, (ranks, -1)).transpose(0, 1).reshape(ranks, -1) for part in x]
     got = _exchanged(sent, ranks)
     results = _by_heads(x, tokens, ranks)
     for whole, part in zip(results, got, strict=True):
         pieces = part.view(ranks, batch, whole.shape[1], local, whole.shape[3])
-        for piece, place in zip(pieces, whole.split(local, 2), strict=False):
+        for piece, place in zip(pieces, torch.split(whole, local, 2), strict=False):
             place.copy_(piece[:, :, : place.shape[2]])
     return results
 
@@ -243,13 +245,13 @@ def head_to_seq(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]
     for whole in x:
         batch, heads, _, features = whole.shape
         room = whole.new_zeros(ranks, batch, heads, local, features)
-        for place, piece in zip(room, whole.split(local, 2), strict=False):
+        for place, piece in zip(room, torch.split(whole, local, 2), strict=False):
             place[:, :, : piece.shape[2]] = piece
         sent.append(room.view(ranks, -1))
     for result, part in zip(results, _exchanged(sent, ranks), strict=True):
         batch, _, _, features = result.shape
         pieces = part.view(ranks, batch, -1, local, features)
-        result.unflatten(1, (ranks, -1)).copy_(pieces.transpose(0, 1))
+        torch.unflatten(result, 1, (ranks, -1)).copy_(pieces.transpose(0, 1))
     return results
 
 
@@ -258,7 +260,7 @@ def _exchanged(sent: Sequence[Tensor], ranks: int) -> Sequence[Tensor]:
     flat = torch.cat(list(sent), 1)
     got = torch.empty_like(flat)
     dist.all_to_all_single(got, flat, group=_group(ranks))
-    return got.split([part.shape[1] for part in sent], 1)
+    return torch.split(got, [part.shape[1] for part in sent], 1)
 
 
 def _by_heads(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:
@@ -308,7 +310,7 @@ def sum_over_ranks(x: Sequence[Tensor], ranks: int) -> list[Tensor]:
     wide = torch.float64 if any(part.dtype == torch.float64 for part in x) else torch.float32
     flat = torch.cat([part.reshape(-1).to(wide) for part in x])
     dist.all_reduce(flat, group=_group(ranks))
-    sums = flat.split([part.numel() for part in x])
+    sums = torch.split(flat, [part.numel() for part in x])
     return [
         torch.empty_like(part).copy_(total.view(part.shape))
         for part, total in zip(x, sums, strict=True)
@@ -322,7 +324,7 @@ def _(x: Sequence[Tensor], ranks: int) -> list[Tensor]:
 
 once_differentiable(sum_over_ranks)
 
-_LIBRARY = torch.library.Library("fxrl", "FRAGMENT")
+_LIBRARY = _library.Library("fxrl", "FRAGMENT")
 _LIBRARY.define("sum_gradients(Tensor(a)[] x, int ranks) -> Tensor(a)[]")
 
 
@@ -347,7 +349,7 @@ def _sum_gradients(x: Sequence[Tensor], ranks: int) -> list[Tensor]:
 
     A view each and no copy, which an op made by ``custom_op`` may not return.
     """
-    return list(_SumGradients.apply(ranks, *x))
+    return list(_SumGradients.apply(ranks, *x))  # type: ignore[no-untyped-call]
 
 
 def _views(x: Sequence[Tensor], ranks: int) -> list[Tensor]:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing import get_context
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from fxrl.ops.context_parallel import join_group
 
@@ -56,9 +57,16 @@ class Model(nn.Module):
     """A small decoder whose logits are [B, T, VOCAB]; ``groups`` heads of keys of ``heads``."""
 
     def __init__(
-        self, hidden: int = 24, heads: int = 4, groups: int = 2, layers: int = 2, slopes: int = 0
+        self,
+        hidden: int = 24,
+        heads: int = 4,
+        groups: int = 2,
+        layers: int = 2,
+        slopes: int = 0,
+        checkpointed: bool = False,
     ):
         super().__init__()
+        self.checkpointed = checkpointed
         torch.manual_seed(0)
         self.slopes = nn.Parameter(torch.rand(slopes, 1, 1)) if slopes else None
         self.embed = nn.Embedding(VOCAB, hidden)
@@ -83,7 +91,10 @@ class Model(nn.Module):
                 ahead, -torch.inf
             )
         for layer in self.layers:
-            x = layer(x, mask)
+            if self.checkpointed:
+                x = checkpoint(layer, x, mask, use_reentrant=False)
+            else:
+                x = layer(x, mask)
         return x
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:

@@ -32,6 +32,7 @@ class Case:
     batches: list[dict[str, Any]]
     head: bool = True  # whether the loss head is fused, too
     tolerance: float = 1e-12
+    passes: tuple[str, ...] | None = None
     step: TrainStep = field(init=False)
 
 
@@ -141,6 +142,7 @@ def lengths(*tokens: int, padded: bool = False) -> list[dict[str, Tensor]]:
     return [batch_of(n, padded=padded) for n in tokens]
 
 
+HEADS = ("fuse-linear-logprob", "chunk-vocab-region")
 CASES = {
     "ratios": Case(2, Model, ratios, lengths(8, 3, 5, 7, padded=True)),
     "cross entropy": Case(2, Model, classes, lengths(7, 3, 4, 6)),
@@ -149,6 +151,10 @@ CASES = {
     "biases for all heads": Case(
         4, lambda: Model(slopes=1, layers=1), penalties, lengths(6), head=False
     ),
+    "layers as regions": Case(
+        2, Model, ratios, lengths(7, 4, 8, padded=True), passes=("outline-layers", *HEADS)
+    ),
+    "checkpointed layers": Case(2, lambda: Model(checkpointed=True), classes, lengths(7)),
     "last columns": Case(2, Model, late, lengths(9, 8)),
     "gradients of the batch": Case(
         2, Model, ratios, [with_gradients(batch) for batch in lengths(5, 8)]
@@ -186,6 +192,7 @@ def make_step(case: Case) -> None:
         compile_regions=False,
         on_miss="ignore",
         context_parallel=case.ranks,
+        passes=case.passes,
     )
     if len(case.batches) == 1:  # sizes that do not vary are captured faster
         for value in case.batches[0].values():
@@ -234,7 +241,7 @@ def close(have: Tensor, want: Tensor, tolerance: float) -> bool:
 
 @pytest.fixture(scope="module")
 def found():
-    """Case -> rank -> what differs. Fake values are checked where the pass's graphs are looked at."""
+    """Case -> rank -> what differs; ``tests/passes`` checks the pass's fake values."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pipeline, "check_values", False)
         yield found_by_ranks()
@@ -262,4 +269,5 @@ def test_loss_metrics_and_gradients_are_those_of_one_process(found, name):
     assert found[name] == [[]] * CASES[name].ranks
     applied = {r.pass_name for r in CASES[name].step.report.of_kind("applied")}
     assert "shard-sequence" in applied
-    assert not CASES[name].head or applied & {"fuse-linear-logprob", "chunk-vocab-region"}
+    assert not CASES[name].head or applied & {*HEADS}
+    assert applied >= {*(CASES[name].passes or ())} - {*HEADS}
