@@ -61,7 +61,7 @@ class Model(nn.Module):
         hidden: int = 24,
         heads: int = 4,
         groups: int = 2,
-        layers: int = 2,
+        layers: int = 1,
         slopes: int = 0,
         checkpointed: bool = False,
     ):

@@ -23,7 +23,7 @@ from tests.compile.test_context_parallel import classes, ratios
 def shared(loss_fn, model=None, ranks=2, tokens=7, batch=None):
     """The rewritten graph and the pass's one remark."""
     torch.compiler.reset()
-    gm = lowered_graph(model or Model(layers=1), loss_fn, batch or batch_of(tokens))
+    gm = lowered_graph(model or Model(), loss_fn, batch or batch_of(tokens))
     made = Pipeline((ShardSequence(ranks),)).run(gm, Plan())
     (remark,) = made.report.remarks
     return made.gm, remark
@@ -34,19 +34,19 @@ def calls(gm, name):
 
 
 def test_applied():
-    gm, remark = shared(ratios, Model(layers=3))
+    gm, remark = shared(ratios, Model(layers=2))
     assert (remark.kind, remark.reason) == (
         "applied",
-        "2 ranks share the tokens, and the heads in 3 attentions",
+        "2 ranks share the tokens, and the heads in 2 attentions",
     )
     moved, *_ = calls(gm, "seq_to_head")
-    assert len(calls(gm, "seq_to_head")) == len(calls(gm, "head_to_seq")) == 3
+    assert len(calls(gm, "seq_to_head")) == len(calls(gm, "head_to_seq")) == 2
     assert [str(x.shape[1]) for x in moved.meta["val"]] == ["2", "1", "1"]
     gathered = calls(gm, "gather_tokens")
     assert len(gathered) == 2  # log-probabilities and entropies
     assert all(node.meta["val"].dim() == 2 for node in gathered)
     marked = [n for n in gm.graph.find_nodes(op="placeholder") if "summed_over" in n.meta]
-    assert len(marked) == len(list(Model(layers=3).parameters())) - 2  # no value head here
+    assert len(marked) == len(list(Model(layers=2).parameters())) - 2  # no value head here
 
 
 def test_fewer_heads_of_keys_than_ranks():
@@ -57,7 +57,7 @@ def test_fewer_heads_of_keys_than_ranks():
 
 
 def test_one_rank_shares_nothing():
-    gm = lowered_graph(Model(layers=1), classes, batch_of(5))
+    gm = lowered_graph(Model(), classes, batch_of(5))
     made = Pipeline((ShardSequence(),)).run(gm, Plan())
     assert not made.report.remarks
     assert not calls(made.gm, "shard_tokens")
