@@ -52,7 +52,8 @@ class ByPlan:
     """Runs a capture by a plan that fits the batch.
 
     Args:
-        alone: whether no other rank waits for what the run sends: else it must not run again here.
+        alone: whether no other rank waits for what the run sends; else nothing of it may run again
+            here, and an error that memory ran out is the user's.
     """
 
     def __init__(
@@ -80,15 +81,13 @@ class ByPlan:
         if sizes not in self._known:
             self._known[sizes] = self._find(sizes, args)
         planned, random, host = self._known[sizes], random_state(), None
+        if not self._alone:
+            return planned.run(*args)
         try:
             return self._watched(planned, args)
         except torch.OutOfMemoryError as error:
-            if not self._alone:
-                raise
             told = str(error)
         except HostMemoryError as error:
-            if not self._alone:
-                raise
             told, host = str(error), 0
         # Behind the except blocks: until then the error's frames hold what the forward had made.
         random()
