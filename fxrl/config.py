@@ -54,6 +54,9 @@ class Config:
         on_miss: ``"warn"``, ``"error"`` (raise ``MissedRewriteError``) or ``"ignore"``.
         inductor: extra Inductor options for region bodies, on top of fxrl's own.
         passes: names of the passes to run, in order; ``None`` runs the default pipeline.
+        context_parallel: how many consecutive ranks share each sequence. All of them are given the
+            same whole batch, and have the whole loss and gradients afterwards. More than 1 needs
+            ``torch.distributed``, and as many processes or a multiple.
     """
 
     chunk_tokens: int | None = None
@@ -65,6 +68,7 @@ class Config:
     on_miss: Literal["warn", "error", "ignore"] = "warn"
     inductor: Mapping[str, Any] | None = None
     passes: tuple[str, ...] | None = None
+    context_parallel: int = 1
 
     def __new__(cls, *args: Any, **options: Any) -> Config:
         """Refuse an unknown option by name, before ``__init__`` would.
@@ -87,6 +91,13 @@ class Config:
             )
         if tokens is not None and tokens < 1:
             raise ConfigError(f"chunk_tokens={tokens} is below 1; use None to plan it")
+        ranks = self.context_parallel
+        if not isinstance(ranks, int) or isinstance(ranks, bool):
+            raise ConfigError(
+                f"context_parallel={ranks!r} is not a whole number of ranks, such as 2"
+            )
+        if ranks < 1:
+            raise ConfigError(f"context_parallel={ranks} is below 1; 1 shares nothing")
         saved = parse_bytes(self.min_saved_bytes, name="min_saved_bytes")
         object.__setattr__(self, "min_saved_bytes", saved)
         for name in ("gpu_memory", "host_memory"):

@@ -30,6 +30,7 @@ from fxrl.passes.outline_norms import OutlineNorms
 from fxrl.passes.rebatch_loops import RebatchLoops
 from fxrl.passes.recompute import Recompute
 from fxrl.passes.restore_causal_attention import RestoreCausalAttention
+from fxrl.passes.shard_sequence import ShardSequence
 from fxrl.passes.tensorize_floats import TensorizeFloats
 from fxrl.passes.tile_tokens import TileTokens
 
@@ -45,6 +46,8 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         FoldBroadcastProducts,
         RestoreCausalAttention,
         GroupQueries,
+        # from here on a sequence has as many tokens as a rank holds
+        ShardSequence,
         # heads and layers become regions
         FactorMasks,
         FuseLinearLogprob,

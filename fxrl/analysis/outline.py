@@ -36,7 +36,19 @@ from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
 #: fxrl's ops that are kernels like others, with a backward of their own kind.
-_KERNELS = ("fxrl.masked_attention.default", "fxrl.mask_blocks.default", DEQUANTIZED_MM)
+_KERNELS = (
+    *(
+        f"fxrl.{name}.default"
+        for name in (
+            "masked_attention",
+            "mask_blocks",
+            "seq_to_head",
+            "head_to_seq",
+            "shard_tokens",
+        )
+    ),
+    DEQUANTIZED_MM,
+)
 
 
 @dataclass(frozen=True, slots=True)

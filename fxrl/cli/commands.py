@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fxrl.cli import show
+from fxrl.errors import FxrlError
 from fxrl.rl.report.progress import Say
 
 Args = argparse.Namespace
@@ -72,9 +75,12 @@ def dump(args: Args) -> int:
 def verify(args: Args) -> int:
     """0 when the optimized step and eager agree, 1 when they do not."""
     with show.working(_IMPORTING) as say:
-        step, batch = _on_device(args, say, on_policy=True)
-        say("running the step as it is written")
-        found = step.verify(batch)
+        if args.ranks == 1:
+            step, batch = _on_device(args, say, on_policy=True)
+            say("running the step as it is written")
+            found = step.verify(batch)
+        else:
+            found = _verified_by_ranks(args, say)
     print(found.to_json() if args.json else found)
     return 0 if found.ok else 1
 
@@ -175,6 +181,56 @@ def fetch_model(args: Args) -> int:
     else:
         print(folder)
     return 0
+
+
+def _verified_by_ranks(args: Args, say: Say) -> Any:
+    """The verdict of the first rank that finds something wrong, else of the first.
+
+    Raises:
+        FxrlError: a rank could not compare; what it said.
+    """
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        1, 1, args.ranks, run_id="verify", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )  # fmt: skip
+    say(f"starting {args.ranks} processes")
+    told = elastic_launch(config, _verify_as_rank)(args)
+    for problem in filter(lambda one: isinstance(one, FxrlError), told.values()):
+        raise problem
+    rank = next((rank for rank, found in told.items() if not found.ok), 0)
+    note = f"each of {args.ranks} ranks was compared with one process; this is rank {rank}"
+    return replace(told[rank], notes=(note, *told[rank].notes))
+
+
+def _verify_as_rank(args: Args) -> Any:
+    """One rank's verdict, or its error."""
+    import torch
+
+    from fxrl.inspect.verify import verify_step
+
+    rank = int(os.environ["LOCAL_RANK"])
+    on_gpu = args.device.startswith("cuda")
+    if on_gpu:
+        args.device = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        args.config = [*args.config, f"context_parallel={args.ranks}"]
+        step, batch = _on_device(args, lambda _: None, on_policy=True)
+        # As a function it has no rewrites to search for the one at fault: this rank may be the only
+        # one that would, and wait for the others.
+        found = verify_step(step.model, step.loss_fn, lambda given: step(given), batch)
+        missed = [r for r in step.report.of_kind("missed") if r.pass_name == "shard-sequence"]
+        notes = [f"nothing was shared: {remark.reason}" for remark in missed]
+        if not found.ok:
+            notes.append("fxrl verify without --ranks names the rewrite at fault, if one is alone")
+        return replace(found, notes=tuple(notes))
+    except FxrlError as problem:
+        return problem
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def _outlook(args: Args, say: Say) -> show.Outlook:

@@ -191,12 +191,22 @@ def _verify(commands: Commands[argparse.ArgumentParser]) -> None:
         "verify",
         "compare the optimized step with eager: the loss and every gradient",
         about="Runs both on a random batch. Exit code 1 when they disagree; the report then says\n"
-        "which region is to blame.\n\n" + MODEL_HELP,
+        "which region is to blame.\n"
+        "With --ranks N the step runs in N processes that share each sequence; every one of them\n"
+        "must have the whole loss and the whole gradients that eager has in one.\n\n" + MODEL_HELP,
         examples="  fxrl verify tiny:gemma2 --loss grpo --config min_saved_bytes=0\n"
+        "  fxrl verify tiny:qwen3 --loss gspo --ranks 2 --dtype fp64\n"
         "  fxrl verify ./checkpoint --loss mylosses.py:clipped --dtype bf16 --device cuda",
     )
     _model_and_loss(sub, batch=2, tokens=64, dtype="fp32")
     _on_device(sub)
+    sub.add_argument(
+        "--ranks",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="processes that share each sequence, started here (%(default)s)",
+    )
 
 
 def _train(commands: Commands[argparse.ArgumentParser]) -> None:

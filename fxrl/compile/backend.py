@@ -34,6 +34,7 @@ from fxrl.ir.region import Region, region_calls
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import name_sites
 from fxrl.ir.source import user_source
+from fxrl.ops.context_parallel import told_by_ranks
 from fxrl.passes import pipeline
 from fxrl.planner.budget import Budget, Limits
 from fxrl.planner.target import Target, target_of
@@ -99,7 +100,8 @@ class Backend:
         try:
             run = self._compile(capture, rewritten, example_inputs)
             if capture.planner is not None:
-                run = ByPlan(self._planned_anew, capture, run, example_inputs).run
+                alone = self.config.context_parallel == 1
+                run = ByPlan(self._planned_anew, capture, run, example_inputs, alone=alone).run
         except FxrlError:
             raise
         except Exception as error:
@@ -167,8 +169,12 @@ class Backend:
         """``limits``, or where there are none those of a GPU (None: of the target)."""
         if self.limits is not None:
             return self.limits
-        target = self.target or target_of(device)
-        return Limits(target, Budget.of(self.config, target, device))
+        target, ranks = self.target or target_of(device), self.config.context_parallel
+        limits = Limits(target, Budget.of(self.config, target, device))
+        if ranks == 1 or self.only_explain:
+            return limits
+        # One plan for all that share sequences: what runs again sends again.
+        return Limits.common(told_by_ranks(limits, ranks))
 
     @property
     def _options(self) -> InductorOptions | None:

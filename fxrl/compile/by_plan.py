@@ -49,10 +49,23 @@ class _Planned:
 
 
 class ByPlan:
-    """Runs a capture by a plan that fits the batch."""
+    """Runs a capture by a plan that fits the batch.
 
-    def __init__(self, replan: Replan, capture: Capture, run: Run, examples: Sequence[Any]) -> None:
-        self._replan, self._capture = replan, capture
+    Args:
+        alone: whether no other rank waits for what the run sends; else nothing of it may run again
+            here, and an error that memory ran out is the user's.
+    """
+
+    def __init__(
+        self,
+        replan: Replan,
+        capture: Capture,
+        run: Run,
+        examples: Sequence[Any],
+        *,
+        alone: bool = True,
+    ) -> None:
+        self._replan, self._capture, self._alone = replan, capture, alone
         self._symbols = symbols_of(capture.found)
         tensors = (x for x in examples if isinstance(x, torch.Tensor))
         self._device = next((x.device for x in tensors if x.is_cuda), torch.device("cpu"))
@@ -71,6 +84,8 @@ class ByPlan:
         if sizes not in self._known:
             self._known[sizes] = self._find(sizes, args)
         planned, random, host = self._known[sizes], random_state(), None
+        if not self._alone:
+            return planned.run(*args)
         try:
             return self._watched(planned, args)
         except torch.OutOfMemoryError as error:

@@ -28,8 +28,29 @@ def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]
     restore_checkpoints(gm)
     own = (node.target for node in gm.graph.nodes if node.target is not CALL_LAYER)
     if any(isinstance(target, HigherOrderOperator) for target in own):
-        return compile_by_aot(gm, examples, {})
-    return _without_autocast(gm)
+        return _with_sums(gm, compile_by_aot(gm, examples, {}))
+    return _with_sums(gm, _without_autocast(gm))
+
+
+def _with_sums(gm: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Sum the gradients of inputs that are marked over the ranks which share the sequences.
+
+    NOTE [Why not in the graph]: weights are known by being inputs of it. One op is given all of
+    them, so its backward runs when all their gradients are there: one bucket, in ``backward()``
+    itself, for every backward of an accumulation and for ``torch.autograd.grad``.
+    """
+    inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
+    marked = {i: node.meta["summed_over"] for i, node in inputs if "summed_over" in node.meta}
+    if not marked:
+        return run
+
+    def summed(*args: Any) -> Any:
+        given = [args[i] for i in marked]
+        new = torch.ops.fxrl.sum_gradients(given, next(iter(marked.values())))
+        places = dict(zip(marked, new, strict=True))
+        return run(*(places.get(i, arg) for i, arg in enumerate(args)))
+
+    return summed
 
 
 def _without_autocast(gm: fx.GraphModule) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from fxrl.ir.capture_record import Capture, plan_of
 from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
+from fxrl.ops.context_parallel import join_group
 from fxrl.planner.budget import Limits
 from fxrl.planner.target import Target
 
@@ -76,7 +77,10 @@ class TrainStep:
         Raises:
             FxrlError: the loss function returned no tensor.
             MissedRewriteError: ``on_miss="error"`` and a loss head was not rewritten.
+            ConfigError: ``context_parallel`` asks for ranks that do not run.
         """
+        if not self._backend.only_explain:
+            join_group(self.config.context_parallel)
         if not self._backend.captures:
             log.info("capturing the step")
         mark_batch(batch)

@@ -33,13 +33,18 @@ class Builder:
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         """``target(*args, **kwargs)`` as a value of the graph."""
         node = self.graph.call_function(target, args, kwargs)
-        values = fx.node.map_arg((args, kwargs), lambda arg: arg.meta["val"])
-        with self._fake_mode():
-            node.meta["val"] = target(*values[0], **values[1])
+        self.update(node)
         node.meta["requires_grad"] = any(map(needs_grad, node.all_input_nodes))
         if self.source is not None:
             node.meta |= {k: v for k, v in self.source.meta.items() if k in _SOURCE}
         return node
+
+    def update(self, node: fx.Node) -> None:
+        """Let a call that was changed carry the fake value that its op gives."""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+        target: Any = node.target
+        with self._fake_mode():
+            node.meta["val"] = target(*args, **kwargs)
 
     @contextmanager
     def before(self, node: fx.Node) -> Iterator[Builder]:

@@ -137,6 +137,19 @@ class _Known(Generic[V]):
         return None
 
 
+def share_of(tokens: Size, ranks: int) -> Size:
+    """How many of a sequence's tokens a rank holds where ``ranks`` share it."""
+    return (tokens + ranks - 1) // ranks
+
+
+def is_equal(left: Size, right: Size) -> bool:
+    """Whether two sizes are equal whatever their symbols are; asks no guard."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    one, other = (s if isinstance(s, int) else s.node.expr for s in (left, right))
+    return bool(sympy.expand(one - other) == 0)
+
+
 def _is_polynomial(expr: Any) -> bool:
     """Whether a size is made of symbols and numbers by sums and products alone."""
     whole = expr.is_Symbol or expr.is_Integer

@@ -264,8 +264,9 @@ class _Value(NamedTuple):
 
 
 def _is_made(x: Tensor) -> bool:
-    """Whether a tensor was computed by what is differentiated; weights and the batch were not."""
-    return x.grad_fn is not None
+    """Whether a tensor was computed by what is differentiated; weights and the batch were not, nor
+    what looks at their memory."""
+    return x.grad_fn is not None and (x._base is None or not x._base.is_leaf)
 
 
 def _keep(ctx: Any, values: Sequence[_Value]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 import fxrl
 from fxrl.cli import main
+from fxrl.errors import FxrlError
 from fxrl.inspect.compare import VerifyReport, VerifyRow
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
@@ -59,6 +60,29 @@ def test_verify_is_1_when_they_disagree(step, capsys):
     step.ok = True
     assert main(["verify", *TINY, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "said"),
+    [
+        ((True, True), 0, "this is rank 0"),
+        ((True, False), 1, "this is rank 1"),
+        ((True, FxrlError("no room")), 1, "no room"),
+    ],
+)
+def test_verify_in_ranks_is_0_where_all_of_them_agree(monkeypatch, capsys, told, code, said):
+    def verdict(ok):
+        row = VerifyRow("loss", "loss", 0.1, 0.2, 1e-5, ok)
+        return VerifyReport(ok, (row,), ())
+
+    def launch(config, work):
+        assert (config.nproc_per_node, work.__name__) == (2, "_verify_as_rank")
+        each = [one if isinstance(one, FxrlError) else verdict(one) for one in told]
+        return lambda args: dict(enumerate(each))
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
+    assert main(["verify", *TINY, "--ranks", "2"]) == code
+    assert said in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("command", ["explain", "plan", "verify"])

@@ -41,6 +41,10 @@ _CLASS_OPS = (
 )
 
 
+#: fxrl's ops that hand tokens from rank to rank, and compute nothing.
+_MOVES = ("fxrl.shard_tokens", "fxrl.gather_tokens")
+
+
 def factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """``(rows, weight, bias)`` of a product node."""
     args: Any = node.args
@@ -114,6 +118,8 @@ def _is_layer(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     name = str(node.target)
+    if name.startswith(_MOVES):
+        return False
     return "attention" in name or "grouped_mm" in name or name.startswith("fxrl.")
 
 

@@ -559,6 +559,11 @@ class TrainConfig(Table):
                 "scales them; train float32 weights (model.autocast='bfloat16' makes their "
                 "products fast), or an adapter (model.lora)"
             )
+        if self.fxrl.context_parallel > 1:
+            yield (
+                f"fxrl.context_parallel={self.fxrl.context_parallel}: fxrl train gives each rank "
+                "sequences of its own; leave it at 1 (fxrl.optimize in your own loop shares them)"
+            )
         if self.engine != "vllm" and self.sampling.extra:
             yield (
                 f"sampling.extra={dict(self.sampling.extra)!r} are vLLM's own parameters; leave "

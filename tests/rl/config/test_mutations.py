@@ -168,6 +168,7 @@ def test_a_byte_order_mark_is_no_mistake(config_file):
     ("override", "said"),
     [
         ("sampling.num_generations=4611686018427387904", "is above 1048576 completions a step"),
+        ("fxrl.context_parallel=2", "leave it at 1"),
         ("reward.timeout_s=inf", "reward.timeout_s=inf is outside [0, 1e+08]"),
         ("disk_wait_s=1e300", "disk_wait_s=1e+300 is outside"),
         ("sampling.temperature=inf", "sampling.temperature=inf is outside"),

@@ -1,0 +1,360 @@
+"""A sequence shared by ranks: what a rank holds of it, and the collectives between ranks.
+
+    whole         [B, T, H]             equal on all P ranks, as is its gradient
+    shared        [B, t, H]             t = ceil(T / P); rank r holds tokens r t to (r + 1) t - 1
+    by heads      [B, heads / P, T, D]  all tokens of a rank's own heads (Ulysses, arXiv 2309.14509)
+
+======================== ================= ============ ==========================================
+op                       from -> to        sends        its vjp
+======================== ================= ============ ==========================================
+``fxrl::shard_tokens``   whole -> shared   nothing      ``gather_tokens``
+``fxrl::gather_tokens``  shared -> whole   all-gather   ``shard_tokens``: a rank's own part
+``fxrl::seq_to_head``    shared -> heads   all-to-all   ``head_to_seq``
+``fxrl::head_to_seq``    heads -> shared   all-to-all   ``seq_to_head``
+``fxrl::sum_gradients``  whole -> whole    nothing      all-reduce: the sum of what each rank found
+======================== ================= ============ ==========================================
+
+NOTE [One convention of gradients]: the gradient of a whole value is whole and equal on all ranks,
+that of a shared value is a rank's own part of it. So a gathered value hands each rank its part back
+(no sum: every rank has computed the same gradient), and whatever enters the shared part as a whole,
+weights above all, passes ``sum_gradients``, behind which gradients are partial.
+
+NOTE [What stands beyond the end]: T need not be a multiple of P. Places without a token hold copies
+of the nearest one, which are as finite as what they copy, and zeros where attention ends. Nobody
+reads what is made of them, so their gradients are zeros: they add nothing to those of weights.
+
+NOTE [Why collectives may stand in pure ops]: every rank compiles the same graph for the same sizes,
+so what AOTAutograd or a cut drops, merges or runs again is the same everywhere, and the order in
+which a graph runs is that of its data. None stands under control flow that depends on data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from fxrl.errors import ConfigError
+from fxrl.ir.graph import Size
+from fxrl.ir.sizes import share_of
+from fxrl.ops import once_differentiable
+
+dist: Any = torch.distributed  # much of it has no types
+_library: Any = torch.library
+_GROUPS: dict[int, Any] = {}
+#: Its name since torch 2.13, and before.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# ---------------------------------------------------------------------------- the ranks
+def join_group(ranks: int) -> None:
+    """Make the groups of ``ranks`` consecutive processes; all processes call it, once or more.
+
+    Raises:
+        ConfigError: torch.distributed does not run, or with a number of processes that is no
+            multiple of ``ranks``.
+    """
+    if ranks == 1:
+        return
+    asked = f"context_parallel={ranks}"
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            f"{asked} needs {ranks} processes that know each other: start them by "
+            f"torchrun --nproc-per-node {ranks}, and call torch.distributed.init_process_group() "
+            "before the first step"
+        )
+    world = dist.get_world_size()
+    if world % ranks:
+        raise ConfigError(
+            f"{asked} does not divide the {world} processes that run; start a multiple of {ranks}"
+        )
+    known = _GROUPS.get(ranks)
+    if known is None or known[0] is not dist.group.WORLD:  # a group ends with what it is part of
+        group = dist.group.WORLD if world == ranks else dist.new_subgroups(ranks)[0]
+        _GROUPS[ranks] = (dist.group.WORLD, group)
+
+
+def told_by_ranks(value: Any, ranks: int) -> list[Any]:
+    """What each rank of this one's group has; all of them call it, with what can be pickled."""
+    told: list[Any] = [None] * ranks
+    dist.all_gather_object(told, value, group=_group(ranks))
+    return told
+
+
+def _group(ranks: int) -> Any:
+    assert ranks in _GROUPS, f"join_group({ranks}) comes first"
+    return _GROUPS[ranks][1]
+
+
+# ---------------------------------------------------------------------------- whole <-> shared
+def _parted(x: Tensor, dim: int, outer: Size, inner: Size) -> tuple[Tensor, int]:
+    """``x`` with dim ``dim`` as three, of which the middle one counts tokens; where that one is."""
+    shape = x.shape
+    middle = shape[dim] // (outer * inner)
+    return x.reshape(*shape[:dim], outer, middle, inner, *shape[dim + 1 :]), dim + 1
+
+
+def _resized(x: Tensor, dim: int, size: Size) -> list[Size]:
+    return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+
+
+@torch.library.custom_op(
+    "fxrl::shard_tokens",
+    mutates_args=(),
+    schema=(
+        "(Tensor x, int dim, SymInt outer, SymInt inner, SymInt start, SymInt local, bool copies, "
+        "int ranks) -> Tensor"
+    ),
+)
+def shard_tokens(
+    x: Tensor, dim: int, outer: int, inner: int, start: int, local: int, copies: bool, ranks: int
+) -> Tensor:
+    """A rank's part of a whole value.
+
+    Args:
+        x: its dim ``dim`` has ``outer * length * inner`` entries.
+        start: the token that the first entry is for.
+        local: tokens that a rank holds; the result has ``outer * local * inner`` entries.
+        copies: where there is no entry stands the nearest one's copy, else zeros.
+    """
+    parted, at = _parted(x, dim, outer, inner)
+    length = parted.shape[at]
+    first = dist.get_rank(_group(ranks)) * local - start
+    places = torch.arange(first, first + local, device=x.device)
+    found = parted.index_select(at, places.clamp(0, length - 1))
+    if not copies:
+        beyond = (places < 0) | (places >= length)
+        found = found.movedim(at, -1).masked_fill(beyond, 0).movedim(-1, at)
+    return found.reshape(_resized(x, dim, outer * local * inner)).contiguous()
+
+
+@shard_tokens.register_fake
+def _(
+    x: Tensor,
+    dim: int,
+    outer: Size,
+    inner: Size,
+    start: Size,
+    local: Size,
+    copies: bool,
+    ranks: int,
+) -> Tensor:
+    return x.new_empty(_resized(x, dim, outer * local * inner))
+
+
+@torch.library.custom_op(
+    "fxrl::gather_tokens",
+    mutates_args=(),
+    schema=(
+        "(Tensor x, int dim, SymInt outer, SymInt inner, SymInt start, SymInt length, int ranks) "
+        "-> Tensor"
+    ),
+)
+def gather_tokens(
+    x: Tensor, dim: int, outer: int, inner: int, start: int, length: int, ranks: int
+) -> Tensor:
+    """The whole of a shared value: ``length`` entries of which the first is for token ``start``.
+
+    Args:
+        x: its dim ``dim`` has ``outer * local * inner`` entries.
+    """
+    part, at = _parted(x, dim, outer, inner)
+    part = part.contiguous()
+    parts = x.new_empty(ranks, *part.shape)
+    _all_gather(parts.view(-1), part.view(-1), group=_group(ranks))
+    tokens = parts.movedim(0, at).flatten(at, at + 1).narrow(at, start, length)
+    return tokens.reshape(_resized(x, dim, outer * length * inner)).contiguous()
+
+
+@gather_tokens.register_fake
+def _(
+    x: Tensor, dim: int, outer: Size, inner: Size, start: Size, length: Size, ranks: int
+) -> Tensor:
+    return x.new_empty(_resized(x, dim, outer * length * inner))
+
+
+def _shard_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    x, dim, outer, inner, start, _, _, ctx.ranks = inputs
+    ctx.place = (dim, outer, inner, start)
+    ctx.length = x.shape[dim] // (outer * inner)
+
+
+def _shard_vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    whole = torch.ops.fxrl.gather_tokens(grad, *ctx.place, ctx.length, ctx.ranks)
+    return whole, None, None, None, None, None, None, None
+
+
+def _gather_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    x, dim, outer, inner, start, _, ctx.ranks = inputs
+    ctx.place = (dim, outer, inner, start)
+    ctx.local = x.shape[dim] // (outer * inner)
+
+
+def _gather_vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    part = torch.ops.fxrl.shard_tokens(grad, *ctx.place, ctx.local, False, ctx.ranks)
+    return part, None, None, None, None, None, None
+
+
+shard_tokens.register_autograd(_shard_vjp, setup_context=_shard_context)
+gather_tokens.register_autograd(_gather_vjp, setup_context=_gather_context)
+
+
+# ---------------------------------------------------------------------------- shared <-> by heads
+_EXCHANGE = "(Tensor[] x, Tensor tokens, int ranks) -> Tensor[]"
+
+
+@torch.library.custom_op("fxrl::seq_to_head", mutates_args=(), schema=_EXCHANGE)
+def seq_to_head(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:
+    """From a rank's tokens of all heads to all tokens of its heads, in one all-to-all.
+
+    Args:
+        x: [B, heads, t, D], of one dtype; ``ranks`` divides each one's heads.
+        tokens: has T entries in its last dim; nothing else of it counts.
+
+    Returns:
+        [B, heads / ranks, T, D] each, contiguous.
+    """
+    batch, _, local, _ = x[0].shape
+    sent = [torch.unflatten(part, 1, (ranks, -1)).transpose(0, 1).reshape(ranks, -1) for part in x]
+    got = _exchanged(sent, ranks)
+    results = _by_heads(x, tokens, ranks)
+    for whole, part in zip(results, got, strict=True):
+        pieces = part.view(ranks, batch, whole.shape[1], local, whole.shape[3])
+        for piece, place in zip(pieces, torch.split(whole, local, 2), strict=False):
+            place.copy_(piece[:, :, : place.shape[2]])
+    return results
+
+
+@torch.library.custom_op("fxrl::head_to_seq", mutates_args=(), schema=_EXCHANGE)
+def head_to_seq(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:
+    """From all tokens of a rank's heads to its tokens of all heads, in one all-to-all.
+
+    Args:
+        x: [B, heads / ranks, T, D], of one dtype.
+        tokens: as for ``seq_to_head``.
+
+    Returns:
+        [B, heads, t, D] each, in memory [B, t, heads, D]; zeros beyond the last token.
+    """
+    results = _by_tokens(x, tokens, ranks)
+    local = results[0].shape[2]
+    sent = []
+    for whole in x:
+        batch, heads, _, features = whole.shape
+        room = whole.new_zeros(ranks, batch, heads, local, features)
+        for place, piece in zip(room, torch.split(whole, local, 2), strict=False):
+            place[:, :, : piece.shape[2]] = piece
+        sent.append(room.view(ranks, -1))
+    for result, part in zip(results, _exchanged(sent, ranks), strict=True):
+        batch, _, _, features = result.shape
+        pieces = part.view(ranks, batch, -1, local, features)
+        torch.unflatten(result, 1, (ranks, -1)).copy_(pieces.transpose(0, 1))
+    return results
+
+
+def _exchanged(sent: Sequence[Tensor], ranks: int) -> Sequence[Tensor]:
+    """Row r of each goes to rank r; rows of the same shape come back, one from each rank."""
+    flat = torch.cat(list(sent), 1)
+    got = torch.empty_like(flat)
+    dist.all_to_all_single(got, flat, group=_group(ranks))
+    return torch.split(got, [part.shape[1] for part in sent], 1)
+
+
+def _by_heads(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:
+    return [
+        part.new_empty(part.shape[0], part.shape[1] // ranks, tokens.shape[-1], part.shape[3])
+        for part in x
+    ]
+
+
+def _by_tokens(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:
+    local = share_of(tokens.shape[-1], ranks)
+    return [
+        whole.new_empty(whole.shape[0], local, whole.shape[1] * ranks, whole.shape[3]).transpose(
+            1, 2
+        )
+        for whole in x
+    ]
+
+
+seq_to_head.register_fake(_by_heads)
+head_to_seq.register_fake(_by_tokens)
+
+
+def _exchange_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
+    _, tokens, ctx.ranks = inputs
+    ctx.save_for_backward(tokens)
+
+
+def _seq_to_head_vjp(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    return torch.ops.fxrl.head_to_seq(grads, *ctx.saved_tensors, ctx.ranks), None, None
+
+
+def _head_to_seq_vjp(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    return torch.ops.fxrl.seq_to_head(grads, *ctx.saved_tensors, ctx.ranks), None, None
+
+
+seq_to_head.register_autograd(_seq_to_head_vjp, setup_context=_exchange_context)
+head_to_seq.register_autograd(_head_to_seq_vjp, setup_context=_exchange_context)
+
+
+# ---------------------------------------------------------------------------- gradients of weights
+@torch.library.custom_op(
+    "fxrl::sum_over_ranks", mutates_args=(), schema="(Tensor[] x, int ranks) -> Tensor[]"
+)
+def sum_over_ranks(x: Sequence[Tensor], ranks: int) -> list[Tensor]:
+    """Sums over the ranks, in one all-reduce, 16-bit values in fp32."""
+    wide = torch.float64 if any(part.dtype == torch.float64 for part in x) else torch.float32
+    flat = torch.cat([part.reshape(-1).to(wide) for part in x])
+    dist.all_reduce(flat, group=_group(ranks))
+    sums = torch.split(flat, [part.numel() for part in x])
+    return [
+        torch.empty_like(part).copy_(total.view(part.shape))
+        for part, total in zip(x, sums, strict=True)
+    ]
+
+
+@sum_over_ranks.register_fake
+def _(x: Sequence[Tensor], ranks: int) -> list[Tensor]:
+    return [torch.empty_like(part) for part in x]
+
+
+once_differentiable(sum_over_ranks)
+
+_LIBRARY = _library.Library("fxrl", "FRAGMENT")
+_LIBRARY.define("sum_gradients(Tensor(a)[] x, int ranks) -> Tensor(a)[]")
+
+
+class _SumGradients(torch.autograd.Function):
+    """Autograd runs its backward when it has the gradients of all that was given: one bucket."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: int, *x: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks = ranks
+        ctx.set_materialize_grads(False)
+        return tuple(one.view_as(one) for one in x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        found = [grad for grad in grads if grad is not None]  # the same ones on every rank
+        sums = iter(torch.ops.fxrl.sum_over_ranks(found, ctx.ranks) if found else ())
+        return None, *(None if grad is None else next(sums) for grad in grads)
+
+
+def _sum_gradients(x: Sequence[Tensor], ranks: int) -> list[Tensor]:
+    """The same values for the shared part; see NOTE [One convention of gradients].
+
+    A view each and no copy, which an op made by ``custom_op`` may not return.
+    """
+    return list(_SumGradients.apply(ranks, *x))  # type: ignore[no-untyped-call]
+
+
+def _views(x: Sequence[Tensor], ranks: int) -> list[Tensor]:
+    return [one.view_as(one) for one in x]
+
+
+_LIBRARY.impl("sum_gradients", _sum_gradients, "Autograd")
+_LIBRARY.impl("sum_gradients", _views, "CompositeExplicitAutograd")

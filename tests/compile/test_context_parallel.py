@@ -1,0 +1,275 @@
+"""Sequences shared by 2 and 4 ranks: loss, metrics and every gradient are those of one process.
+
+In float64, to 1e-12. What the pass does to graphs: ``tests/passes/test_shard_sequence.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxrl import losses
+from fxrl.compile.step import TrainStep, optimize
+from fxrl.config import Config
+from fxrl.ir.pipeline import Pipeline
+from tests.compile.shared_sequences import Model, batch_of, in_ranks, silent_group
+
+
+@dataclass
+class Case:
+    """A step that is captured with the first batch and runs all of them."""
+
+    ranks: int
+    model: Callable[[], nn.Module]
+    loss_fn: Callable[[Any, Any], Any]
+    batches: list[dict[str, Any]]
+    head: bool = True  # whether the loss head is fused, too
+    tolerance: float = 1e-12
+    passes: tuple[str, ...] | None = None
+    step: TrainStep = field(init=False)
+
+
+# ---------------------------------------------------------------------------- losses
+def logps_of(logits: Tensor, ids: Tensor) -> Tensor:
+    return torch.log_softmax(logits, -1).gather(-1, ids[..., None])[..., 0]
+
+
+def ratios(model: Model, batch: dict[str, Tensor]) -> Any:
+    """A clipped ratio and a sequence-level one, entropy, and metrics for each token."""
+    logits, mask = model(batch)[:, :-1] / 0.7, batch["mask"]
+    logp = logps_of(logits, batch["input_ids"][:, 1:])
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    count = mask.sum(1).clamp(min=1)
+    by_token = torch.exp(logp - batch["old"])
+    by_sequence = (((logp - batch["old"]) * mask).sum(1) / count).exp()
+    gain = torch.minimum(by_token, by_token.clamp(0.8, 1.2)) * batch["advantages"][:, None]
+    loss = -(gain * mask).sum() / mask.sum() - (by_sequence * batch["advantages"]).mean()
+    first = by_token.detach().masked_fill(~mask, -torch.inf).amax(1)
+    return loss - 0.1 * entropy[mask].mean(), {"logp": logp, "entropy": entropy, "first": first}
+
+
+def classes(model: Model, batch: dict[str, Tensor]) -> Tensor:
+    """A mean over rows and tokens alike, shifted by hand."""
+    labels = F.pad(batch["input_ids"][:, 1:], (0, 1), value=-100)
+    logits = model(batch)
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=-100)
+
+
+def penalties(model: Model, batch: dict[str, Tensor]) -> Any:
+    """Weights that are read as a whole, too; a value head; the value of the last token."""
+    hidden = model.hidden(batch)
+    weight = model.head.weight * model.value.weight
+    logp = logps_of(hidden @ weight.t(), batch["input_ids"])
+    values = model.value(hidden)[..., 0]
+    size = sum(p.pow(2).sum() for p in (model.embed.weight, model.layers[0].kv.weight, weight))
+    return (values.cumsum(1) * logp).mean() + values[:, -1].sum() + 0.1 * size
+
+
+def late(model: Model, batch: dict[str, Tensor]) -> Tensor:
+    """The last columns alone, and the first token's own."""
+    hidden = model.hidden(batch)[:, -4:-1]
+    logits = model.head(hidden)
+    return -logps_of(logits, batch["input_ids"][:, -3:]).mean() + model.value(hidden).std()
+
+
+FAMILY = {
+    name: getattr(losses, name)()
+    for name in ["grpo", "dr_grpo", "bnpo", "gspo", "cispo", "sapo", "luspo", "reinforce"]
+}
+
+
+def every_policy_loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    """The losses of the GRPO family over one forward; a gradient of each goes into the sum."""
+    columns = batch["completion_mask"].shape[1]
+    ids, seen = batch["input_ids"], batch["attention_mask"]
+    output = model(input_ids=ids, attention_mask=seen, logits_to_keep=columns + 1)
+    total, metrics = 0.0, {}
+    for weight, (name, one) in enumerate(FAMILY.items(), 1):
+        loss, found = one(lambda **_: output, batch)
+        total = total + weight * loss
+        metrics[name] = loss.detach()
+        metrics |= {f"{name}/{key}": value for key, value in found.items()}
+    return total, metrics
+
+
+def hf_model(kind: str, *, full: bool = True, **sizes: int) -> nn.Module:
+    from tests.compile.test_architectures import tiny_model
+
+    return tiny_model(kind, full=full)
+
+
+def hf_batch(prompt: int, completion: int, *, packed: bool = False) -> dict[str, Any]:
+    rows = 1 if packed else 3
+    draw = torch.Generator().manual_seed(prompt)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=draw, dtype=torch.float64)
+
+    length = prompt + completion
+    batch = {
+        "input_ids": torch.randint(3, 250, (rows, length), generator=draw),
+        "completion_mask": noise(rows, completion) > 0.3,
+        "advantages": noise(rows) - 0.5,
+        "old_logps": -4 - noise(rows, completion),
+        "ref_logps": -4 - noise(rows, completion),
+    }
+    if packed:
+        ends = torch.tensor([0, length // 3, length // 2 + 1, length])
+        batch["position_ids"] = torch.cat([torch.arange(n) for n in ends.diff()])[None]
+    else:
+        batch["attention_mask"] = torch.ones(rows, length, dtype=torch.int64)
+        batch["attention_mask"][0, :2] = 0
+    return batch
+
+
+def with_gradients(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    rows, tokens = batch["input_ids"].shape
+    draw = torch.Generator().manual_seed(9)
+    for name, shape in {"shift": (rows, tokens, 24), "scale": (24,)}.items():
+        value = torch.randn(*shape, generator=draw, dtype=torch.float64)
+        batch[name] = value.requires_grad_()
+    return batch
+
+
+def lengths(*tokens: int, padded: bool = False) -> list[dict[str, Tensor]]:
+    return [batch_of(n, padded=padded) for n in tokens]
+
+
+HEADS = ("fuse-linear-logprob", "chunk-vocab-region")
+CASES = {
+    "ratios": Case(2, Model, ratios, lengths(8, 3, 5, 7, padded=True)),
+    "cross entropy": Case(2, Model, classes, lengths(7, 3, 4, 6)),
+    "weights and values": Case(2, Model, penalties, lengths(6, 5, 9), head=False),
+    "biases by head": Case(2, lambda: Model(slopes=4), classes, lengths(6)),
+    "biases for all heads": Case(4, lambda: Model(slopes=1), penalties, lengths(6), head=False),
+    "layers as regions": Case(
+        2,
+        lambda: Model(layers=2),
+        ratios,
+        lengths(7, 4, 8, padded=True),
+        passes=("outline-layers", *HEADS),
+    ),
+    "checkpointed layers": Case(2, lambda: Model(checkpointed=True), classes, lengths(7)),
+    "last columns": Case(2, Model, late, lengths(9, 8)),
+    "gradients of the batch": Case(
+        2, Model, ratios, [with_gradients(batch) for batch in lengths(5, 8)]
+    ),
+    "more ranks than heads of keys": Case(4, Model, ratios, lengths(9, 5, 6, 8)),
+    "fewer tokens than ranks": Case(4, Model, classes, lengths(3), head=False),
+    "as many ranks as heads of keys, padded": Case(
+        4, lambda: Model(groups=4), ratios, lengths(10, 5, padded=True)
+    ),
+    "the GRPO family": Case(
+        2,
+        lambda: hf_model("qwen3", full=False),
+        every_policy_loss,
+        [hf_batch(4, 5)],
+    ),
+    "packed": Case(
+        4,
+        lambda: hf_model("llama"),
+        losses.gspo(),
+        [hf_batch(8, 5, packed=True)],
+    ),
+    # Gemma's norms are computed in float32, the gradients of their weights included.
+    "windows": Case(
+        2, lambda: hf_model("gemma3"), losses.grpo(), [hf_batch(40, 5)], tolerance=1e-8
+    ),
+    "experts": Case(4, lambda: hf_model("mixtral"), losses.dapo(), [hf_batch(4, 5)]),
+}
+
+
+def make_step(case: Case) -> None:
+    """The step, not captured yet: making another model may change what Dynamo guards."""
+    config = Config(
+        min_saved_bytes=0,
+        chunk_tokens=8,
+        compile_regions=False,
+        on_miss="ignore",
+        context_parallel=case.ranks,
+        passes=case.passes,
+    )
+    if len(case.batches) == 1:  # sizes that do not vary are captured faster
+        for value in case.batches[0].values():
+            torch._dynamo.mark_static(value)
+    case.step = optimize(case.model(), case.loss_fn, config)
+
+
+def outcome(run: Callable[[Any], Any], model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    """Loss, metrics, and the gradients of weights and batch, of two backward passes together."""
+    leaves = dict(model.named_parameters()) | {n: x for n, x in batch.items() if x.requires_grad}
+    for leaf in leaves.values():
+        leaf.grad = None
+    result = run(batch)
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    loss.backward()
+    (0.5 * run(batch)[0] if metrics else 0.5 * run(batch)).backward()
+    grads = {f"grad of {name}": leaf.grad for name, leaf in leaves.items()}
+    return {"loss": loss.detach()} | metrics | grads
+
+
+def differences(case: Case) -> list[str]:
+    """What of a case is not as one process has it, over all its batches."""
+    model, found = case.step.model, []
+    for batch in case.batches:
+        eager = outcome(lambda b: case.loss_fn(model, b), model, batch)
+        ours = outcome(case.step, model, batch)
+        for name, want in eager.items():
+            have = ours[name]
+            if (want is None) != (have is None):
+                found.append(f"{name} is {have}, not {want}")
+            elif want is not None and not close(have, want, case.tolerance):
+                tokens = batch["input_ids"].shape[1]
+                found.append(f"{name} of {tokens} tokens is off by {(have - want).abs().max()}")
+    captures = len(case.step.captures)
+    return found + ([] if captures == 1 else [f"captured {captures} times"])
+
+
+def all_differences(cases: dict[str, Case]) -> dict[str, list[str]]:
+    return {name: differences(case) for name, case in cases.items()}
+
+
+def close(have: Tensor, want: Tensor, tolerance: float) -> bool:
+    scale = max(1.0, float(want.detach().nan_to_num(0, 0, 0).abs().max())) if want.numel() else 1.0
+    return torch.allclose(have, want, rtol=0, atol=tolerance * scale, equal_nan=True)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Case -> rank -> what differs; ``tests/passes`` checks the pass's fake values."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pipeline, "check_values", False)
+        yield found_by_ranks()
+
+
+def found_by_ranks() -> dict[str, list[list[str]]]:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    torch.compiler.reset()
+    results: dict[str, list[list[str]]] = {}
+    for ranks in sorted({case.ranks for case in CASES.values()}):
+        mine = {name: case for name, case in CASES.items() if case.ranks == ranks}
+        with silent_group(ranks):
+            for case in mine.values():
+                make_step(case)
+            for case in mine.values():
+                case.step(case.batches[0])  # captured and compiled; the numbers are nobody's
+        told = in_ranks(ranks, partial(all_differences, mine))
+        results |= {name: [one[name] for one in told] for name in mine}
+    return results
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_metrics_and_gradients_are_those_of_one_process(found, name):
+    assert found[name] == [[]] * CASES[name].ranks
+    applied = {r.pass_name for r in CASES[name].step.report.of_kind("applied")}
+    assert "shard-sequence" in applied
+    assert not CASES[name].head or applied & {*HEADS}
+    assert applied >= {*(CASES[name].passes or ())} - {*HEADS}
