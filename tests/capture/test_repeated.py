@@ -391,6 +391,35 @@ def test_an_update_in_place_needs_no_new_capture():
     assert len(step.captures) == 1
 
 
+def test_a_state_that_comes_back_needs_no_new_capture():
+    model = make()
+    step = optimized(model)
+    for gain in ("0.5", "2", "0.5", "2"):
+        for layer in model.layers:
+            layer.gain = float(gain)  # an equal number, another object
+        check(step, model)
+    assert len(step.captures) == 2
+
+
+def test_adapters_that_are_switched():
+    """No state runs another one's graph, and none is captured twice."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["qkv"], init_lora_weights=False)
+    model = peft.get_peft_model(make(), lora, autocast_adapter_dtype=False)
+    model.add_adapter("two", lora, autocast_adapter_dtype=False)
+    step = optimized(model)
+    found = []
+    for name in ("default", "two", "default", "two"):
+        model.set_adapter(name)
+        check(step, model)
+        found.append(step(batch()).item())
+        with model.disable_adapter(), torch.no_grad():
+            torch.testing.assert_close(step(batch()), loss_fn(model, batch()), rtol=1e-10, atol=0)
+            found.append(step(batch()).item())
+    assert len(set(found)) == 3
+    assert len(step.captures) == 4  # each adapter, and its absence with either set
+
+
 # ---------------------------------------------------------------------------- transformers' layers
 def qwen(*layer_types):
     transformers = pytest.importorskip("transformers")
