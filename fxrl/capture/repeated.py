@@ -39,6 +39,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import guarded_names, in_graph, written_by_trace
+from fxrl.capture.opaque import autocasts
 from fxrl.ir.graph import CALL_LAYER, body_of, clone, graph_module, inline, modules_of, set_body
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path, rename_site
@@ -280,9 +281,7 @@ def again(token: int, args: Any, kwargs: Any) -> Any:
 
 def _modes() -> tuple[Any, ...]:
     """What PyTorch does differently from code that is the same."""
-    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(casts)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocasts()
 
 
 class RepeatedLayers:

@@ -339,6 +339,35 @@ def test_a_layer_with_a_hook_is_captured_by_itself():
     assert once(step) == "3 layers were captured as 1"
 
 
+class MixedLayer(Layer):
+    """Its queries come in float32, as where a norm that is not autocast follows the product."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q.float() * self.gain, k, v, is_causal=True)
+        return x + self.out(heads.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside the loss", "around the step"])
+def test_layers_run_in_the_dtype_of_autocast(inside):
+    def autocast(enabled):
+        return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+    def loss(model, given):
+        with autocast(inside or torch.is_autocast_enabled("cpu")):
+            hidden = model.body(model.embed(given["ids"]))
+        with autocast(False):
+            logp = model.head(hidden.float()).log_softmax(-1)
+        return -logp[:, :-1].gather(-1, given["ids"][:, 1:, None]).mean()
+
+    model = make(MixedLayer).float()
+    step = optimized(model, loss)
+    with autocast(not inside):
+        got, wanted = step(batch()), loss(model, batch())
+    assert once(step)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
 # ---------------------------------------------------------------------------- changed later
 def hook(model):
     model.layers[2].norm.register_forward_hook(lambda module, args, output: output * 3)
