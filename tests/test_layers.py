@@ -30,6 +30,7 @@ LAYERS = {
     "losses": BASE,
     "models": BASE | {"files"},
     "engines": BASE | {"kernels"},
+    "integrations": BASE | {"ir", "losses", "engines", "compile"},
     "rl": BASE | {"files", "ir", "losses", "models", "engines", "compile"},
 }
 # The public API: importable by name from `fxrl` itself, so it counts as the layer that makes it.
