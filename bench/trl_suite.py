@@ -1,6 +1,6 @@
 """TRL's own tests, with its trainers and with fxrl's in their place.
 
-    python bench/trl_suite.py CHECKOUT [--own] [what pytest takes, such as tests/test_x.py -k y]
+    python -m bench.trl_suite CHECKOUT [--own] [what pytest takes, such as tests/test_x.py -k y]
 
 ``CHECKOUT`` is a clone of TRL's repository at the tag of the installed version: its sdist has no
 tests. With ``--own`` TRL's trainers are tested, for the comparison; otherwise ``GRPOTrainer``
@@ -12,6 +12,7 @@ in both runs alike.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import runpy
@@ -109,22 +110,23 @@ def with_config(trainer: type, config: object) -> type:
     return type(trainer.__name__, (trainer,), {"__init__": init})
 
 
-def main(checkout: str, *arguments: str) -> int:
+def main(argv: list[str] | None = None) -> int:
     import pytest
 
-    root = Path(checkout).resolve()
-    own = "--own" in arguments
-    rest = [part for part in arguments if part != "--own"]
+    parser = argparse.ArgumentParser(prog="bench.trl_suite", description=__doc__.split("\n")[0])
+    parser.add_argument("checkout", type=Path, help="a clone of TRL's repository, at a tag")
+    parser.add_argument("--own", action="store_true", help="TRL's own trainers, to compare with")
+    given, rest = parser.parse_known_args(argv)
+    root = given.checkout.resolve()
     os.environ |= {"HF_HUB_OFFLINE": "1", "CI": "1"}
     if not (root / "trl-internal-testing" / "zen").exists():
         make_hub(root, root)
     os.chdir(root)
-    default = [f"tests/test_{name.lower()}_trainer.py" for name in TRAINERS]
     if not any(part.startswith("tests/") for part in rest):
-        rest += default
+        rest += [f"tests/test_{name.lower()}_trainer.py" for name in TRAINERS]
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", *rest]
-    return int(pytest.main(options, plugins=[] if own else [Substitution()]))
+    return int(pytest.main(options, plugins=[] if given.own else [Substitution()]))
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

@@ -162,7 +162,7 @@ class ThroughStep:
         self.train_step: TrainStep = optimize(model, scores, config)
 
     @property
-    def __class__(self) -> Any:  # what isinstance goes by: is_peft_model, unwrap_model
+    def __class__(self) -> Any:  # type: ignore[misc]  # isinstance goes by it: is_peft_model
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:
@@ -373,7 +373,8 @@ class _Fxrl:
     def train_step(self) -> TrainStep:
         """The step over the policy: its ``report``, ``plan``, ``dump`` and ``explain``."""
         trainer: Any = self
-        return self._of(trainer.model_wrapped).train_step
+        through: ThroughStep = self._of(trainer.model_wrapped)
+        return through.train_step
 
     def _of(self, model: Any) -> Any:
         """The model for TRL's code; made at first use, which may be while TRL is being made."""
@@ -483,26 +484,26 @@ class _Preference(_Supervised):
         return trls.compute_ref_log_probs(self._of(model), inputs)
 
 
-class FxrlGRPOTrainer(_OnPolicy, trl.GRPOTrainer):  # type: ignore[misc]
+class FxrlGRPOTrainer(_OnPolicy, trl.GRPOTrainer):  # type: ignore[misc, name-defined]
     """``trl.GRPOTrainer`` through a ``TrainStep``; also takes ``config`` and ``engine``."""
 
     _args = trl.GRPOConfig
 
 
-class FxrlRLOOTrainer(_OnPolicy, trl.RLOOTrainer):  # type: ignore[misc]
+class FxrlRLOOTrainer(_OnPolicy, trl.RLOOTrainer):  # type: ignore[misc, name-defined]
     """``trl.RLOOTrainer`` through a ``TrainStep``; also takes ``config`` and ``engine``."""
 
     _args = trl.RLOOConfig
 
 
-class FxrlSFTTrainer(_Supervised, trl.SFTTrainer):  # type: ignore[misc]
+class FxrlSFTTrainer(_Supervised, trl.SFTTrainer):  # type: ignore[misc, name-defined]
     """``trl.SFTTrainer`` through a ``TrainStep``; also takes ``config``."""
 
     _args = trl.SFTConfig
     _entries = ("entropy", "is_top1")
 
 
-class FxrlDPOTrainer(_Preference, trl.DPOTrainer):  # type: ignore[misc]
+class FxrlDPOTrainer(_Preference, trl.DPOTrainer):  # type: ignore[misc, name-defined]
     """``trl.DPOTrainer`` through a ``TrainStep``; also takes ``config``."""
 
     _args = trl.DPOConfig
@@ -513,14 +514,14 @@ class FxrlDPOTrainer(_Preference, trl.DPOTrainer):  # type: ignore[misc]
         return (*found, "log_sum_sq_probs") if self.use_weighting else found
 
 
-class FxrlKTOTrainer(_Preference, trl.KTOTrainer):  # type: ignore[misc]
+class FxrlKTOTrainer(_Preference, trl.KTOTrainer):  # type: ignore[misc, name-defined]
     """``trl.KTOTrainer`` through a ``TrainStep``; also takes ``config``."""
 
     _args = trl.KTOConfig
     _entries = ("entropy", "mean_logits")
 
 
-class _Reporter(transformers.TrainerCallback):  # type: ignore[misc]
+class _Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """Writes what was done to the step into ``output_dir/fxrl``: after the first step, at the end.
 
     The files are ``report.txt``, ``plan.json`` and, of an engine that keeps one, ``ledger.txt``.
