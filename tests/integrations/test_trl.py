@@ -68,7 +68,7 @@ def tiny(dtype=torch.float32):
     return model.to(dtype), tokenizer
 
 
-def make(name, folder, trainer=None, *, lora=True, rows=None, engine=None, **options):
+def make(name, folder, trainer=None, *, lora=True, engine=None, **options):
     """A trainer of one kind, TRL's own unless ``trainer`` says otherwise."""
     model, tokenizer = tiny()
     online = name in ("GRPO", "RLOO")
@@ -82,7 +82,7 @@ def make(name, folder, trainer=None, *, lora=True, rows=None, engine=None, **opt
     return (trainer or getattr(trl, f"{name}Trainer"))(
         model=model,
         args=args,
-        train_dataset=Dataset.from_dict(rows or DATA[name]),
+        train_dataset=Dataset.from_dict(DATA[name]),
         processing_class=tokenizer,
         peft_config=LORA if lora else None,
         **given,
@@ -114,12 +114,11 @@ RUNS = {
         "GRPO",
         {"num_iterations": 2, "steps_per_generation": 2, "entropy_coef": 0.01},
     ),
-    "RLOO": ("RLOO", {}),
+    "RLOO": ("RLOO", {"beta": 0.0}),
     "SFT, packed": ("SFT", {"packing": True, "max_length": 16}),
     "SFT, completions": ("SFT", {"loss_type": "dft", "lora": False}),
     "DPO, reference without its adapter": ("DPO", {}),
-    "DPO, reference beforehand": ("DPO", {"precompute_ref_log_probs": True, "lora": False}),
-    "KTO": ("KTO", {}),
+    "KTO, reference beforehand": ("KTO", {"precompute_ref_log_probs": True}),
 }
 
 
