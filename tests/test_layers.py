@@ -31,6 +31,7 @@ LAYERS = {
     "losses": BASE,
     "models": BASE | {"files", "ir", "ops"},
     "engines": BASE | {"kernels"},
+    "integrations": BASE | {"ir", "losses", "engines", "compile"},
     "rl": BASE | {"files", "distributed", "ir", "losses", "models", "engines", "compile"},
 }
 # The public API: importable by name from `fxrl` itself, so it counts as the layer that makes it.

@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from fxrl.analysis.layers import layer_path, signature
+from fxrl.capture.opaque import under
 from fxrl.ir.graph import (
     CALL_LAYER,
     body_of,
@@ -41,9 +42,11 @@ def lower_bodies(gm: fx.GraphModule, lower: Lower, known: dict[Any, fx.GraphModu
         if (body := body_of(gm, call)) is None:
             continue
         is_layer = is_call(call, CALL_LAYER)
-        key, path = body if is_layer else signature(body.graph.nodes), _path(body, call)
+        casts, path = call.meta["autocasts"], _path(body, call)
+        key = "lowered", body if is_layer else signature(body.graph.nodes), casts
         if key not in known:
-            known[key] = lower(body) if is_layer else _lowered(body, lower)
+            with under(casts):
+                known[key] = lower(body) if is_layer else _lowered(body, lower)
             known[key].meta["layer_path"] = path
         own = _give_body(gm, call, known[key], known)
         if not is_layer:

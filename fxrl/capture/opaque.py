@@ -7,6 +7,8 @@ original call is put back in its place, its submodules included.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,26 @@ from torch.utils import _pytree as pytree
 from fxrl.ir.graph import HigherOrderOperator, is_view
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
+
+Autocasts = tuple[tuple[str, torch.dtype], ...]
+"""The kinds of devices that autocast is on for, and to what."""
+
+
+def autocasts() -> Autocasts:
+    """Those in force."""
+    kinds = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+@contextmanager
+def under(casts: Autocasts) -> Iterator[None]:
+    """With these in force, and no others."""
+    wanted = dict(casts)
+    with ExitStack() as stack:
+        for kind in {*wanted, *dict(autocasts())}:
+            cast = torch.autocast(kind, wanted.get(kind), enabled=kind in wanted)
+            stack.enter_context(cast)
+        yield
 
 
 @torch.library.custom_op(
@@ -56,15 +78,17 @@ class OpaqueCalls:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
-        self._calls: dict[int, tuple[fx.Node, Any, list[Any]]] = {}
+        self._calls: dict[int, tuple[fx.Node, Any, list[Any], Autocasts]] = {}
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Trace the stand-in of ``node`` and return values of the original's structure."""
         key = id(node)
+        if node.target is _SDPA:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _autocast, (args, kwargs))
         flat, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         sizes = [leaf for leaf in flat if isinstance(leaf, torch.SymInt)]
-        self._calls[key] = (node, spec, flat)
+        self._calls[key] = (node, spec, flat, autocasts())
         outputs, out_spec = pytree.tree_flatten(self._example(node))
         _EXAMPLES[key] = [output for output in outputs if _is_tensor(output)]
         try:
@@ -92,7 +116,7 @@ class OpaqueCalls:
 
     def _restore_one(self, lowered: fx.GraphModule, call: fx.Node) -> fx.Node:
         tensors, sizes, key = call.args
-        node, spec, flat = self._calls[key]  # type: ignore[index]
+        node, spec, flat, casts = self._calls[key]  # type: ignore[index]
         tensor_queue, size_queue = list(tensors), list(sizes)  # type: ignore[arg-type]
 
         def leaf(value: Any) -> Any:
@@ -110,6 +134,7 @@ class OpaqueCalls:
             target = torch.ops.aten.scaled_dot_product_attention.default
         original = lowered.graph.call_function(target, tuple(args), kwargs)
         original.meta = {k: v for k, v in call.meta.items() if k != "val"}
+        original.meta["autocasts"] = casts  # a body is lowered later, outside of the user's block
         self._rewire(call, original, self._example(node))
         return original
 
@@ -153,6 +178,17 @@ def _allow_any_strides(call: fx.Node) -> None:
             if user.target is torch.ops.aten.view.default:
                 user.target = torch.ops.aten.reshape.default
             _allow_any_strides(user)
+
+
+def _autocast(operand: torch.Tensor) -> torch.Tensor:
+    """As autocast hands it to an op of its lower-precision list, such as attention.
+
+    The stand-in is no such op, and the lowered graph runs with autocast off.
+    """
+    narrow = operand.is_floating_point() and operand.dtype != torch.float64
+    return (
+        operand.to(dict(autocasts()).get(operand.device.type, operand.dtype)) if narrow else operand
+    )
 
 
 def _is_tensor(value: Any) -> bool:

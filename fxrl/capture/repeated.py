@@ -39,6 +39,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import guarded_names, in_graph, written_by_trace
+from fxrl.capture.opaque import autocasts
 from fxrl.ir.graph import CALL_LAYER, body_of, clone, graph_module, inline, modules_of, set_body
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path, rename_site
@@ -154,6 +155,15 @@ class _Layer:
         self.written: set[int] = set()
         self.token = next(_TOKENS)
         _LAYERS[self.token] = self
+
+    def is_as(self, its: _Layer) -> bool:
+        """Whether this layer, looked at again, is what it was."""
+        mine, now = self.layout, its.layout
+        return (
+            self.module is its.module
+            and (mine.facts, mine.numbers) == (now.facts, now.numbers)
+            and [*map(id, mine.tensors)] == [*map(id, now.tensors)]
+        )
 
     def name_of(self, tensor: Tensor) -> str:
         """What the layer's modules call it."""
@@ -271,77 +281,111 @@ def again(token: int, args: Any, kwargs: Any) -> Any:
 
 def _modes() -> tuple[Any, ...]:
     """What PyTorch does differently from code that is the same."""
-    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(casts)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocasts()
 
 
 class RepeatedLayers:
     """The groups of equal layers of a model, for a step.
 
-    Attributes:
-        generation: grows whenever the layers are not what they were.
+    NOTE [Why what it was is remembered]: an adapter that is switched off for the reference model
+    and on again, or ``eval`` and ``train``, comes back to a model that was captured. Each state of
+    the layers has its own captures, so that none is stale, and keeps them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._layers: list[_Layer] = []
-        self._forwards: list[Callable[..., Any]] = []
-        self.generation = 0
+        self._known: list[_State] = []
+        self._state = _State(0, [])
 
     def __bool__(self) -> bool:
-        return bool(self._layers)
+        return bool(self._state.layers)
+
+    @property
+    def generation(self) -> int:
+        """Which state the layers are in: a number for each that they have been in."""
+        return self._state.generation
 
     def refresh(self) -> None:
         """Look at the model, and again if it is not what it was."""
-        if not self.generation or not all(layer.layout.holds() for layer in self._layers):
-            self.generation += 1
-            self._look()
+        if not self._known or not self._state.holds():
+            self._state = (
+                next((state for state in self._known if state.holds()), None) or self._look()
+            )
 
     @contextmanager
     def traced(self) -> Iterator[None]:
         """The layers' forwards are those that Dynamo shall see."""
-        before = [layer.module.__dict__.get("forward") for layer in self._layers]
-        for layer, forward in zip(self._layers, self._forwards, strict=True):
+        layers, forwards = self._state.layers, self._state.forwards
+        before = [layer.module.__dict__.get("forward") for layer in layers]
+        for layer, forward in zip(layers, forwards, strict=True):
             layer.module.__dict__["forward"] = forward
         try:
             yield
         finally:
-            for layer, own in zip(self._layers, before, strict=True):
+            for layer, own in zip(layers, before, strict=True):
                 layer.result = None
                 if own is None:
                     del layer.module.__dict__["forward"]
                 else:
                     layer.module.__dict__["forward"] = own
 
-    def _look(self) -> None:
-        self._layers = []
+    def _look(self) -> _State:
+        """The state that the model is in: one that is known by other objects, or a new one."""
+        found: list[_Layer] = []
         inside: set[nn.Module] = set()
         for name, module in self._model.named_modules():
             if isinstance(module, (nn.ModuleList, nn.Sequential)) and module not in inside:
-                found = self._groups(name, module)
-                inside.update(part for layer in found for part in layer.module.modules())
-        self._forwards = [layer.traced() for layer in self._layers]
+                group = _groups(name, module)
+                inside.update(part for layer in group for part in layer.module.modules())
+                found += group
+        for state in self._known:
+            if state.takes_over(found):
+                return state
+        self._known.append(_State(len(self._known) + 1, found))
+        return self._known[-1]
 
-    def _groups(self, name: str, members: nn.Module) -> list[_Layer]:
-        """The layers of one list that have an equal one; each knows the first of its kind."""
-        layers = [
-            _Layer(module, f"{name}.{number}", index, _Layout(module))
-            for index, (number, module) in enumerate(members._modules.items())
-            if module is not None and module._modules
-        ]
-        firsts: list[_Layer] = []
-        for layer in layers:
-            for first in firsts:
-                if first.layout.equals(layer.layout, layer.index - first.index):
-                    layer.first = first
-                    break
-            else:
-                firsts.append(layer)
-        met = {id(layer.first) for layer in layers if layer.first is not layer}
-        found = [layer for layer in layers if layer.first is not layer or id(layer) in met]
-        self._layers += found
-        return found
+
+class _State:
+    """The groups of equal layers while the model is in one state."""
+
+    def __init__(self, generation: int, layers: list[_Layer]) -> None:
+        self.generation, self.layers = generation, layers
+        self.forwards = [layer.traced() for layer in layers]
+
+    def holds(self) -> bool:
+        """Whether the model is in it."""
+        return all(layer.layout.holds() for layer in self.layers)
+
+    def takes_over(self, found: list[_Layer]) -> bool:
+        """Whether layers that were looked at anew are in this state, which then watches them.
+
+        They hold other objects than before, such as the list of names that ``set_adapter`` of PEFT
+        leaves. Ids among their facts are of living objects: what is watched is held.
+        """
+        if len(found) != len(self.layers) or not all(map(_Layer.is_as, self.layers, found)):
+            return False
+        for layer, its in zip(self.layers, found, strict=True):
+            layer.layout = its.layout
+        return True
+
+
+def _groups(name: str, members: nn.Module) -> list[_Layer]:
+    """The layers of one list that have an equal one; each knows the first of its kind."""
+    layers = [
+        _Layer(module, f"{name}.{number}", index, _Layout(module))
+        for index, (number, module) in enumerate(members._modules.items())
+        if module is not None and module._modules
+    ]
+    firsts: list[_Layer] = []
+    for layer in layers:
+        for first in firsts:
+            if first.layout.equals(layer.layout, layer.index - first.index):
+                layer.first = first
+                break
+        else:
+            firsts.append(layer)
+    met = {id(layer.first) for layer in layers if layer.first is not layer}
+    return [layer for layer in layers if layer.first is not layer or id(layer) in met]
 
 
 # ---------------------------------------------------------------------------- what becomes of it

@@ -339,6 +339,35 @@ def test_a_layer_with_a_hook_is_captured_by_itself():
     assert once(step) == "3 layers were captured as 1"
 
 
+class MixedLayer(Layer):
+    """Its queries come in float32, as where a norm that is not autocast follows the product."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q.float() * self.gain, k, v, is_causal=True)
+        return x + self.out(heads.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside the loss", "around the step"])
+def test_layers_run_in_the_dtype_of_autocast(inside):
+    def autocast(enabled):
+        return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+    def loss(model, given):
+        with autocast(inside or torch.is_autocast_enabled("cpu")):
+            hidden = model.body(model.embed(given["ids"]))
+        with autocast(False):
+            logp = model.head(hidden.float()).log_softmax(-1)
+        return -logp[:, :-1].gather(-1, given["ids"][:, 1:, None]).mean()
+
+    model = make(MixedLayer).float()
+    step = optimized(model, loss)
+    with autocast(not inside):
+        got, wanted = step(batch()), loss(model, batch())
+    assert once(step)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
 # ---------------------------------------------------------------------------- changed later
 def hook(model):
     model.layers[2].norm.register_forward_hook(lambda module, args, output: output * 3)
@@ -389,6 +418,35 @@ def test_an_update_in_place_needs_no_new_capture():
             parameter.mul_(1.5)
     check(step, model)
     assert len(step.captures) == 1
+
+
+def test_a_state_that_comes_back_needs_no_new_capture():
+    model = make()
+    step = optimized(model)
+    for gain in ("0.5", "2", "0.5", "2"):
+        for layer in model.layers:
+            layer.gain = float(gain)  # an equal number, another object
+        check(step, model)
+    assert len(step.captures) == 2
+
+
+def test_adapters_that_are_switched():
+    """No state runs another one's graph, and none is captured twice."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["qkv"], init_lora_weights=False)
+    model = peft.get_peft_model(make(), lora, autocast_adapter_dtype=False)
+    model.add_adapter("two", lora, autocast_adapter_dtype=False)
+    step = optimized(model)
+    found = []
+    for name in ("default", "two", "default", "two"):
+        model.set_adapter(name)
+        check(step, model)
+        found.append(step(batch()).item())
+        with model.disable_adapter(), torch.no_grad():
+            torch.testing.assert_close(step(batch()), loss_fn(model, batch()), rtol=1e-10, atol=0)
+            found.append(step(batch()).item())
+    assert len(set(found)) == 3
+    assert len(step.captures) == 4  # each adapter, and its absence with either set
 
 
 # ---------------------------------------------------------------------------- transformers' layers

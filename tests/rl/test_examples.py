@@ -1,11 +1,13 @@
 """The examples: each is a valid configuration, and the tiny one runs as a person would run it."""
 
+import importlib
 import json
 import runpy
 from pathlib import Path
 
 import pytest
 
+import fxrl
 from fxrl.rl.callbacks import Control
 from fxrl.rl.config.load import load_config
 from fxrl.rl.train import main
@@ -47,6 +49,21 @@ def test_the_python_example(tmp_path, monkeypatch):
     control = Control()
     stop.on_step_end(None, None, control, logs={"reward": 0.1})
     assert control.should_training_stop
+
+
+LOOPS = {"plain_pytorch": {"steps": 4}, "accelerate_loop": {}, "hf_trainer": {"steps": 4}}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_with_one_changed_line(name, tmp_path, monkeypatch):
+    """It trains, and the head is rewritten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    main = importlib.import_module(name).main
+    config = fxrl.Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
+    losses, step = main(**LOOPS[name], config=config)
+    assert losses[-1] < losses[0]
+    assert "fuse-linear-logprob" in {r.pass_name for r in step.report.of_kind("applied")}
 
 
 def numbers(run_dir):

@@ -564,6 +564,10 @@ class TrainConfig(Table):
                 f"fxrl.context_parallel={self.fxrl.context_parallel}: fxrl train gives each rank "
                 "sequences of its own; leave it at 1 (fxrl.optimize in your own loop shares them)"
             )
+        yield from self._engine_problems()
+
+    def _engine_problems(self) -> Iterator[str]:
+        """What does not go with the engine."""
         if self.engine != "vllm" and self.sampling.extra:
             yield (
                 f"sampling.extra={dict(self.sampling.extra)!r} are vLLM's own parameters; leave "

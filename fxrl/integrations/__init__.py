@@ -1,0 +1,1 @@
+"""fxrl inside other people's trainers, one module for each."""

@@ -1,0 +1,287 @@
+"""TRL's trainers through a step: the numbers of TRL's own, the routes, and what is refused."""
+
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fxrl
+from fxrl.engines import TorchEngine
+from fxrl.errors import ConfigError, MissedRewriteError
+from fxrl.models import load_model
+
+pytest.importorskip("trl", reason="needs the extra trl")
+import trl
+from datasets import Dataset
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from trl.trainer.utils import add_fused_lm_head
+
+import fxrl.integrations.trl as ours
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+CONFIG = fxrl.Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+COMMON = {
+    "report_to": [],
+    "max_steps": 3,
+    "logging_steps": 1,
+    "per_device_train_batch_size": 4,
+    "use_cpu": True,
+    "bf16": False,
+    "save_strategy": "no",
+    "learning_rate": 1e-2,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "disable_tqdm": True,
+    "gradient_checkpointing": False,
+}
+ONLINE = {"num_generations": 2, "max_completion_length": 5, "temperature": 0.9, "beta": 0.1}
+PROMPTS = ["a b", "hello there", "1 + 1 =", "x"] * 2
+GOOD, BAD = [" c d e", " you", " 2", " y z"] * 2, [" c", " me", " 11", " z"] * 2
+DATA = {
+    "GRPO": {"prompt": PROMPTS},
+    "RLOO": {"prompt": PROMPTS},
+    "SFT": {"prompt": PROMPTS, "completion": GOOD},
+    "DPO": {"prompt": PROMPTS, "chosen": GOOD, "rejected": BAD},
+    "KTO": {"prompt": PROMPTS, "completion": GOOD, "label": [True, False] * 4},
+}
+FXRL = {name: getattr(ours, f"Fxrl{name}Trainer") for name in DATA}
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    monkeypatch.setenv("CI", "1")  # TRL then sends no telemetry
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def reward(completions, **_):
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def tiny(dtype=torch.float32):
+    torch.manual_seed(0)
+    model, tokenizer = load_model("tiny:qwen3:layers=1,hidden=32")
+    return model.to(dtype), tokenizer
+
+
+def make(name, folder, trainer=None, *, lora=True, engine=None, **options):
+    """A trainer of one kind, TRL's own unless ``trainer`` says otherwise."""
+    model, tokenizer = tiny()
+    online = name in ("GRPO", "RLOO")
+    options = {**COMMON, **(ONLINE if online else {}), **options}
+    args = getattr(trl, f"{name}Config")(str(folder), **options)
+    given = {"reward_funcs": reward} if online else {}
+    if trainer is not None:
+        given["config"] = CONFIG
+    if engine is not None:
+        given["engine"] = engine(model, tokenizer)
+    return (trainer or getattr(trl, f"{name}Trainer"))(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_dict(DATA[name]),
+        processing_class=tokenizer,
+        peft_config=LORA if lora else None,
+        **given,
+    )
+
+
+def both(name, folder, **options):
+    """TRL's own and fxrl's, each made and trained: they draw the same random numbers."""
+    trainers = []
+    for trainer in (None, FXRL[name]):
+        trainers.append(make(name, folder / ("mine" if trainer else "theirs"), trainer, **options))
+        trainers[-1].train()
+    return trainers
+
+
+def assert_same_runs(theirs, mine):
+    """Every metric of every step, and the weights that come out."""
+    logs = theirs.state.log_history[:-1], mine.state.log_history[:-1]
+    for wanted, got in zip(*logs, strict=True):
+        wanted, got = ({k: v for k, v in x.items() if "time" not in k} for x in (wanted, got))
+        assert wanted.keys() == got.keys()
+        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-6)
+    weights = (dict(trainer.model.named_parameters()) for trainer in (mine, theirs))
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
+
+
+RUNS = {
+    "GRPO, reference and entropy bonus": (
+        "GRPO",
+        {"num_iterations": 2, "steps_per_generation": 2, "entropy_coef": 0.01},
+    ),
+    "RLOO": ("RLOO", {"beta": 0.0}),
+    "SFT, packed": ("SFT", {"packing": True, "max_length": 16}),
+    "SFT, completions": ("SFT", {"loss_type": "dft", "lora": False}),
+    "DPO, reference without its adapter": ("DPO", {}),
+    "KTO, reference beforehand": ("KTO", {"precompute_ref_log_probs": True}),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_the_numbers_are_trls(case, tmp_path):
+    name, options = RUNS[case]
+    theirs, mine = both(name, tmp_path, **options)
+    assert_same_runs(theirs, mine)
+    first = mine.state.log_history[0]
+    if "precompute_ref_log_probs" not in options:  # it batches other rows together
+        for metric in ("kl", "rewards/margins", "rewards/chosen"):
+            assert first.get(metric, 0.0) == 0.0, "policy and reference take one route"
+    applied = {r.pass_name for r in mine.train_step.report.of_kind("applied")}
+    assert "fuse-linear-logprob" in applied
+    assert len(mine.train_step.captures) <= 3
+    assert (tmp_path / "mine" / "fxrl" / "plan.json").exists()
+
+
+def test_an_engine_draws_and_its_log_probs_are_corrected_for(tmp_path):
+    def engine(model, tokenizer):
+        return TorchEngine.from_tokenizer(model, tokenizer)
+
+    options = {"loss_type": "cispo", "beta": 0.0, "max_steps": 2}
+    trainer = make("GRPO", tmp_path, FXRL["GRPO"], engine=engine, **options)
+    trainer.train()
+    for logs in trainer.state.log_history[:-1]:
+        assert logs["sampling/sampling_logp_difference/max"] < 1e-5
+        assert logs["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    drawer = trainer.vllm_generation
+    assert drawer.engine.policy_version == 2
+    with pytest.raises(fxrl.errors.FxrlError, match="standby"):
+        drawer.engine.generate([[5]], drawer.params)
+    _, ids, logps, _ = drawer.generate([[5, 6], [5, 6], [7], [7]], None, 2)
+    assert [len(row) for row in ids] == [len(row) for row in logps]
+    assert all(len(token) == 1 for row in logps for token in row)
+    with pytest.raises(ConfigError, match="images"):
+        drawer.generate([[5]], [["picture"]], 1)
+
+
+# ---------------------------------------------------------------------------- the one call
+def test_the_fused_call_is_trls():
+    """Every field against TRL's own head, in float64, with and without the adapter."""
+    model, _ = tiny(torch.float64)
+    entries = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", *entries))
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    through = ours.ThroughStep(model, ours.TokenScores(entries, 0.7, True), CONFIG)
+    ids = torch.randint(3, 250, (3, 9), generator=torch.manual_seed(1))
+    labels = ids.masked_fill(torch.arange(9) < 4, -100)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    wanted = model(**inputs, labels=labels, fused_lm_head=True)
+    got = through(**inputs, labels=labels, fused_lm_head=True)
+    for name in ("loss", "log_probs", "entropy", "label_mask", *entries):
+        torch.testing.assert_close(
+            got[name].detach(), wanted[name].detach(), rtol=0, atol=3e-6, check_dtype=False
+        )
+    weights = [p for p in model.parameters() if p.requires_grad]
+    scores = ours.TokenScores(entries, 0.7, True)(model, {"inputs": inputs, "labels": labels})
+    mixed = [(s["log_probs"].exp() * s["entropy"]).sum() for s in (got, scores)]
+    gradients = [torch.autograd.grad(value, weights) for value in mixed]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+    with torch.no_grad():
+        again = through(**inputs, labels=labels, fused_lm_head=True)
+        assert torch.equal(again.log_probs, got.log_probs), "the first ratio is exactly 1"
+        with model.disable_adapter():
+            bare = through(**inputs, labels=labels, fused_lm_head=True)
+            theirs = model(**inputs, labels=labels, fused_lm_head=True)
+    torch.testing.assert_close(
+        bare.log_probs, theirs.log_probs, rtol=0, atol=3e-6, check_dtype=False
+    )
+    assert not torch.allclose(bare.log_probs, got.log_probs, atol=1e-3)
+    nothing = through(**inputs, labels=torch.full_like(ids, -100), fused_lm_head=True)
+    assert nothing.log_probs.requires_grad
+    assert not nothing.loss.item()
+    assert isinstance(through, type(model))
+    assert through.peft_config is model.peft_config
+
+
+def test_prompt_learning_counts_its_virtual_tokens():
+    model, _ = tiny()
+    add_fused_lm_head(model, outputs=("log_probs",))
+    model = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    through = ours.ThroughStep(model, ours.TokenScores(), CONFIG)
+    ids = torch.randint(3, 250, (2, 6), generator=torch.manual_seed(1))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    wanted, got = (call(**inputs, fused_lm_head=True) for call in (model, through))
+    assert got.log_probs.shape == (2, 8)
+    torch.testing.assert_close(got.log_probs, wanted.log_probs, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_that_trl_asks_for_are_a_miss():
+    model, _ = tiny()
+    through = ours.ThroughStep(model, ours.TokenScores(), CONFIG)
+    with pytest.raises(MissedRewriteError, match="label_smoothing_factor"):
+        through(input_ids=torch.ones(1, 3, dtype=torch.int64))
+
+
+# ---------------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("SFT", {"use_liger_kernel": True}, "use_liger_kernel=True .* leave it out"),
+        ("DPO", {"activation_offloading": True}, "host_memory"),
+        ("GRPO", {"torch_compile": True}, "torch_compile=True"),
+        ("GRPO", {"use_vllm": True, "vllm_mode": "server"}, "vllm_mode='server'.*engine="),
+        ("GRPO", {"loss_type": "vespo"}, "sequence_mask.*token_truncate"),
+        ("RLOO", {"use_transformers_continuous_batching": True}, "who draws"),
+    ],
+)
+def test_what_cannot_work_is_refused(name, options, words, tmp_path):
+    def engine(model, tokenizer):
+        return TorchEngine.from_tokenizer(model, tokenizer)
+
+    drawn = engine if name in ("GRPO", "RLOO") else None
+    with pytest.raises(ConfigError, match=words):
+        make(name, tmp_path, FXRL[name], engine=drawn, **options)
+
+
+def test_sharding_is_refused():
+    parallel = SimpleNamespace(cp_enabled=True)
+    accelerator = SimpleNamespace(parallelism_config=parallel)
+    trainer = SimpleNamespace(
+        accelerator=accelerator, is_fsdp_enabled=True, is_deepspeed_enabled=False
+    )
+    with pytest.raises(ConfigError, match=r"cp, FSDP: .*DistributedDataParallel"):
+        ours._refuse_sharding(trainer)
+
+
+def test_checkpointing_is_set_aside_in_a_copy(tmp_path):
+    args = trl.SFTConfig(str(tmp_path), **COMMON | {"gradient_checkpointing": True})
+    with pytest.warns(UserWarning, match="gradient_checkpointing is set aside: fxrl plans"):
+        judged = ours._judged(args)
+    assert args.gradient_checkpointing
+    assert not judged.gradient_checkpointing
+    assert not getattr(judged, "activation_checkpointing", False)
+
+
+def test_another_trl_is_named():
+    """One whose method is gone, or begins otherwise."""
+    for name in ("compute_policy_loss", "compute_loss"):
+        words = rf"SFTTrainer.{name}\(self, policy, \.\.\.\).*tested: 1\.16\.0"
+        with pytest.raises(ours.TRLVersionError, match=words):
+            ours._check_method("SFTTrainer", name, "self", "policy")
+
+
+# ---------------------------------------------------------------------------- two processes
+def process(rank, port, folder):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "CI": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+    torch.set_num_threads(1)
+    options = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "max_steps": 1}
+    theirs, mine = both("SFT", Path(folder) / str(rank), **options)
+    assert_same_runs(theirs, mine)
+    assert isinstance(mine.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    torch.save([p for p in mine.model.parameters() if p.requires_grad], f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_gradients_are_reduced_between_processes(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(process, (port, str(tmp_path)), nprocs=2)
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(map(torch.equal, one, other))
