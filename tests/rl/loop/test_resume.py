@@ -320,6 +320,8 @@ def broken(path):
         "optimizer.pt",
         lambda: tensors("optimizer.pt", lambda v: v["optimizer"]["state"].update({99: {}})),
     )
+    yield "optimizer.pt", lambda: tensors("optimizer.pt", lambda v: v["names"].append([]))
+    yield "optimizer.pt", lambda: tensors("optimizer.pt", lambda v: v["names"].pop())
     yield (
         "optimizer.pt",
         lambda: tensors("optimizer.pt", lambda v: v["schedule"].update(last_epoch=-4)),
@@ -371,7 +373,8 @@ def test_every_checkpoint_is_one_of_peft_or_transformers(config_file, kind):
     import peft
     import transformers
 
-    extra = () if kind == "adapter" else ("model.lora=none", "optim.lr=1e-3")
+    extra = ("model.gradient_checkpointing=true",)
+    extra += () if kind == "adapter" else ("model.lora=none", "optim.lr=1e-3")
     assert train(config_file, "out", "steps=1", *extra) == 0
     held = {}
     plain = TrainingLoop.resume
@@ -390,6 +393,8 @@ def test_every_checkpoint_is_one_of_peft_or_transformers(config_file, kind):
     else:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(at(1))
         assert transformers.AutoTokenizer.from_pretrained(at(1)) is not None
+        for folder in (at(1), "out/final"):  # training goes without, whoever loads it does not
+            assert transformers.AutoConfig.from_pretrained(folder).use_cache is True
     found = dict(loaded.named_parameters())
     assert held
     for name, value in held.items():
