@@ -242,13 +242,20 @@ def write(
             f"the checkpoint of step {place.step} could not be written to {folder}: {why(error)}"
             f"{notes}; older checkpoints are as they were"
         ) from error
-    of_branch = [other for other in list_places(run_dir) if other.branch == place.branch]
-    with contextlib.suppress(OSError):  # what is left goes with the next one
+    prune(run_dir, place.branch, keep)
+    return place.under(run_dir)
+
+
+def prune(run_dir: Path, branch: int, keep: int) -> None:
+    """Deletes all checkpoints of a branch but the newest ``keep``, and what a write or a deletion
+    that was cut off has left; what cannot be deleted goes the next time."""
+    folder = run_dir / FOLDER
+    of_branch = [place for place in list_places(run_dir) if place.branch == branch]
+    with contextlib.suppress(OSError):
         for old in of_branch[:-keep]:
             # A power loss while it is deleted must not leave half of it under its name.
             os.replace(old.under(run_dir), folder / f"{_WORK[1]}{old.name}")
         _clean(folder)
-    return place.under(run_dir)
 
 
 def _same_weights(path: Path, files: dict[str, tuple[str, int]]) -> bool:

@@ -169,6 +169,14 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(config_file, monkeypatch):
         assert weights(at(3, run)) == weights(at(3, "whole")), number
 
 
+def test_what_a_kill_left_of_a_deletion_goes_even_if_no_step_is_left(config_file):
+    assert train(config_file, "out", "steps=3", "keep_checkpoints=3") == 0
+    (at(1) / "state.pt").unlink()
+    at(1).rename(at(1).with_name(f".deleting-{at(1).name}"))
+    assert train(config_file, "out", "steps=3", "keep_checkpoints=1", resume="") == 0
+    assert [path.name for path in Path("out/checkpoints").iterdir()] == [at(3).name]
+
+
 def test_no_sound_checkpoint(config_file, capsys):
     assert train(config_file, "out", "steps=1") == 0
     (at(1) / "state.pt").unlink()
