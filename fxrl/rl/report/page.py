@@ -251,7 +251,7 @@ def _reward_chart(records: Sequence[Table]) -> Chart | None:
         spread = number(record, "reward_std") or 0.0
         band = {"low": rewards[at] - spread, "high": rewards[at] + spread}
         mean = statistics.fmean(rewards[max(0, at + 1 - window) : at + 1])
-        shown.append({**record, **band, "mean": mean})
+        shown.append({"step": record["step"], "reward": rewards[at], "mean": mean, **band})
     lines = [Line("reward ± spread in a group", "reward", "low", "high", "c0")]
     if window > 1:
         lines[0] = replace(lines[0], style="thin c0")
