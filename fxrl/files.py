@@ -80,30 +80,37 @@ def opened(
 
 
 @contextmanager
-def replacing(path: Path, *, below: Path | None = None) -> Iterator[IO[bytes]]:
+def replacing(
+    path: Path, *, below: Path | None = None, work: str = "writing"
+) -> Iterator[IO[bytes]]:
     """A new file, which takes the place of ``path`` once it is complete and on the disk.
+
+    Args:
+        work: the end of its name until then; of two that may write at once, each has its own.
 
     Raises:
         ForeignFileError: ``path`` is reached through a link.
         OSError: it could not be written; ``path`` is as it was.
     """
     refuse_links(path, below)
-    work = path.with_name(f".{path.name}.writing")
-    work.unlink(missing_ok=True)
+    new = path.with_name(f".{path.name}.{work}")
+    new.unlink(missing_ok=True)
     try:
-        with opened(work, "xb") as stream:
+        with opened(new, "xb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        rename(work, path)
+        rename(new, path)
     except BaseException:
-        work.unlink(missing_ok=True)  # it takes the space that may be short
+        new.unlink(missing_ok=True)  # it takes the space that may be short
         raise
 
 
-def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> None:
-    """``content`` in the place of ``path``; raises as ``replacing`` does."""
-    with replacing(path, below=below) as stream:
+def write_bytes(
+    path: Path, content: bytes, *, below: Path | None = None, work: str = "writing"
+) -> None:
+    """``content`` in the place of ``path``, as ``replacing`` does it."""
+    with replacing(path, below=below, work=work) as stream:
         stream.write(content)
 
 

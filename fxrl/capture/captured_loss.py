@@ -21,7 +21,7 @@ from fxrl.capture._torch import (
     GuardOnDataDependentSymNode,
     TorchDynamoException,
     compile_counters,
-    compiles_uncollected,
+    compiles_undisturbed,
     dynamo_config,
     failed_imports_raise,
     functorch_level,
@@ -132,7 +132,7 @@ class CapturedLoss:
             dynamo_config.patch(_WAYS[way]),
             layers,
             failed_imports_raise(),
-            compiles_uncollected(),
+            compiles_undisturbed(),
             breaks_inside() as breaks,
         ):
             try:

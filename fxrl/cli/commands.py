@@ -133,7 +133,7 @@ def report_run(args: Args) -> int:
     """Prints the page's path."""
     from fxrl.rl.report.page import write_page
 
-    page = write_page(Path(args.run_dir))
+    page = write_page(Path(args.run_dir), work=f"report-{os.getpid()}")
     if args.json:
         show.as_json({"page": str(page)})
     else:

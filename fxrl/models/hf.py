@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from fxrl.errors import FxrlError, optional
 
@@ -30,6 +33,28 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if was_on:
             logging.enable_progress_bar()
+
+
+_USE_CACHE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def train_without_cache(model: Any) -> None:
+    """Switches the KV cache off in the model's configuration, but not in what is saved of it."""
+    _USE_CACHE.setdefault(model, model.config.use_cache)
+    model.config.use_cache = False
+
+
+def save_pretrained(model: Any, folder: Path) -> None:
+    """The model's own ``save_pretrained``, without progress bars and as nobody trains it."""
+    used_cache = _USE_CACHE.get(model)
+    if used_cache is not None:
+        model.config.use_cache = used_cache
+    try:
+        with no_progress_bars():
+            model.save_pretrained(str(folder))
+    finally:
+        if used_cache is not None:
+            model.config.use_cache = False
 
 
 def why_no_hub() -> str | None:

@@ -29,7 +29,7 @@ from torch import nn
 
 from fxrl.errors import FxrlError, optional
 from fxrl.files import refuse_links, replacing_folder
-from fxrl.models.hf import ModelError, no_progress_bars, why_no_hub
+from fxrl.models.hf import ModelError, no_progress_bars, save_pretrained, why_no_hub
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
 from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config, tiny_tokenizer
 from fxrl.models.trust import check_config, check_folder, read_json
@@ -424,8 +424,7 @@ def write_model(model: nn.Module, tokenizer: Any, made: Path) -> None:
     if (refuse_links(made) / "config.json").is_file():
         return
     with replacing_folder(made) as work:
-        with no_progress_bars():
-            model.save_pretrained(str(work))  # type: ignore[operator]
+        save_pretrained(model, work)
         tokenizer.save_pretrained(str(work))
 
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from fxrl.errors import MissingPackageError, optional
-from fxrl.models.hf import FetchError, no_progress_bars
+from fxrl.models.hf import FetchError, save_pretrained
 
 DOWNLOAD_TIMEOUT_S = 1800
 
@@ -238,8 +238,7 @@ def convert_gguf(gguf: Path, folder: Path, *, eos_token: str, pad_token: str) ->
     # A byte may be wrong anywhere, and meet numpy, tokenizers, transformers or torch.
     except Exception as error:
         raise FetchError(f"{gguf.name}: damaged, or no GGUF of a Llama: {error!r}") from error
-    with no_progress_bars():
-        model.save_pretrained(str(folder))
+    save_pretrained(model, folder)
     tokenizer.save_pretrained(str(folder))
 
 

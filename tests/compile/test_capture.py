@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
+import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -123,3 +126,35 @@ def test_a_second_process_finds_the_first_ones_code(tmp_path):
     ids, misses, hits = compile_in_a_process()
     assert (misses, hits) == (2, 0)  # cold: forward and vjp
     assert compile_in_a_process() == [ids, 0, 2]  # warm, and the same ids
+
+
+WIDTH = """
+import functools
+
+@functools.lru_cache
+def known():
+    return 8.0
+
+def width():
+    return known()
+"""
+
+
+@pytest.mark.parametrize("owner", ["library", "user"])
+def test_a_cache_that_is_traced_through_is_told_to_its_owner(owner, tmp_path, monkeypatch):
+    """Nobody can act on a library's own; a warning of the user's code is the user's."""
+    folder = sysconfig.get_path("purelib") if owner == "library" else tmp_path
+    module = types.ModuleType(f"code_of_{owner}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(WIDTH, f"{folder}/{module.__name__}.py", "exec"), vars(module))
+
+    def loss(model, batch):
+        return entropy_loss(model, batch) / module.width()
+
+    before = warnings.filters[:]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step_for(Lm(), loss)(batch_of(2, 5))
+    told = [str(warning.message) for warning in caught if "lru_cache" in str(warning.message)]
+    assert len(told) == (owner == "user")
+    assert warnings.filters == before

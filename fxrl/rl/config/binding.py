@@ -21,6 +21,7 @@ from dataclasses import MISSING
 from typing import Any, Literal, TypeVar
 
 from fxrl.errors import ConfigError
+from fxrl.rl.errors import shown
 
 T = TypeVar("T")
 REST = {"rest": True}
@@ -44,7 +45,7 @@ class Table:
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self), include_extras=True)
         lines = [
-            f"{name}={value!r} {wrong}"
+            f"{name}={shown(value)} {wrong}"
             for name, hint in hints.items()
             for kind in (hint, *typing.get_args(hint))
             for check in getattr(kind, "__metadata__", ())
@@ -212,7 +213,7 @@ def bind(
                 values[key] = _fit(hints[key], value)
             except TypeError:
                 cure = suggest(name) if inner else ""  # optim="adamw": optim.name
-                problems.append(f"{name}={_plain(value)!r} is not {_spell(hints[key])}{cure}")
+                problems.append(f"{name}={shown(_plain(value))} is not {_spell(hints[key])}{cure}")
     required = (key for key, f in fields.items() if f.default is f.default_factory is MISSING)
     missing = [key for key in required if key not in values]
     problems += [f"{path}{key}: missing; it has no default" for key in missing if key not in table]

@@ -23,6 +23,7 @@ from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES, completion_logits, token_stats
 from fxrl.losses.own_code import load_function
 from fxrl.models import load_model, lora, quantize
+from fxrl.models.hf import train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.callbacks import Events
 from fxrl.rl.config.named import build_loss
@@ -253,7 +254,8 @@ def _around(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
     )
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = list(named.values())
     optimizer = build_optimizer(config.optim, parameters)
     num_updates = config.steps * config.num_iterations
     scorer = functools.partial(
@@ -281,6 +283,7 @@ def _around(
             run_dir=run_dir,
             place="" if config.loss.name in FACTORIES else defined_at(loss_fn),
             ranks=rollouter.ranks,
+            names=list(named),
         ),
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
@@ -328,7 +331,7 @@ def _checkpoint(model: Any) -> None:
     KV cache, which transformers would switch off with a warning at the first batch."""
     new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
     getattr(model, new if hasattr(model, new) else old)()
-    model.config.use_cache = False
+    train_without_cache(model)
 
 
 def pick_device(name: str) -> torch.device:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from fxrl.errors import optional
-from fxrl.models.hf import no_progress_bars
+from fxrl.models.hf import save_pretrained
 from fxrl.rl.config.load import differences
 from fxrl.rl.config.tables import Dtype
 from fxrl.rl.errors import CheckpointError
@@ -144,8 +144,8 @@ def _save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         config.inference_mode = True  # as PEFT saves them: what loads it does not train it
         config.save_pretrained(str(folder))
     elif hasattr(model, "save_pretrained"):
-        with _writing("model.safetensors"), no_progress_bars():
-            model.save_pretrained(str(folder))  # type: ignore[operator]
+        with _writing("model.safetensors"):
+            save_pretrained(model, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
     held = _read_weights(folder, model)

@@ -54,7 +54,8 @@ def hold(run_dir: Path, tell: Tell) -> Iterator[None]:
     finally:
         if descriptor in _HELD:  # and this is no child on its way out
             with contextlib.suppress(OSError):
-                path.unlink()  # before it is free: whoever waits would lock a file without a name
+                if _is_at(descriptor, path):  # the folder may have been taken from under it
+                    path.unlink()  # before it is free: who waits would lock a file without a name
             _HELD.discard(descriptor)
             os.close(descriptor)
             if made:

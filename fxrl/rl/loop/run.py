@@ -19,9 +19,9 @@ from torch import nn
 
 from fxrl.distributed import Ranks, joined
 from fxrl.errors import FxrlError, did_you_mean
-from fxrl.files import make_folder, refuse_links, rename, replacing_folder, write_text
+from fxrl.files import refuse_links, remove, rename, replacing_folder, write_text
 from fxrl.models import load_tokenizer
-from fxrl.models.hf import no_progress_bars
+from fxrl.models.hf import save_pretrained
 from fxrl.rl.config.dtype import settle
 from fxrl.rl.config.load import as_table, differences
 from fxrl.rl.config.tables import TrainConfig
@@ -207,7 +207,7 @@ def _trained(loop: TrainingLoop, task: Task, reporter: Reporter) -> Outcome:
                 reporter.message(line)
         note(loop.run_dir, reporter.message, versions=versions(), outlook=said)
         reporter.begin(config.steps, loop.done)
-        with stop_on_signal(lambda name: reporter.message(_stopping(name))) as stop:
+        with stop_on_signal(lambda name: reporter.stopping(_stopping(name))) as stop:
             loop.run(reporter, stop)
     finally:
         parts.engine.close()
@@ -257,8 +257,7 @@ def _finish(loop: TrainingLoop, stop: StopRequest, reporter: Reporter) -> Outcom
 
     def write() -> None:
         with replacing_folder(run_dir / "final") as final:
-            with no_progress_bars():
-                loop.parts.model.save_pretrained(str(final))  # type: ignore[operator]
+            save_pretrained(loop.parts.model, final)
             loop.parts.tokenizer.save_pretrained(str(final))
         write_text(run_dir / "summary.json", jsonlib.dumps(values, indent=1) + "\n")
 
@@ -310,19 +309,28 @@ def _move_aside(run_dir: Path, tell: Tell) -> None:
     """A run that is there keeps its files, under the folder's name with a number; not the lock."""
     if not read_lines(run_dir / METRICS) and not checkpoint.list_checkpoints(run_dir):
         return
+    run_dir = run_dir.resolve()  # where it is a link, the link stays
     aside = next(
         path
         for number in itertools.count(1)
         if not (path := run_dir.with_name(f"{run_dir.name}.{number}")).exists()
     )
+    new = run_dir.with_name(f".{run_dir.name}.new")
 
     def move() -> None:
-        rename(run_dir, aside)
-        make_folder(run_dir)
-        os.replace(aside / LOCK, run_dir / LOCK)
+        # The new folder appears with the lock in it: nobody ever finds one that is free.
+        remove(new)
+        new.mkdir()
+        os.link(run_dir / LOCK, new / LOCK)
+        try:
+            rename(run_dir, aside)
+            (aside / LOCK).unlink()
+            rename(new, run_dir)
+        finally:
+            remove(new)
 
-    try_to_write(move, str(aside))
-    tell(f"run_dir={run_dir}: the run that it held is in {aside}")
+    tell(f"run_dir={run_dir}: the run that it holds goes to {aside}")
+    try_to_write(move, str(run_dir))
 
 
 def _check_own(run_dir: Path) -> None:

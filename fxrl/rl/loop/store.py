@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from fxrl.files import make_folder, rename, sync, sync_tree, write_bytes
 from fxrl.rl.errors import CheckpointError, StorageError
-from fxrl.rl.report.files import COMPLETIONS, METRICS, as_line, read_lines, why
+from fxrl.rl.report.files import COMPLETIONS, METRICS, as_line, may_lack_space, read_lines, why
 
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 _FORMAT = 1
@@ -237,17 +237,25 @@ def write(
     except Exception as error:
         shutil.rmtree(work, ignore_errors=True)  # it takes the space that is short
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        notes += "; free some space" if may_lack_space(error) else ""
         raise StorageError(
             f"the checkpoint of step {place.step} could not be written to {folder}: {why(error)}"
-            f"{notes}; free some space; older checkpoints are as they were"
+            f"{notes}; older checkpoints are as they were"
         ) from error
-    of_branch = [other for other in list_places(run_dir) if other.branch == place.branch]
-    with contextlib.suppress(OSError):  # what is left goes with the next one
+    prune(run_dir, place.branch, keep)
+    return place.under(run_dir)
+
+
+def prune(run_dir: Path, branch: int, keep: int) -> None:
+    """Deletes all checkpoints of a branch but the newest ``keep``, and what a write or a deletion
+    that was cut off has left; what cannot be deleted goes the next time."""
+    folder = run_dir / FOLDER
+    of_branch = [place for place in list_places(run_dir) if place.branch == branch]
+    with contextlib.suppress(OSError):
         for old in of_branch[:-keep]:
             # A power loss while it is deleted must not leave half of it under its name.
             os.replace(old.under(run_dir), folder / f"{_WORK[1]}{old.name}")
         _clean(folder)
-    return place.under(run_dir)
 
 
 def _same_weights(path: Path, files: dict[str, tuple[str, int]]) -> bool:

@@ -255,6 +255,7 @@ class TrainingLoop:
         own = [other.resolve() for other in checkpoint.list_checkpoints(self.run_dir)]
         if own and path.resolve() == own[-1]:
             self._branch, self._parent = store.read_manifest(path).branch, path.name
+            store.prune(self.run_dir, self._branch, self.config.keep_checkpoints)
         else:
             self._parent = path.name if path.resolve() in own else str(path.resolve())
             store.set_lines_aside(self.run_dir)

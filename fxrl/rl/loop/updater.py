@@ -77,6 +77,8 @@ class Updater:
         place: of the loss in its file, for messages.
         process: what the loss may not change.
         ranks: that share a step's micro-batches.
+        names: of the parameters, by which they find their state in a checkpoint; by default their
+            places.
     """
 
     step: Callable[[Batch], Any]
@@ -92,22 +94,32 @@ class Updater:
     place: str = ""
     process: ProcessState = field(default_factory=ProcessState)
     ranks: Ranks = field(default_factory=Ranks)
+    names: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.names = self.names or [str(place) for place in range(len(self.parameters))]
 
     def state_dict(self) -> dict[str, Any]:
-        """State of optimizer and schedule."""
+        """State of optimizer and schedule; the optimizer's by place in ``names``."""
         return {
+            "names": list(self.names),
             "optimizer": self.optimizer.state_dict(),
             "schedule": {"last_epoch": self.schedule.last_epoch},
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes the tensors and the number of updates over; learning rate, decay and whatever else
-        the configuration says stay as they are.
+        """Takes the tensors over, by the parameters' names, and the number of updates; learning
+        rate, decay and whatever else the configuration says stay as they are.
 
         Raises:
             KeyError, TypeError, ValueError: it is no state of this optimizer.
         """
-        state, updates = saved["optimizer"]["state"], saved["schedule"]["last_epoch"]
+        theirs = dict(enumerate(saved["names"]))
+        if other := set(theirs.values()) ^ set(self.names):
+            raise ValueError(f"it is of other parameters: {', '.join(sorted(map(str, other))[:5])}")
+        ours = {name: place for place, name in enumerate(self.names)}
+        by_place, updates = saved["optimizer"]["state"], saved["schedule"]["last_epoch"]
+        state = {ours[theirs[place]]: values for place, values in by_place.items()}
         if type(updates) is not int or updates < 0:
             raise ValueError(f"{updates!r} updates")
         if updates and not state and self._state_of_one(self.parameters[0].dim()):

@@ -18,7 +18,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +43,12 @@ _NO_MATTER_OF_SPACE = {
 }
 
 
+def may_lack_space(error: BaseException) -> bool:
+    """Whether more space could be what a failed write needs."""
+    foreign = isinstance(error, ForeignFileError)
+    return not foreign and getattr(error, "errno", None) not in _NO_MATTER_OF_SPACE
+
+
 def try_to_write(action: Callable[[], T], what: str) -> T:
     """``action()``.
 
@@ -52,7 +58,7 @@ def try_to_write(action: Callable[[], T], what: str) -> T:
     try:
         return action()
     except OSError as error:
-        cure = "" if error.errno in _NO_MATTER_OF_SPACE else "free some space, or "
+        cure = "free some space, or " if may_lack_space(error) else ""
         raise StorageError(
             f"{what} could not be written: {why(error)}; {cure}give another run_dir"
         ) from error
@@ -109,9 +115,16 @@ class JsonLines:
     ) -> None:
         self.path, self._tell = path, tell
         self._pending: list[bytes] = []
-        lines, damaged = _parse(path)
-        kept = [revise(line) for line in lines if line["step"] <= keep_until]
-        former = [as_line(line) for line in lines if line["step"] > keep_until]
+        kept: list[dict[str, Any]] = []
+        former: list[bytes] = []
+        damaged: list[bytes] = []
+        for line, text in _parse(path):
+            if line is None:
+                damaged.append(text)
+            elif line["step"] > keep_until:
+                former.append(as_line(line))
+            else:
+                kept.append(revise(line))
 
         def rewrite() -> None:
             self._set_aside("damaged", damaged, "could not be read")
@@ -134,9 +147,10 @@ class JsonLines:
         try:
             self.flush()
         except (OSError, ForeignFileError) as error:
+            cure = "; free some space" if may_lack_space(error) else ""
             self._tell(
                 f"{self.path}: {why(error)}; {len(self._pending)} lines wait in memory, the run "
-                "goes on; free some space"
+                f"goes on{cure}"
             )
 
     def flush(self) -> None:
@@ -189,24 +203,26 @@ def as_line(values: Mapping[str, Any]) -> bytes:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """All lines that are JSON objects with a ``step``; empty without a file."""
-    return _parse(path)[0]
+    names: dict[str, str] = {}  # one of each for all lines: a long run's are most of the memory
+    return [{names.setdefault(k, k): v for k, v in line.items()} for line in each_line(path)]
 
 
-def _parse(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """The lines of a file, and those that are damaged as they are."""
-    content = b""
-    if path.is_file():
-        with opened(path, "rb") as stream:
-            content = stream.read()
-    lines: list[dict[str, Any]] = []
-    damaged: list[bytes] = []
-    for text in content.split(b"\n"):
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):  # no JSON, no UTF-8, an integer of 5000 digits
-            line = None
-        if isinstance(line, dict) and type(line.get("step")) is int:
-            lines.append(line)
-        elif text.strip():
-            damaged.append(text + b"\n")
-    return lines, damaged
+def each_line(path: Path) -> Iterator[dict[str, Any]]:
+    """``read_lines``, one at a time."""
+    return (line for line, _ in _parse(path) if line is not None)
+
+
+def _parse(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
+    """Each line of a file, ``None`` where it is damaged, and its bytes."""
+    if not path.is_file():
+        return
+    with opened(path, "rb") as stream:
+        for text in stream:
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):  # no JSON, no UTF-8, an integer of 5000 digits
+                line = None
+            if isinstance(line, dict) and type(line.get("step")) is int:
+                yield line, text
+            elif text.strip():
+                yield None, text.rstrip(b"\n") + b"\n"

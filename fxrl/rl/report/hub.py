@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fxrl.errors import optional
+from fxrl.models.hf import save_pretrained
 from fxrl.rl.callbacks import Callback, Control
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.errors import HubError
@@ -45,7 +46,7 @@ class HubPush(Callback):
             return
         try:
             with TemporaryDirectory() as folder:
-                kwargs["model"].save_pretrained(folder)
+                save_pretrained(kwargs["model"], Path(folder))
                 kwargs["tokenizer"].save_pretrained(folder)
                 self._push(Path(folder), f"step {state.global_step}")
         except Exception as error:

@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -28,7 +28,7 @@ from fxrl.errors import FxrlError
 from fxrl.files import write_bytes
 from fxrl.ir.remark import Remark, RemarkKind, Report, format_bytes
 from fxrl.rl.report.charts import HEIGHT, LEFT, WIDTH, Chart, Line, bar_chart, line_chart, number
-from fxrl.rl.report.files import COMPLETIONS, METRICS, read_lines, try_to_write, why
+from fxrl.rl.report.files import COMPLETIONS, METRICS, each_line, read_lines, try_to_write, why
 from fxrl.rl.report.timing import PHASES
 
 PAGE, NOTES = "run.html", "run.json"
@@ -94,8 +94,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_page(run_dir: Path) -> Path:
+def write_page(run_dir: Path, *, work: str = "writing") -> Path:
     """Writes ``run.html`` into a run's folder.
+
+    Args:
+        work: see ``fxrl.files.replacing``; the run itself may be writing it.
 
     Raises:
         NoRunError: there is no run in it.
@@ -108,7 +111,7 @@ def write_page(run_dir: Path) -> Path:
     if not (records or notes):
         raise NoRunError(f"{run_dir} holds no {METRICS} with a step in it; give a run's run_dir")
     text = _template().render(_content(run_dir, records, notes))
-    _write(run_dir / PAGE, text)
+    _write(run_dir / PAGE, text, work)
     return run_dir / PAGE
 
 
@@ -164,7 +167,7 @@ def _content(run_dir: Path, records: Sequence[Table], notes: Table) -> dict[str,
         "groups": _groups(records, notes),
         "planned": _planned(records, notes),
         "said": _words(notes.get("outlook")),
-        "samples": _samples(_lines(run_dir / COMPLETIONS)),
+        "samples": _samples(run_dir / COMPLETIONS),
         "remarks": remarks[:MOST_REMARKS],
         "left_out": len(remarks) - MOST_REMARKS,
         "config": list(_flat(config)),
@@ -248,7 +251,7 @@ def _reward_chart(records: Sequence[Table]) -> Chart | None:
         spread = number(record, "reward_std") or 0.0
         band = {"low": rewards[at] - spread, "high": rewards[at] + spread}
         mean = statistics.fmean(rewards[max(0, at + 1 - window) : at + 1])
-        shown.append({**record, **band, "mean": mean})
+        shown.append({"step": record["step"], "reward": rewards[at], "mean": mean, **band})
     lines = [Line("reward ± spread in a group", "reward", "low", "high", "c0")]
     if window > 1:
         lines[0] = replace(lines[0], style="thin c0")
@@ -286,19 +289,27 @@ def _plan_of(notes: Table) -> Table:
     return plan if isinstance(plan, dict) else {}
 
 
-def _samples(lines: Iterable[Table]) -> list[tuple[int, list[Table]]]:
-    """Steps with their samples: the first, the last, and what there is room for in between."""
-    steps: dict[int, list[Table]] = {}
-    for line in lines:
-        steps.setdefault(line["step"], []).append(_sample(line))
-    room = {step: len(Markup.escape(str(found))) for step, found in steps.items()}
-    shown, every = sorted(steps), 1
-    while len(shown) > 2 and (
-        len(shown) > MOST_SAMPLED or sum(room[step] for step in shown) > SAMPLE_BYTES
-    ):
+def _samples(path: Path) -> list[tuple[int, list[Table]]]:
+    """Steps with their samples: the first, the last, and what there is room for in between.
+
+    The file is read twice, a line at a time: a long run's does not fit into memory.
+    """
+    steps, every = sorted({line["step"] for line in _each_line(path)}), 1
+
+    def thinned() -> list[int]:
+        return sorted({*steps[::every], *steps[-1:]})
+
+    while len(thinned()) > MOST_SAMPLED:
         every *= 2
-        shown = sorted({*sorted(steps)[::every], min(steps), max(steps)})
-    return [(step, steps[step][:MOST_SAMPLED]) for step in shown]
+    found: dict[int, list[Table]] = {step: [] for step in thinned()}
+    for line in _each_line(path):
+        samples = found.get(line["step"])
+        if samples is not None and len(samples) < MOST_SAMPLED:
+            samples.append(_sample(line))
+    room = {step: len(Markup.escape(str(samples))) for step, samples in found.items()}
+    while len(thinned()) > 2 and sum(room[step] for step in thinned()) > SAMPLE_BYTES:
+        every *= 2
+    return [(step, found[step]) for step in thinned()]
 
 
 def _sample(line: Table) -> Table:
@@ -368,6 +379,11 @@ def _lines(path: Path) -> list[Table]:
     return [] if path.is_symlink() else read_lines(path)
 
 
+def _each_line(path: Path) -> Iterator[Table]:
+    """``each_line``, likewise."""
+    return iter(()) if path.is_symlink() else each_line(path)
+
+
 def _table(path: Path) -> Table:
     """A JSON file's table; empty where there is none, or a link."""
     try:
@@ -377,6 +393,6 @@ def _table(path: Path) -> Table:
     return found if isinstance(found, dict) else {}
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, work: str = "writing") -> None:
     content = text.encode(errors="backslashreplace")
-    try_to_write(lambda: write_bytes(path, content), str(path))
+    try_to_write(lambda: write_bytes(path, content, work=work), str(path))

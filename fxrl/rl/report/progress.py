@@ -148,6 +148,10 @@ class Reporter:
         """A sentence for the user."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def stopping(self, text: str) -> None:
+        """A message after which the process may be ended at any moment."""
+        self.message(text)
+
     def report(self, report: Report) -> None:
         """What ``fxrl.optimize`` did, after the first step."""
         self.console.print(report)
@@ -299,6 +303,12 @@ class LiveReporter(LogReporter):
 
     def message(self, text: str) -> None:
         (LogReporter if self._closed else Reporter).message(self, text)
+
+    def stopping(self, text: str) -> None:
+        """Gives the terminal its cursor back: a second signal leaves no time for that."""
+        super().stopping(text)
+        if not self._closed:
+            self.console.show_cursor(True)
 
     def view(self) -> Group:
         """What is being done, on top where no small window hides it; then the last steps."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fxrl.errors import optional
-from fxrl.files import write_text
+from fxrl.files import refuse_links, write_text
 from fxrl.rl.callbacks import Callback, Control
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
@@ -44,7 +44,9 @@ class TensorBoard:
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         tensorboard = optional("torch.utils.tensorboard", "log_to=tensorboard")
-        self._folder = run_dir / "tensorboard"
+        self._folder = refuse_links(run_dir / "tensorboard")
+        for file in self._folder.glob("*"):  # the writer would go through one of its next name
+            refuse_links(file)
         self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=first_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

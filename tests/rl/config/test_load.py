@@ -110,6 +110,13 @@ def test_one_wrong_value(config_file, override, words):
     assert "vllm.vllm" not in told
 
 
+def test_a_long_value_is_shown_in_part(config_file):
+    deep = "[" * 3000 + "]" * 3000
+    told = problems(config_file, "seed=" + "9" * 6000, f"data.params={deep}")
+    assert len(told) == 2
+    assert all(len(line) < 300 for line in told)
+
+
 def test_missing_tables_are_named(tmp_path):
     file = tmp_path / "empty.toml"
     file.write_text("steps = 3\n")

@@ -51,6 +51,15 @@ def test_links_in_place_of_folders_are_refused(config_file, outside, capsys, nam
     assert f"run/{name} is a link to {outside}" in told(capsys)
 
 
+def test_a_link_among_tensorboards_files_is_refused(config_file, outside, capsys):
+    """Names of later files can be foreseen: time, host and process."""
+    folder = config_file.parent / "run" / "tensorboard"
+    folder.mkdir(parents=True)
+    (folder / "events.out.tfevents.1").symlink_to(outside / "file")
+    assert train(config_file, "tensorboard=true", "steps=1") == 1
+    assert "tensorboard/events.out.tfevents.1 is a link to" in told(capsys)
+
+
 def test_the_folder_itself_may_be_a_link(config_file):
     (config_file.parent / "big_disk").mkdir()
     (config_file.parent / "run").symlink_to("big_disk")

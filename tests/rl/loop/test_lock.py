@@ -43,6 +43,51 @@ def test_a_run_that_is_moved_aside_leaves_the_lock(config_file, tmp_path, capsys
     assert not [path for path in tmp_path.rglob("*.lock") if path.is_file()]
 
 
+def test_no_moment_of_a_move_aside_lets_another_run_in(config_file, monkeypatch, capsys):
+    """Whoever comes is refused; who comes while the folder has no name gets it, and is alone."""
+    assert main(str(config_file), ["run_dir=out", "steps=1"], json=True) == 0
+    Path("link").symlink_to("out")
+    came, refused = [], []
+
+    def come():
+        if not Path("out").exists():
+            Path("out").mkdir()
+            came.append(held.enter_context(hold(Path("out"), quiet)))
+        elif not came:
+            with pytest.raises(RunInUseError), hold(Path("link"), quiet):
+                pass
+            refused.append(True)
+
+    def watched(plain):
+        def call(*args, **kwargs):
+            result = plain(*args, **kwargs)
+            if not inside:
+                inside.append(True)
+                come()
+                inside.clear()
+            return result
+
+        inside = watching
+        return call
+
+    watching = []
+
+    with contextlib.ExitStack() as held, monkeypatch.context() as patch:
+        for name in ("link", "mkdir", "replace", "fsync", "unlink"):
+            patch.setattr(os, name, watched(getattr(os, name)))
+        assert main(str(config_file), ["run_dir=link", "steps=1"], overwrite=True, json=True) == 1
+        assert len(came) == 1
+        assert refused
+        assert Path("out/.lock").exists(), "it is the other's"
+    assert "Directory not empty" in capsys.readouterr().out
+    assert {path.name for path in Path("out.1").iterdir()} > {"checkpoints", "config.json"}
+    assert main(str(config_file), ["run_dir=link", "steps=1"], json=True) == 0
+    assert main(str(config_file), ["run_dir=link", "steps=2"], overwrite=True, json=True) == 0
+    assert Path("link").is_symlink()
+    assert len(Path("out/metrics.jsonl").read_text().splitlines()) == 2
+    assert not [p for p in Path().rglob("*") if p.name in (".lock", ".out.new")]
+
+
 def test_a_folder_made_for_nothing_goes_again(tmp_path):
     with hold(tmp_path / "new", quiet):
         assert (tmp_path / "new/.lock").is_file()

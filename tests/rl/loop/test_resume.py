@@ -169,6 +169,14 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(config_file, monkeypatch):
         assert weights(at(3, run)) == weights(at(3, "whole")), number
 
 
+def test_what_a_kill_left_of_a_deletion_goes_even_if_no_step_is_left(config_file):
+    assert train(config_file, "out", "steps=3", "keep_checkpoints=3") == 0
+    (at(1) / "state.pt").unlink()
+    at(1).rename(at(1).with_name(f".deleting-{at(1).name}"))
+    assert train(config_file, "out", "steps=3", "keep_checkpoints=1", resume="") == 0
+    assert [path.name for path in Path("out/checkpoints").iterdir()] == [at(3).name]
+
+
 def test_no_sound_checkpoint(config_file, capsys):
     assert train(config_file, "out", "steps=1") == 0
     (at(1) / "state.pt").unlink()
@@ -320,6 +328,8 @@ def broken(path):
         "optimizer.pt",
         lambda: tensors("optimizer.pt", lambda v: v["optimizer"]["state"].update({99: {}})),
     )
+    yield "optimizer.pt", lambda: tensors("optimizer.pt", lambda v: v["names"].append([]))
+    yield "optimizer.pt", lambda: tensors("optimizer.pt", lambda v: v["names"].pop())
     yield (
         "optimizer.pt",
         lambda: tensors("optimizer.pt", lambda v: v["schedule"].update(last_epoch=-4)),
@@ -371,7 +381,8 @@ def test_every_checkpoint_is_one_of_peft_or_transformers(config_file, kind):
     import peft
     import transformers
 
-    extra = () if kind == "adapter" else ("model.lora=none", "optim.lr=1e-3")
+    extra = ("model.gradient_checkpointing=true",)
+    extra += () if kind == "adapter" else ("model.lora=none", "optim.lr=1e-3")
     assert train(config_file, "out", "steps=1", *extra) == 0
     held = {}
     plain = TrainingLoop.resume
@@ -390,6 +401,8 @@ def test_every_checkpoint_is_one_of_peft_or_transformers(config_file, kind):
     else:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(at(1))
         assert transformers.AutoTokenizer.from_pretrained(at(1)) is not None
+        for folder in (at(1), "out/final"):  # training goes without, whoever loads it does not
+            assert transformers.AutoConfig.from_pretrained(folder).use_cache is True
     found = dict(loaded.named_parameters())
     assert held
     for name, value in held.items():

@@ -158,6 +158,18 @@ def test_a_finished_run_is_not_overwritten(config_file, capsys):
     assert "optim.lr: was 0.01, is 5.0" in capsys.readouterr().out
 
 
+def test_a_stop_gives_the_terminal_its_cursor_back_at_once(config_file, monkeypatch, capsys):
+    """A second signal ends the process with no time to do it."""
+    stop_after(monkeypatch, 1)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal to rich
+    assert main(str(config_file), ["run_dir=out"], json=False) == 130
+    before, told, after = capsys.readouterr().out.partition("the run stops after this step")
+    assert told
+    assert "\x1b[?25l" in before, "a live view hides it"
+    assert "\x1b[?25h" not in before
+    assert "\x1b[?25h" in after.partition("resume")[0]
+
+
 def test_sigterm_saves_too(config_file, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     stop_after(monkeypatch, 1, signal.SIGTERM)

@@ -147,3 +147,28 @@ def test_a_state_goes_on_and_hyper_parameters_do_not_come_with_it(tmp_path, name
     assert found[0] == found[1]
     assert all(map(torch.equal, first.parameters, second.parameters))
     assert first.schedule.get_last_lr() == second.schedule.get_last_lr()
+
+
+def test_a_state_finds_its_parameters_by_name(tmp_path):
+    """Whatever order a later version of a model or of its library lists them in."""
+
+    def make(names):
+        weights = {name: nn.Parameter(torch.full((2,), float(len(name)))) for name in names}
+        optimizer = torch.optim.Adam(weights.values(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
+
+        def loss(batch):
+            return sum((weight.sum() ** 2) * len(name) for name, weight in weights.items())
+
+        given = (loss, list(weights.values()), optimizer, schedule, LossConfig("dapo"), None, 3)
+        return weights, Updater(*given, tmp_path, names=list(names))
+
+    (weights, first), (others, second) = make(["a", "bb"]), make(["bb", "a"])
+    first.update([BATCH], 1)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for name, weight in weights.items():
+        here = second.optimizer.state[others[name]]["exp_avg"]
+        assert torch.equal(here, first.optimizer.state[weight]["exp_avg"])
+    _, third = make(["a", "cc"])
+    with pytest.raises(ValueError, match="of other parameters: bb, cc"):
+        third.load_state_dict(first.state_dict())

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import tracemalloc
 from html.parser import HTMLParser
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from fxrl.cli import main
 from fxrl.errors import ForeignFileError, FxrlError
+from fxrl.files import replacing
 from fxrl.rl.report.page import SAMPLE_BYTES, write_page
 
 EVIL = "</script><script>document.title='taken'</script>"
@@ -208,3 +210,23 @@ def test_a_browser_opens_it(tmp_path):
     assert "step 4: reward ± spread in a group 1" in page.text
     assert page.elements.count("script") == 1
     assert page.elements.count("figure") == 2
+
+
+def test_report_run_does_not_disturb_the_run_that_writes_its_page(tmp_path, capsys):
+    folder = a_run(tmp_path / "run", [{"step": 1}])
+    with replacing(folder / "run.html") as page:
+        assert main(["report-run", str(folder)]) == 0
+        page.write(b"by the run")
+    assert (folder / "run.html").read_bytes() == b"by the run"
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_page_takes_no_more_memory_than_it_shows(tmp_path):
+    """It is written at every checkpoint; a long run's completions do not fit into memory."""
+    samples = [{"step": n // 4, "completion": "x" * 20_000} for n in range(1000)]
+    folder = a_run(tmp_path / "run", [{"step": 249}], samples)
+    tracemalloc.start()
+    write_page(folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < (folder / "completions.jsonl").stat().st_size / 4

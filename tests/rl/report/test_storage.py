@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fxrl.rl.errors import StorageError
-from fxrl.rl.loop import checkpoint
+from fxrl.rl.loop import checkpoint, store
 from fxrl.rl.report.files import JsonLines, keep_trying, read_lines
 
 
@@ -67,8 +67,27 @@ def test_no_space_is_named(tmp_path, monkeypatch):
         patch.setattr(lines, "_append", no_space)
         lines.write({"step": 1})
     assert "No space left on device" in told[0]
+    assert told[0].endswith("; free some space")
     lines.flush()
     assert [line["step"] for line in read_lines(tmp_path / "m.jsonl")] == [1]
+
+
+def test_room_is_asked_for_only_where_it_helps(tmp_path, monkeypatch):
+    told = []
+    lines = JsonLines(tmp_path / "m.jsonl", 0, tell=told.append)
+    (tmp_path / "other").touch()
+    (tmp_path / "m.jsonl").unlink()
+    (tmp_path / "m.jsonl").symlink_to("other")
+    lines.write({"step": 1})
+    assert "is a link to other" in told[0]
+
+    def refused(*_, **__):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(store, "sync_tree", refused)
+    with pytest.raises(StorageError, match="denied; older") as no:
+        save(tmp_path, 1, nn.Linear(2, 2))
+    assert not any("space" in text for text in (*told, str(no.value)))
 
 
 def save(run_dir, step, model, keep=2):
