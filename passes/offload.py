@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from fxrl.analysis.saved_tensors import kept_by
+from fxrl.ir.graph import nbytes
 from fxrl.ir.graph_pass import Applied, PassDoc
 from fxrl.ir.plan import CutLayer, on_host
 from fxrl.ir.region import send_to_host
@@ -41,10 +43,15 @@ class Offload(LayerPass):
                 "the user's checkpointing of this layer runs it as a whole",
                 "let the plan choose: switch activation checkpointing off",
             )
+        moved = 0
         for call in site.calls:
             own = own_inputs(call, site.calls) if choice.inputs_on == "host" else []
-            send_to_host(call, own, kept=choice.kept_on == "host")
-        return Applied(f"{' and '.join(away)} waits on the host", site.saved_bytes)
+            kept = choice.kept_on == "host"
+            send_to_host(call, own, kept=kept)
+            inputs: Any = call.args[0]
+            moved += sum(nbytes(inputs[position]) for position in own)
+            moved += kept * kept_by(call.meta["region"]).made
+        return Applied(f"{' and '.join(away)} waits on the host", moved)
 
 
 def own_inputs(call: fx.Node, calls: tuple[fx.Node, ...]) -> list[int]:

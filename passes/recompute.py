@@ -16,13 +16,13 @@ checkpointed call stays, and keeps only its input in any case.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from torch import fx
 
-from fxrl.analysis.saved_tensors import bytes_not_saved
+from fxrl.analysis.saved_tensors import kept_by
 from fxrl.ir.graph_pass import Applied, Pass, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice, CutLayer
 from fxrl.ir.region import Cut, region_calls, set_region
@@ -55,6 +55,7 @@ class LayerPass(Pass[OutlinedLayer]):
     """Base of the passes that do to each layer what its ``CutLayer`` says."""
 
     stage: ClassVar[Stage] = Stage.ACT
+    shares_choice: ClassVar[bool] = True
 
     def match(self, gm: fx.GraphModule) -> Iterator[OutlinedLayer]:
         return outlined_layers(gm)
@@ -95,7 +96,13 @@ class Recompute(LayerPass):
             set_region(call, replace(call.meta["region"], cut=choice.kept))
         if site.inside:
             return Applied("recompute: the user's checkpointing keeps only its input")
-        return Applied(_DONE[choice.kept], site.saved_bytes)
+        return Applied(_DONE[choice.kept], 0 if site.opened else _saved(site.calls))
+
+
+def _saved(calls: Sequence[fx.Node]) -> int:
+    """Bytes that these regions keep less than autograd does of their ops."""
+    each = [kept_by(call.meta["region"]) for call in calls]
+    return max(0, sum(kept.by_autograd - kept.inputs - kept.made for kept in each))
 
 
 _DONE: dict[Cut, str] = {
@@ -112,11 +119,7 @@ def outlined_layers(gm: fx.GraphModule) -> Iterator[OutlinedLayer]:
     for call in region_calls(gm):
         if layer := call.meta["region"].layer:
             layers.setdefault(layer, []).append(call)
-    found = [call.meta["region"] for calls in layers.values() for call in calls]
-    bytes_of = {i: bytes_not_saved(region) for i, region in {r.id: r for r in found}.items()}
     for layer, calls in layers.items():
         inside = calls[0].graph.owning_module is not gm
         opened = "checkpointed" in calls[0].meta
-        saved = sum(bytes_of[call.meta["region"].id] for call in calls)
-        saved = 0 if inside or opened else saved
-        yield OutlinedLayer(calls[0], saved, layer, tuple(calls), inside, opened)
+        yield OutlinedLayer(calls[0], 0, layer, tuple(calls), inside, opened)

@@ -7,10 +7,16 @@ computed again from something smaller that is kept anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import fx
 
+from fxrl.analysis.attention import SDPA
 from fxrl.analysis.layers import is_product
 from fxrl.ir.graph import (
     DEQUANTIZED_MM,
@@ -19,6 +25,7 @@ from fxrl.ir.graph import (
     OpOverload,
     base_of,
     bound,
+    is_call,
     is_tensor,
     is_view,
     nbytes,
@@ -89,24 +96,79 @@ def read_later(node: fx.Node) -> Iterator[fx.Node]:
 
 def predict_saved(nodes: Sequence[fx.Node]) -> int:
     """Bytes that a region of these nodes keeps less than autograd does op by op."""
-    inside = set(nodes)
-    eager: dict[fx.Node, bool] = {}  # value -> whether a product reads it
+    eager = _kept_op_by_op(nodes)
+    return max(0, _bytes(eager) - _bytes(_kept_for_products(nodes, eager)))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes between a region's forward and its backward, weights apart.
+
+    Attributes:
+        inputs: that the region keeps.
+        made: that it keeps of what it computes.
+        by_autograd: that would be kept of its ops, run one by one.
+    """
+
+    inputs: int
+    made: int
+    by_autograd: int
+
+
+def kept_by(region: Region) -> Kept:
+    """What a region keeps as its cut says.
+
+    The ``fewest`` bytes are the partitioner's to find; here they are those for the products.
+    """
+    known = _KEPT.setdefault(region.forward, {})
+    key = (region.cut, *(spec.needs_grad for spec in region.inputs))
+    if key not in known:
+        known[key] = _kept(region)
+    return known[key]
+
+
+#: By body, and what else it depends on: layers share one.
+_KEPT: WeakKeyDictionary[fx.GraphModule, dict[Any, Kept]] = WeakKeyDictionary()
+
+
+def _kept(region: Region) -> Kept:
+    graph = region.forward.graph
+    mark_grads(graph, region.inputs)
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    eager = _kept_op_by_op(nodes)
+    inputs = set(graph.find_nodes(op="placeholder"))
+    read = {x for x in inputs if x.users and is_tensor(x) and not _is_parameter(x)}
+    if region.cut in ("inputs", "attention"):
+        attention = {value for value in eager if region.cut == "attention" and _is_attention(value)}
+        kept = read | attention
+    else:
+        kept = _kept_for_products(nodes, eager)
+    return Kept(_bytes(kept & read), _bytes(kept - inputs), _bytes(eager))
+
+
+def _kept_op_by_op(nodes: Sequence[fx.Node]) -> dict[fx.Node, bool]:
+    """What autograd keeps, and whether a product reads it."""
+    kept: dict[fx.Node, bool] = {}
     for node in nodes:
         for value in map(base_of, read_later(node)):
             if not _is_parameter(value):
-                eager[value] = eager.get(value, False) or is_product(node)
+                kept[value] = kept.get(value, False) or is_product(node)
+    return kept
+
+
+def _kept_for_products(nodes: Sequence[fx.Node], eager: Mapping[fx.Node, bool]) -> set[fx.Node]:
+    """What a region keeps that runs norms and activations again, but no product."""
+    inside = set(nodes)
     kept: set[fx.Node] = set()
     for value, whole in eager.items():
         sources = {value} if whole else _sources(value, inside, kept)
         kept |= sources if _bytes(sources - kept) < nbytes(value) else {value}
-    return max(0, _bytes(eager) - _bytes(kept))
+    return kept
 
 
-def bytes_not_saved(region: Region) -> int:
-    """Bytes that a region keeps less than autograd does of the same ops, as its cut says."""
-    graph = region.forward.graph
-    mark_grads(graph, region.inputs)
-    return predict_saved([node for node in graph.nodes if node.op == "call_function"])
+def _is_attention(value: fx.Node) -> bool:
+    made: Any = value.args[0] if is_call(value, operator.getitem) else value
+    return is_call(made, SDPA, torch.ops.fxrl.masked_attention.default)
 
 
 def _bytes(values: Iterable[fx.Node]) -> int:

@@ -26,7 +26,7 @@ from fxrl.capture.breaks import in_one_line
 from fxrl.compile.planning import symbols_of
 from fxrl.errors import HostMemoryError, PlanError
 from fxrl.ir.capture_record import Capture
-from fxrl.ir.graph import hint, is_call, needs_grad
+from fxrl.ir.graph import body_of, hint, is_call, needs_grad
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ir.region import region_at
 from fxrl.ir.remark import format_bytes
@@ -204,15 +204,17 @@ def _autopsy(phase: str, planned: _Planned, shortage: Shortage) -> str:
 
 
 def _layers(gm: fx.GraphModule, plan: Plan) -> Iterator[int | None]:
-    """For each op of a graph that autograd remembers, its layer's number; None for heads and what
-    else is no layer."""
+    """For each op that autograd remembers, in the order in which they run, its layer's number; None
+    for heads and what else is no layer."""
     sites = [site for site, choice in plan.choices.items() if isinstance(choice, CutLayer)]
     number = {site: place for place, site in enumerate(sites)}
     for node in gm.graph.nodes:
         region = region_at(node)
-        if region is None and not is_call(node, torch.ops.fxrl.linear_logprob.default):
+        if (body := body_of(gm, node)) is not None:
+            yield from _layers(body, plan)
+        elif region is None and not is_call(node, torch.ops.fxrl.linear_logprob.default):
             continue
-        if any(map(needs_grad, node.all_input_nodes)):
+        elif any(map(needs_grad, node.all_input_nodes)):
             yield None if region is None else number.get(region.layer)
 
 

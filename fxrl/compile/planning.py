@@ -42,6 +42,7 @@ from fxrl.ir.region import Region, region_at
 from fxrl.ir.remark import format_bytes
 from fxrl.ir.sizes import measure_by
 from fxrl.ops.host_memory import PAGE
+from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, MADE_IN_FORWARD, parse_outputs
 from fxrl.passes.offload import own_inputs
 from fxrl.passes.recompute import OutlinedLayer, outlined_layers
 from fxrl.passes.tile_tokens import tile_widest
@@ -76,9 +77,9 @@ _ADAM_STATES = 2
 _EAGER_PASSES = 6  # over each value: written and read, forward and backward, and its gradient
 #: What cuBLAS holds for its products.
 _LIBRARIES = 64 * 2**20
-#: What a loss head's tiles take (``kernels.hopper.plan``), and those of a trained one's backward.
+#: What a loss head's tiles take (``kernels.hopper.plan``), and those of a backward that has any.
 _HEAD_SCRATCH = 200 * 2**20
-_TRAINED_HEAD_SCRATCH = 256 * 2**20
+_HEAD_BACKWARD_SCRATCH = 256 * 2**20
 _MOST = 2**24  # tokens, or rows; nobody asks for more
 _GUESSES = 12
 
@@ -563,15 +564,13 @@ class _Outer:
         )
 
     def _head_cost(self, node: fx.Node) -> CallCost:
-        """A head keeps vectors of the size of the hidden states where its weight is frozen, and the
-        states themselves where it is trained."""
-        given = bound(node)
-        hidden, weight = given["hidden"], given["weight"]
-        if not needs_grad(weight):
-            count = len(str(given["grad_outputs"]).split(","))
-            return CallCost((), count * self._bytes([hidden]), _HEAD_SCRATCH, 0)
+        """A head whose gradient is made in the forward keeps a vector of the size of the hidden
+        states for each output; another one keeps the states themselves."""
+        hidden, wanted = bound(node)["hidden"], _differentiated(node)
+        if _made_in_forward(node):
+            return CallCost((), len(wanted) * self._bytes([hidden]), _HEAD_SCRATCH, 0)
         sums = 4 * self._step.measure(volume(val_of(hidden)))
-        return CallCost((hidden,), 0, _HEAD_SCRATCH, _TRAINED_HEAD_SCRATCH + sums)
+        return CallCost((hidden,), 0, _HEAD_SCRATCH, _HEAD_BACKWARD_SCRATCH + sums)
 
     def _figures(self, node: fx.Node, region: Region) -> Figures:
         inputs: Any = node.args[0]
@@ -580,8 +579,11 @@ class _Outer:
         return step.profiles(_off_meta(region)).at(values, step.measure, step.target, tile)
 
     def _seconds(self, node: fx.Node) -> float:
-        """Of a head, N rows, H wide, V entries: 4 N H V FLOPs, or 6 where the weight is trained,
-        too; of another region."""
+        """Of a head, N rows, H wide, V entries, or of another region.
+
+        A head's products take 2 N H V FLOPs each: the logits, and the gradient of the rows; where
+        that is not made in the forward, the logits once more; and the weight's gradient.
+        """
         if (region := region_at(node)) is not None:
             figures = self._figures(node, region)
             return figures.forward_s + figures.backward_s
@@ -590,5 +592,24 @@ class _Outer:
         given, measure = bound(node), self._step.measure
         rows = prod(map(measure, shape_of(given["hidden"])[:-1]))
         entries = prod(map(measure, shape_of(given["weight"])))
-        flops = (6 if needs_grad(given["weight"]) else 4) * rows * entries
-        return flops / self._step.target.product_flops
+        products = 1
+        if _differentiated(node):
+            again = not _made_in_forward(node)
+            products = 2 + again + needs_grad(given["weight"])
+        return 2 * products * rows * entries / self._step.target.product_flops
+
+
+def _differentiated(head: fx.Node) -> set[str]:
+    """The outputs of a loss head whose gradients are taken."""
+    given = bound(head)
+    if not any(map(needs_grad, head.all_input_nodes)):
+        return set()
+    names = given["outputs"] if given["grad_outputs"] is None else given["grad_outputs"]
+    return {*parse_outputs(names)} & {*DIFFERENTIABLE}
+
+
+def _made_in_forward(head: fx.Node) -> bool:
+    """Whether a loss head's forward makes its gradients, too."""
+    given = bound(head)
+    frozen = not needs_grad(given["weight"]) and not needs_grad(given["bias"])
+    return frozen and _differentiated(head) <= {*MADE_IN_FORWARD}

@@ -116,6 +116,8 @@ class Pass(ABC, Generic[S]):
         stage: when it runs.
         doc: its line in the README.
         requires: passes that run before it, also where only this one was asked for.
+        shares_choice: a site's choice tells other passes, too, what to do there: what this one
+            refuses, or is kept from, they still do.
         applied, missed: what its remarks are. Where one spelling becomes another nothing is won
             or lost, so those of such passes are facts.
     """
@@ -124,6 +126,7 @@ class Pass(ABC, Generic[S]):
     stage: ClassVar[Stage] = Stage.FIND
     doc: ClassVar[PassDoc]
     requires: ClassVar[tuple[str, ...]] = ()
+    shares_choice: ClassVar[bool] = False
     applied: ClassVar[RemarkKind] = RemarkKind.APPLIED
     missed: ClassVar[RemarkKind] = RemarkKind.MISSED
 
@@ -183,21 +186,22 @@ class Pass(ABC, Generic[S]):
             kind = self.missed if found.loses else RemarkKind.ANALYSIS
             return self._refused(found.anchor, site_name(found.anchor), found.refusal, kind)
         name = found.name
-        choice = self.planned(found, plan) or self.decide(found)
+        choice = chosen = self.planned(found, plan) or self.decide(found)
         if (self.name, name) in plan.switched_off:
             choice = Keep("it is switched off")
         by = getattr(choice, "by", self.name)
         if by != self.name:
             choice = Keep(f"the plan gives it to {by}", missed=False)
         else:
-            ran.choices[name] = choice
+            ran.choices[name] = chosen if self.shares_choice else choice
         if isinstance(choice, Keep):
             kind = self.missed if choice.missed else RemarkKind.ANALYSIS
             return self._remark(kind, found.anchor, name, choice.reason)
         try:
             did = self.rewrite(gm, found, choice)
         except Refusal as refusal:
-            ran.choices[name] = Keep(refusal.reason)
+            if not self.shares_choice:
+                ran.choices[name] = Keep(refusal.reason)
             return self._refused(found.anchor, name, refusal, self.missed)
         if did is None:
             return None

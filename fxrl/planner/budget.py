@@ -110,16 +110,28 @@ def host_free() -> int:
     return min(int(available) * 1024, _container_free())
 
 
+#: Where a container's limits stand, and the names there (of control groups version 2, then 1): of
+#: the limit, of what is used, and of the statistics' line for cached files, which give way.
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+_LIMITS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
 def _container_free() -> int:
-    """What the control group of this process leaves (its version 2, then 1)."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    """What the control group of this process leaves."""
+    for *names, cached in _LIMITS:
         try:
-            texts = [Path("/sys/fs/cgroup", name).read_text().strip() for name in (limit, used)]
+            limit, used, statistics = (_CONTROL_GROUP.joinpath(n).read_text() for n in names)
         except OSError:
             continue
-        if texts[0] != "max":
-            return max(0, int(texts[0]) - int(texts[1]))
+        if limit.strip() != "max":
+            given_way = dict(line.split() for line in statistics.splitlines()).get(cached, 0)
+            return max(0, int(limit) - int(used) + int(given_way))
     return 2**63

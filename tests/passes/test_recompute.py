@@ -14,7 +14,7 @@ from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
 from fxrl.passes.recompute import Recompute
 from tests.compile.region_cases import assert_same, saved_bytes
-from tests.passes.layered import ids_batch, make_stack, outlined, square_loss
+from tests.passes.layered import Block, ids_batch, make_stack, outlined, square_loss
 from tests.passes.lowered import lowered, plain
 
 OPTIONS = {"passes": ("recompute",), "compile_regions": False, "on_miss": "error"}
@@ -43,7 +43,7 @@ def test_the_plan_chooses_layer_by_layer():
         plain(Recompute().run(gm, plan)),
         """\
 applied: recompute @ 0:blocks.0: keep: matrix products; norms and activations run again (saves 720 B)
-applied: recompute @ 0:blocks.1: recompute: only its inputs are kept (saves 720 B)""",
+applied: recompute @ 0:blocks.1: recompute: only its inputs are kept (saves 6.953 KiB)""",
     )
     cuts = [(c.meta["region"].layer, c.meta["region"].cut) for c in region_calls(gm)]
     assert cuts == [("0:blocks.0", "products"), ("0:blocks.1", "inputs")]
@@ -112,6 +112,23 @@ def test_a_plan_outlines_layers_that_are_too_small_to_pay():
     assert step.plan.choices["0:blocks.1"] == CutLayer("inputs")
 
 
+class NoMlp(Block):
+    def mlp(self, x):
+        return torch.sin(x)
+
+
+def test_what_one_pass_refuses_others_still_do():
+    """No stretch of these layers is wide enough for tiles; their inputs go to the host all the
+    same, and the plan that comes out is the one that went in."""
+    plan = Plan({f"0:blocks.{i}": CutLayer("inputs", "host", "gpu", 8) for i in range(2)})
+    options = OPTIONS | {"passes": ("tile-tokens", "offload"), "on_miss": "ignore"}
+    step = fxrl.optimize(make_stack(2, block=NoMlp), square_loss, fxrl.Config(**options), plan=plan)
+    step(ids_batch())
+    told = {(r.pass_name, str(r.kind)) for r in step.report.remarks if r.site == "0:blocks.1"}
+    assert told >= {("recompute", "applied"), ("tile-tokens", "missed"), ("offload", "applied")}
+    assert step.plan.choices["0:blocks.1"] == plan.choices["0:blocks.1"]
+
+
 def test_what_is_no_plan_is_refused():
     with pytest.raises(
         fxrl.errors.ConfigError, match=r"plan is a dict; optimize needs a fxrl\.Plan"
@@ -120,14 +137,16 @@ def test_what_is_no_plan_is_refused():
 
 
 def test_inputs_keep_less_than_products():
-    kept = {}
+    kept, batch = {}, ids_batch(8, 64)
     for cut in ("products", "inputs"):
         model = make_stack(3)
+        eager = saved_bytes(lambda model=model: square_loss(model, batch))
         plan = Plan({f"0:blocks.{i}": CutLayer(cut) for i in range(3)})
         step = fxrl.optimize(model, square_loss, fxrl.Config(**OPTIONS), plan=plan)
-        batch = ids_batch(8, 64)
         step(batch)
-        kept[cut] = saved_bytes(lambda step=step, batch=batch: step(batch))
+        kept[cut] = saved_bytes(lambda step=step: step(batch))
+        told = sum(r.saved_bytes for r in step.report.remarks if r.pass_name == "recompute")
+        assert told == pytest.approx(eager - kept[cut], rel=0.15)
     assert kept["inputs"] < 0.8 * kept["products"]
 
 
