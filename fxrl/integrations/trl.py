@@ -161,8 +161,8 @@ class ThroughStep:
         self._model, self._asked_for_logits = model, False
         self.train_step: TrainStep = optimize(model, scores, config)
 
-    @property  # type: ignore[misc]  # isinstance goes by it: is_peft_model
-    def __class__(self) -> Any:
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance goes by it, such as is_peft_model
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:
