@@ -309,7 +309,8 @@ def _move_aside(run_dir: Path, tell: Tell) -> None:
     """A run that is there keeps its files, under the folder's name with a number; not the lock."""
     if not read_lines(run_dir / METRICS) and not checkpoint.list_checkpoints(run_dir):
         return
-    run_dir = run_dir.resolve()  # where it is a link, the link stays
+    if run_dir.is_symlink():  # the link stays
+        run_dir = run_dir.resolve()
     aside = next(
         path
         for number in itertools.count(1)
@@ -325,11 +326,11 @@ def _move_aside(run_dir: Path, tell: Tell) -> None:
         try:
             rename(run_dir, aside)
             (aside / LOCK).unlink()
+            tell(f"run_dir={run_dir}: the run that it held is in {aside}")
             rename(new, run_dir)
         finally:
             remove(new)
 
-    tell(f"run_dir={run_dir}: the run that it holds goes to {aside}")
     try_to_write(move, str(run_dir))
 
 
