@@ -19,12 +19,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from fxrl import optimize
 from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
-from fxrl.losses import FACTORIES, completion_logits, token_stats
+from fxrl.losses import completion_logits, loss_info, token_stats
 from fxrl.losses.own_code import load_function
 from fxrl.models import load_model, lora
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.callbacks import Events
-from fxrl.rl.config.named import build_loss
+from fxrl.rl.config.named import build_loss, keyword
 from fxrl.rl.config.tables import ModelConfig, TrainConfig
 from fxrl.rl.data.questions import (
     PromptBuilder,
@@ -233,6 +233,7 @@ def _around(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
     )
+    info = loss_info(loss_fn)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(config.optim, parameters)
     num_updates = config.steps * config.num_iterations
@@ -240,7 +241,8 @@ def _around(
         Scorer, optimize=make_step, temperature=sampling.temperature, wrap=wrap
     )
     old_policy = scorer(model) if config.num_iterations > 1 else None
-    needs_reference = bool(config.loss.options.get("beta", 0.0))
+    beta = keyword(config.loss.name, config.loss.options, "beta", 0.0)
+    needs_reference = bool(beta if info.options is None else info.options.beta)
     ref_model, context = reference(model) if needs_reference else (model, None)
     return RunParts(
         model=model,
@@ -258,11 +260,12 @@ def _around(
             max_grad_norm=config.optim.max_grad_norm,
             max_nonfinite=config.max_nonfinite,
             run_dir=run_dir,
-            place="" if config.loss.name in FACTORIES else defined_at(loss_fn),
+            place=defined_at(loss_fn) if ":" in config.loss.name else "",
+            info=info,
         ),
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
-        probe=None if config.loss.name in FACTORIES else old_policy or scorer(model),
+        probe=(old_policy or scorer(model)) if info.options is None else None,
         stage=rollouter.stage,
         events=Events(config, callbacks, {"model": model, "tokenizer": rollouter.tokenizer}),
         fingerprints={**questions.fingerprints, **fingerprint.of_model(model, rollouter.tokenizer)},

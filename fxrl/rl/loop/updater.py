@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fxrl.errors import FxrlError
 from fxrl.files import replacing
+from fxrl.losses import LossInfo
 from fxrl.rl.config.named import make_optimizer
 from fxrl.rl.config.tables import LossConfig, OptimConfig
 from fxrl.rl.errors import LossError, NonFiniteError, raised_at, shown
-from fxrl.rl.loop.batching import micro_batch_weights
+from fxrl.rl.loop.batching import Share, micro_batch_weights
 from fxrl.rl.process_state import ProcessState
 from fxrl.rl.types import Batch, Metrics
 
@@ -67,6 +68,7 @@ class Updater:
         max_nonfinite: skipped updates in a row that stop the run.
         run_dir: gets the batch that stopped the run.
         place: of the loss in its file, for messages.
+        info: what the loss says of itself.
         process: what the loss may not change.
     """
 
@@ -82,6 +84,7 @@ class Updater:
     num_skipped_in_a_row: int = 0
     place: str = ""
     process: ProcessState = field(default_factory=ProcessState)
+    info: LossInfo = field(default_factory=LossInfo)
 
     def state_dict(self) -> dict[str, Any]:
         """State of optimizer and schedule."""
@@ -135,7 +138,8 @@ class Updater:
         Raises:
             LossError: the loss raised, or returned no number that has a gradient.
         """
-        weights, shares = micro_batch_weights(self.loss.normalize, self.loss.name, batches)
+        over = self.info.mean_over if self.loss.normalize == "auto" else self.loss.normalize
+        weights, shares = micro_batch_weights(over, batches)
         self.optimizer.zero_grad(set_to_none=True)
         found: list[dict[str, Tensor]] = []
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
@@ -151,7 +155,9 @@ class Updater:
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         [[norm_value], *rows] = _to_host([[norm], *(list(values.values()) for values in found)])
         losses = [row[0] * weight for row, weight in zip(rows, weights, strict=True)]
-        merged = merge_metrics(list(found[0])[1:], [row[1:] for row in rows], weights, shares)
+        names = list(found[0])[1:]
+        per_sequence = self.info.per_sequence
+        merged = merge_metrics(names, [row[1:] for row in rows], weights, shares, per_sequence)
         return math.fsum(losses), norm_value, merged
 
     def _one_backward(self, batch: Batch, weight: float, doing: str) -> dict[str, Tensor]:
@@ -320,7 +326,8 @@ def merge_metrics(
     names: Sequence[str],
     rows: Sequence[Sequence[float]],
     weights: Sequence[float],
-    shares: Sequence[float],
+    shares: Sequence[Share],
+    per_sequence: Collection[str] = (),
 ) -> Metrics:
     """Metrics of micro-batches as one: extremes by name, losses as the loss, means by token.
 
@@ -328,15 +335,23 @@ def merge_metrics(
         names: M metrics.
         rows: their values, [micro-batches][M].
         weights, shares: see ``micro_batch_weights``.
+        per_sequence: those that are means over sequences, and are merged by these.
     """
     merged: Metrics = {}
     for name, values in zip(names, zip(*rows, strict=True), strict=True):
-        if name.endswith(("/min", "_min")):
-            value = min(values)
-        elif name.endswith(("/max", "_max")):
-            value = max(values)
+        if (pick := extreme(name)) is not None:
+            value = pick(values)
         else:
-            by = weights if name.endswith("_loss") else shares
+            by = [share.sequences if name in per_sequence else share.tokens for share in shares]
+            if name.endswith("_loss"):
+                by = list(weights)
             value = math.fsum(v * w for v, w in zip(values, by, strict=True))
         merged[name] = value if math.isfinite(value) else None
     return merged
+
+
+def extreme(name: str) -> Callable[[Iterable[float]], float] | None:
+    """``min`` or ``max`` for a metric that is named after it; ``None`` for a mean."""
+    if name.endswith(("/min", "_min")):
+        return min
+    return max if name.endswith(("/max", "_max")) else None
