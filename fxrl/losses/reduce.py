@@ -113,8 +113,10 @@ def share_of_update(over: Over, mask: Tensor, batch: Batch) -> Tensor | float:
     say what the update has.
     """
     tokens = batch.get("num_items_in_batch")
-    sequences = batch.get("num_sequences_in_batch")
-    if over == "tokens" or tokens is None or (over == "sequences" and sequences is None):
+    if over == "tokens" or tokens is None:
         return 1.0
     share = mask.sum() / (tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1))
-    return share if over == "update" else share * sequences / mask.shape[0]
+    if over == "update":
+        return share
+    sequences = batch.get("num_sequences_in_batch")
+    return 1.0 if sequences is None else share * sequences / mask.shape[0]

@@ -198,7 +198,8 @@ class TrainingLoop:
         self._save_due = False
         self._written = 0  # the last step in metrics.jsonl
         options = parts.updater.info.options
-        self._drift = DriftWatch(options and options.vllm_importance_sampling_correction)
+        corrected = None if options is None else options.vllm_importance_sampling_correction
+        self._drift = DriftWatch(corrected)
         self._idle = RewardWatch()
         self._former_end: int | None = None  # `steps` of the run that is resumed
         self._most_bytes: dict[str, int] = {}

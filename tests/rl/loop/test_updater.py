@@ -28,7 +28,7 @@ class Scripted:
             [self.weight],
             optimizer,
             schedule,
-            LossConfig("dapo"),
+            LossConfig("dapo", normalize="update"),
             max_grad_norm,
             max_nonfinite,
             tmp_path,
@@ -140,7 +140,16 @@ def test_a_state_goes_on_and_hyper_parameters_do_not_come_with_it(tmp_path, name
         def loss(batch):
             return sum((weight * weight.detach().cos()).sum() for weight in weights)
 
-        return Updater(loss, weights, optimizer, schedule, LossConfig("dapo"), 1.0, 3, tmp_path)
+        return Updater(
+            loss,
+            weights,
+            optimizer,
+            schedule,
+            LossConfig("dapo", normalize="update"),
+            1.0,
+            3,
+            tmp_path,
+        )
 
     first, second = make(), make()
     for _ in range(2):
