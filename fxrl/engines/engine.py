@@ -15,7 +15,8 @@ vLLM reports one number per token, after everything that changes the distributio
 but the temperature does, both definitions agree; where something else does (a filter,
 ``min_tokens``, a penalty), ``VllmEngine`` reports the log-probability under the distribution that
 the token was drawn from. That is the right denominator of an importance weight, but not what the
-trainer recomputes: the first ratio is then the kept mass and not 1.
+trainer recomputes: the first ratio of a token is then the kept mass and not 1, and that of a
+completion the product over its tokens, which goes to 0 with its length.
 
 NOTE [Stop tokens stay]
 The token that ends a completion (EOS or one of ``stop_token_ids``) is the last entry of

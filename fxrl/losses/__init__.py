@@ -8,7 +8,7 @@ from fxrl.losses.actor_critic import ppo
 from fxrl.losses.advantages import gae, group_advantages, reward_metrics, rloo_advantages, whiten
 from fxrl.losses.batch import Batch, BatchError, LossConfigError, LossFn, Metrics
 from fxrl.losses.logprobs import TokenStats, completion_logits, token_stats
-from fxrl.losses.options import PolicyOptions
+from fxrl.losses.options import LossInfo, PolicyOptions, loss_info
 from fxrl.losses.policy_losses import (
     bnpo,
     cispo,
@@ -31,6 +31,7 @@ __all__ = [
     "BatchError",
     "LossConfigError",
     "LossFn",
+    "LossInfo",
     "Metrics",
     "PolicyOptions",
     "TokenStats",
@@ -47,6 +48,7 @@ __all__ = [
     "gspo",
     "importance_weights",
     "kl_estimate",
+    "loss_info",
     "luspo",
     "policy_loss",
     "ppo",

@@ -16,6 +16,8 @@ key                   shape         meaning
 ``ref_logps``         [B, C]        log-probs of the reference policy; needed by ``beta != 0``
 ``num_items_in_batch`` number or 0-d completion tokens of the whole update, for gradient
                                     accumulation; absent: those of this batch
+``num_sequences_in_batch`` likewise sequences of the whole update; read where a loss that is a mean
+                                    over sequences has an entropy bonus
 ===================== ============= ==========================================================
 
 Column c is ``input_ids[:, T - C + c]``. Which columns are a row's completion is said by
@@ -75,6 +77,20 @@ def check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
         raise LossConfigError(f"{name}={value!r} must be a number {bound}")
     if torch.finfo(torch.float32).max < value < math.inf:
         raise LossConfigError(f"{name}={value!r} is beyond float32, in which losses are computed")
+
+
+def check_number(name: str, value: float) -> None:
+    """Raise unless ``value`` is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+        raise LossConfigError(f"{name}={value!r} must be a finite number")
+    if abs(value) > torch.finfo(torch.float32).max:
+        raise LossConfigError(f"{name}={value!r} is beyond float32, in which losses are computed")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raise unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise LossConfigError(f"{name}={value!r} must be true or false")
 
 
 Batch = Mapping[str, Any]

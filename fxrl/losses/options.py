@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, ParamSpec, TypedDict
 
 from fxrl.errors import did_you_mean
-from fxrl.losses.batch import LossConfigError, LossFn, check_choice, check_positive
+from fxrl.losses.advantages import ScaleRewards
+from fxrl.losses.batch import (
+    LossConfigError,
+    LossFn,
+    check_choice,
+    check_flag,
+    check_number,
+    check_positive,
+)
+from fxrl.losses.reduce import Over
 
 KLEstimator = Literal["k1", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Baseline = Literal["group", "leave_one_out"]
 
 
 class PolicyKeywords(TypedDict, total=False):
@@ -40,12 +51,15 @@ class PolicyOptions:
         temperature: the logits are divided by it; the one the completions were sampled at.
         beta: coefficient of KL(policy || reference) in the loss; not 0 needs ``ref_logps``.
         kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, see ``kl_estimate``.
-        use_bias_correction_kl: weight the KL by pi / pi_old, which makes it unbiased off-policy
-            (DeepSeek-V3.2, arXiv:2512.02556).
-        entropy_coef: weight of the entropy bonus, subtracted from the loss.
+        use_bias_correction_kl: weight each token's KL by its own pi / pi_old, which makes it
+            unbiased off-policy (DeepSeek-V3.2, arXiv:2512.02556), at whatever level the loss
+            takes its ratio.
+        entropy_coef: weight of the entropy bonus, subtracted from the loss: the mean entropy per
+            token (of those that ``top_entropy_quantile`` keeps), the same under every loss.
         log_entropy: report ``entropy`` also when there is no bonus (then without gradient).
         top_entropy_quantile: only this share of the tokens, those of highest entropy, carries
-            the policy term (arXiv:2506.01939); 1.0 is all.
+            the policy term (arXiv:2506.01939), and the entropy bonus; 1.0 is all. The cut is made
+            anew in each batch, so in training it depends on ``micro_batch_tokens``.
         off_policy_mask_threshold: drop a sequence of negative advantage when its mean
             log(pi_rollout / pi) is above this (DeepSeek-V3.2, arXiv:2512.02556); None is off.
         vllm_importance_sampling_correction: weight the policy term by pi_old / pi_rollout where
@@ -70,12 +84,11 @@ class PolicyOptions:
     vllm_importance_sampling_clip_min: float | None = None
 
     def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(type(self)).items():
+            _check(name, getattr(self, name), hint)
         check_positive("temperature", self.temperature)
         check_positive("beta", self.beta, or_zero=True)
         check_positive("top_entropy_quantile", self.top_entropy_quantile)
-        check_choice("kl_estimator", self.kl_estimator, KLEstimator)
-        mode = self.vllm_importance_sampling_mode
-        check_choice("vllm_importance_sampling_mode", mode, CorrectionMode)
         if self.top_entropy_quantile > 1:
             raise LossConfigError(
                 f"top_entropy_quantile={self.top_entropy_quantile} is a share; 1.0 takes all tokens"
@@ -88,6 +101,41 @@ class PolicyOptions:
             raise LossConfigError(
                 f"vllm_importance_sampling_clip_min={low} is above _clip_max={high}; swap them"
             )
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    """Raise unless ``value`` is of a field's type: a flag, a word, or a number, maybe None."""
+    if hint is bool:
+        check_flag(name, value)
+    elif typing.get_origin(hint) is Literal:
+        check_choice(name, value, hint)
+    elif value is not None or type(None) not in typing.get_args(hint):
+        check_number(name, value)
+
+
+@dataclass(frozen=True)
+class LossInfo:
+    """What a loss tells a trainer of itself (``loss_info``); the defaults are of one that does not.
+
+    Attributes:
+        mean_over: what it is a mean over (``reduce.mean_over``).
+        per_sequence: names of its metrics that are means over sequences, not over tokens.
+        advantages: the baseline that its paper subtracts from the reward.
+        scale_rewards: the standard deviation that its paper divides by.
+        options: its settings, if it is a policy loss of ``fxrl.losses``.
+    """
+
+    mean_over: Over = "sequences"
+    per_sequence: frozenset[str] = frozenset()
+    advantages: Baseline = "group"
+    scale_rewards: ScaleRewards = "group"
+    options: PolicyOptions | None = None
+
+
+def loss_info(loss_fn: Callable[..., Any]) -> LossInfo:
+    """What ``policy_loss`` has noted on a loss, whoever called it."""
+    found = getattr(getattr(loss_fn, "func", loss_fn), "loss_info", None)  # func: of a partial
+    return found if isinstance(found, LossInfo) else LossInfo()
 
 
 def accepted(function: Callable[..., Any]) -> tuple[str, ...] | None:

@@ -18,7 +18,9 @@ from fxrl.losses.logprobs import bounded_exp
 from fxrl.losses.options import PolicyKeywords, PolicyOptions, loss_factory
 from fxrl.losses.reduce import (
     fixed_length_mean,
+    masked_max,
     masked_mean,
+    masked_min,
     masked_sum,
     row_mean,
     sequence_mean_token_mean,
@@ -93,23 +95,32 @@ def clip_metrics(
 ) -> Metrics:
     """Share of tokens (or of sequences) whose gradient the clip removes.
 
-    ``low_min`` and ``high_max`` are this batch's values; over batches and ranks they are reduced
-    by min and max where ``*_mean`` is reduced by mean.
+    ``low_min`` and ``high_max`` are the least and the largest share of one sequence's tokens;
+    sequences without tokens are ignored.
     """
-    weights = tokens.mask.to(ratio.dtype)
-    if per_sequence:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)
-    total = weights.sum().clamp(min=1)
+    mask, counted = tokens.mask, tokens.mask.any(-1)
     too_low = ((ratio < low) & (tokens.advantages < 0)).to(ratio.dtype)
     too_high = ((ratio > high) & (tokens.advantages > 0)).to(ratio.dtype)
-    low_share, high_share = (too_low * weights).sum() / total, (too_high * weights).sum() / total
+    low_rows, high_rows = row_mean(too_low, mask), row_mean(too_high, mask)  # [B]
+    if per_sequence:
+        low_share, high_share = masked_mean(low_rows, counted), masked_mean(high_rows, counted)
+    else:
+        low_share, high_share = masked_mean(too_low, mask), masked_mean(too_high, mask)
     return {
         "clip_ratio/low_mean": low_share,
-        "clip_ratio/low_min": low_share,
+        "clip_ratio/low_min": masked_min(low_rows, counted),
         "clip_ratio/high_mean": high_share,
-        "clip_ratio/high_max": high_share,
+        "clip_ratio/high_max": masked_max(high_rows, counted),
         "clip_ratio/region_mean": low_share + high_share,
     }
+
+
+_CLIP_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+
+
+def sequence_metrics(level: Level) -> tuple[str, ...]:
+    """Those of ``clipped_surrogate``'s metrics that are means over sequences."""
+    return () if level == "token" else _CLIP_MEANS
 
 
 @loss_factory
@@ -141,7 +152,10 @@ def grpo(
         LossConfigError: a value is out of range.
     """
     surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
-    return policy_loss(surrogate, sequence_mean_token_mean, PolicyOptions(**common))
+    per_sequence = sequence_metrics(importance_sampling_level)
+    return policy_loss(
+        surrogate, sequence_mean_token_mean, PolicyOptions(**common), per_sequence=per_sequence
+    )
 
 
 @loss_factory
@@ -160,7 +174,8 @@ def bnpo(
     with ``num_items_in_batch`` does not.
     """
     surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
-    return policy_loss(surrogate, token_mean, PolicyOptions(**common))
+    per_sequence = sequence_metrics(importance_sampling_level)
+    return policy_loss(surrogate, token_mean, PolicyOptions(**common), per_sequence=per_sequence)
 
 
 @loss_factory
@@ -182,7 +197,11 @@ def dr_grpo(
     check_positive("max_completion_length", max_completion_length)
     surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
     reduction = fixed_length_mean(max_completion_length)
-    return policy_loss(surrogate, reduction, PolicyOptions(**common))
+    per_sequence = sequence_metrics(importance_sampling_level)
+    options = PolicyOptions(**common)
+    return policy_loss(
+        surrogate, reduction, options, per_sequence=per_sequence, scale_rewards="none"
+    )
 
 
 @loss_factory
@@ -200,7 +219,10 @@ def dapo(
     Source: DAPO, arXiv:2503.14476 eq. 8.
     """
     surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
-    return policy_loss(surrogate, token_mean_of_update, PolicyOptions(**common))
+    per_sequence = sequence_metrics(importance_sampling_level)
+    return policy_loss(
+        surrogate, token_mean_of_update, PolicyOptions(**common), per_sequence=per_sequence
+    )
 
 
 @loss_factory
@@ -220,7 +242,10 @@ def gspo(
     that differ from token to token take its GSPO-token, ``"sequence_token"``.
     """
     surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
-    return policy_loss(surrogate, sequence_mean_token_mean, PolicyOptions(**common))
+    per_sequence = sequence_metrics(importance_sampling_level)
+    return policy_loss(
+        surrogate, sequence_mean_token_mean, PolicyOptions(**common), per_sequence=per_sequence
+    )
 
 
 @loss_factory
@@ -238,7 +263,10 @@ def luspo(
     Source: arXiv:2602.05261, clip ranges of its section 5.1.
     """
     surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
-    return policy_loss(surrogate, sequence_mean_token_sum, PolicyOptions(**common))
+    per_sequence = sequence_metrics(importance_sampling_level)
+    return policy_loss(
+        surrogate, sequence_mean_token_sum, PolicyOptions(**common), per_sequence=per_sequence
+    )
 
 
 @loss_factory
@@ -329,4 +357,10 @@ def rloo(
             metrics = clip_metrics(ratio, tokens, low, high, per_sequence=True)
         return losses, metrics
 
-    return policy_loss(surrogate, sequence_mean_token_mean, PolicyOptions(**common))
+    return policy_loss(
+        surrogate,
+        sequence_mean_token_mean,
+        PolicyOptions(**common),
+        per_sequence=_CLIP_MEANS,
+        advantages="leave_one_out",
+    )

@@ -18,6 +18,8 @@ from fxrl.losses.batch import (
     LossFn,
     Metrics,
     check_choice,
+    check_flag,
+    check_number,
     check_positive,
     completion_mask,
     model_inputs,
@@ -45,6 +47,9 @@ def sft(*, log_entropy: bool = True, log_accuracy: bool = True) -> LossFn:
         log_entropy: report ``entropy``, the mean entropy of the predictions in nats.
         log_accuracy: report ``mean_token_accuracy``, the share of tokens that are the argmax.
     """
+
+    check_flag("log_entropy", log_entropy)
+    check_flag("log_accuracy", log_accuracy)
 
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         if "labels" in batch:
@@ -86,8 +91,8 @@ def dpo(
     The batch has 2B sequences: B chosen (y+), then their B rejected (y-), with ``completion_mask``
     [2B, C] and ``ref_logps`` [2B, C] per token or [2B] per sequence (summed; for ipo averaged).
 
-    Sources: DPO arXiv:2305.18290 eq. 7; label smoothing arXiv:2403.00409; hinge arXiv:2305.10425;
-    IPO arXiv:2310.12036.
+    Sources: DPO arXiv:2305.18290 eq. 7; label smoothing (conservative DPO): E. Mitchell, A note
+    on DPO with noisy preferences, 2023; hinge arXiv:2305.10425; IPO arXiv:2310.12036.
 
     Args:
         beta: strength of the pull to the reference.
@@ -100,6 +105,8 @@ def dpo(
     """
     check_positive("beta", beta)
     check_choice("loss_type", loss_type, PreferenceLoss)
+    check_number("label_smoothing", label_smoothing)
+    check_flag("reference_free", reference_free)
     if not 0.0 <= label_smoothing < 0.5:
         raise LossConfigError(f"label_smoothing={label_smoothing} must be in [0, 0.5)")
     if label_smoothing and loss_type != "sigmoid":

@@ -1,19 +1,22 @@
 """The frame of every policy loss: what differs is the surrogate and the reduction.
 
-    loss = R[ w * surrogate ] + beta * R[ KL ] - entropy_coef * R[ H ]
+    loss = R[ w * surrogate ] + beta * R[ KL ] - entropy_coef * mean(H)
 
 R is a reduction (``reduce``), w constant weights: the rollout's correction, tokens that are kept.
+The mean is over the tokens that are kept, whatever R is, so ``entropy_coef`` means the same under
+every loss.
 Shapes: B sequences, C completion tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fxrl.losses.advantages import ScaleRewards
 from fxrl.losses.batch import Batch, LossFn, Metrics, Tokens, completion_mask, need, per_token
 from fxrl.losses.logprobs import (
     EntropyUse,
@@ -22,8 +25,17 @@ from fxrl.losses.logprobs import (
     exponent_bound,
     token_stats,
 )
-from fxrl.losses.options import KLEstimator, PolicyOptions
-from fxrl.losses.reduce import Reduction, masked_mean, masked_sum, row_mean
+from fxrl.losses.options import Baseline, KLEstimator, LossInfo, PolicyOptions
+from fxrl.losses.reduce import (
+    Reduction,
+    is_mean_over,
+    masked_max,
+    masked_mean,
+    masked_min,
+    masked_sum,
+    row_mean,
+    share_of_update,
+)
 
 
 def kl_estimate(logps: Tensor, ref_logps: Tensor, estimator: KLEstimator) -> Tensor:
@@ -55,13 +67,14 @@ def importance_weights(
 
     Sources: truncated importance sampling (Ionides, 2008); masked, for the mismatch between the
     trainer and its sampler: IcePop, arXiv:2510.18855. Constant: no gradient flows through.
+    A token whose ``rollout_logps`` are NaN (the sampler has none) has the ratio 1.
     """
-    per_sequence = options.vllm_importance_sampling_mode.startswith("sequence")
+    per_sequence = _is_per_sequence(options)
     truncate = options.vllm_importance_sampling_mode.endswith("truncate")
     low = options.vllm_importance_sampling_clip_min
     high = options.vllm_importance_sampling_clip_max
     with torch.no_grad():
-        difference = per_token(old_logps - rollout_logps, mask)
+        difference = _known(per_token(old_logps - rollout_logps, mask))
         logs = masked_sum(difference, mask).unsqueeze(-1) if per_sequence else difference
         ratio = bounded_exp(logs)
         outside = torch.zeros_like(ratio, dtype=torch.bool)
@@ -73,26 +86,34 @@ def importance_weights(
         weights = bounded if truncate else torch.where(outside, 0.0, ratio)
         counted = mask.any(-1, keepdim=True) if per_sequence else mask
         metrics = logp_difference(old_logps, rollout_logps, mask) | {
-            "sampling/importance_sampling_ratio/min": _masked_min(weights, counted),
+            "sampling/importance_sampling_ratio/min": masked_min(weights, counted),
             "sampling/importance_sampling_ratio/mean": masked_mean(weights, counted),
-            "sampling/importance_sampling_ratio/max": torch.where(counted, weights, 0.0).amax(),
+            "sampling/importance_sampling_ratio/max": masked_max(weights, counted),
         }
     return weights, metrics
 
 
 def logp_difference(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Metrics:
-    """How far the sampler's log-probs are from the policy's, in nat; reported in any case."""
+    """How far the sampler's log-probs are from the policy's, in nat; reported in any case.
+
+    Tokens that one side has no finite log-prob of are left out.
+    """
     with torch.no_grad():
-        gap = per_token(old_logps - rollout_logps, mask).abs()
+        gap = (old_logps - rollout_logps).abs()
+        counted = mask & gap.isfinite()
         return {
-            "sampling/sampling_logp_difference/mean": masked_mean(gap, mask),
-            "sampling/sampling_logp_difference/max": gap.amax(),
+            "sampling/sampling_logp_difference/mean": masked_mean(gap, counted),
+            "sampling/sampling_logp_difference/max": masked_max(gap, counted),
         }
 
 
-def _masked_min(values: Tensor, mask: Tensor) -> Tensor:
-    smallest = torch.where(mask, values, torch.inf).amin()
-    return torch.where(mask.any(), smallest, 0.0)
+def _known(difference: Tensor) -> Tensor:
+    """0 where a log-prob is unknown; infinite differences as they are."""
+    return torch.where(difference.isnan(), 0.0, difference)
+
+
+def _is_per_sequence(options: PolicyOptions) -> bool:
+    return options.vllm_importance_sampling_mode.startswith("sequence")
 
 
 def off_policy_keep(tokens: Tokens, behaviour_logps: Tensor, threshold: float) -> Tensor:
@@ -103,7 +124,7 @@ def off_policy_keep(tokens: Tokens, behaviour_logps: Tensor, threshold: float) -
     Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556. Returns bool [B, C].
     """
     with torch.no_grad():
-        gaps = per_token(behaviour_logps, tokens.mask) - tokens.logps
+        gaps = _known(per_token(behaviour_logps, tokens.mask) - tokens.logps)
         drift = row_mean(gaps, tokens.mask).unsqueeze(-1)  # [B, 1]
         return (tokens.advantages >= 0) | (drift <= threshold)
 
@@ -141,16 +162,29 @@ Surrogate = Callable[[Tokens], tuple[Tensor, Metrics]]
 
 
 def policy_loss(
-    surrogate: Surrogate, reduction: Reduction, options: PolicyOptions, extra: Extra | None = None
+    surrogate: Surrogate,
+    reduction: Reduction,
+    options: PolicyOptions,
+    extra: Extra | None = None,
+    *,
+    per_sequence: Collection[str] = (),
+    advantages: Baseline = "group",
+    scale_rewards: ScaleRewards = "group",
 ) -> LossFn:
-    """A ``loss_fn(model, batch) -> (loss, metrics)``.
+    """A ``loss_fn(model, batch) -> (loss, metrics)``, with its ``loss_info``.
 
     Args:
         surrogate: gives the policy's loss per token, [B, C] or [B, 1], and its metrics.
         reduction: how losses per token become one number.
         options: temperature, KL, entropy and corrections.
         extra: a further term of the loss.
+        per_sequence: names of the surrogate's metrics that are means over sequences.
+        advantages, scale_rewards: see ``LossInfo``.
     """
+    over = is_mean_over(reduction)
+    sequence_metrics = frozenset(per_sequence)
+    if _is_per_sequence(options):
+        sequence_metrics |= {"sampling/importance_sampling_ratio/mean"}
 
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         mask = completion_mask(batch)
@@ -164,7 +198,10 @@ def policy_loss(
         )
         tokens = _tokens(stats.logps, batch, mask)
         losses, metrics = surrogate(tokens)
-        weights, weight_metrics = _weights(tokens, stats.entropy, batch, options)
+        kept = mask
+        if options.top_entropy_quantile < 1.0 and stats.entropy is not None:
+            kept = high_entropy_keep(stats.entropy, mask, options.top_entropy_quantile)
+        weights, weight_metrics = _weights(tokens, kept, batch, options)
         if weights is not None:
             losses = losses * weights
         loss = reduction(losses, mask, batch)
@@ -177,12 +214,15 @@ def policy_loss(
         if stats.entropy is not None:
             metrics["entropy"] = masked_mean(stats.entropy, mask).detach()
             if options.entropy_coef != 0.0:
-                loss = loss - options.entropy_coef * reduction(stats.entropy, mask, batch)
+                bonus = masked_mean(stats.entropy, kept) * share_of_update(over, mask, batch)
+                loss = loss - options.entropy_coef * bonus
         if extra is not None:
             term, term_metrics = extra.term(model, output, batch, mask)
             loss, metrics = loss + term, metrics | term_metrics
         return loss, metrics
 
+    info = LossInfo(over, sequence_metrics, advantages, scale_rewards, options)
+    loss_fn.loss_info = info  # type: ignore[attr-defined]
     return loss_fn
 
 
@@ -202,7 +242,7 @@ def _tokens(logps: Tensor, batch: Batch, mask: Tensor) -> Tokens:
 
 
 def _weights(
-    tokens: Tokens, entropy: Tensor | None, batch: Batch, options: PolicyOptions
+    tokens: Tokens, kept: Tensor, batch: Batch, options: PolicyOptions
 ) -> tuple[Tensor | None, Metrics]:
     """Constant weights of the policy term, [B, C] or [B, 1]; None is 1 everywhere."""
     factors: list[Tensor] = []
@@ -219,9 +259,8 @@ def _weights(
         behaviour = batch.get("rollout_logps", tokens.old_logps)
         keep = off_policy_keep(tokens, behaviour, options.off_policy_mask_threshold)
         factors.append(keep.to(tokens.logps.dtype))
-    if options.top_entropy_quantile < 1.0 and entropy is not None:
-        keep = high_entropy_keep(entropy, tokens.mask, options.top_entropy_quantile)
-        factors.append(keep.to(tokens.logps.dtype))
+    if options.top_entropy_quantile < 1.0:
+        factors.append(kept.to(tokens.logps.dtype))
     product = None
     for factor in factors:
         product = factor if product is None else product * factor

@@ -13,8 +13,9 @@ models are, as long as the recorded number is log q and q can draw all that p ca
 is many standard errors away from 1 therefore says that the recorded log-prob is not that of the
 distribution the token was drawn from (raw instead of processed, another temperature), or, below 1,
 that a filter (top-p, top-k, min-p, min_tokens) took part of p away and its mass was spread over the
-rest. A mean of 1 with a large d says that the two sides have different weights, or that rounding is
-amplified.
+rest: ratios per token stay near 1 then, but their product over a completion does not, and a
+correction by sequence weighs long completions by next to nothing. A mean of 1 with a large d says
+that the two sides have different weights, or that rounding is amplified.
 """
 
 from __future__ import annotations

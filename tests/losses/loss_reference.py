@@ -94,6 +94,15 @@ def reduce_terms(name, terms, data, kw):
     return total / num_tokens
 
 
+def uncertain(terms, frozen_entropy, kw):
+    """The tokens of highest entropy."""
+    place = (1 - kw.get("top_entropy_quantile", 1.0)) * (len(terms) - 1)
+    ordered = sorted(frozen_entropy[b][t] for b, t in terms)
+    below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+    cut = below + (above - below) * (place - math.floor(place))
+    return [(b, t) for b, t in terms if frozen_entropy[b][t] >= cut]
+
+
 def drop_terms(terms, data, frozen, frozen_entropy, kw):
     """Set to 0 what is too far off-policy or not uncertain enough."""
     if (threshold := kw.get("off_policy_mask_threshold")) is not None:
@@ -102,14 +111,10 @@ def drop_terms(terms, data, frozen, frozen_entropy, kw):
             for t in row:
                 if data["adv"][b][t] < 0 and drift > threshold:
                     terms[b, t] = 0.0
-    if (share := kw.get("top_entropy_quantile", 1.0)) < 1.0:
-        ordered = sorted(frozen_entropy[b][t] for b, t in terms)
-        place = (1 - share) * (len(ordered) - 1)
-        below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
-        cut = below + (above - below) * (place - math.floor(place))
-        for b, t in terms:
-            if frozen_entropy[b][t] < cut:
-                terms[b, t] = 0.0
+    kept = uncertain(terms, frozen_entropy, kw)
+    for key in terms.keys() - kept:
+        terms[key] = 0.0
+    return kept
 
 
 def loss(name, data, live, live_entropy, frozen, frozen_entropy, kw):
@@ -118,15 +123,15 @@ def loss(name, data, live, live_entropy, frozen, frozen_entropy, kw):
     if data.get("rollout") and kw.get("vllm_importance_sampling_correction", True):
         for key, weight in rollout_weights(data, frozen, kw).items():
             terms[key] *= weight
-    drop_terms(terms, data, frozen, frozen_entropy, kw)
+    kept = drop_terms(terms, data, frozen, frozen_entropy, kw)
     for b, t in terms:
         if beta := kw.get("beta", 0.0):
             kl = kl_case(live[b][t], data["ref"][b][t], kw.get("kl_estimator", "k3"))
             if kw.get("use_bias_correction_kl", True):
                 kl *= math.exp(live[b][t] - data["old"](frozen, b, t))
             terms[b, t] += beta * kl
-        terms[b, t] -= kw.get("entropy_coef", 0.0) * live_entropy[b][t]
-    return reduce_terms(name, terms, data, kw)
+    bonus = sum(live_entropy[b][t] for b, t in kept) / len(kept)
+    return reduce_terms(name, terms, data, kw) - kw.get("entropy_coef", 0.0) * bonus
 
 
 def gradients(name, data, logps, entropy, kw):

@@ -1,5 +1,7 @@
 """Every policy loss against ``loss_reference``: value, gradient, metrics."""
 
+import math
+
 import pytest
 import torch
 from loss_models import FreeLogits, random_batch
@@ -58,6 +60,7 @@ COMMON = {
     "uncorrected": {"vllm_importance_sampling_correction": False},
     "off_policy_mask": {"off_policy_mask_threshold": 0.05},
     "top_entropy": {"top_entropy_quantile": 0.5},
+    "top_entropy_bonus": {"top_entropy_quantile": 0.5, "entropy_coef": 0.2},
 }
 
 
@@ -203,6 +206,54 @@ def test_metrics_of_grpo():
     torch.testing.assert_close(metrics["sampling/sampling_logp_difference/mean"], gap.mean())
     torch.testing.assert_close(metrics["sampling/sampling_logp_difference/max"], gap.max())
     assert {"kl", "entropy", "policy_loss"} <= metrics.keys()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_extremes_of_the_clip_are_those_of_single_sequences(level):
+    """Row 0 is clipped in part, row 1 not at all, row 2 has no tokens."""
+    batch, logits = random_batch(seed=3)
+    batch["advantages"] = torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64)
+    batch["completion_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+    raised = torch.tensor([[2.0, 0, 0, 0], [0, 0, 0, 0], [9, 9, 9, 9]], dtype=torch.float64)
+    batch["old_logps"] = random_logps(batch, logits) - raised
+    loss_fn = losses.grpo(importance_sampling_level=level)
+    metrics = loss_fn(FreeLogits(logits), batch)[1]
+    share = {"token": 0.25, "sequence": 1.0}[level]
+    mean = {"token": 1 / 6, "sequence": 0.5}[level]
+    assert metrics["clip_ratio/high_max"].item() == share
+    assert metrics["clip_ratio/high_mean"].item() == pytest.approx(mean)
+    batch["advantages"] = -batch["advantages"]
+    batch["old_logps"] = random_logps(batch, logits) + raised[[0, 0, 2]]
+    metrics = loss_fn(FreeLogits(logits), batch)[1]
+    assert metrics["clip_ratio/low_min"].item() == {"token": 0.25, "sequence": 1.0}[level]
+    batch["old_logps"] = random_logps(batch, logits) + raised
+    assert loss_fn(FreeLogits(logits), batch)[1]["clip_ratio/low_min"].item() == 0.0
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_mask"])
+def test_a_token_without_a_sampled_log_prob_has_ratio_one(mode):
+    batch, logits = random_batch(seed=3)
+    batch["advantages"] = -batch["advantages"].abs()
+    kw = {"vllm_importance_sampling_mode": mode, "off_policy_mask_threshold": 0.05}
+    known = {k: v.clone() for k, v in batch.items()}
+    known["rollout_logps"][0, 1] = known["old_logps"][0, 1]  # ratio 1
+    batch["rollout_logps"][0, 1] = math.nan
+    if "old_logps" in batch:  # the off-policy drift of that token must be 0 as well
+        known["old_logps"] = known["rollout_logps"].clone()
+        known["old_logps"][0, 1] = known["rollout_logps"][0, 1] = random_logps(batch, logits)[0, 1]
+        batch["old_logps"] = known["old_logps"]
+    model = FreeLogits(logits.clone())
+    value, metrics = losses.grpo(**kw)(model, batch)
+    expected, expected_metrics = losses.grpo(**kw)(FreeLogits(logits.clone()), known)
+    torch.testing.assert_close(value, expected)
+    value.backward()
+    assert model.logits.grad.isfinite().all()
+    for name in metrics:
+        if "logp_difference/mean" not in name:
+            torch.testing.assert_close(metrics[name], expected_metrics[name])
+    batch["old_logps"] = batch["old_logps"] + 0.5
+    gap = losses.grpo(**kw)(model, batch)[1]["sampling/sampling_logp_difference/mean"]
+    assert gap.item() == pytest.approx(0.5), "the unknown token is left out, not counted as 0"
 
 
 def test_log_entropy_can_be_left_out():

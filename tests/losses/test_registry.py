@@ -1,6 +1,8 @@
 """A loss by its name, and what a wrong name or keyword is told."""
 
+import functools
 import inspect
+import math
 from dataclasses import fields
 
 import pytest
@@ -67,6 +69,17 @@ def test_by_name_is_the_factory():
         (lambda: losses.cispo(epsilon_high=0), "epsilon_high=0"),
         (lambda: losses.sapo(sapo_temperature_neg=0), "sapo_temperature_neg=0"),
         (lambda: losses.ppo(cliprange_value=0), "cliprange_value=0"),
+        *(
+            (lambda key=key, bad=bad: losses.by_name("dapo", **{key: bad}), f"^{key}=")
+            for key in PolicyKeywords.__annotations__
+            for bad in ("0.01", math.nan, math.inf, [])
+        ),
+        (lambda: losses.grpo(entropy_coef=True), "entropy_coef=True must be a finite number"),
+        (lambda: losses.grpo(log_entropy=1), "log_entropy=1 must be true or false"),
+        (lambda: losses.grpo(temperature=None), "temperature=None must be a finite number"),
+        (lambda: losses.sft(log_accuracy="no"), "log_accuracy='no' must be true or false"),
+        (lambda: losses.dpo(reference_free="no"), "reference_free='no' must be true or false"),
+        (lambda: losses.dpo(label_smoothing="x"), "label_smoothing='x' must be a finite"),
         (lambda: losses.by_name("nowhere.mine:f"), "importing 'nowhere.mine' failed"),
         (lambda: losses.by_name("math:sinn"), "math has no function 'sinn'; did you mean 'sin"),
         (lambda: losses.by_name("nowhere.py:f"), "'nowhere.py' is not a file"),
@@ -75,6 +88,29 @@ def test_by_name_is_the_factory():
 def test_what_is_wrong_is_told(call, message):
     with pytest.raises(losses.LossConfigError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "over", "clips", "advantages", "scale"),
+    [
+        (losses.grpo(), "sequences", False, "group", "group"),
+        (losses.gspo(), "sequences", True, "group", "group"),
+        (losses.bnpo(), "tokens", False, "group", "group"),
+        (losses.dapo(), "update", False, "group", "group"),
+        (losses.dapo(importance_sampling_level="sequence"), "update", True, "group", "group"),
+        (losses.cispo(), "update", False, "group", "group"),
+        (losses.dr_grpo(), "sequences", False, "group", "none"),
+        (losses.rloo(), "sequences", True, "leave_one_out", "group"),
+        (losses.ppo(), "tokens", False, "group", "group"),
+        (functools.partial(losses.bnpo(), "model"), "tokens", False, "group", "group"),
+        (lambda model, batch: None, "sequences", False, "group", "group"),
+    ],
+)
+def test_a_loss_tells_of_itself(loss_fn, over, clips, advantages, scale):
+    info = losses.loss_info(loss_fn)
+    assert info.mean_over == over
+    assert ("clip_ratio/high_mean" in info.per_sequence) is clips
+    assert (info.advantages, info.scale_rewards) == (advantages, scale)
 
 
 MINE = """

@@ -136,11 +136,27 @@ def loss_problems(name: str, options: Mapping[str, Any], keys: Sequence[str] = (
 def build_loss(
     name: str, options: Mapping[str, Any], *, temperature: float, max_tokens: int
 ) -> losses.LossFn:
-    """The loss; ``[sampling]`` gives its temperature and length where ``[loss]`` does not."""
+    """The loss; ``[sampling]`` gives its temperature and length where ``[loss]`` does not.
+
+    One of the user's gets those of ``temperature`` and ``max_completion_length`` that it names.
+    """
     given = {"temperature": temperature, "max_completion_length": max_tokens}
-    factory = losses.FACTORIES.get(name)
-    known = () if factory is None else accepted(factory) or ()
+    known = accepted(_function(name)) or ()
     return losses.by_name(name, **{k: v for k, v in given.items() if k in known} | dict(options))
+
+
+def keyword(name: str, options: Mapping[str, Any], key: str, default: Any) -> Any:
+    """What the loss ``name`` has as ``key``: of ``options``, else its signature's default, if any.
+
+    A loss without that keyword has ``default``.
+    """
+    found = inspect.signature(_function(name)).parameters.get(key)
+    unset = default if found is None or found.default is found.empty else found.default
+    return options.get(key, unset)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    return load_function(name) if ":" in name else losses.FACTORIES[name]
 
 
 def reward_name(given: str | Callable[..., Any]) -> str:

@@ -6,6 +6,7 @@ same. It reads no environment.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from torch import nn
 
 from fxrl.config import Config
 from fxrl.engines.vllm.options import VllmOptions
+from fxrl.losses import LossInfo, loss_info
 from fxrl.models.hf import ModelError
 from fxrl.models.load import Source, resolve
 from fxrl.models.tiny import parse_tiny
@@ -31,7 +33,12 @@ from fxrl.rl.config.binding import (
     regular_expression,
     within,
 )
-from fxrl.rl.config.named import loss_problems, optimizer_problems, reward_problems
+from fxrl.rl.config.named import (
+    build_loss,
+    loss_problems,
+    optimizer_problems,
+    reward_problems,
+)
 
 Positive = Annotated[int, at_least(1)]
 Count = Annotated[int, at_least(0)]
@@ -283,8 +290,9 @@ class LossConfig(Table):
 
     Attributes:
         name: as for ``fxrl.losses.by_name``.
-        normalize: what a micro-batch's loss is a mean over, see ``fxrl.rl.loop.batching``; ``auto``
-            knows fxrl's own losses and takes ``sequences`` for others.
+        normalize: what a micro-batch's loss is a mean over, see ``fxrl.rl.loop.batching``; with
+            ``auto`` losses of ``fxrl.losses`` say it themselves, also where your own factory
+            returns one; others are taken for means over ``sequences``.
         options: further keys, the loss's own keywords: ``beta``, ``epsilon``, ...
     """
 
@@ -301,7 +309,9 @@ class SamplingConfig(Table):
     """``[sampling]``: how completions are drawn.
 
     Attributes:
-        temperature: divisor of the logits, in the loss as well; a lower one favours likely tokens.
+        temperature: divisor of the logits, in the loss as well (your own gets it as its keyword
+            ``temperature``, and ``max_tokens`` as ``max_completion_length``, if it has these); a
+            lower one favours likely tokens.
         top_p: probability of the likeliest tokens that are drawn from, together; 1 is all.
         top_k: number of the likeliest tokens that are drawn from; 0 is all.
         min_p: least probability of a token that is drawn, as a share of the likeliest's; 0 is all.
@@ -312,7 +322,9 @@ class SamplingConfig(Table):
         stop_token_ids: tokens that end a completion besides the tokenizer's end token.
         extra: further sampling parameters of vLLM by its own names, for ``engine = "vllm"``:
             ``extra = { repetition_penalty = 1.1 }``. What they do to the distribution the trainer
-            does not repeat; the importance-sampling correction of the losses accounts for it.
+            does not repeat; the losses' importance-sampling correction makes up for it token by
+            token (``vllm_importance_sampling_mode = "token_truncate"``), but over a whole
+            completion (``"sequence_*"``, the default) the ratios multiply, and little is left.
     """
 
     temperature: Annotated[float, above(0.0), within(0.0, 1e6)] = 1.0
@@ -329,6 +341,13 @@ class SamplingConfig(Table):
     def problems(self) -> Iterator[str]:
         if self.min_tokens > self.max_tokens:
             yield f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}"
+
+    def filters(self) -> list[str]:
+        """What changes the distribution besides the temperature."""
+        plain = SamplingConfig()
+        names = ("top_p", "top_k", "min_p", "min_tokens", "extra")
+        given = {name: getattr(self, name) for name in names}
+        return [f"sampling.{k}={v!r}" for k, v in given.items() if v != getattr(plain, k)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,12 +469,15 @@ class TrainConfig(Table):
             deleted. Going back to an older one begins a branch.
         prompts_per_step: prompts in one step, each with ``sampling.num_generations`` completions.
         micro_batch_tokens: most tokens of one forward pass, padding included; less takes less
-            memory and more passes. The loss of the step does not depend on it.
+            memory and more passes. The loss of the step does not depend on it, unless
+            ``loss.top_entropy_quantile`` is below 1.
         num_iterations: optimizer updates on the same completions.
         advantages: what a completion is worth: its reward minus its group's mean (``group``, GRPO),
-            or minus the mean of the others (``leave_one_out``, RLOO).
+            or minus the mean of the others (``leave_one_out``, RLOO). By default the loss's own:
+            ``leave_one_out`` for ``rloo``, ``group`` for all others.
         scale_rewards: divisor of ``group`` advantages: the standard deviation of the reward in the
-            ``group``, in the ``batch``, or ``none``.
+            ``group``, in the ``batch``, or ``"none"``. By default the loss's own: ``"none"`` for
+            ``dr_grpo``, ``group`` for all others.
         max_nonfinite: updates in a row that may be skipped, as loss or gradient is not finite; so
             many stop the run.
         log_completions: sample completions shown and written per step; 0 is none.
@@ -509,8 +531,8 @@ class TrainConfig(Table):
     prompts_per_step: Positive = 8
     micro_batch_tokens: Positive = 16384
     num_iterations: Annotated[int, within(1, 1000)] = 1
-    advantages: Literal["group", "leave_one_out"] = "group"
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    advantages: Literal["group", "leave_one_out"] | None = None
+    scale_rewards: Literal["group", "batch", "none"] | None = None
     max_nonfinite: Positive = 3
     engine_retries: Count = 0
     dynamic_sampling: Literal["off", "drop", "refill"] = "off"
@@ -585,3 +607,39 @@ class TrainConfig(Table):
             )
         if self.engine == "vllm" and self.model.dtype == "float64":
             yield 'engine="vllm": vLLM has no float64; set model.dtype to bfloat16 or float32'
+
+    def warnings(self) -> Iterator[str]:
+        """What may be meant, but hardly teaches; told before the run."""
+        options = self.loss_info().options
+        if self.engine != "vllm" or options is None:
+            return
+        mode = options.vllm_importance_sampling_mode
+        sequences = options.vllm_importance_sampling_correction and mode.startswith("sequence")
+        if sequences and (filters := self.sampling.filters()):
+            yield (
+                f"{', '.join(filters)}: vLLM's log-probs count what is left of the distribution, "
+                f"the trainer's all of it, and vllm_importance_sampling_mode={mode!r} multiplies "
+                "that over a completion: with 0.98 of it left, 512 tokens weigh 3e-5; set "
+                'loss.vllm_importance_sampling_mode="token_truncate"'
+            )
+
+    def loss_info(self) -> LossInfo:
+        """What the loss says of itself."""
+        sampling = self.sampling
+        return loss_info(
+            build_loss(
+                self.loss.name,
+                self.loss.options,
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_tokens,
+            )
+        )
+
+    def settled(self) -> TrainConfig:
+        """With the advantages that the loss wants where nothing else is said."""
+        info = self.loss_info()
+        return dataclasses.replace(
+            self,
+            advantages=self.advantages or info.advantages,
+            scale_rewards=self.scale_rewards or info.scale_rewards,
+        )

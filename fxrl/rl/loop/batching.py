@@ -6,8 +6,10 @@ own, a short one would weigh as much as a long one. Three kinds of loss, all exa
 ``update``: it divides by ``num_items_in_batch``, the completion tokens of the whole step, which
 every micro-batch carries; the losses just add up. ``sequences``: a mean over sequences; each
 micro-batch weighs by its share of them. ``tokens``: a mean over tokens; by its share of tokens.
-The count is a tensor: a Python number in a batch is a constant of the captured graph, and a new one
-would mean a new capture.
+Which kind a loss is, it says itself (``fxrl.losses.loss_info``). Its entropy bonus is a mean over
+tokens under all three, for which every micro-batch carries the step's sequences as well.
+The counts are tensors: a Python number in a batch is a constant of the captured graph, and a new
+one would mean a new capture.
 
 NOTE [Where the host's time goes]
 A step has up to some hundred thousand tokens. They leave Python once, into flat arrays that reach
@@ -20,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from fxrl.distributed import Ranks, deal
 from fxrl.engines import Completion
+from fxrl.losses.reduce import Over
 from fxrl.rl.types import Batch
 
 OVERHEAD = 16
@@ -103,8 +106,8 @@ def make_batches(
     Returns:
         Of each: ``input_ids`` and ``attention_mask`` [B, T] int64, ``right_padded`` True,
         ``completion_mask`` [B, C], ``rollout_logps`` [B, C] (0 where masked), ``advantages`` [B],
-        and ``num_items_in_batch``, the completion tokens of all ``completions``, 0-d; all floats
-        of ``dtype``.
+        and, 0-d, ``num_items_in_batch`` and ``num_sequences_in_batch``, the completion tokens and
+        the number of all ``completions``; all floats of ``dtype``.
     """
     rows = [row for group in plan for row in group]
     chosen = [completions[row] for row in rows]
@@ -112,11 +115,13 @@ def make_batches(
     num_items = torch.full(
         (), float(sum(len(c.token_ids) for c in completions)), device=device, dtype=dtype
     )
+    num_sequences = torch.full((), float(len(completions)), device=device, dtype=dtype)
     batches: list[Batch] = []
     first = 0
     for group in plan:
         batches.append(step.cut(first, first + len(group), pad_token_id))
         batches[-1]["num_items_in_batch"] = num_items
+        batches[-1]["num_sequences_in_batch"] = num_sequences
         first += len(group)
     return batches
 
@@ -153,7 +158,7 @@ class _Flat:
         self.logps, self.advantages = floats[:num_logps], floats[num_logps:]
 
     def cut(self, first: int, end: int, pad_token_id: int) -> Batch:
-        """Rows ``first`` to ``end`` as a batch (without ``num_items_in_batch``)."""
+        """Rows ``first`` to ``end`` as a batch (without the step's counts)."""
         span = slice(first, end)
         width = max(self.lengths[span])
         skipped = min(self.prompts[span])
@@ -193,25 +198,29 @@ def padding_fraction(lengths: Sequence[tuple[int, int]], plan: Sequence[Sequence
     return 1.0 - sum(totals[row] for group in plan for row in group) / padded
 
 
-NORMALIZED_BY = {"dapo": "update", "cispo": "update", "bnpo": "tokens"}
-"""fxrl's own losses that are no mean over sequences."""
+class Share(NamedTuple):
+    """A micro-batch's part of the step, as fractions of its completion tokens and sequences."""
+
+    tokens: float
+    sequences: float
 
 
 def micro_batch_weights(
-    normalize: str, name: str, batches: Sequence[Batch], ranks: Ranks
-) -> tuple[list[float], list[float]]:
-    """What each micro-batch's loss is multiplied by, and its share of the completion tokens of all
-    ranks."""
+    over: Over, batches: Sequence[Batch], ranks: Ranks
+) -> tuple[list[float], list[Share]]:
+    """What each micro-batch's loss is multiplied by, and its share of the step of all ranks.
+
+    Args:
+        over: what the loss is a mean over.
+        batches: this rank's; all ranks call it.
+    """
     rows = [batch["input_ids"].shape[0] for batch in batches]
     counts = [batch["completion_mask"].sum() for batch in batches]
     # One wait for the device, not one a batch.
     tokens: list[float] = torch.stack(counts).tolist() if counts else []
     sums = ranks.gather((sum(rows), math.fsum(tokens)))
     all_rows, all_tokens = sum(n for n, _ in sums), math.fsum(n for _, n in sums)
-    shares = [count / all_tokens for count in tokens]
-    kind = NORMALIZED_BY.get(name, "sequences") if normalize == "auto" else normalize
-    if kind == "update":
+    shares = [Share(n / all_tokens, num / all_rows) for n, num in zip(tokens, rows, strict=True)]
+    if over == "update":
         return [1.0] * len(batches), shares
-    if kind == "tokens":
-        return shares, shares
-    return [count / all_rows for count in rows], shares
+    return [share.tokens if over == "tokens" else share.sequences for share in shares], shares

@@ -20,13 +20,13 @@ from fxrl import optimize
 from fxrl.distributed import Ranks
 from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
-from fxrl.losses import FACTORIES, completion_logits, token_stats
+from fxrl.losses import completion_logits, loss_info, token_stats
 from fxrl.losses.own_code import load_function
 from fxrl.models import load_model, lora, quantize
 from fxrl.models.hf import train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.callbacks import Events
-from fxrl.rl.config.named import build_loss
+from fxrl.rl.config.named import build_loss, keyword
 from fxrl.rl.config.tables import ModelConfig, TrainConfig
 from fxrl.rl.data.questions import (
     PromptBuilder,
@@ -254,6 +254,7 @@ def _around(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
     )
+    info = loss_info(loss_fn)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = list(named.values())
     optimizer = build_optimizer(config.optim, parameters)
@@ -262,7 +263,8 @@ def _around(
         Scorer, optimize=make_step, temperature=sampling.temperature, wrap=wrap
     )
     old_policy = scorer(model) if config.num_iterations > 1 else None
-    needs_reference = bool(config.loss.options.get("beta", 0.0))
+    beta = keyword(config.loss.name, config.loss.options, "beta", 0.0)
+    needs_reference = bool(beta if info.options is None else info.options.beta)
     made_here = config.model.lora is not None
     ref_model, context = reference(model, made_here) if needs_reference else (model, None)
     return RunParts(
@@ -281,13 +283,14 @@ def _around(
             max_grad_norm=config.optim.max_grad_norm,
             max_nonfinite=config.max_nonfinite,
             run_dir=run_dir,
-            place="" if config.loss.name in FACTORIES else defined_at(loss_fn),
+            place=defined_at(loss_fn) if ":" in config.loss.name else "",
+            info=info,
             ranks=rollouter.ranks,
             names=list(named),
         ),
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
-        probe=None if config.loss.name in FACTORIES else old_policy or scorer(model),
+        probe=(old_policy or scorer(model)) if info.options is None else None,
         stage=rollouter.stage,
         events=Events(config, callbacks, {"model": model, "tokenizer": rollouter.tokenizer}),
         fingerprints={**questions.fingerprints, **fingerprint.of_model(model, rollouter.tokenizer)},

@@ -105,6 +105,7 @@ def prepare(
         FxrlError: something in them is wrong, or another run has ``run_dir``.
     """
     tell = reporter.message
+    config = config.settled()
     if accept_changes and resume is None:
         raise BadConfigError("--accept-changes says nothing without --resume")
     with ExitStack() as held:
@@ -135,6 +136,8 @@ def prepare(
             tell,
         )
         config = dataclasses.replace(config, model=model)
+        for warning in config.warnings():
+            tell(warning)
         if tokenizer is None:
             with reporter.stage(f"loading the tokenizer: {model.name}") as say:
                 tokenizer = load_tokenizer(model.name, say)

@@ -28,7 +28,6 @@ import torch
 from fxrl import TrainStep
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.files import write_text
-from fxrl.losses import FACTORIES
 from fxrl.rl.builtin_rewards import last_text
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
@@ -40,6 +39,7 @@ from fxrl.rl.loop.build import RunParts
 from fxrl.rl.loop.fingerprint import check_unchanged
 from fxrl.rl.loop.interrupt import StopRequest
 from fxrl.rl.loop.outlook import share_limits
+from fxrl.rl.loop.updater import extreme
 from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, keep_trying, why
 from fxrl.rl.report.page import note, try_to_write_page
 from fxrl.rl.report.progress import Reporter, Say, told
@@ -188,13 +188,14 @@ def hand_over(config: TrainConfig, parts: RunParts, version: int) -> None:
 
 
 def mean_of(updates: list[Metrics]) -> Metrics:
-    """Metrics of one step's updates as one; ``None`` where no update has a value."""
+    """Metrics of one step's updates as one: extremes by name, means of the others; ``None`` where
+    no update has a value."""
     if len(updates) == 1:
         return updates[0]
     merged: Metrics = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [v for update in updates if (v := update.get(name)) is not None]
-        merged[name] = statistics.fmean(values) if values else None
+        merged[name] = (extreme(name) or statistics.fmean)(values) if values else None
     return merged
 
 
@@ -216,8 +217,9 @@ class TrainingLoop:
         self._reported = False
         self._save_due = False
         self._written = 0  # the last step in metrics.jsonl
-        correction = config.loss.options.get("vllm_importance_sampling_correction", True)
-        self._drift = DriftWatch(bool(correction) if config.loss.name in FACTORIES else None)
+        options = parts.updater.info.options
+        corrected = None if options is None else options.vllm_importance_sampling_correction
+        self._drift = DriftWatch(corrected)
         self._idle = RewardWatch()
         self._former_end: int | None = None  # `steps` of the run that is resumed
         self._most_bytes: dict[str, int] = {}

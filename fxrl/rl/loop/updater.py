@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from fxrl.distributed import Ranks
 from fxrl.errors import FxrlError
 from fxrl.files import replacing
+from fxrl.losses import LossInfo
 from fxrl.rl.config.named import make_optimizer
 from fxrl.rl.config.tables import LossConfig, OptimConfig
 from fxrl.rl.errors import LossError, NonFiniteError, raised_at, shown
-from fxrl.rl.loop.batching import micro_batch_weights
+from fxrl.rl.loop.batching import Share, micro_batch_weights
 from fxrl.rl.process_state import ProcessState
 from fxrl.rl.types import Batch, Metrics
 
@@ -75,6 +76,7 @@ class Updater:
         max_nonfinite: skipped updates in a row that stop the run.
         run_dir: gets the batch that stopped the run.
         place: of the loss in its file, for messages.
+        info: what the loss says of itself.
         process: what the loss may not change.
         ranks: that share a step's micro-batches.
         names: of the parameters, by which they find their state in a checkpoint; by default their
@@ -93,6 +95,7 @@ class Updater:
     num_skipped_in_a_row: int = 0
     place: str = ""
     process: ProcessState = field(default_factory=ProcessState)
+    info: LossInfo = field(default_factory=LossInfo)
     ranks: Ranks = field(default_factory=Ranks)
     names: Sequence[str] = ()
 
@@ -161,9 +164,8 @@ class Updater:
             LossError: the loss raised, or returned no number that has a gradient.
             RankError: another rank failed.
         """
-        weights, shares = micro_batch_weights(
-            self.loss.normalize, self.loss.name, batches, self.ranks
-        )
+        over = self.info.mean_over if self.loss.normalize == "auto" else self.loss.normalize
+        weights, shares = micro_batch_weights(over, batches, self.ranks)
         self.optimizer.zero_grad(set_to_none=True)
         found: list[dict[str, Tensor]] = []
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
@@ -193,7 +195,7 @@ class Updater:
         self.ranks.sum_([p.grad for p in chosen if p.grad is not None])
 
     def _merged(
-        self, micro_batches: Sequence[tuple[float, float, dict[str, float]]]
+        self, micro_batches: Sequence[tuple[float, Share, dict[str, float]]]
     ) -> tuple[float, Metrics]:
         """The whole step's loss and metrics, out of each micro-batch's weight, share, and values.
 
@@ -211,7 +213,7 @@ class Updater:
         loss = math.fsum(v["loss"] * weight for v, weight in zip(found, weights, strict=True))
         names = [name for name in found[0] if name != "loss"]
         rows = [[values[name] for name in names] for values in found]
-        return loss, merge_metrics(names, rows, weights, shares)
+        return loss, merge_metrics(names, rows, weights, shares, self.info.per_sequence)
 
     def _one_backward(self, batch: Batch, weight: float, doing: str) -> dict[str, Tensor]:
         """Adds a micro-batch's gradients; ``loss``, then the metrics, as tensors."""
@@ -380,7 +382,8 @@ def merge_metrics(
     names: Sequence[str],
     rows: Sequence[Sequence[float]],
     weights: Sequence[float],
-    shares: Sequence[float],
+    shares: Sequence[Share],
+    per_sequence: Collection[str] = (),
 ) -> Metrics:
     """Metrics of micro-batches as one: extremes by name, losses as the loss, means by token.
 
@@ -388,15 +391,23 @@ def merge_metrics(
         names: M metrics.
         rows: their values, [micro-batches][M].
         weights, shares: see ``micro_batch_weights``.
+        per_sequence: those that are means over sequences, and are merged by these.
     """
     merged: Metrics = {}
     for name, values in zip(names, zip(*rows, strict=True), strict=True):
-        if name.endswith(("/min", "_min")):
-            value = min(values)
-        elif name.endswith(("/max", "_max")):
-            value = max(values)
+        if (pick := extreme(name)) is not None:
+            value = pick(values)
         else:
-            by = weights if name.endswith("_loss") else shares
+            by = [share.sequences if name in per_sequence else share.tokens for share in shares]
+            if name.endswith("_loss"):
+                by = list(weights)
             value = math.fsum(v * w for v, w in zip(values, by, strict=True))
         merged[name] = value if math.isfinite(value) else None
     return merged
+
+
+def extreme(name: str) -> Callable[[Iterable[float]], float] | None:
+    """``min`` or ``max`` for a metric that is named after it; ``None`` for a mean."""
+    if name.endswith(("/min", "_min")):
+        return min
+    return max if name.endswith(("/max", "_max")) else None

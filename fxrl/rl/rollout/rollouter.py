@@ -338,10 +338,11 @@ def _advantages(totals: Sequence[float], config: TrainConfig) -> list[float]:
     if not totals:
         return []
     values, num = torch.tensor(totals, dtype=torch.float64), config.sampling.num_generations
-    if config.advantages == "group":
-        found = group_advantages(values, num, config.scale_rewards)
-    else:
+    if config.advantages == "leave_one_out":
         found = rloo_advantages(values, num)
+    else:
+        assert config.scale_rewards is not None  # TrainConfig.settled
+        found = group_advantages(values, num, config.scale_rewards)
     advantages: list[float] = found.tolist()
     return advantages
 

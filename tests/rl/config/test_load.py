@@ -214,3 +214,52 @@ def test_a_configuration_is_a_table_again(config_file):
     assert found["data"]["rows"].startswith("2 rows, sha256 ")
     assert json.loads(json.dumps(table)) == table
     assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advantages", "scale_rewards"),
+    [
+        ((), "group", "group"),
+        (("loss.name=rloo",), "leave_one_out", "group"),
+        (("loss.name=dr_grpo",), "group", "none"),
+        (("loss.name=rloo", "advantages=group"), "group", "group"),
+        (("loss.name=dr_grpo", "scale_rewards=batch"), "group", "batch"),
+        (("scale_rewards=none",), "group", "none"),
+    ],
+)
+def test_advantages_are_the_losss_own(config_file, overrides, advantages, scale_rewards):
+    config = load_config(config_file, overrides).settled()
+    assert (config.advantages, config.scale_rewards) == (advantages, scale_rewards)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("engine=vllm", "sampling.top_p=0.95"), ["sampling.top_p=0.95: vLLM's log-probs count"]),
+        (
+            ("engine=vllm", "sampling.top_k=9", "sampling.min_tokens=2"),
+            ["sampling.top_k=9, samp"],
+        ),
+        (("engine=vllm",), []),
+        (("sampling.top_p=0.95",), []),
+        (
+            (
+                "engine=vllm",
+                "sampling.top_p=0.95",
+                "loss.vllm_importance_sampling_mode=token_mask",
+            ),
+            [],
+        ),
+        (
+            (
+                "engine=vllm",
+                "sampling.top_p=0.95",
+                "loss.vllm_importance_sampling_correction=false",
+            ),
+            [],
+        ),
+    ],
+)
+def test_filters_that_a_correction_by_sequence_multiplies_are_told_of(config_file, overrides, told):
+    found = list(load_config(config_file, overrides).warnings())
+    assert [line[: len(start)] for line, start in zip(found, told, strict=True)] == told

@@ -11,8 +11,10 @@ import pytest
 
 from fxrl.cli import main
 from fxrl.errors import ConfigError, MissingPackageError, optional
+from fxrl.losses import loss_info
 from fxrl.losses.own_code import importable_from, load_function
 from fxrl.rl.config.load import load_config
+from fxrl.rl.config.named import build_loss, keyword
 
 ROOT = Path(__file__).parents[3]
 EVEN = "def even(completions, **columns):\n    return [1.0 for _ in completions]\n"
@@ -148,3 +150,44 @@ def test_losses_by_path(project):
         "from fxrl import losses\ndef mine(**kwargs): return losses.grpo(**kwargs)\n"
     )
     assert train(project, "loss.name=losses.py:mine", "loss.beta=0.0") == 0
+
+
+OWN_LOSSES = """
+from fxrl import losses
+
+def of_fxrl(beta=0.2):
+    return losses.bnpo(beta=beta)
+
+def factory(temperature=1.0, beta=0.1):
+    def loss(model, batch):
+        return temperature
+    return loss
+
+def direct(model, batch, temperature=1.0, max_completion_length=1):
+    return temperature, max_completion_length
+
+def plain(model, batch):
+    return None
+"""
+
+
+def test_an_own_loss_gets_what_it_names_and_tells_its_beta(tmp_path):
+    path = tmp_path / "own_losses.py"
+    path.write_text(OWN_LOSSES)
+
+    def built(name, **options):
+        return build_loss(f"{path}:{name}", options, temperature=0.7, max_tokens=99)
+
+    assert built("factory")(None, None) == 0.7
+    assert built("factory", temperature=0.5)(None, None) == 0.5
+    assert built("direct")(None, None) == (0.7, 99)
+    assert built("plain")(None, None) is None
+    info = loss_info(built("of_fxrl"))
+    assert info.options is not None
+    assert (info.mean_over, info.options.beta) == ("tokens", 0.2)
+    for name, options, beta in (
+        ("factory", {}, 0.1),
+        ("factory", {"beta": 0}, 0),
+        ("plain", {}, 0.0),
+    ):
+        assert keyword(f"{path}:{name}", options, "beta", 0.0) == beta

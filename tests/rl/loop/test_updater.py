@@ -10,6 +10,8 @@ from torch import nn
 
 from fxrl.rl.config.tables import LossConfig
 from fxrl.rl.errors import NonFiniteError
+from fxrl.rl.loop.batching import Share
+from fxrl.rl.loop.trainer import mean_of
 from fxrl.rl.loop.updater import Updater, merge_metrics
 
 
@@ -26,7 +28,7 @@ class Scripted:
             [self.weight],
             optimizer,
             schedule,
-            LossConfig("dapo"),
+            LossConfig("dapo", normalize="update"),
             max_grad_norm,
             max_nonfinite,
             tmp_path,
@@ -81,12 +83,19 @@ def test_too_many_in_a_row_stop_the_run_with_the_batch_saved(tmp_path):
 
 def test_metrics_merge_by_kind():
     names = ["entropy", "a/max", "low_min"]
-    merged = merge_metrics(names, [[1.0, 5.0, 2.0], [3.0, 4.0, 1.0]], [1.0, 1.0], [0.25, 0.75])
+    shares = [Share(tokens=0.25, sequences=0.5), Share(tokens=0.75, sequences=0.5)]
+    merged = merge_metrics(names, [[1.0, 5.0, 2.0], [3.0, 4.0, 1.0]], [1.0, 1.0], shares)
     assert merged == {"entropy": 2.5, "a/max": 5.0, "low_min": 1.0}
-    assert merge_metrics(["kl"], [[math.inf]], [1.0], [1.0]) == {"kl": None}
-    assert merge_metrics(["policy_loss"], [[2.0], [4.0]], [1.0, 0.5], [0.9, 0.1]) == {
+    assert merge_metrics(["kl"], [[math.inf]], [1.0], [Share(1.0, 1.0)]) == {"kl": None}
+    assert merge_metrics(["policy_loss"], [[2.0], [4.0]], [1.0, 0.5], shares) == {
         "policy_loss": 4.0
     }
+    assert merge_metrics(["ratio"], [[1.0], [3.0]], [1.0, 1.0], shares, {"ratio"}) == {"ratio": 2.0}
+
+
+def test_updates_of_a_step_merge_by_kind():
+    updates = [{"a/max": 1.0, "b_min": 1.0, "kl": 1.0}, {"a/max": 9.0, "b_min": 3.0, "kl": None}]
+    assert mean_of(updates) == {"a/max": 9.0, "b_min": 1.0, "kl": 1.0}
 
 
 def test_the_device_is_read_once_a_backward(tmp_path, monkeypatch):
@@ -131,7 +140,16 @@ def test_a_state_goes_on_and_hyper_parameters_do_not_come_with_it(tmp_path, name
         def loss(batch):
             return sum((weight * weight.detach().cos()).sum() for weight in weights)
 
-        return Updater(loss, weights, optimizer, schedule, LossConfig("dapo"), 1.0, 3, tmp_path)
+        return Updater(
+            loss,
+            weights,
+            optimizer,
+            schedule,
+            LossConfig("dapo", normalize="update"),
+            1.0,
+            3,
+            tmp_path,
+        )
 
     first, second = make(), make()
     for _ in range(2):
