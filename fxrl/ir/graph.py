@@ -116,6 +116,13 @@ def hint(size: Size) -> int:
     return int(size.node.hint) if size.node.has_hint() else 1
 
 
+def equal_sizes(left: Size, right: Size) -> bool:
+    """Whether two sizes are equal: by their symbols, or as seen, by a guard: batches in which they
+    differ are captured anew. Only while a graph is captured; later guards are checked by nobody."""
+    known = all(isinstance(size, int) or size.node.has_hint() for size in (left, right))
+    return str(left) == str(right) or (known and hint(left) == hint(right) and bool(left == right))
+
+
 def numel_hint(node: fx.Node) -> int:
     """Number of elements, at the sizes seen while tracing."""
     total = 1
