@@ -21,7 +21,9 @@ from fxrl.ir.graph import (
     is_call,
     needs_grad,
     propagate_requires_grad,
+    save_as,
     set_body,
+    what_it_saves,
 )
 from fxrl.ir.site import rename_site
 
@@ -41,7 +43,7 @@ def lower_bodies(gm: fx.GraphModule, lower: Lower, known: dict[Any, fx.GraphModu
         if (body := body_of(gm, call)) is None:
             continue
         is_layer = is_call(call, CALL_LAYER)
-        key, path = body if is_layer else signature(body.graph.nodes), _path(body, call)
+        key, path = body if is_layer else _key(body), _path(body, call)
         if key not in known:
             known[key] = lower(body) if is_layer else _lowered(body, lower)
             known[key].meta["layer_path"] = path
@@ -83,11 +85,18 @@ def _marked(
 
 def _lowered(body: fx.GraphModule, lower: Lower) -> fx.GraphModule:
     try:
-        return lower(body)
+        lowered = lower(body)
     except Exception as error:
         # The body can hold anything that PyTorch can; it then runs as the user wrote it.
         body.meta["not_lowered"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return body
+    save_as(lowered, body)
+    return lowered
+
+
+def _key(body: fx.GraphModule) -> Any:
+    """Equal for checkpointed bodies that compute and save the same."""
+    return signature(body.graph.nodes), what_it_saves(body)
 
 
 def _path(body: fx.GraphModule, call: fx.Node) -> str:
