@@ -110,6 +110,7 @@ def compiles_uncollected() -> Iterator[None]:
         with suppress(ValueError):  # torch._dynamo.reset() has removed them
             callback_handler.remove_start_callback(pause)
             callback_handler.remove_end_callback(go_on)
+        go_on(None)  # a compilation of another thread may have begun here and end behind this
 
 
 _IMPORT = dis.opmap["IMPORT_NAME"]
