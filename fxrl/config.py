@@ -53,7 +53,8 @@ class Config:
         compile_regions: ``False`` runs region bodies op by op, for exact float64 tests.
         on_miss: ``"warn"``, ``"error"`` (raise ``MissedRewriteError``) or ``"ignore"``.
         inductor: extra Inductor options for region bodies, on top of fxrl's own.
-        passes: names of the passes to run, in order; ``None`` runs the default pipeline.
+        passes: names of the passes to run, in whatever order: the pipeline has its own. ``None``
+            runs all.
         context_parallel: how many consecutive ranks share each sequence. All of them are given the
             same whole batch, and have the whole loss and gradients afterwards. More than 1 needs
             ``torch.distributed``, and as many processes or a multiple.

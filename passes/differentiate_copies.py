@@ -65,7 +65,8 @@ def _written(builder: Builder, copy: fx.Node) -> fx.Node:
     if kind:
         value = builder.call(aten._to_copy.default, value, **kind)
     if [*map(str, have.shape)] != [*map(str, wanted.shape)]:
-        sizes = [SizeTable(copy.graph).arg(size) for size in wanted.shape]
+        table = SizeTable(copy.graph)
+        sizes = [table.arg(size) for size in wanted.shape]
         if None in sizes:
             raise Refusal("the sizes of what is overwritten cannot be written in the graph")
         value = builder.call(aten.expand.default, value, sizes)

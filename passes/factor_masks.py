@@ -31,7 +31,7 @@ from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
 from fxrl.ir.plan import Choice, Keep, Rewrite
 from fxrl.ir.remark import Refusal, format_bytes
 from fxrl.ir.sizes import SizeTable
-from fxrl.ops.masked_attention import can_be_fast
+from fxrl.ops.masked_attention import can_be_fast, expression
 
 #: Bytes of a mask from which computing it pays. On a CPU the dense mask is faster (PyTorch's kernel
 #: against one in tiles), so there it is memory alone that counts. On a GPU: forward and backward of
@@ -84,7 +84,9 @@ class FactorMasks(Pass[MaskSite]):
                 continue
             try:
                 _check(gm, mask, calls)
-                yield MaskSite(mask, nbytes(mask), factored(mask), tuple(calls))
+                made = factored(mask)
+                _try(made, mask)
+                yield MaskSite(mask, nbytes(mask), made, tuple(calls))
             except Refusal as refusal:
                 reason = f"{len(calls)} attention calls keep their mask: {refusal.reason}"
                 loses = nbytes(mask) >= self._least(mask)
@@ -119,6 +121,27 @@ class FactorMasks(Pass[MaskSite]):
             _replace(call, lent.to(call.graph), len(vectors), text)
         what = f"{len(site.readers)} attention calls compute their mask: {text}"
         return Applied(what, site.saved_bytes)
+
+
+def _try(made: FactoredMask, mask: fx.Node) -> None:
+    """
+    Raises:
+        Refusal: PyTorch does not take the expression for the dtypes that it reads.
+    """
+    values = {
+        f"v{number}": torch.empty(1, 1, 1, 1, dtype=val_of(vector).dtype, device="meta")
+        for number, (vector, _) in enumerate(made.vectors)
+    }
+    values["query"], values["key"] = (
+        torch.empty(size, dtype=torch.int64, device="meta") for size in ((2, 1), (2,))
+    )
+    try:
+        dtype = expression(made.text)(values).dtype
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        why = f"its expression {made.text} cannot be computed: {error}".splitlines()[0]
+        raise Refusal(why, at=mask) from None
+    if dtype != torch.bool:
+        raise Refusal(f"its expression {made.text} gives {dtype}, no bools", at=mask)
 
 
 def _check(gm: fx.GraphModule, mask: fx.Node, calls: Sequence[fx.Node]) -> None:

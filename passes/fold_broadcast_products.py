@@ -1,4 +1,9 @@
-"""One spelling for what PyTorch spells in several ways, so that passes need to know one.
+"""Fold a batched product with one weight for all of the batch into a plain product.
+
+    %w3 = expand(unsqueeze(%w, 0), [b, ...])
+    %y  = bmm(%x, %w3)                              x [b, t, k], w [k, n]
+becomes
+    %y  = mm(reshape(%x, [b * t, k]), %w)           in the old shape again
 
 NOTE [Why fold broadcast products]: ``matmul`` of a non-contiguous 3-D tensor (hidden states after
 a slice) with a weight becomes a batched product with the weight expanded over the batch. It is a

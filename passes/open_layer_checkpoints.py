@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
 
 from fxrl.analysis.outline import computes
-from fxrl.ir.graph import CHECKPOINT, body_of, inline, is_call, is_view
-from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
+from fxrl.ir.graph import CHECKPOINT, body_of, inline, is_call, is_view, what_it_saves
+from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
 from fxrl.ir.region import region_at, set_region
+from fxrl.ir.remark import Refusal
 
 
+@dataclass(frozen=True)
 class OpenLayerCheckpoints(Normalisation[Site]):
     """Inline checkpointed bodies that hold a layer's regions and nothing else."""
 
@@ -33,13 +35,19 @@ class OpenLayerCheckpoints(Normalisation[Site]):
         "`torch.utils.checkpoint` around a layer that was outlined whole",
         "running again what the backward does not need; the plan may keep more where there is room",
         "nothing",
-        "something of the layer runs op by op: the checkpointed call stays as it is",
+        "something of the layer runs op by op, or the checkpointing is selective (`context_fn`); "
+        "the checkpointed call stays as it is",
     )
 
-    def match(self, gm: fx.GraphModule) -> Iterator[Site]:
+    def match(self, gm: fx.GraphModule) -> Iterator[Site | Miss]:
         for call in gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
             body = body_of(gm, call)
-            if body is not None and _is_outlined(body.graph):
+            if body is None or not _is_outlined(body.graph):
+                continue
+            if what_it_saves(body) is not None:
+                why = "selective checkpointing (context_fn) says itself what the layer keeps"
+                yield Miss(call, Refusal(why, "checkpoint the layer without context_fn"))
+            else:
                 yield Site(call, 0)
 
     def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:

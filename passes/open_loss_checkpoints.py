@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrl.analysis.attention import SDPA
-from fxrl.ir.graph import CHECKPOINT, body_of, is_call
+from fxrl.ir.graph import CHECKPOINT, body_of, inline, is_call
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
@@ -60,45 +60,16 @@ class OpenLossCheckpoints(Normalisation[Site]):
                 yield Site(call, 0)
 
     def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
-        call, body = site.anchor, body_of(gm, site.anchor)
+        body = body_of(gm, site.anchor)
         assert body is not None
-        env: dict[fx.Node, Any] = dict(
-            zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True)
-        )
-        with gm.graph.inserting_before(call):
-            for node in body.graph.nodes:
-                if node.op == "get_attr":
-                    env[node] = _constant(gm, body, node)
-                elif node.op == "call_function":
-                    env[node] = _copied(gm, node, env, site.name)
-        (output,) = body.graph.find_nodes(op="output")
-        results: Any = fx.map_arg(output.args[0], lambda n: env[n])
-        for item in list(call.users):
-            position: Any = item.args[1]
-            item.replace_all_uses_with(results[position])
-            gm.graph.erase_node(item)
+        number = 1 + max(node.meta.get("ac_graph_id", 0) for node in gm.graph.nodes)
+        for node in inline(site.anchor, body):
+            if node.op == "call_function":
+                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                node.meta["ac_graph_id"] = number  # the partitioner compares their order
         return Applied("a checkpointed loss is opened: the head's own rewrite takes its place")
 
 
 def _computes_over_classes(graph: fx.Graph) -> bool:
     heads = any(is_call(node, *_OVER_CLASSES) for node in graph.nodes)
     return heads and not any(is_call(node, SDPA) for node in graph.nodes)
-
-
-def _copied(gm: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], site: str) -> fx.Node:
-    copy = gm.graph.node_copy(node, lambda n: env[n])
-    copy.meta = dict(node.meta)
-    copy.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    copy.meta["ac_graph_id"] = hash(site)
-    return copy
-
-
-def _constant(gm: fx.GraphModule, body: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """A constant of the body as one of the graph's."""
-    name = f"{node.target}_of_body".replace(".", "_")
-    while hasattr(gm, name):
-        name += "_"
-    setattr(gm, name, getattr(body, str(node.target)))
-    constant = gm.graph.get_attr(name)
-    constant.meta = dict(node.meta)
-    return constant

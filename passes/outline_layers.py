@@ -68,9 +68,12 @@ class LayerSite(Site):
 
     @property
     def name(self) -> str:
-        """From the first layer's name to the last one's number: ``0:model.layers.0-35``."""
-        last = self.layers[-1][1].site
-        return f"{self.layers[0][1].site}-{last.rpartition('.')[2]}"
+        """From the first layer's name to the end of the last one's: ``0:model.layers.0-35``.
+
+        Never a layer's own name, under which a plan says how that layer is cut.
+        """
+        path = self.layers[-1][1].site.partition(":")[2]
+        return f"{self.layers[0][1].site}-{path.rpartition('.')[2]}"
 
 
 @dataclass(frozen=True)

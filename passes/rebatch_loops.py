@@ -28,7 +28,7 @@ from fxrl.ir.graph import (
     Size,
     ancestors,
     bound,
-    hint,
+    equal_sizes,
     is_call,
     is_tensor,
     is_view,
@@ -144,16 +144,10 @@ def _follow(starts: list[Any], parts: Sequence[fx.Node], dim: int, total: Size) 
     """Whether parts that begin there along ``dim`` are all of ``total`` entries, in order."""
     at: Size = 0
     for start, part in zip(starts, parts, strict=False):
-        if not _equal(start.meta["val"] if isinstance(start, fx.Node) else start, at):
+        if not equal_sizes(start.meta["val"] if isinstance(start, fx.Node) else start, at):
             return False
         at = at + shape_of(part)[dim]
-    return len(starts) == len(parts) and _equal(at, total)
-
-
-def _equal(left: Size, right: Size) -> bool:
-    """By a guard where it is so now: other batches are captured anew."""
-    known = all(isinstance(size, int) or size.node.has_hint() for size in (left, right))
-    return str(left) == str(right) or (known and hint(left) == hint(right) and bool(left == right))
+    return len(starts) == len(parts) and equal_sizes(at, total)
 
 
 def _seen_as(node: Any) -> Any:
@@ -187,7 +181,7 @@ class _Loop:
                 return None
             if _seen_as(node.args[0]) != _seen_as(source):
                 return None
-        return source if _equal(shape_of(source)[0], self.count) else None
+        return source if equal_sizes(shape_of(source)[0], self.count) else None
 
     def _chunked(self, nodes: tuple[fx.Node, ...], dim: int) -> fx.Node | None:
         first = nodes[0]

@@ -36,8 +36,8 @@ class OutlinedLayer(Site):
     Attributes:
         layer: the layer's name.
         calls: its region calls, in order.
-        inside: the user's checkpointing runs the layer again.
-        opened: it did, and was taken over.
+        inside: the calls stand in a body that the user checkpoints, so the layer runs again anyway.
+        opened: the user checkpointed the layer, and ``open-layer-checkpoints`` took that over.
     """
 
     layer: str

@@ -255,7 +255,8 @@ def _type(node: fx.Node) -> str:
 
 def _types(value: Any) -> Iterator[str]:
     if isinstance(value, torch.Tensor):
-        yield f"{value.dtype} {tuple(value.shape)} {value.device.type}"
+        strides = value.stride() if value.layout == torch.strided else value.layout
+        yield f"{value.dtype} {tuple(value.shape)} {strides} {value.device}"
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _types(item)

@@ -133,7 +133,9 @@ class _Reader:
         if is_call(node, aten.tril.default):
             given = bound(node)
             below = f"le(key, {_moved('query', given['diagonal'])})"
-            return _all([*self._factors([given["self"]], axes), below])
+            if _is_bool(node):
+                return _all([*self._factors([given["self"]], axes), below])
+            return f"where({below}, {self._number(given['self'], axes)}, 0)"
         if is_call(node, aten._to_copy.default):
             return self._cast(node, axes)
         if is_call(node, *_AND) and all(map(_is_bool, node.args)):
@@ -163,6 +165,12 @@ class _Reader:
         shape = shape_of(arg)
         own = axes[len(axes) - len(shape) :]
         return self.text(arg, tuple(map(_one, shape, own)))
+
+    def _number(self, node: fx.Node, axes: Axes) -> str:
+        made = known(node)
+        if not isinstance(made, Constant):
+            return self._argument(node, axes)
+        return repr(float(made.value) if val_of(node).is_floating_point() else int(made.value))
 
     def _cast(self, node: fx.Node, axes: Axes) -> str:
         source: Any = node.args[0]

@@ -126,10 +126,10 @@ def compiles_undisturbed() -> Iterator[None]:
     try:
         yield
     finally:
-        held.close()
         with suppress(ValueError):  # torch._dynamo.reset() has removed them
             callback_handler.remove_start_callback(begin)
             callback_handler.remove_end_callback(end)
+        held.close()  # a compilation of another thread may have begun here and end behind this
 
 
 _IMPORT = dis.opmap["IMPORT_NAME"]

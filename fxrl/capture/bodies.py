@@ -22,7 +22,9 @@ from fxrl.ir.graph import (
     is_call,
     needs_grad,
     propagate_requires_grad,
+    save_as,
     set_body,
+    what_it_saves,
 )
 from fxrl.ir.site import rename_site
 
@@ -43,7 +45,7 @@ def lower_bodies(gm: fx.GraphModule, lower: Lower, known: dict[Any, fx.GraphModu
             continue
         is_layer = is_call(call, CALL_LAYER)
         casts, path = call.meta["autocasts"], _path(body, call)
-        key = "lowered", body if is_layer else signature(body.graph.nodes), casts
+        key = "lowered", body if is_layer else _key(body), casts
         if key not in known:
             with under(casts):
                 known[key] = lower(body) if is_layer else _lowered(body, lower)
@@ -86,11 +88,18 @@ def _marked(
 
 def _lowered(body: fx.GraphModule, lower: Lower) -> fx.GraphModule:
     try:
-        return lower(body)
+        lowered = lower(body)
     except Exception as error:
         # The body can hold anything that PyTorch can; it then runs as the user wrote it.
         body.meta["not_lowered"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return body
+    save_as(lowered, body)
+    return lowered
+
+
+def _key(body: fx.GraphModule) -> Any:
+    """Equal for checkpointed bodies that compute and save the same."""
+    return signature(body.graph.nodes), what_it_saves(body)
 
 
 def _path(body: fx.GraphModule, call: fx.Node) -> str:

@@ -106,9 +106,8 @@ class CapturedLoss:
         else:
             if failure is not None and self._backend.only_explain:
                 raise failure
-            result = self._loss_fn(
-                self._model, batch
-            )  # raises what the user's code raises, from its own line
+            # raises what the user's code raises, from its own line
+            result = self._loss_fn(self._model, batch)
         if failure is not None:
             self._way[_kind(batch)] = way
             self._note_failure(failure, way)

@@ -159,9 +159,7 @@ def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
         for arg, wrapper in zip(args, wrapped, strict=True):
             if isinstance(wrapper, FunctionalTensor) and has_data_mutation(wrapper.elem):
                 value = _unwrap(wrapper)
-                if (
-                    arg.requires_grad
-                ):  # a parameter: autograd allows no write but into a detached one
+                if arg.requires_grad:  # autograd lets a parameter be written detached alone
                     arg, value = arg.detach(), value.detach()
                 arg.copy_(value)
         return results
@@ -197,7 +195,7 @@ class _Lowering(fx.Interpreter):
             return None
         if self._ambient and _writes(n):
             return self._write(n)
-        if is_opaque(n, self.module):
+        if is_opaque(n):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             with self._set_current_node(n), fx_traceback.set_current_meta(n):
                 result = self._opaque.call(n, args, kwargs)

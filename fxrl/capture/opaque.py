@@ -60,7 +60,7 @@ def _(tensors: list[torch.Tensor], sizes: list[int], key: int) -> list[torch.Ten
     ]
 
 
-def is_opaque(node: fx.Node, module: torch.nn.Module) -> bool:
+def is_opaque(node: fx.Node) -> bool:
     """Whether a Dynamo node stays one call.
 
     Attention stays whole because which kernel it becomes depends on whether gradients are needed,

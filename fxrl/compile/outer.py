@@ -19,7 +19,7 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch.utils.checkpoint import checkpoint
 
 from fxrl.compile.bodies.flex import attach_flex
-from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, modules_of
+from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, modules_of, what_it_saves
 
 
 def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -72,10 +72,12 @@ def restore_checkpoints(gm: fx.GraphModule) -> None:
 
 
 def run_checkpointed(body: fx.GraphModule, *args: Any, **options: Any) -> Any:
-    """One checkpointed call. The user's random-state option is kept; reentrant autograd is not:
-    it needs inputs that require grad, gives the same numbers, and hides the body from autograd."""
-    preserve = bool(options.get("preserve_rng_state", True))
-    return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=preserve)
+    """One checkpointed call. The user's options are kept; reentrant autograd is not: it needs
+    inputs that require grad, gives the same numbers, and hides the body from autograd."""
+    kept: dict[str, Any] = {"preserve_rng_state": bool(options.get("preserve_rng_state", True))}
+    if (what_to_save := what_it_saves(body)) is not None:
+        kept["context_fn"] = what_to_save
+    return checkpoint(body, *args, use_reentrant=False, **kept)
 
 
 def compile_by_aot(

@@ -239,7 +239,7 @@ class VerifyRow:
         name: ``"loss"``, a metric, a parameter, ``batch[...]``, a buffer, ``"all gradients"``.
         kind: ``"loss"``, ``"metric"``, ``"gradient"``, ``"buffer"`` or ``"total"``.
         max_abs: largest absolute error of an element.
-        rel: norm of the error over the norm of the reference (see ``compare.scale_of``).
+        rel: norm of the error over the norm of the reference (see ``_Judge.scale_of``).
         tolerance: largest ``rel`` that is accepted.
         ok: ``rel <= tolerance``.
         eager_rel: ``rel`` of eager itself, where the reference is a wider run; else ``None``.

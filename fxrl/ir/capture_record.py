@@ -32,9 +32,11 @@ class Capture:
         index: running number, from 0.
         dynamo: the graph as Dynamo delivered it.
         lowered: the graph that the passes got; None where it could not be lowered.
-        pipeline, given: the passes, and the plan that they got.
-        planner, found: what made it, where memory is bounded, and the graph that it saw.
-        rewritten: what they made of it; None where they did not run.
+        pipeline: the passes that ran, or will.
+        given: the plan that the passes were given, before sites were decided.
+        planner: where memory is bounded, the planner that made the plan; else None.
+        found: the graph that the planner saw: after the passes of ``FIND``.
+        rewritten: what the passes made of ``lowered``; None where they did not run.
         kernels: what runs for each region, by the region's id; owned here.
         running: whether the rewritten graph runs; otherwise the user's own does.
         body_rewrites: ``(pass, site)`` of what was rewritten inside regions.

@@ -127,6 +127,13 @@ def hint(size: Size) -> int:
     return int(size.node.hint) if size.node.has_hint() else 1
 
 
+def equal_sizes(left: Size, right: Size) -> bool:
+    """Whether two sizes are equal: by their symbols, or as seen, by a guard: batches in which they
+    differ are captured anew. Only while a graph is captured; later guards are checked by nobody."""
+    known = all(isinstance(size, int) or size.node.has_hint() for size in (left, right))
+    return str(left) == str(right) or (known and hint(left) == hint(right) and bool(left == right))
+
+
 def numel_hint(node: fx.Node) -> int:
     """Number of elements, at the sizes seen while tracing."""
     total = 1
@@ -185,6 +192,7 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 CALL_LAYER = _CallLayer("fxrl_layer")
 #: Calls that run a graph as it stands, handed over as their first argument; inputs follow.
 WRAPPERS = (CHECKPOINT, CALL_LAYER)
+_CONTEXT_FN = "_checkpoint_context_fn"
 
 
 def body_of(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule | None:
@@ -193,6 +201,17 @@ def body_of(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule | None:
         return None
     body = getattr(gm, str(call.args[0].target), None)
     return body if isinstance(body, fx.GraphModule) else None
+
+
+def what_it_saves(body: fx.GraphModule) -> Any:
+    """The ``context_fn`` of selective checkpointing, as Dynamo notes it; None for a plain call."""
+    return body.meta.get(_CONTEXT_FN)
+
+
+def save_as(body: fx.GraphModule, like: fx.GraphModule) -> None:
+    """Let a checkpointed body save what another one does."""
+    if (context_fn := what_it_saves(like)) is not None:
+        body.meta[_CONTEXT_FN] = context_fn
 
 
 def set_body(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
@@ -318,7 +337,9 @@ def last_input(graph: fx.Graph) -> fx.Node:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Erase what nobody reads, and graphs that nobody calls; writes into inputs, assertions stay.
+    """Erase what nobody reads, and graphs that nobody calls.
+
+    Writes into inputs, assertions and random draws stay.
 
     Unlike ``fx.Graph.eliminate_dead_code`` it leaves graphs that are called as they are: the bodies
     of higher-order ops hold in-place calls whose results nobody reads.
@@ -340,6 +361,8 @@ def _has_effect(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     schema = getattr(node.target, "_schema", None)
+    if draws_random(node):  # later draws depend on it
+        return True
     return "assert" in str(node.target) or (schema is not None and schema.is_mutable)
 
 

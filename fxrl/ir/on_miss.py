@@ -7,18 +7,25 @@ import warnings
 from fxrl.errors import MissedRewriteError
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
+_NO_PASSES = ("capture", "plan", "kernels")
+
 
 class MissedRewriteWarning(UserWarning):
     """A rewrite did not happen; the text says where, why and what to do."""
 
 
 def open_misses(report: Report) -> tuple[Remark, ...]:
-    """Missed remarks of sites that no other pass rewrote."""
+    """Missed remarks of sites that no other pass rewrote.
+
+    Of one site it is the last pass that declined which knows the general reason. What is no pass
+    (a capture, its plan, its kernels) has one site for all that it says.
+    """
     rewritten = {remark.site for remark in report.of_kind(RemarkKind.APPLIED)}
-    found: dict[str, Remark] = {}
+    found: dict[tuple[str, ...], Remark] = {}
     for remark in report.of_kind(RemarkKind.MISSED):
         if remark.site not in rewritten:
-            found[remark.site] = remark  # the last pass that declined knows the general reason
+            whole = remark.pass_name in _NO_PASSES
+            found[(remark.site, remark.reason) if whole else (remark.site,)] = remark
     return tuple(found.values())
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxrl.ir.graph import clone
-from fxrl.ir.graph_pass import Miss, Pass, Ran, Site, Stage
+from fxrl.ir.graph_pass import Miss, Pass, Site, Stage
 from fxrl.ir.plan import Choice, Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.ir.verifier import GraphCheck
@@ -81,14 +81,14 @@ class Pipeline:
         stages = [[p for p in self.passes if p.stage == stage] for stage in Stage]
         normalise, find, act, clean = stages
         for one in (*normalise, *find):
-            run.act(one, list(one.match(run.gm)))
+            run.act(one, run.match(one))
         if planner is not None:
             run.plan = planner(run.gm, run.plan)
-        found: Found = [(one, list(one.match(run.gm))) for one in act]
+        found: Found = [(one, run.match(one)) for one in act]
         for one, places in found:
             run.act(one, places)
         for one in clean:
-            run.act(one, list(one.match(run.gm)))
+            run.act(one, run.match(one))
         return run.result()
 
 
@@ -104,12 +104,25 @@ class _Run:
     choices: dict[str, Choice] = field(default_factory=dict)
     rewrites: list[tuple[str, str]] = field(default_factory=list)
 
+    def match(self, one: Pass[Any]) -> list[Any]:
+        """The places that a pass finds: none where it fails, which costs no other pass a thing."""
+        try:
+            return list(one.match(self.gm))
+        except Exception as error:
+            if self.check.values:
+                raise
+            reason = f"its search failed: {type(error).__name__}: {error}".splitlines()[0]
+            names = (str(node.meta["site"]) for node in self.gm.graph.nodes if "site" in node.meta)
+            site = f"{next(names, '').partition(':')[0]}:{one.name}"  # of its own: none hides it
+            self.remarks.append(Remark(RemarkKind.MISSED, one.name, site, "", reason))
+            return []
+
     def act(self, one: Pass[Any], places: Sequence[Any]) -> None:
         known = replace(self.plan, choices={**self.plan.choices, **self.choices})
         ran = one.act(self.gm, places, known)
         if ran.rewrites:
             self.check.after(one.name, self.gm)
-        report = Report(tuple(_folded(one, ran)))
+        report = Report(tuple(ran.remarks))
         self.remarks += report.remarks
         if not one.respells():
             self.choices |= ran.choices
@@ -125,15 +138,3 @@ class _Run:
         return Rewritten(
             self.gm, plan, self.plan, Report(tuple(self.remarks)), tuple(self.rewrites)
         )
-
-
-def _folded(one: Pass[Any], ran: Ran) -> list[Remark]:
-    """The remarks; equal facts of a pass are told once, with the number of places."""
-    folded: dict[tuple[str, str], list[Remark]] = {}
-    for remark in ran.remarks:
-        key = (remark.reason, remark.site if remark.kind != RemarkKind.ANALYSIS else "")
-        folded.setdefault(key, []).append(remark)
-    return [
-        first if len(rest) == 0 else replace(first, reason=f"{first.reason} (and {len(rest)} more)")
-        for first, *rest in folded.values()
-    ]

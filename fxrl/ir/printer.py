@@ -24,9 +24,11 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import fx
 
+from fxrl.ir.graph import OpOverload
+
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _DYNAMO_NAME = re.compile(r"^[lg]_(?P<path>.*[^_])_+(?:_\d+)?$", re.IGNORECASE)
-_OVERLOAD, _PACKET = type(torch.ops.aten.mm.default), type(torch.ops.aten.mm)
+_PACKET = type(torch.ops.aten.mm)
 _MODULE_STEP = re.compile(r"_+(?:modules|parameters|buffers)_+")
 
 
@@ -45,7 +47,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     if dtype is torch.bool:
         return "b8"
     name = re.sub(r"^(b?)float", r"\1f", name)
-    name = re.sub(r"^(u?)int", lambda match: f"{match[1] or ''}i" if not match[1] else "u", name)
+    name = name.replace("uint", "u").replace("int", "i")
     name = re.sub(r"^complex", "c", name).replace("_", "")
     return re.sub(r"(e\dm\d)fn(?=$|x)", r"\1", name)
 
@@ -211,7 +213,7 @@ def _called_graphs(graph: fx.Graph) -> dict[str, fx.GraphModule]:
 def _callee(target: Any) -> str:
     if isinstance(target, str):
         return target
-    if isinstance(target, _OVERLOAD | _PACKET):
+    if isinstance(target, OpOverload | _PACKET):
         return str(target)
     name = getattr(target, "__name__", None) or type(target).__name__
     module = getattr(target, "__module__", None) or "torch"

@@ -32,7 +32,7 @@ Cut = Literal["inputs", "attention", "fewest", "products"]
 _TEXTS: WeakKeyDictionary[fx.GraphModule, str] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class InputSpec:
     """What a region's input looks like.
 
@@ -50,9 +50,9 @@ class InputSpec:
     alive: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Region:
-    """A subgraph outlined from the graph.
+    """A subgraph outlined from the graph; regions that compute the same have the same ``id``.
 
     Attributes:
         forward: takes the inputs in order, returns a tuple of tensors; functional ATen, no
@@ -103,7 +103,7 @@ def _signature(spec: InputSpec, symbols: Symbols) -> str:
     example = spec.example
     sizes = [_size(size, symbols) for size in example.shape[1 if spec.tiled else 0 :]]
     strides = [] if spec.tiled else [_size(stride, symbols) for stride in example.stride()]
-    kind = f"{example.dtype} {example.device.type} {sizes} {strides}"
+    kind = f"{example.dtype} {example.device} {sizes} {strides}"
     return f"{kind} {spec.tiled} {spec.needs_grad}" + (" alive" if spec.alive else "")
 
 

@@ -57,7 +57,7 @@ class Remark:
     Attributes:
         kind: ``applied``, ``missed`` or ``analysis`` (compares equal to the plain string).
         pass_name: such as ``"fuse-linear-logprob"``.
-        site: the graph value that anchors the site, such as ``"mm_14"``.
+        site: its name, such as ``"0:model.layers.3"``, ``"0:mm_14"`` or ``"loss"``.
         source: the user's ``file:line``, empty when the graph does not know it.
         reason: what was done, or why nothing was.
         cure: what the user can do about a miss; empty when nothing or not needed.

@@ -31,7 +31,7 @@ class GraphCheck:
     """
 
     def __init__(self, gm: fx.GraphModule, *, values: bool) -> None:
-        self._values = values
+        self.values = values
         self._sound = {n: _state(n) for graph in graphs_of(gm) for n in graph.nodes if values}
 
     def after(self, name: str, gm: fx.GraphModule) -> None:
@@ -46,7 +46,7 @@ class GraphCheck:
                 graph.lint()
             except RuntimeError as error:
                 raise GraphError(f"after {name}: {error}") from error
-            if self._values:
+            if self.values:
                 self._check_values(graph, name, run)
 
     def _check_values(self, graph: fx.Graph, name: str, run: _Runner) -> None:

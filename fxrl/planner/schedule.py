@@ -44,6 +44,7 @@ class Kernel:
     Attributes:
         makes: the buffers that it writes; those that no other kernel reads are in registers.
         reads: the buffers and inputs that it reads.
+        values: the values that it computes, each with the buffers and inputs that it takes.
         calls: the op that it is, where it is no generated kernel.
     """
 

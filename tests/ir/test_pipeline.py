@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxrl.ir.graph import eliminate_dead_code
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
@@ -82,3 +83,40 @@ def test_what_was_wrong_before_is_not_the_fault_of_a_pass():
     other_shape(next(iter(_tanh(gm))))
     rewritten = Pipeline((Plant(plant=sine_for_exp),)).run(gm, Plan())
     assert rewritten.gm.graph.find_nodes(op="call_function", target=aten.sin.default)
+
+
+@dataclass(frozen=True)
+class Failing(Plant):
+    """Its search raises behind the first place."""
+
+    name: ClassVar[str] = "failing"
+
+    def match(self, gm):
+        yield from super().match(gm)
+        raise ZeroDivisionError("of a dim")
+
+
+def test_a_search_that_fails_is_a_miss_of_its_pass_alone(monkeypatch):
+    both = Pipeline((Failing(plant=sine_for_exp), Plant(plant=lambda node: None)))
+    with pytest.raises(ZeroDivisionError):  # in tests
+        both.run(graph(), Plan())
+    monkeypatch.setattr(Pipeline, "check_values", False)  # as users run it
+    rewritten = both.run(graph(), Plan())
+    assert not rewritten.gm.graph.find_nodes(op="call_function", target=aten.sin.default)
+    told = [(r.kind, r.pass_name, r.reason) for r in rewritten.report.remarks]
+    assert told == [
+        ("missed", "failing", "its search failed: ZeroDivisionError: of a dim"),
+        ("analysis", "plant", "planted"),
+    ]
+
+
+def test_every_site_is_told():
+    gm = make_fx(lambda x: x.tanh().tanh())(torch.randn(3))
+    rewritten = Pipeline((Plant(plant=lambda node: None),)).run(gm, Plan())
+    assert [r.reason for r in rewritten.report.remarks] == ["planted", "planted"]
+
+
+def test_an_unused_draw_stays():
+    gm = make_fx(lambda x: (torch.rand(2), x * torch.rand(3))[1])(torch.randn(3))
+    eliminate_dead_code(gm.graph)
+    assert len(gm.graph.find_nodes(op="call_function", target=aten.rand.default)) == 2

@@ -86,6 +86,11 @@ def lower_triangle(q, key, value, real, docs):
     )
 
 
+def triangle_of_numbers(q, key, value, real, docs):
+    hidden = 1 - torch.tril(torch.ones(T, T))
+    return attend((hidden == 0) & real.bool()[:, None, None], q, key, value)
+
+
 def keys_first(q, key, value, real, docs):
     """A transposed square, and what is hidden instead of what is seen."""
     hidden = (index()[:, None] > index()[None, :]) | (docs[:, :, None] != docs[:, None, :])
@@ -127,6 +132,7 @@ MASKS = {
     chunks: "bitwise_and(eq(v0, v1), le(key, query))",
     prefix: "bitwise_or(le(key, query), v0)",
     lower_triangle: "bitwise_and(le(key, query), v0)",
+    triangle_of_numbers: "bitwise_and(eq(rsub(where(le(key, query), 1.0, 0), 1), 0), v0)",
     keys_first: "bitwise_not(bitwise_or(gt(key, query), ne(v0, v1)))",
     mapped: "bitwise_and(bitwise_and(le(key, v0), eq(v1, v2)), v3)",
     grouped: "bitwise_and(le(key, query), eq(v0, v1))",

@@ -3,7 +3,7 @@
 ``LogprobAlgebra.narrow`` rewrites a narrow row expression (one number per token) over the
 vocabulary into one over the statistics of ``fxrl::linear_logprob``. It knows algebra, not idioms:
 a softmax that is gathered and then logged, a hand-written stable log-sum-exp and a
-``Categorical`` all reduce to the same three forms (``logprob_forms``). What needs another
+``Categorical`` all reduce to the same three forms (``logprob.forms``). What needs another
 statistic is not recognised, with the reason; then the general region takes it.
 """
 
@@ -120,10 +120,9 @@ class LogprobAlgebra:
         """The same form with ``a = 1``: the factor moves into the transform."""
         if form.a == 1:
             return form
-        moved = form.transform.scaled(form.a)
-        r = self.add(self.scale(self.lse(form, form.k), form.a), self.scale(form.r, form.a))
         if form.k:
             raise Refusal("log-probabilities are scaled before they are normalised again")
+        moved, r = form.transform.scaled(form.a), self.scale(form.r, form.a)
         return Affine(moved, 1.0, 0.0, r, form.attached)
 
     def fitted(self, form: Affine, transform: Transform | None) -> Affine:

@@ -158,12 +158,16 @@ def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
 
 def analyse_layer(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
     """What of a layer is wider than what it returns, from the products that widen it, until it is
-    narrow again and one value (an adapter's part is added), as sites or as misses."""
+    narrow again and one value (an adapter's part is added), as sites or as misses.
+
+    Sizes are equal here by their symbols alone: a layer is analysed again for each new plan, and
+    the capture's guards are fixed by then.
+    """
     (output,) = graph.find_nodes(op="output")
     shapes = [shape_of(node) for node in output.all_input_nodes]
     width = max((hint(shape[-1]) for shape in shapes if shape), default=0)
     if products := find_wide_products(graph, width):
-        yield from _judged(_Walk(graph, products, width + 1, joins=True))
+        yield from _judged(_Walk(graph, products, width + 1, joins=True, guards=False))
 
 
 def _judged(walked: _Walk) -> Iterator[HeadSite | Miss]:
@@ -179,13 +183,20 @@ class _Walk:
 
     Args:
         joins: several narrow values that are read as one value alone are followed to that.
+        guards: whether the capture's guards may still grow.
     """
 
     def __init__(
-        self, graph: fx.Graph, heads: list[fx.Node], wide: int, *, joins: bool = False
+        self,
+        graph: fx.Graph,
+        heads: list[fx.Node],
+        wide: int,
+        *,
+        joins: bool = False,
+        guards: bool = True,
     ) -> None:
         self._joins = joins
-        self.rules = RowRules(wide, RULES, compute.pointwise, narrow_products=joins)
+        self.rules = RowRules(wide, RULES, compute.pointwise, narrow_products=joins, guards=guards)
         self.heads = heads
         self.refused: dict[fx.Node, Refusal] = {}
         self.first_steps: dict[fx.Node, tuple[RowValue, compute.SecondStep]] = {}

@@ -18,7 +18,6 @@ from fxrl.analysis.rows.rules import (
     is_one,
     op_name,
     operand,
-    same_size,
     shared_leaf,
     slice_bounds,
     sole_row,
@@ -75,7 +74,7 @@ def _reshaped_tags(rules: RowRules, value: RowValue, sizes: tuple[Size, ...]) ->
     new = [(size, d) for d, size in enumerate(sizes) if not is_one(size)]
     i = j = 0
     while i < len(old) or j < len(new):
-        i_end, j_end = _block(old, new, i, j)
+        i_end, j_end = _block(rules, old, new, i, j)
         block_tags = {tag for _, tag in old[i:i_end]}
         if TOKEN in block_tags and len(block_tags) > 1:
             raise Refusal("a view merges token dims with the vocabulary dim")
@@ -91,24 +90,25 @@ def _reshaped_tags(rules: RowRules, value: RowValue, sizes: tuple[Size, ...]) ->
 
 
 def _block(
-    old: list[tuple[Size, Tag]], new: list[tuple[Size, int]], i: int, j: int
+    rules: RowRules, old: list[tuple[Size, Tag]], new: list[tuple[Size, int]], i: int, j: int
 ) -> tuple[int, int]:
     """The smallest runs of old and new dims, from i and j, that hold the same elements."""
     i_end, j_end = i + 1, j + 1
     if i >= len(old) or j >= len(new):
         raise Refusal("a view splits dims in a way fxrl cannot follow")
-    left, right = hint(old[i][0]), hint(new[j][0])
-    if same_size(old[i][0], new[j][0]):
-        return i_end, j_end
-    while left != right:
-        if left < right and i_end < len(old):
-            left *= hint(old[i_end][0])
+    left, right = old[i][0], new[j][0]
+    while hint(left) != hint(right):
+        if hint(left) < hint(right) and i_end < len(old):
+            left *= old[i_end][0]
             i_end += 1
-        elif right < left and j_end < len(new):
-            right *= hint(new[j_end][0])
+        elif hint(right) < hint(left) and j_end < len(new):
+            right *= new[j_end][0]
             j_end += 1
         else:
             raise Refusal("a view splits dims in a way fxrl cannot follow")
+    at_end = i_end == len(old) and j_end == len(new)  # equal, or it were no view
+    if not at_end and not rules.same_size(left, right):
+        raise Refusal("a view splits dims in a way fxrl cannot follow")
     return i_end, j_end
 
 
@@ -123,7 +123,7 @@ def expand(rules: RowRules, node: fx.Node) -> RowValue:
     offset = len(sizes) - len(value.tags)
     old_tags, old = (LOCAL,) * offset + value.tags, (1,) * offset + value.sizes
     if any(
-        tag == TOKEN and not same_size(new, was)
+        tag == TOKEN and not rules.same_size(new, was)
         for tag, was, new in zip(old_tags, old, sizes, strict=True)
     ):
         raise Refusal("rows are expanded to other tokens")
@@ -184,8 +184,8 @@ def slice_(rules: RowRules, node: fx.Node) -> RowValue:
 def _sliced(
     rules: RowRules, value: RowValue, dim: int, bounds: tuple[Any, ...], sizes: tuple[Size, ...]
 ) -> RowValue:
-    whole = bounds[0] == 0 and len(bounds) < 3 and same_size(sizes[dim], value.sizes[dim])
-    if whole:
+    alike = str(sizes[dim]) == str(value.sizes[dim])  # for all batches; a slice is right anyway
+    if alike and bounds[0] == 0 and len(bounds) < 3:
         return RowValue(value.expr, value.tags, sizes)
     if value.is_token(dim):
         return selected(rules, value, "slice", (value.token_dim(dim), *bounds), sizes)
@@ -289,7 +289,7 @@ def _matching(rules: RowRules, value: RowValue, other: fx.Node, dim: int, what: 
     """An index or source of the same rows, free in size along ``dim`` only."""
     sizes = shape_of(other)
     for d, (mine, its) in enumerate(zip(value.sizes, sizes, strict=True)):
-        if d != dim and not same_size(mine, its):
+        if d != dim and not rules.same_size(mine, its):
             raise Refusal(f"{what} covers only part of the tokens")
     return operand(
         rules, other, value.retagged(dim, rules.tag_of_size(sizes[dim])), sizes, each=True
@@ -416,7 +416,7 @@ def _index_tokens(
     rank = len(sizes) - rest  # dims of the broadcast index
     row_tags: tuple[Tag, ...] = (TOKEN,) * rank
     expr = value.expr
-    if not _takes_all_rows(tokens, value):
+    if not _takes_all_rows(rules, tokens, value):
         if covered != len(count) and value.tags[:covered] != (TOKEN,) * covered:
             raise Refusal("advanced indexing of tokens that fxrl cannot follow")
         left = (*sizes[:rank], *count[covered:])
@@ -432,7 +432,7 @@ def _index_tokens(
     return normalised(rules, RowValue(entry, row_tags, sizes))
 
 
-def _takes_all_rows(tokens: Spans, value: RowValue) -> bool:
+def _takes_all_rows(rules: RowRules, tokens: Spans, value: RowValue) -> bool:
     """Whether the row indices are each dim's whole range, in order: ``x[arange(n), ids]``."""
     if len(tokens) != 1:
         return False
@@ -440,7 +440,7 @@ def _takes_all_rows(tokens: Spans, value: RowValue) -> bool:
     while is_call(rows, aten.unsqueeze.default, aten.view.default, *COPIES):
         rows = bound(rows)["self"]
     ranges = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-    if not is_call(rows, *ranges) or not same_size(shape_of(rows)[0], size):
+    if not is_call(rows, *ranges) or not rules.same_size(shape_of(rows)[0], size):
         return False
     given = bound(rows)
     return bool(given.get("start", 0) == 0 and given.get("step", 1) == 1)

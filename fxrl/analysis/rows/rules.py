@@ -35,6 +35,7 @@ from fxrl.ir.graph import (
     OpOverload,
     Size,
     bound,
+    equal_sizes,
     hint,
     is_call,
     is_tensor,
@@ -57,6 +58,7 @@ class RowRules:
         values: row value of each node that is one; a tuple for ops with several outputs.
         wide: from which size on a local dim counts as vocabulary-sized.
         narrow_products: whether rows that are narrow again may be multiplied once more.
+        guards: whether sizes that are equal as seen may be taken as such, by a guard.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class RowRules:
         pointwise: Rule,
         *,
         narrow_products: bool = False,
+        guards: bool = True,
     ) -> None:
         self.pool = ExprPool()
+        self._guards = guards
         self.narrow_products = narrow_products
         self._wide = wide
         self.values: dict[fx.Node, Rows] = {}
@@ -104,6 +108,10 @@ class RowRules:
         """A local dim's tag by its size."""
         return VOCAB if hint(size) >= self._wide else LOCAL
 
+    def same_size(self, left: Size, right: Size) -> bool:
+        """Whether two sizes are equal in each batch that this capture runs."""
+        return equal_sizes(left, right) if self._guards else str(left) == str(right)
+
     def call(self, node: fx.Node, tags: tuple[Tag, ...], /, **changed: Any) -> RowValue:
         """``node`` as the same op on rows, with some arguments (by name) others."""
         args, kwargs = with_arguments(node, **changed)
@@ -126,13 +134,6 @@ def sole_row(rules: RowRules, node: fx.Node) -> RowValue:
 
 
 # ---------------------------------------------------------------------------- sizes and dims
-def same_size(left: Size, right: Size) -> bool:
-    """Whether two sizes are equal as expressions, or as plain numbers."""
-    if isinstance(left, int) or isinstance(right, int):
-        return hint(left) == hint(right)
-    return bool(left.node.expr == right.node.expr) or hint(left) == hint(right)
-
-
 def static(size: Size) -> int:
     """A local size as a number; local dims must not depend on the batch."""
     if isinstance(size, int):
@@ -241,7 +242,7 @@ def _row_operand(
     tokens = 0
     for position, tag, size in _positions(value.tags, value.sizes, rank):
         if tag == TOKEN:
-            if tags[position] != TOKEN or not same_size(size, sizes[position]):
+            if tags[position] != TOKEN or not rules.same_size(size, sizes[position]):
                 raise Refusal("tokens are paired with other tokens by broadcasting")
             tokens += 1
         elif tags[position] != TOKEN:

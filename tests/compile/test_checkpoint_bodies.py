@@ -1,0 +1,94 @@
+"""Checkpointed bodies: what the user's checkpointing saves, and bodies that are alike or not."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import fxrl
+
+aten = torch.ops.aten
+
+
+class Tiny(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, 8)
+        self.layer = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 64, bias=False)
+        self._hidden = hidden
+        self.double()
+
+    def forward(self, ids):
+        return self.head(self._hidden(self.embedding(ids), self.layer.weight))
+
+
+def loss_fn(model, batch):
+    return -torch.log_softmax(model(batch["ids"]), -1).gather(-1, batch["y"][..., None]).mean()
+
+
+def made(hidden, **options):
+    model = Tiny(hidden)
+    config = fxrl.Config(compile_regions=False, min_saved_bytes=0, on_miss="ignore", **options)
+    batch = {"ids": torch.randint(64, (3, 5)), "y": torch.randint(64, (3, 5))}
+    return model, fxrl.optimize(model, loss_fn, config), batch
+
+
+def keep_products(ctx, op, *args, **kwargs):
+    keep = op is aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(hidden, weight):
+    contexts = partial(create_selective_checkpoint_contexts, keep_products)
+    flat = hidden.flatten(0, 1)
+    out = checkpoint(
+        lambda x, w: torch.tanh(x @ w).sin(), flat, weight, use_reentrant=False, context_fn=contexts
+    )
+    return out.unflatten(0, hidden.shape[:2])
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def products_of_backward(loss):
+    with Products() as products:
+        loss.backward()
+    return products.count
+
+
+def test_what_selective_checkpointing_saves_is_saved():
+    model, step, batch = made(selective, passes=("restore-causal-attention",))
+    wanted = products_of_backward(loss_fn(model, batch))
+    assert products_of_backward(step(batch)) == wanted
+
+
+def test_bodies_that_differ_in_strides_are_lowered_each():
+    def square(x):
+        return torch.tanh(x.contiguous().view(64)).view(8, 8) * 2
+
+    def hidden(x, weight):
+        weight = weight * 1
+        first = checkpoint(square, weight, use_reentrant=False)
+        return x @ first @ checkpoint(square, weight.t(), use_reentrant=False)
+
+    model, step, batch = made(hidden)
+    found, wanted = step(batch), loss_fn(model, batch)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert step.report.of_kind("applied"), "the rewritten graph runs"
