@@ -147,7 +147,7 @@ class Rollouter:
         stage: Stage,
     ) -> None:
         self.engine, self.builder, self.rewards = engine, builder, rewards
-        self.config, self.tokenizer, self.stage = config, tokenizer, stage
+        self.config, self.tokenizer, self.stage = config.settled(), tokenizer, stage
         self._retried: list[str] = []
 
     def params(self, *, n: int, greedy: bool = False, seed: int | None = None) -> SamplingParams:
