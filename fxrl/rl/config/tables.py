@@ -637,6 +637,8 @@ class TrainConfig(Table):
 
     def settled(self) -> TrainConfig:
         """With the advantages that the loss wants where nothing else is said."""
+        if self.advantages is not None and self.scale_rewards is not None:
+            return self
         info = self.loss_info()
         return dataclasses.replace(
             self,

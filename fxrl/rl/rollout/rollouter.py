@@ -190,7 +190,7 @@ class Rollouter:
         ranks: Ranks | None = None,
     ) -> None:
         self.engine, self.builder, self.rewards = engine, builder, rewards
-        self.config, self.tokenizer, self.stage = config, tokenizer, stage
+        self.config, self.tokenizer, self.stage = config.settled(), tokenizer, stage
         self.ranks = ranks or Ranks()
         self._retried: list[str] = []
 

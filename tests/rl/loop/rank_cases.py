@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from fxrl import Config, distributed, optimize
 from fxrl.distributed import RankError, Ranks, joined
-from fxrl.losses import FACTORIES
+from fxrl.losses import FACTORIES, loss_info
 from fxrl.rl import train, trainer  # noqa: F401  # imported before the fork
 from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import LossConfig
@@ -157,7 +157,8 @@ def updater_of(model, loss, ranks, *, optimized):
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
     kind = LossConfig(loss)
-    return Updater(step, parameters, optimizer, schedule, kind, 1.0, 2, Path(), ranks=ranks)
+    told = {"info": loss_info(loss_fn), "ranks": ranks}
+    return Updater(step, parameters, optimizer, schedule, kind, 1.0, 2, Path(), **told)
 
 
 def far(ours, theirs):
