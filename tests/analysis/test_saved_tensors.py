@@ -45,7 +45,7 @@ def formulas():
     return found
 
 
-@pytest.mark.parametrize("op", sorted(_READS.keys() - COMPOSITE))
+@pytest.mark.parametrize("op", sorted(op for op in _READS.keys() - COMPOSITE if "fxrl" not in op))
 def test_the_table_says_what_pytorch_does(op):
     known = formulas()
     overloads = [op] if "." in op else [name for name in known if name.split(".")[0] == op]

@@ -18,7 +18,6 @@ def checkout(tmp_path):
     (bench / "__init__.py").write_text("")
     (bench / "another.py").write_text('"""Another."""\nif __name__ == "__main__":\n    pass\n')
     (tmp_path / "pyproject.toml").write_text("")
-    (bench / "common.py").write_text('"""Shared, with a __main__ in words."""')
     (bench / "qwen.py").write_text('"""A helper without a main part."""')
     (bench / "head.py").write_text(
         '"""Times the head.\n\nMore."""\nimport sys\n'

@@ -1077,7 +1077,7 @@ def one_row_advanced_index_of_two_dims(hidden, weight, ids):
     return -z[torch.arange(1)[:, None], torch.arange(1)[None], ids[:1, 1:2]].sum()
 
 
-@shape(APPLY)
+@shape(EITHER)  # that the mask lets the one row through is known when it runs
 def one_row_masked(hidden, weight, ids, mask):
     z = one_row(hidden, weight)[mask[:1, 1:2] > -1]
     return -_logp(z, ids[:1, 1:2].flatten()).sum()

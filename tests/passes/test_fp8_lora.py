@@ -300,7 +300,7 @@ def test_nothing_is_asked_for():
     gm, _ = linears(two, (5, 32), (48, 32), (48, 32))
     assert not Fp8Lora.of(fxrl.Config()).run(gm).remarks
     assert Fp8Lora.of(fxrl.Config(precision="fp8")).enabled
-    assert Fp8Lora.of(fxrl.Config(passes=["fp8-lora"])).enabled
+    assert not Fp8Lora.of(fxrl.Config(passes=["fp8-lora"])).enabled
 
 
 def test_errors_are_measured_on_the_weights():

@@ -166,7 +166,7 @@ def test_differences_are_dotted(config_file):
         ("optim=adamw", "did you mean 'optim.name'?"),
         ("sampling.seed=4", "did you mean 'seed'?"),
         ("per_device_train_batch_size=4", "prompts_per_step counts a step's prompts"),
-        ("deepspeed=ds.json", "fxrl train runs on one GPU"),
+        ("deepspeed=ds.json", "torchrun --nproc-per-node N"),
         ("use_vllm=true", "engine = 'vllm'"),
     ],
 )
