@@ -1,9 +1,14 @@
 """Settings that all tests share."""
 
 import gc
+import os
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Sums that threads share differ in their last bits from run to run, and runs are compared bit for
+# bit. Read when torch is imported, here and in processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A loaded machine draws slowly; that says nothing about the code. Draws are the same every time.
 settings.register_profile(

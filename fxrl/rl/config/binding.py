@@ -204,7 +204,7 @@ def bind(
                 values[rest][key] = _plain(value)
             else:
                 problems.append(f"{name}: no such key{suggest(name)}")
-        elif (inner := _dataclass_in(hints[key])) and isinstance(plain, Mapping):
+        elif (inner := dataclass_in(hints[key])) and isinstance(plain, Mapping):
             made = bind(inner, plain, problems, path=f"{name}.", suggest=suggest)
             if made is not None:
                 values[key] = made
@@ -234,7 +234,7 @@ def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
         if field.metadata.get("rest"):
             continue
         yield f"{path}{field.name}"
-        if inner := _dataclass_in(hints[field.name]):
+        if inner := dataclass_in(hints[field.name]):
             yield from dotted_names(inner, f"{path}{field.name}.")
 
 
@@ -258,7 +258,8 @@ def _suggester(cls: type[Any]) -> Callable[[str], str]:
     return suggest
 
 
-def _dataclass_in(hint: Any) -> type[Any] | None:
+def dataclass_in(hint: Any) -> type[Any] | None:
+    """The dataclass that a type is, or may be."""
     for kind in (hint, *typing.get_args(hint)):
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return kind
@@ -338,6 +339,6 @@ def _spell(hint: Any) -> str:
         if args[-1] is Ellipsis:
             return f"a list, each entry {_spell(args[0])}"
         return f"a list of {len(args)}, each {_spell(args[0])}"
-    if _dataclass_in(hint) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+    if dataclass_in(hint) or (isinstance(origin, type) and issubclass(origin, Mapping)):
         return "a table"
     return _WORDS.get(hint, str(hint))

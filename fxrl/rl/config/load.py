@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import tomllib
+import typing
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +18,7 @@ from fxrl.rl.config.binding import (
     MOST_NESTED,
     TOO_DEEP,
     bind,
+    dataclass_in,
     merge_override,
     parse_override,
     unfit,
@@ -118,6 +120,20 @@ def as_table(config: Any) -> dict[str, Any]:
     if isinstance(config, ModelConfig):
         table["id"] = config.name
     return table
+
+
+def with_defaults(table: Mapping[str, Any], cls: type[Any] = TrainConfig) -> dict[str, Any]:
+    """A table of ``as_table`` that an earlier fxrl wrote, with the keys that are newer than it."""
+    hints, filled = typing.get_type_hints(cls), dict(table)
+    for field in dataclasses.fields(cls):
+        name, inner = field.name, dataclass_in(hints[field.name])
+        if name not in filled and field.default is not dataclasses.MISSING:
+            filled[name] = _plain(field.default)
+        elif name not in filled and callable(field.default_factory):
+            filled[name] = _plain(field.default_factory())
+        elif inner is not None and isinstance(filled.get(name), Mapping):
+            filled[name] = with_defaults(filled[name], inner)
+    return filled
 
 
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> list[str]:

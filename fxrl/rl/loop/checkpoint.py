@@ -29,7 +29,7 @@ from torch import nn
 
 from fxrl.errors import optional
 from fxrl.models.hf import save_pretrained
-from fxrl.rl.config.load import differences
+from fxrl.rl.config.load import differences, with_defaults
 from fxrl.rl.config.tables import Dtype
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.loop import store
@@ -299,14 +299,17 @@ def read_trainer(path: Path) -> dict[str, Any]:
 
 
 def check_same_run(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raises where the two configurations would not go on alike.
+    """Raises where the two configurations would not go on alike. A key that is newer than the
+    checkpoint had its default.
 
     Raises:
         CheckpointError: lists what differs.
     """
     # A decaying schedule ends at the last step, so for it `steps` matters as well.
     free = _FREE if present["optim"]["schedule"] == "constant" else _FREE - {"steps"}
-    changed = [d for d in differences(saved, present) if d.partition(":")[0] not in free]
+    changed = [
+        d for d in differences(with_defaults(saved), present) if d.partition(":")[0] not in free
+    ]
     if changed:
         lines = "\n  ".join(changed)
         raise CheckpointError(

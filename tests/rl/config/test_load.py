@@ -11,7 +11,13 @@ from fxrl.losses import FACTORIES
 from fxrl.losses.options import accepted
 from fxrl.rl.config import trl
 from fxrl.rl.config.binding import dotted_names
-from fxrl.rl.config.load import as_table, config_of, differences, load_config
+from fxrl.rl.config.load import (
+    as_table,
+    config_of,
+    differences,
+    load_config,
+    with_defaults,
+)
 from fxrl.rl.config.tables import TrainConfig
 
 
@@ -75,6 +81,17 @@ def test_all_mistakes_at_once_with_the_nearest_names(config_file):
     assert any(line.startswith("optim.momentun: no such key") for line in found)
     assert any(line.startswith("reward.params.length: no such entry") for line in found)
     assert len(found) == len(expected) + 2
+
+
+def test_keys_that_are_newer_than_a_table_have_their_defaults(config_file):
+    """Or no checkpoint of an earlier fxrl could be resumed."""
+    new = as_table(load_config(config_file))
+    old = json.loads(json.dumps(new))
+    for table, key in ((old, "disk_retries"), (old, "vllm"), (old["optim"], "options")):
+        del table[key]
+    assert differences(with_defaults(old), new) == []
+    other = as_table(load_config(config_file, ["disk_retries=3"]))
+    assert differences(with_defaults(old), other) == ["disk_retries: was 20, is 3"]
 
 
 @pytest.mark.parametrize(
