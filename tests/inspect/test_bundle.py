@@ -1,5 +1,6 @@
 """The bundle of ``fxrl report``: what is in it, what is not, and that trouble becomes a part."""
 
+import importlib.metadata
 import json
 import zipfile
 
@@ -126,5 +127,5 @@ def test_the_command_writes_it(tmp_path, monkeypatch, capsys):
     with zipfile.ZipFile("fxrl-report.zip") as archive:
         setup = json.loads(archive.read("setup.json"))
     assert setup["seed"] == 7
-    assert setup["packages"]["torch"] == torch.__version__
+    assert setup["packages"]["torch"] == importlib.metadata.version("torch")
     assert setup["machine"]["system"]["python"]
