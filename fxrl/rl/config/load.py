@@ -122,17 +122,21 @@ def as_table(config: Any) -> dict[str, Any]:
     return table
 
 
-def with_defaults(table: Mapping[str, Any], cls: type[Any] = TrainConfig) -> dict[str, Any]:
-    """A table of ``as_table`` that an earlier fxrl wrote, with the keys that are newer than it."""
-    hints, filled = typing.get_type_hints(cls), dict(table)
+def with_defaults(
+    saved: Mapping[str, Any], present: Mapping[str, Any], cls: type[Any] = TrainConfig
+) -> dict[str, Any]:
+    """A table of ``as_table`` that an earlier fxrl wrote, with the keys of a present one that are
+    newer than it, by their defaults."""
+    hints, filled = typing.get_type_hints(cls), dict(saved)
     for field in dataclasses.fields(cls):
         name, inner = field.name, dataclass_in(hints[field.name])
-        if name not in filled and field.default is not dataclasses.MISSING:
-            filled[name] = _plain(field.default)
-        elif name not in filled and callable(field.default_factory):
-            filled[name] = _plain(field.default_factory())
-        elif inner is not None and isinstance(filled.get(name), Mapping):
-            filled[name] = with_defaults(filled[name], inner)
+        old, new = saved.get(name), present.get(name)
+        if name in present and name not in saved:
+            made = field.default_factory
+            default = made() if made is not dataclasses.MISSING else field.default
+            filled[name] = None if default is dataclasses.MISSING else _plain(default)
+        elif inner is not None and isinstance(old, Mapping) and isinstance(new, Mapping):
+            filled[name] = with_defaults(old, new, inner)
     return filled
 
 

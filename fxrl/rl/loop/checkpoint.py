@@ -307,9 +307,8 @@ def check_same_run(path: Path, saved: Mapping[str, Any], present: Mapping[str, A
     """
     # A decaying schedule ends at the last step, so for it `steps` matters as well.
     free = _FREE if present["optim"]["schedule"] == "constant" else _FREE - {"steps"}
-    changed = [
-        d for d in differences(with_defaults(saved), present) if d.partition(":")[0] not in free
-    ]
+    differing = differences(with_defaults(saved, present), present)
+    changed = [line for line in differing if line.partition(":")[0] not in free]
     if changed:
         lines = "\n  ".join(changed)
         raise CheckpointError(

@@ -89,9 +89,9 @@ def test_keys_that_are_newer_than_a_table_have_their_defaults(config_file):
     old = json.loads(json.dumps(new))
     for table, key in ((old, "disk_retries"), (old, "vllm"), (old["optim"], "options")):
         del table[key]
-    assert differences(with_defaults(old), new) == []
+    assert differences(with_defaults(old, new), new) == []
     other = as_table(load_config(config_file, ["disk_retries=3"]))
-    assert differences(with_defaults(old), other) == ["disk_retries: was 20, is 3"]
+    assert differences(with_defaults(old, other), other) == ["disk_retries: was 20, is 3"]
 
 
 @pytest.mark.parametrize(
