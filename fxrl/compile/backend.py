@@ -26,7 +26,7 @@ from fxrl.compile.planning import Planner, Sizes, known_profiles
 from fxrl.config import Config
 from fxrl.errors import FxrlError, did_you_mean
 from fxrl.ir.capture_record import Capture
-from fxrl.ir.derived import DerivedInputs
+from fxrl.ir.derived import DerivedInputs, derived_inputs
 from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, body_of, clone
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.plan import Plan
@@ -211,9 +211,9 @@ class Backend:
         capture.remarks += Report(tuple(r for r in attention if r not in capture.remarks.remarks))
         capture.body_rewrites = [pair for one in owned.values() for pair in one.traced.rewrites]
         log.info("running the step for the first time")
-        added = self._derived.of(gm, examples)
-        run = run_outer(gm, [*examples, *added])
-        return run if not added else lambda *args: run(*args, *self._derived.of(gm, args))
+        asked, values = derived_inputs(gm), self._derived.of
+        run = run_outer(gm, [*examples, *values(asked, examples)])
+        return run if not asked else lambda *args: run(*args, *values(asked, args))
 
     def _built(self, capture: Capture, region: Region) -> CompiledRegion:
         """A region's kernels; the graph op by op where Inductor does not make any."""

@@ -55,6 +55,12 @@ def add_derived(gm: fx.GraphModule, source: fx.Node, make: Make) -> list[fx.Node
     return found
 
 
+def derived_inputs(gm: fx.GraphModule) -> list[Derived]:
+    """The inputs that were added to a graph, in order."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return [node.meta["derived"] for node in inputs if "derived" in node.meta]
+
+
 class DerivedInputs:
     """The values of added inputs, each computed once for as long as its source is what it was.
 
@@ -65,10 +71,8 @@ class DerivedInputs:
     def __init__(self) -> None:
         self._made: Any = WeakTensorKeyDictionary()
 
-    def of(self, gm: fx.GraphModule, args: Sequence[Any]) -> list[Tensor]:
-        """The values of a graph's added inputs, where its own are ``args``."""
-        inputs = gm.graph.find_nodes(op="placeholder")
-        asked = (node.meta["derived"] for node in inputs if "derived" in node.meta)
+    def of(self, asked: Sequence[Derived], args: Sequence[Any]) -> list[Tensor]:
+        """The values of the inputs that were added to a graph, where its own are ``args``."""
         return [self._value(one, args[one.place]) for one in asked]
 
     def _value(self, one: Derived, source: Tensor) -> Tensor:

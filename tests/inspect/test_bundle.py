@@ -11,6 +11,7 @@ from torch import nn
 import fxrl
 from fxrl.cli import main
 from fxrl.inspect.bundle import write_bundle
+from tests.inspect.planted import plant_wrong_lowering
 
 CONFIG = fxrl.Config(min_saved_bytes=0, compile_regions=False)
 ADVANTAGE = 0.8126354019283746  # a number of the batch that nothing else has
@@ -91,16 +92,7 @@ def test_a_loss_that_raises_becomes_a_part(bundled):
 
 
 def test_a_step_that_is_wrong_is_no_success(bundled, monkeypatch):
-    right = fxrl.compile.backend.lower
-
-    def wrong(gm, **options):
-        lowered = right(gm, **options)
-        (tanh,) = lowered.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
-        tanh.target = torch.ops.aten.sin.default
-        lowered.recompile()
-        return lowered
-
-    monkeypatch.setattr(fxrl.compile.backend, "lower", wrong)
+    plant_wrong_lowering(monkeypatch)
     found, files = bundled(loss_fn)
     assert found.agrees is False
     assert not found.ok

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxrl
-import fxrl.compile.backend
 from fxrl.ir.graph_pass import Applied, Pass, Site, Stage
 from fxrl.ir.remark import RemarkKind
 from fxrl.passes import REGISTRY
+from tests.inspect.planted import plant_wrong_lowering
 
 CONFIG = {"min_saved_bytes": 0, "chunk_tokens": 4, "compile_regions": False}
 
@@ -114,16 +114,7 @@ def test_a_wrong_normalising_pass_is_caught_and_blamed(setup, monkeypatch, also)
 def test_a_wrong_lowering_is_blamed_on_the_capture(setup, monkeypatch):
     """With every rewrite left out the lowered graph still runs, and is still wrong."""
     model, batch = setup
-    right = fxrl.compile.backend.lower
-
-    def wrong(gm, **options):
-        lowered = right(gm, **options)
-        (tanh,) = lowered.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
-        tanh.target = torch.ops.aten.sin.default
-        lowered.recompile()
-        return lowered
-
-    monkeypatch.setattr(fxrl.compile.backend, "lower", wrong)
+    plant_wrong_lowering(monkeypatch)
     report = fxrl.optimize(model, loss_fn, fxrl.Config(**CONFIG)).verify(batch)
     assert report.blame == ()
     assert "the capture is to blame" in report.notes[0]

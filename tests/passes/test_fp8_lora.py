@@ -10,7 +10,7 @@ from torch import nn
 
 import fxrl
 from fxrl.compile.planning import as_chosen, known_profiles
-from fxrl.ir.derived import DerivedInputs
+from fxrl.ir.derived import DerivedInputs, derived_inputs
 from fxrl.ir.plan import CutLayer, Keep, Plan
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
@@ -64,7 +64,7 @@ def run(gm, *args):
     named = dict(zip(("l_x_", "l_w_", "l_b_"), args, strict=False))
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     given = [named[name] for name in names if name in named]
-    return runnable(gm)(*given, *DerivedInputs().of(gm, given))[0]
+    return runnable(gm)(*given, *DerivedInputs().of(derived_inputs(gm), given))[0]
 
 
 # ---------------------------------------------------------------------------- what is computed
