@@ -1,10 +1,10 @@
 """One update, GRPO with LoRA by default: peak memory, time, and how far gradients are from fp32.
 
-Variants: ``eager``, ``fxrl`` (``fxrl.optimize`` over the same model), ``fxrl-layers-eager`` (with
-the layers run op by op) and ``compile`` (``torch.compile`` of the loss function). Hugging Face's
-gradient checkpointing is on (fxrl takes it over) unless ``--no-checkpointing``. Each gets the same
-weights, batch and a fresh optimizer. An update is forward, backward and optimizer step; its peak is
-over everything that lives on the device.
+Variants: ``eager``, ``fxrl`` (``fxrl.optimize`` over the same model), ``fxrl-fp8`` (frozen Linears
+in FP8), ``fxrl-layers-eager`` (with the layers run op by op) and ``compile`` (``torch.compile`` of
+the loss function). Hugging Face's gradient checkpointing is on (fxrl takes it over) unless
+``--no-checkpointing``. Each gets the same weights, batch and a fresh optimizer. An update is
+forward, backward and optimizer step; its peak is over everything that lives on the device.
 
 Then the gradient of every LoRA parameter in bf16, eager and fxrl, is compared with an fp32
 reference that has the same weights: ``norm(g - g32) / norm(g32)``. Two correct bf16
@@ -142,8 +142,14 @@ def make_step(
         compiled = torch.compile(loss_fn)
         return lambda batch: compiled(model, batch)
     layers = {"outline-layers", "recompute", "tile-tokens", "offload"}
-    names = None if variant == "fxrl" else tuple(n for n in REGISTRY if n not in layers)
-    config = fxrl.Config(min_saved_bytes=0, passes=names, on_miss="error", **(budgets or {}))
+    eager_layers = variant == "fxrl-layers-eager"
+    config = fxrl.Config(
+        min_saved_bytes=0,
+        passes=tuple(n for n in REGISTRY if n not in layers) if eager_layers else None,
+        on_miss="error",
+        precision="fp8" if variant == "fxrl-fp8" else "bf16",
+        **(budgets or {}),
+    )
     return fxrl.optimize(model, loss_fn, config, plan=make_plan(plan, model))
 
 

@@ -17,7 +17,9 @@ def register() -> bool:
     """
     if find_spec("triton") is None:
         return False
-    from fxrl.kernels.linear_logprob.cuda import register as register_linear_logprob
+    from fxrl.kernels import fp8
+    from fxrl.kernels.linear_logprob import cuda as linear_logprob
 
-    register_linear_logprob()
+    fp8.register()
+    linear_logprob.register()
     return True

@@ -2,6 +2,7 @@
 
     fxrl::quantize_rows(x, block)            -> (values, scale)     x = values * scale, by row
     fxrl::fp8_linear(x, values, scale, weight, weight_scale, gradient) -> [T, N]
+    fxrl::rows_in_e4m3(x, factor, block)     -> (values, scale)     the quantiser itself
     fxrl::scaled_mm(a, scale_a, b, scale_b, transpose, dtype)       the product itself
 
     x [T, K]; values, weight [N, K] float8_e4m3fn; float32 scales:
@@ -13,8 +14,13 @@ once to x's dtype. x itself is read by nobody: it stands there for its gradient,
 the product as if x had not been rounded (a straight-through estimate). One ``quantize_rows`` serves
 all products that read x.
 
-Both are composites: they run above autograd, so a graph that is traced holds the quantiser as
-elementwise ATen, which the compiler puts into the norm or activation before it, and ``scaled_mm``.
+The first two are composites: they run above autograd, and a graph that is traced holds the others.
+
+NOTE [Why the quantiser is an op, and not arithmetic for the compiler to fuse]: a row's scale is
+known when all of it was read. Inductor reads a row of thousands of values twice, which took five
+times as long as memory does (0.25 ms for 16384 x 4096 in bf16, H200); a kernel that keeps the row
+in registers reads it once. Fused with the norm before it, it would read nothing: of less worth than
+that, since adapters read the rows in bf16 too.
 
 NOTE [Why the weight is not kept twice]: tensor cores contract FP8 along rows that lie in memory, so
 dX = dY W wants W turned, which PyTorch's own recipes keep as a second copy with scales of its own:
@@ -41,9 +47,9 @@ Recipe = Literal["row", "block", "tensor"]
 RECIPES: tuple[Recipe, ...] = ("row", "block", "tensor")
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128
-_MOST = torch.finfo(E4M3).max
+MOST = torch.finfo(E4M3).max
 #: Rows of smaller values than this times 448 are zero: their scale would be no normal float32.
-_LEAST = 2.0**-100
+LEAST = 2.0**-100
 
 
 # ---------------------------------------------------------------------------- quantisers
@@ -81,7 +87,7 @@ class QuantizeWeight:
         the norms' ratio, so that a small one lost under a large one's scale counts as whole."""
         whole = (weight.t() if self.turned else weight).float()
         lost = (dequantized(*self(weight), torch.float32) - whole).square().sum(1)
-        return float((lost / whole.square().sum(1).clamp_min(_LEAST)).mean().sqrt())
+        return float((lost / whole.square().sum(1).clamp_min(LEAST)).mean().sqrt())
 
 
 def _blocked(weight: Tensor) -> Tensor:
@@ -95,11 +101,11 @@ def _blocked(weight: Tensor) -> Tensor:
 
 def _scale_of(most: Tensor) -> Tensor:
     """Of values whose largest is ``most``; a NaN or an infinity among them makes all NaN."""
-    return most.float().clamp_min(_LEAST) / _MOST
+    return most.float().clamp_min(LEAST) / MOST
 
 
 def _rounded(values: Tensor, scale: Tensor) -> Tensor:
-    return (values / scale).clamp(-_MOST, _MOST).to(E4M3)
+    return (values / scale).clamp(-MOST, MOST).to(E4M3)
 
 
 def scales_rows(scale: Tensor, weight: Tensor) -> bool:
@@ -121,21 +127,46 @@ def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
     return scale
 
 
-torch.library.define("fxrl::quantize_rows", "(Tensor x, int block) -> (Tensor, Tensor)")
+def quantized_rows(x: Tensor, factor: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    """Rows [T, K] in e4m3, and their scales: [T, 1], or [T, K/128] where ``block`` is 128.
 
-
-@torch.library.impl("fxrl::quantize_rows", "CompositeImplicitAutograd")
-def _quantize_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    x = x.detach()
+    Args:
+        factor: [K, 1] or [1, 1] float32, multiplied into the columns before; None stands for ones.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if factor is not None:
+        wide = wide * factor.t()
     if not block:
         scale = _scale_of(wide.abs().amax(1, keepdim=True))
-        return _rounded(wide, scale), scale
+        return _rounded(wide, scale).contiguous(), scale
     columns = x.shape[1]
     padded = torch.nn.functional.pad(wide, (0, -columns % block))
     blocks = padded.view(padded.shape[0], -1, block)
     scale = _scale_of(blocks.abs().amax(2))
     return _rounded(blocks, scale[:, :, None]).flatten(1)[:, :columns].contiguous(), scale
+
+
+rows_in_e4m3 = torch.library.custom_op(
+    "fxrl::rows_in_e4m3",
+    quantized_rows,
+    mutates_args=(),
+    schema="(Tensor x, Tensor? factor, int block) -> (Tensor, Tensor)",
+)
+
+
+@rows_in_e4m3.register_fake
+def _(x: Tensor, factor: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    scales = -(-x.shape[1] // block) if block else 1
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty((x.shape[0], scales), dtype=torch.float32)
+
+
+torch.library.define("fxrl::quantize_rows", "(Tensor x, int block) -> (Tensor, Tensor)")
+
+
+@torch.library.impl("fxrl::quantize_rows", "CompositeImplicitAutograd")
+def _quantize_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    made: tuple[Tensor, Tensor] = torch.ops.fxrl.rows_in_e4m3.default(x.detach(), None, block)
+    return made
 
 
 # ---------------------------------------------------------------------------- the product
@@ -185,38 +216,6 @@ def _(
     return a.new_empty((a.shape[0], b.shape[int(transpose)]), dtype=dtype)
 
 
-@scaled_mm.register_kernel("cuda")
-def _scaled_mm_cuda(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor | None,
-    transpose: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """By ``torch._scaled_mm``, which scales rows alone, and wants b's rows along the contraction.
-
-    A weight with scales by block is widened, a tile at a time, and multiplied in bf16.
-    """
-    if scale_a.shape[1] != 1 or not (scale_b is None or scales_rows(scale_b, b)):
-        assert scale_b is not None
-        rows = dequantized(a, scale_a, torch.bfloat16)
-        widened: Tensor = torch.ops.fxrl.dequantized_mm.default(rows, [b, scale_b], "fp8", False)
-        return widened.to(dtype)
-    right = b.t().contiguous() if transpose else b
-    columns = right.shape[0]
-    ones = scale_a.new_ones(1, 1) if scale_b is None else scale_b
-    made: Tensor = aten._scaled_mm.default(
-        a.contiguous(),
-        right.t(),
-        scale_a.contiguous(),
-        ones.t().expand(1, columns).contiguous(),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=False,
-    )
-    return made.to(dtype)
-
-
 # ---------------------------------------------------------------------------- the linear
 torch.library.define(
     "fxrl::fp8_linear",
@@ -262,8 +261,7 @@ class _Linear(torch.autograd.Function):
         if ctx.gradient == "bf16":
             made = torch.ops.fxrl.dequantized_mm.default(grad, [weight, scale], "fp8", True)
         else:
-            scaled = grad * scale.t()  # in float32
-            values, scales = torch.ops.fxrl.quantize_rows.default(scaled, 0)
+            values, scales = torch.ops.fxrl.rows_in_e4m3.default(grad, scale, 0)
             made = torch.ops.fxrl.scaled_mm.default(values, scales, weight, None, True, grad.dtype)
         return made, None, None, None, None, None
 
@@ -300,10 +298,10 @@ def measured_seconds(
     kept = quantized_weight(weight, recipe)
     block = BLOCK if recipe == "block" else 0
     fxrl = torch.ops.fxrl
-    quantize = torch.compile(fxrl.quantize_rows.default)
 
     def in_fp8() -> Tensor:
-        made: Tensor = fxrl.fp8_linear.default(x, *quantize(x, block), *kept, gradient)
+        values, scale = fxrl.quantize_rows.default(x, block)
+        made: Tensor = fxrl.fp8_linear.default(x, values, scale, *kept, gradient)
         return made
 
     def timed(forward: Callable[[], Tensor]) -> float:

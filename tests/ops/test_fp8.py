@@ -57,6 +57,8 @@ def test_fake_values_are_those_of_the_ops(recipe):
     checks = ("test_faketensor", "test_autograd_registration")  # its schema's has no float8
     given = (values, rows_scale, weight, scale, False, torch.bfloat16)
     opcheck(ops.scaled_mm.default, given, test_utils=checks)
+    for block, factor in ((0, draw(160, 1)), (128, None)):
+        opcheck(ops.rows_in_e4m3.default, (draw(5, 160), factor, block), test_utils=checks)
     rows = draw(5, 48).requires_grad_()
     opcheck(ops.dequantized_mm.default, (rows, [weight, scale], "fp8", True), test_utils=checks)
 

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 import fxrl.ops.dequantized  # noqa: F401  # defines its op
-from fxrl.ops.fp8 import RECIPES, measured_seconds, quantized_weight, why_no_fp8
+from fxrl import kernels
+from fxrl.ops.fp8 import (
+    RECIPES,
+    measured_seconds,
+    quantized_rows,
+    quantized_weight,
+    why_no_fp8,
+)
 
 pytestmark = pytest.mark.gpu
 ops = torch.ops.fxrl
@@ -15,6 +22,32 @@ GPU = torch.device("cuda")
 def _has_fp8():
     if why := why_no_fp8(GPU):
         pytest.skip(why)
+    kernels.register()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [48, 160, 4096, 12288, 2**15 + 16])
+@pytest.mark.parametrize("block", [0, 128])
+def test_rows_are_the_references_bit_for_bit(dtype, columns, block):
+    draw = torch.Generator(GPU).manual_seed(columns)
+    x = torch.randn(9, columns + 8, generator=draw, device=GPU).mul(3).to(dtype)[:, 8:]
+    x[2], x[3, 5], x[4, 7] = 0, float("nan"), float("inf")
+    factors = (torch.rand(size, 1, generator=draw, device=GPU) for size in (columns, 1))
+    for factor in (None, *factors):
+        made = ops.rows_in_e4m3.default(x, factor, block)
+        for ours, reference in zip(made, quantized_rows(x, factor, block), strict=True):
+            assert ours.shape == reference.shape
+            assert torch.equal(ours.float().nan_to_num(1e9), reference.float().nan_to_num(1e9))
+
+
+def test_a_turned_weight_is_multiplied():
+    draw = torch.Generator(GPU).manual_seed(0)
+    weight, _ = quantized_weight(torch.randn(144, 320, generator=draw, device=GPU), "row")
+    rows = torch.randn(33, 144, generator=draw, device=GPU).bfloat16()
+    held = ops.rows_in_e4m3.default(rows, None, 0)
+    made = ops.scaled_mm.default(*held, weight, None, True, torch.bfloat16)
+    wanted = (held[0].float() * held[1]) @ weight.float()
+    assert float((made - wanted).norm() / wanted.norm()) < 2**-8
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
