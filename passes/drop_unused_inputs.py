@@ -5,7 +5,6 @@ A checkpoint keeps all its inputs alive until the backward, read or not.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,9 +12,8 @@ from typing import ClassVar
 from torch import fx
 
 from fxrl.ir.graph import CHECKPOINT, body_of, nbytes
-from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site, Stage
+from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
-from fxrl.ir.remark import Refusal
 
 
 @dataclass(frozen=True)
@@ -28,20 +26,14 @@ class DropUnusedInputs(Normalisation[Site]):
         "a checkpointed call with an input that its body does not read any more",
         "that input's memory until the backward",
         "nothing",
-        "two calls share one body",
+        "the body reads all of its inputs",
     )
 
-    def match(self, gm: fx.GraphModule) -> Iterator[Site | Miss]:
-        calls = gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
-        shared = Counter(body_of(gm, call) for call in calls)
-        for call in calls:
-            body = body_of(gm, call)
-            if body is None or all(n.users for n in _inputs(body)):
-                continue
-            if shared[body] == 1:
+    def match(self, gm: fx.GraphModule) -> Iterator[Site]:
+        for call in gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
+            body = body_of(gm, call)  # each call has its own: ``capture.bodies``
+            if body is not None and not all(n.users for n in _inputs(body)):
                 yield Site(call, 0)
-            else:
-                yield Miss(call, Refusal("the body is shared with another call"))
 
     def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
         call, body = site.anchor, body_of(gm, site.anchor)

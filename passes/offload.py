@@ -32,7 +32,8 @@ class Offload(LayerPass):
         "a layer that was outlined and whose plan says `host`",
         "the layer's input, and what its cut keeps, on the GPU between forward and backward",
         "host memory; time where the link to the host is slower than a layer",
-        "the layer was not outlined, or the user's checkpointing of it stays",
+        "the layer was not outlined, the user's checkpointing of it stays, or all that could wait "
+        "is read elsewhere",
     )
 
     def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied | None:
@@ -43,10 +44,14 @@ class Offload(LayerPass):
                 "the user's checkpointing of this layer runs it as a whole",
                 "let the plan choose: switch activation checkpointing off",
             )
-        moved = 0
-        for call in site.calls:
-            own = own_inputs(call, site.calls) if choice.inputs_on == "host" else []
-            kept = choice.kept_on == "host"
+        kept, moved = choice.kept_on == "host", 0
+        own_of = {
+            call: own_inputs(call, site.calls) if choice.inputs_on == "host" else []
+            for call in site.calls
+        }
+        if not kept and not any(own_of.values()):
+            raise Refusal("its input stays on the GPU: it is read outside of this layer, too")
+        for call, own in own_of.items():
             send_to_host(call, own, kept=kept)
             inputs: Any = call.args[0]
             moved += sum(nbytes(inputs[position]) for position in own)

@@ -216,8 +216,11 @@ def save_as(body: fx.GraphModule, like: fx.GraphModule) -> None:
 
 def set_body(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
     """Let a call of a layer run ``body``, which takes and returns the same."""
+    before = call.args[0]
     with call.graph.inserting_before(call):
         call.args = (call.graph.get_attr(_hold(gm, body)), *call.args[1:])
+    if isinstance(before, fx.Node) and not before.users:
+        call.graph.erase_node(before)
 
 
 def graph_module(gm: fx.GraphModule, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:

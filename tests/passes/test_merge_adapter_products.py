@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxrl.ir.printer import print_graph
 from fxrl.passes.merge_adapter_products import MergeAdapterProducts
 
 aten = torch.ops.aten
@@ -25,13 +27,19 @@ def gate_up(x, w1, a1, b1, w2, a2, b2):
 
 def tidied(function, *args):
     """Graph before and after; checks that both give the function's own numbers."""
+    gm, before, _ = rewritten(function, *args)
+    return gm, before
+
+
+def rewritten(function, *args):
+    """The same, and what was said."""
     gm = make_fx(function, tracing_mode="fake")(*args)
     before = counts(gm)
-    MergeAdapterProducts().run(gm)
+    report = MergeAdapterProducts().run(gm)
     gm.graph.lint()
     gm.recompile()
     torch.testing.assert_close(gm(*args), function(*args), rtol=1e-12, atol=1e-12)
-    return gm, before
+    return gm, before, "\n".join(remark.reason for remark in report.remarks)
 
 
 def counts(gm):
@@ -51,10 +59,32 @@ def adapter(inner, outer, rank=2):
     return draw(outer, inner), draw(rank, inner, seed=1), draw(outer, rank, seed=2)
 
 
+def body(gm):
+    """The graph without its inputs."""
+    return "\n".join(line for line in print_graph(gm).splitlines() if "= input" not in line)
+
+
 def test_a_wide_layer_and_its_adapter_become_one_product():
-    gm, before = tidied(adapted, draw(2, 200, 8), *adapter(8, 64), 0.3)
-    assert before["mm"] == 3
-    assert counts(gm) == {"mm": 2, "add": 0, "cat": 2, "mul": 1}
+    gm, before, said = rewritten(adapted, draw(2, 200, 8), *adapter(8, 64), 0.3)
+    assert before == {"mm": 3, "add": 1, "cat": 0, "mul": 1}
+    assert_expected_inline(
+        body(gm),
+        """\
+%view = aten.view.default(%x_1, [400, 8]) : f64[400, 8]
+%cat_default_1 = aten.cat.default([%w_1, %b_1], 1) : f64[64, 10]
+%permute_default = aten.permute.default(%cat_default_1, [1, 0]) : f64[10, 64]
+%t_1 = aten.t.default(%a_1) : f64[8, 2]
+%view_1 = aten.view.default(%x_1, [400, 8]) : f64[400, 8]
+%mm_1 = aten.mm.default(%view_1, %t_1) : f64[400, 2]
+%_unsafe_view_1 = aten._unsafe_view.default(%mm_1, [2, 200, 2]) : f64[2, 200, 2]
+%view_2 = aten.view.default(%_unsafe_view_1, [400, 2]) : f64[400, 2]
+%mul_tensor = aten.mul.Tensor(%view_2, 0.3) : f64[400, 2]
+%cat_default = aten.cat.default([%view, %mul_tensor], 1) : f64[400, 10]
+%mm_default = aten.mm.default(%cat_default, %permute_default) : f64[400, 64]
+%_unsafe_view = aten._unsafe_view.default(%mm_default, [2, 200, 64]) : f64[2, 200, 64]
+return %_unsafe_view""",
+    )
+    assert_expected_inline(said, """1 sums of products merged, 0 scales moved behind products""")
 
 
 def test_layers_over_one_input_share_its_copy():
@@ -68,9 +98,9 @@ def test_layers_over_one_input_share_its_copy():
 @pytest.mark.parametrize("sizes", [(2, 200, 64, 8), (1, 4, 8, 64)], ids=["narrow", "few tokens"])
 def test_what_does_not_pay_stays(sizes):
     rows, length, inner, outer = sizes
-    gm, before = tidied(adapted, draw(rows, length, inner), *adapter(inner, outer), 0.3)
-    assert counts(gm)["mm"] == before["mm"]
-    assert counts(gm)["cat"] == 0
+    gm, before, said = rewritten(adapted, draw(rows, length, inner), *adapter(inner, outer), 0.3)
+    assert counts(gm) == before
+    assert said == "no copy of operands costs less than the sums of products"
 
 
 def test_results_that_others_read_stay():
@@ -115,9 +145,19 @@ def test_numbers_are_multiplied_where_there_are_fewer():
         scaled = grad.view(400, 64) * 0.25
         return scaled @ b, scaled.t() @ xa
 
-    gm, _ = tidied(function, draw(2, 200, 64), draw(64, 2), draw(400, 2))
-    scaled = [n.args[0] for n in gm.graph.nodes if n.target is aten.mul.Tensor]
-    assert [n.target for n in scaled] == [aten.mm.default] * 2
+    gm, _, said = rewritten(function, draw(2, 200, 64), draw(64, 2), draw(400, 2))
+    assert_expected_inline(
+        body(gm),
+        """\
+%view = aten.view.default(%grad_1, [400, 64]) : f64[400, 64]
+%mm = aten.mm.default(%view, %b_1) : f64[400, 2]
+%mul_tensor = aten.mul.Tensor(%mm, 0.25) : f64[400, 2]
+%t_default = aten.t.default(%view) : f64[64, 400]
+%mm_1 = aten.mm.default(%t_default, %xa_1) : f64[64, 2]
+%mul_tensor_1 = aten.mul.Tensor(%mm_1, 0.25) : f64[64, 2]
+return %mul_tensor, %mul_tensor_1""",
+    )
+    assert_expected_inline(said, """0 sums of products merged, 2 scales moved behind products""")
 
 
 def test_the_gradients_of_an_adapted_layer():
