@@ -18,6 +18,7 @@ from fxrl import kernels
 from fxrl.capture.breaks import break_of, break_remarks
 from fxrl.capture.lower import lower
 from fxrl.capture.repeated import share_bodies
+from fxrl.compile._torch import without_autocast
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.by_plan import ByPlan, random_state
@@ -126,7 +127,7 @@ class Backend:
             return None
         name_sites(lowered, str(capture.index))
         capture.lowered, capture.pipeline = lowered, self._pipeline.measured(inputs)
-        with torch._C._DisableAutocast():  # the graph already holds its casts
+        with without_autocast():  # the graph already holds its casts
             planner = self._planner(capture)
             capture.rewritten = capture.pipeline.run(lowered, self.plan, planner=planner)
         capture.given = capture.rewritten.given
@@ -186,7 +187,7 @@ class Backend:
         """The capture compiled again, by a plan for a batch of these sizes."""
         assert capture.lowered is not None
         assert capture.pipeline is not None
-        with torch._C._DisableAutocast():
+        with without_autocast():
             plan = capture.planner(capture.found, self.plan, sizes)
             capture.rewritten = capture.pipeline.run(capture.lowered, plan)
         capture.given = plan

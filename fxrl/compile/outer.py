@@ -14,10 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
+from fxrl.compile._torch import (
+    aot_module_simplified,
+    default_partition,
+    min_cut_rematerialization_partition,
+    without_autocast,
+)
 from fxrl.compile.bodies.flex import attach_flex
 from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, modules_of, what_it_saves
 
@@ -57,7 +61,7 @@ def _without_autocast(gm: fx.GraphModule) -> Callable[..., Any]:
     """The lowered graph already holds the casts that autocast asked for."""
 
     def run(*args: Any) -> Any:
-        with torch._C._DisableAutocast():
+        with without_autocast():
             return gm.forward(*args)
 
     return run
@@ -92,7 +96,7 @@ def compile_by_aot(
 
         return compiler
 
-    with torch._C._DisableAutocast():
+    with without_autocast():
         compiled: Callable[..., Any] = aot_module_simplified(
             gm,
             list(examples),

@@ -17,16 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.attention.flex_attention import BlockMask
 
+from fxrl.capture._torch import enable_python_dispatcher, make_fx
+from fxrl.compile._torch import holds, new_size, symbolic_mode
 from fxrl.compile.bodies.inductor import InductorOptions, compile_body
 from fxrl.ir.graph import Size
 from fxrl.ops.masked_attention import BLOCK, Problem, attach, expression
@@ -151,10 +147,9 @@ class _Compiled:
 
     def __init__(self, kind: _Kind, sizes: dict[str, int], options: InductorOptions | None) -> None:
         self._kind, self._options = kind, options
-        self._mode = FakeTensorMode(
-            shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False
-        )
-        self._units: dict[str, tuple[Any, int]] = {}  # size -> its symbol, and how often it counts
+        self._mode = symbolic_mode()
+        self._counts: dict[str, Size] = {}  # of each size, how many of its units it is
+        self._units: dict[str, int] = {}
         units = [BLOCK if whole else 1 for whole in kind.whole]
         self._batch = self._size("batch", sizes["batch"], 1)
         self._queries = self._keys = self._size("queries", sizes["queries"], units[0])
@@ -165,16 +160,8 @@ class _Compiled:
 
     def serves(self, sizes: dict[str, int]) -> bool:
         """Whether what was compiled holds for these sizes."""
-        values = {}
-        for name, (symbol, unit) in self._units.items():
-            count = sizes[name] // unit
-            if count != symbol if isinstance(symbol, int) else count < 2:
-                return False
-            if not isinstance(symbol, int):
-                values[symbol.node._expr] = sympy.Integer(count)
-        env = self._mode.shape_env
-        assert env is not None
-        return all(guard.expr.xreplace(values) != sympy.false for guard in env.guards)
+        counts = {name: sizes[name] // unit for name, unit in self._units.items()}
+        return holds(self._mode, self._counts, counts)
 
     def forward(self, *inputs: Tensor) -> Sequence[Tensor]:
         """query, key, value, vectors, blocks -> output, logarithm"""
@@ -242,19 +229,10 @@ class _Compiled:
 
     # -- the values it is traced with
     def _size(self, name: str, size: int, unit: int) -> Size:
-        """A symbol for how many units a size that varies is."""
-        count = size // unit
-        if count < 2:  # no symbol is 0 or 1
-            self._units[name] = count, unit
-            return size
-        env = self._mode.shape_env
-        assert env is not None
-        source = ConstantSource(f"fxrl_{name}")
-        symbol = env.create_symbol(count, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-        made: Any = env.create_symintnode(symbol, hint=count, source=source)
-        self._units[name] = made, unit
-        whole: Size = made * unit
-        return whole
+        """A size that varies by whole units."""
+        self._units[name] = unit
+        self._counts[name] = count = new_size(self._mode, name, size // unit)
+        return size if isinstance(count, int) else count * unit
 
     def _heads(self) -> list[Tensor]:
         """query, key, value, output, logarithm"""

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxrl.capture._torch import FakeTensorMode
+from fxrl.compile._torch import inductor_compile, inductor_source, start_inductor_workers
 
 #: Options for every region body, spelled out so that nothing set globally leaks in.
 #: NOTE [Why all of them are off]: measured on an H200 for a loss head, an MLP and a decoder layer
@@ -64,22 +65,8 @@ def compile_body(
             Inductor assumes about them becomes guards of the mode's shape environment.
         mode: the fake mode that ``gm`` was traced in.
         options: the configuration, for this call alone.
-
-    NOTE [Why "from_tracing_context"]: "from_graph" looks for the mode under a key that only
-    Dynamo's graphs have; on torch 2.11 it then makes a mode of its own and specialises the token
-    count to its hint.
     """
-    from torch._inductor import standalone_compile
-
-    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    with torch._guards.tracing(torch._guards.TracingContext(mode)):
-        compiled: Callable[..., Sequence[Tensor]] = standalone_compile(
-            gm,
-            values,
-            dynamic_shapes="from_tracing_context",
-            options={"config_patches": dict(options.options)},
-        )
-    return compiled
+    return inductor_compile(gm, mode, dict(options.options))
 
 
 def start_workers() -> None:
@@ -88,9 +75,7 @@ def start_workers() -> None:
     NOTE [Why early]: ``torch.compile(backend="inductor")`` does the same; a compile call of its own
     does not. Until they are up, kernels are compiled in this process, one after the other.
     """
-    from torch._inductor.async_compile import maybe_warm_pool
-
-    maybe_warm_pool()
+    start_inductor_workers()
 
 
 def generated_source(compiled: object) -> str:
@@ -99,17 +84,15 @@ def generated_source(compiled: object) -> str:
     NOTE [Why a walk]: the artifact keeps its code inside a chain of wrappers whose names change
     between versions of torch; the output code at the end of the chain is stable.
     """
-    return "\n\n".join(sorted({code.source_code for code in _output_codes(compiled, set())}))
+    return "\n\n".join(sorted(set(_sources(compiled, set()))))
 
 
-def _output_codes(value: Any, seen: set[int]) -> Iterator[Any]:
-    from torch._inductor.output_code import CompiledFxGraph
-
+def _sources(value: Any, seen: set[int]) -> Iterator[str]:
     if id(value) in seen or isinstance(value, type):
         return
     seen.add(id(value))
-    if isinstance(value, CompiledFxGraph):
-        yield value
+    if (source := inductor_source(value)) is not None:
+        yield source
         return
     inside = [*getattr(value, "__dict__", {}).values()]
     for cell in getattr(value, "__closure__", None) or ():
@@ -119,4 +102,4 @@ def _output_codes(value: Any, seen: set[int]) -> Iterator[Any]:
             continue
     for item in inside:
         if callable(item):
-            yield from _output_codes(item, seen)
+            yield from _sources(item, seen)

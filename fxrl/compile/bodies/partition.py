@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxrl.compile._torch import functorch_config, min_cut_rematerialization_partition
 from fxrl.compile.bodies.attention import KERNELS
 from fxrl.ir.graph import DEQUANTIZED_MM, Size, ancestors, graph_module, is_call, is_view
 from fxrl.ir.region import Cut

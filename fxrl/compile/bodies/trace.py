@@ -20,15 +20,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from fxrl.capture._torch import enable_python_dispatcher, make_fx
+from fxrl.compile._torch import (
+    holds,
+    inductor_decompositions,
+    new_size,
+    symbolic_mode,
+    values_of,
+    without_autocast,
+)
 from fxrl.compile.bodies.attention import fastest
 from fxrl.compile.bodies.partition import Halves, partition, writes
 from fxrl.ir.graph import Size, clone, hint
@@ -78,9 +81,7 @@ class TracedBody:
         self.region, self._run = region, forward or region.forward
         self.rewrites: list[tuple[str, str]] = []
         self._decompose, self._plan = decompose, plan or Plan()
-        self.mode = FakeTensorMode(
-            shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False
-        )
+        self.mode = symbolic_mode()
         self.mode.cache_enabled = False  # an entry for symbolic sizes is dearer than the op itself
         self.bound = BoundSizes(region.inputs)
         self._symbols = self._make_symbols(sizes)
@@ -127,13 +128,11 @@ class TracedBody:
 
     def _trace_joint(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
         """Inputs and gradients of these outputs -> outputs and gradients of the inputs."""
-        from torch._inductor.decomposition import select_decomp_table
-
         tiled = self.region.tiled
         self.grad_examples = [self._like(output, contiguous=tiled) for output in outputs]
         self.input_examples = self._inputs()  # a mode traces one tensor as one value
         values = [self.input_examples, self.grad_examples]
-        table = select_decomp_table() if self._decompose and not tiled else None
+        table = inductor_decompositions() if self._decompose and not tiled else None
         joint = self._trace(self._both(), values, table)
         if writes(joint):  # an autograd formula may; the partitioner must see values alone
             joint = self._trace(_functional(joint), values)
@@ -149,27 +148,11 @@ class TracedBody:
     # -- sizes
     def serves(self, sizes: Mapping[str, int]) -> bool:
         """Whether what was traced (and compiled since) holds for these sizes."""
-        values: dict[sympy.Symbol, sympy.Integer] = {}
-        for name, size in self._symbols.items():
-            if isinstance(size, int):
-                if sizes.get(name, size) != size:
-                    return False
-            elif name in sizes:
-                if sizes[name] < 2:  # what the symbol was assumed to be
-                    return False
-                values[size.node._expr] = sympy.Integer(sizes[name])
-        env = self.mode.shape_env
-        assert env is not None
-        return all(guard.expr.xreplace(values) != sympy.false for guard in env.guards)
+        return holds(self.mode, self._symbols, sizes)
 
     def measure(self, sizes: Mapping[str, int]) -> Callable[[Any], int]:
         """What a size of these graphs, or an expression of sizes, is where the names are these."""
-        values = {
-            symbol.node._expr: sympy.Integer(sizes[name])
-            for name, symbol in self._symbols.items()
-            if not isinstance(symbol, int) and name in sizes
-        }
-        return measure_by(values)
+        return measure_by(values_of(self._symbols, sizes))
 
     def _make_symbols(self, sizes: Mapping[str, int] | None) -> dict[str, Size]:
         """A symbol for each size that varies; a constant where it is 0 or 1, which no symbol is."""
@@ -177,15 +160,7 @@ class TracedBody:
         assumed = {n: max(2, hint(s)) for n, s in zip(self.bound.names, seen, strict=True)}
         assumed |= {"rows": _TRACE_ROWS} if self.region.tiled else {}
         values = {name: (sizes or assumed)[name] for name in self.bound.names}
-        return {n: size if size < 2 else self._fresh(n, size) for n, size in values.items()}
-
-    def _fresh(self, name: str, example: int) -> Size:
-        env = self.mode.shape_env
-        assert env is not None
-        source = ConstantSource(f"fxrl_{name}")
-        symbol = env.create_symbol(example, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-        size: Size = env.create_symintnode(symbol, hint=example, source=source)
-        return size
+        return {name: new_size(self.mode, name, size) for name, size in values.items()}
 
     # -- fake inputs; each a tensor of its own, for a mode traces one tensor as one value
     def _inputs(self) -> list[Tensor]:
@@ -272,7 +247,7 @@ class TracedBody:
             self.mode,
             enable_python_dispatcher(),
             torch.no_grad(),
-            torch._C._DisableAutocast(),
+            without_autocast(),
             fastest(self.region.inputs[0].example.device),
         ):
             yield

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from fxrl.compile._torch import keeps_graph
 from fxrl.compile.bodies.attention import allowed, calls_attention, kernels_of
 from fxrl.compile.bodies.inductor import InductorOptions, compile_body, generated_source
 from fxrl.compile.bodies.trace import TracedBody
@@ -133,7 +134,7 @@ class CompiledRegion(RegionKernels):
         return self._bodies[key]
 
     def runs_again(self) -> bool:
-        return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+        return keeps_graph()
 
     def fake_outputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         forward = self.region.forward if self.region.tiled else self.traced.forward

@@ -1,0 +1,101 @@
+"""The one door to private names of torch for what compiles: what each is for.
+
+``fxrl.capture._torch`` is the other one, and says of which versions they were seen in. What imports
+Inductor does so when it is called: that takes a second, and a step on a CPU may not need it.
+"""
+
+# mypy: disable-error-code="attr-defined, no-untyped-call"
+# ruff: noqa: E501, I001  # a name and its purpose stand on one line
+# fmt: off
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
+import torch
+import torch._functorch.config
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._functorch.aot_autograd import aot_module_simplified as aot_module_simplified  # forward and backward as graphs
+from torch._functorch.partitioners import default_partition as default_partition  # saves what eager saves
+from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_rematerialization_partition
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from fxrl.capture._torch import FakeTensorMode
+from fxrl.ir.graph import Size
+
+functorch_config: Any = torch._functorch.config  # .patch: how min-cut weighs, for the time of a call
+without_autocast: Any = torch._C._DisableAutocast  # a context: a lowered graph already holds its casts
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph of the backward at hand
+
+
+# ---------------------------------------------------------------------------- sizes that vary
+def symbolic_mode() -> FakeTensorMode:
+    """Fake tensors whose sizes may vary, in a shape environment of their own."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False)
+
+
+def new_size(mode: FakeTensorMode, name: str, example: int) -> Size:
+    """A symbol of the mode, which is ``example`` while it is traced; of 0 and 1 there are none."""
+    if example < 2:
+        return example
+    source = ConstantSource(f"fxrl_{name}")
+    symbol = mode.shape_env.create_symbol(example, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    size: Size = mode.shape_env.create_symintnode(symbol, hint=example, source=source)
+    return size
+
+
+def values_of(sizes: Mapping[str, Size], given: Mapping[str, int]) -> dict[Any, Any]:
+    """Symbol -> number, of those ``sizes`` that are symbols and have a number given."""
+    return {
+        size.node._expr: sympy.Integer(given[name])
+        for name, size in sizes.items()
+        if isinstance(size, torch.SymInt) and name in given
+    }
+
+
+def holds(mode: FakeTensorMode, sizes: Mapping[str, Size], given: Mapping[str, int]) -> bool:
+    """Whether graphs traced in ``mode``, their ``new_size`` being ``sizes``, hold for those given."""
+    known = [(size, given[name]) for name, size in sizes.items() if name in given]
+    if any(n != size if isinstance(size, int) else n < 2 for size, n in known):
+        return False
+    values = values_of(sizes, given)
+    return all(guard.expr.xreplace(values) != sympy.false for guard in mode.shape_env.guards)
+
+
+# ---------------------------------------------------------------------------- Inductor
+def inductor_compile(gm: fx.GraphModule, mode: FakeTensorMode, options: Mapping[str, Any]) -> Callable[..., Sequence[Tensor]]:
+    """A graph traced in ``mode``, compiled with these options and no others.
+
+    NOTE [Why "from_tracing_context"]: "from_graph" looks for the mode under a key that only
+    Dynamo's graphs have; on torch 2.11 it then makes a mode of its own and specialises the token
+    count to its hint.
+    """
+    from torch._inductor import standalone_compile
+
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+        compiled: Callable[..., Sequence[Tensor]] = standalone_compile(gm, values, dynamic_shapes="from_tracing_context", options={"config_patches": dict(options)})
+    return compiled
+
+
+def inductor_decompositions() -> Any:
+    """Op -> what Inductor computes it by, as ``make_fx`` takes it."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def start_inductor_workers() -> None:
+    """Begin to start the processes in which Triton kernels are compiled."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
+def inductor_source(value: object) -> str | None:
+    """The code that Inductor wrote, where ``value`` is what holds it."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    return value.source_code if isinstance(value, CompiledFxGraph) else None
