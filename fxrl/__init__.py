@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fxrl.compile.step import TrainStep, optimize
     from fxrl.config import Config
     from fxrl.ir.plan import Plan
     from fxrl.ir.remark import Remark, Report
+    from fxrl.step import TrainStep, optimize
 
 __all__ = ["Config", "Plan", "Remark", "Report", "TrainStep", "optimize"]
 
@@ -20,8 +20,8 @@ _HOMES = {
     "Plan": "fxrl.ir.plan",
     "Remark": "fxrl.ir.remark",
     "Report": "fxrl.ir.remark",
-    "TrainStep": "fxrl.compile.step",
-    "optimize": "fxrl.compile.step",
+    "TrainStep": "fxrl.step",
+    "optimize": "fxrl.step",
 }
 _MODULES = ("losses", "passes", "testing")
 

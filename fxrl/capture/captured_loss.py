@@ -28,6 +28,7 @@ from fxrl.capture._torch import (
     global_hooks,
 )
 from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place_of
+from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.repeated import RepeatedLayers
 from fxrl.capture.scoped_hooks import Takeover
 from fxrl.errors import FxrlError
@@ -78,13 +79,25 @@ class CapturedLoss:
 
     @property
     def report(self) -> Report:
-        """What was taken over and what was lost; captured graphs have reports of their own."""
-        return self._takeover.report + self.losses
+        """What was taken over, what was lost, and every remark of the captured graphs."""
+        captured = tuple(r for one in self._backend.captures for r in one.report.remarks)
+        return self._takeover.report + self.losses + Report(captured)
 
     def __call__(self, batch: Any) -> Any:
-        """What the loss returns."""
+        """What the loss returns.
+
+        Raises:
+            FxrlError: that holds no tensor.
+        """
+        mark_batch(batch)
         with _ONE_AT_A_TIME, self._takeover.active():
-            return self._first_that_works(batch)
+            result = self._first_that_works(batch)
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            raise FxrlError(
+                f"the loss function returned {result!r}, which holds no tensor; "
+                'return the loss, or (loss, {"name": tensor})'
+            )
+        return result
 
     def _first_that_works(self, batch: Any) -> Any:
         if functorch_level() is not None:

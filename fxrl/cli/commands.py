@@ -105,8 +105,8 @@ def report(args: Args) -> int:
     with show.working(_IMPORTING) as say:
         from importlib.metadata import distributions
 
+        from fxrl.cli.bundle import check_path, write_bundle
         from fxrl.doctor import diagnose
-        from fxrl.inspect.bundle import check_path, write_bundle
 
         path = check_path(args.out)
         step, batch = _on_device(args, say, on_policy=True)

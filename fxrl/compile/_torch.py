@@ -4,7 +4,7 @@
 Inductor does so when it is called: that takes a second, and a step on a CPU may not need it.
 """
 
-# mypy: disable-error-code="attr-defined, no-untyped-call"
+# mypy: disable-error-code="attr-defined, no-untyped-call, union-attr"
 # ruff: noqa: E501, I001  # a name and its purpose stand on one line
 # fmt: off
 from __future__ import annotations

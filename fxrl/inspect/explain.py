@@ -24,12 +24,13 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import FakeTensor, FakeTensorMode
+from fxrl.capture.captured_loss import CapturedLoss
 from fxrl.capture.lower import example_of
 from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
-from fxrl.compile.step import LossFunction, TrainStep
 from fxrl.config import Config
 from fxrl.errors import FxrlError
+from fxrl.inspect.evaluate import LossFn
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import hint
 from fxrl.ir.plan import Plan
@@ -69,26 +70,9 @@ class ExplainBackend(Backend):
         return lowered
 
 
-def explain(
-    model: nn.Module, loss_fn: LossFunction, batch: Any, config: Config, plan: Plan | None = None
-) -> Report:
-    """What fxrl would do with this loss at a batch of these sizes.
-
-    Args:
-        model: parameters real, fake or on ``meta``, on any device.
-        batch: gives sizes and dtypes; its values do not count, nor does its device.
-        config: as for ``optimize``; ``on_miss`` does not count, for the report is the answer.
-
-    Returns:
-        The remarks that ``TrainStep.report`` would have, with one more where the code after a
-        graph break needs numbers that only a real run has.
-    """
-    return explained(model, loss_fn, batch, config, plan)[0]
-
-
 def explained(
     model: nn.Module,
-    loss_fn: LossFunction,
+    loss_fn: LossFn,
     batch: Any,
     config: Config,
     plan: Plan | None = None,
@@ -97,23 +81,30 @@ def explained(
     limits: Limits | None = None,
     planned: bool = False,
 ) -> tuple[Report, Sequence[Capture]]:
-    """The same, with the captures.
+    """What fxrl would do with this loss at a batch of these sizes.
 
     Args:
+        model: parameters real, fake or on ``meta``, on any device.
+        batch: gives sizes and dtypes; its values do not count, nor does its device.
+        config: as for ``optimize``; ``on_miss`` does not count, for the report is the answer.
         target: what to plan for; None for the GPU that the model is on.
         limits: what to plan from; None for those of ``target``.
         planned: predict, also where nothing bounds the memory.
+
+    Returns:
+        The remarks that ``TrainStep.report`` would have, with one more where the code after a
+        graph break needs numbers that only a real run has; and the captures.
     """
     config = replace(config, on_miss="ignore")
-    inner = Wrapper(model).inner  # no process waits for another
-    captured_all = Report()
-    with _without_meta(inner, loss_fn) as mode:
+    wrapper = Wrapper(model)
+    lost = Report()
+    with _without_meta(wrapper.inner, loss_fn) as mode:
         backend = ExplainBackend(
             config, plan or Plan(), target, limits=limits, planned=planned, mode=mode
         )
-        step = TrainStep(inner, loss_fn, config, backend.plan, backend=backend)
+        captured = CapturedLoss(wrapper.inner, loss_fn, backend)  # no process waits for another
         try:
-            step(pytree.tree_map_only(Tensor, lambda x: _input(x, mode), batch))
+            captured(pytree.tree_map_only(Tensor, lambda x: _input(x, mode), batch))
         except FxrlError:
             raise
         except _NEEDS_NUMBERS as error:
@@ -123,8 +114,8 @@ def explained(
             reason = f"code after a graph break needs real numbers: {why}"
             cure = "look at step.report after one real step"
             missed = Remark(RemarkKind.MISSED, "capture", "graph", "", reason, cure)
-            captured_all = Report((missed,))
-    return step.report + captured_all, backend.captures
+            lost = Report((missed,))
+    return wrapper.report + captured.report + lost, backend.captures
 
 
 #: What stand-ins cannot serve: code outside of the captured graphs that reads numbers.
@@ -132,7 +123,7 @@ _NEEDS_NUMBERS = (NotImplementedError, RuntimeError, ValueError, IndexError)
 
 
 @contextmanager
-def _without_meta(model: nn.Module, loss_fn: LossFunction) -> Iterator[FakeTensorMode | None]:
+def _without_meta(model: nn.Module, loss_fn: LossFn) -> Iterator[FakeTensorMode | None]:
     """Fake tensors of a CPU in the place of a model's that are on ``meta``, or fake of any kind.
 
     Other models that the loss knows, such as a reference, are treated likewise.

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxrl.compile.step import TrainStep, optimize
+from fxrl import TrainStep, optimize
 from fxrl.config import Config
 from fxrl.engines import Engine, SamplingParams
 from fxrl.errors import ConfigError, FxrlError, optional

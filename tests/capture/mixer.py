@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxrl.compile.step import TrainStep
 from fxrl.config import Config
+from fxrl.step import TrainStep
 
 CONFIG = Config(min_saved_bytes=0, chunk_tokens=8, compile_regions=False, on_miss="error")
 QUIET = Config(min_saved_bytes=0, chunk_tokens=8, compile_regions=False, on_miss="ignore")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxrl.compile.step import optimize
 from fxrl.errors import MissedRewriteError
+from fxrl.step import optimize
 from tests.capture.mixer import (
     CONFIG,
     QUIET,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxrl.compile.step import TrainStep, optimize
 from fxrl.errors import FxrlError
+from fxrl.step import TrainStep, optimize
 from tests.capture.mixer import (
     CONFIG,
     QUIET,

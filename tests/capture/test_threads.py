@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from fxrl.compile.step import TrainStep, optimize
+from fxrl.step import TrainStep, optimize
 from tests.capture.mixer import (
     CONFIG,
     assert_same,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fxrl import Config
-from fxrl.compile.step import TrainStep, optimize
 from fxrl.errors import FxrlError, MissedRewriteError
+from fxrl.step import TrainStep, optimize
 from tests.capture.mixer import (
     CONFIG,
     QUIET,

@@ -16,9 +16,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fxrl import Config
 from fxrl.capture.wrappers import Wrapper
-from fxrl.compile.step import optimize
 from fxrl.errors import MissedRewriteError
 from fxrl.ir.on_miss import MissedRewriteWarning
+from fxrl.step import optimize
 from tests.capture.mixer import (
     CONFIG,
     QUIET,

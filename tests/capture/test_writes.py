@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxrl.compile.step import optimize
+from fxrl.step import optimize
 from tests.capture.mixer import (
     CONFIG,
     QUIET,

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxrl.compile.step import optimize
 from fxrl.config import Config
 from fxrl.errors import MissedRewriteError
 from fxrl.ir.on_miss import MissedRewriteWarning
 from fxrl.ir.printer import print_graph
+from fxrl.step import optimize
 from tests.capture.mixer import (
     CONFIG,
     QUIET,

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxrl import losses
-from fxrl.compile.step import TrainStep, optimize
 from fxrl.config import Config
 from fxrl.ir.pipeline import Pipeline
+from fxrl.step import TrainStep, optimize
 from tests.compile.shared_sequences import Model, batch_of, in_ranks, silent_group
 
 

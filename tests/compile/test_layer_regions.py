@@ -11,12 +11,12 @@ pytest.importorskip("peft")
 
 import transformers
 
-import fxrl.compile.step
+import fxrl.capture.captured_loss
 from fxrl import losses
-from fxrl.compile.step import optimize
 from fxrl.config import Config
 from fxrl.models import lora, tiny_config
 from fxrl.passes import REGISTRY
+from fxrl.step import optimize
 from tests.compile.test_architectures import gradients, padded_batch
 
 #: Naming the pass asks for it at every size; see ``Plan.from_config``.
@@ -63,7 +63,9 @@ def test_layers_become_regions(
     checkpointed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fxrl.compile.step, "mark_batch", lambda batch: None)  # fixed sizes: faster
+    monkeypatch.setattr(
+        fxrl.capture.captured_loss, "mark_batch", lambda batch: None
+    )  # fixed sizes: faster
     model, batch = tiny_model(kind, layers, checkpointed=checkpointed), padded_batch()
     loss_fn = losses.grpo(beta=0.0)
     expected, _ = loss_fn(model, batch)

@@ -16,7 +16,6 @@ import fxrl
 from fxrl.compile import planning
 from fxrl.compile.backend import Backend
 from fxrl.compile.bodies.variants import CompiledRegion
-from fxrl.compile.step import TrainStep
 from fxrl.errors import HostMemoryError
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ops import host_memory
@@ -24,6 +23,7 @@ from fxrl.ops.host_memory import HostPool, drop_free_pages
 from fxrl.ops.out_of_memory import MemoryWarning
 from fxrl.planner.budget import Limits
 from fxrl.planner.target import TARGETS
+from fxrl.step import TrainStep
 from tests.passes.layered import GatedBlock, make_stack, square_loss
 
 LAYERS = 3

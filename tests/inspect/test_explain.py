@@ -9,7 +9,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxrl
-from fxrl.inspect.explain import explain
 from fxrl.ir.pipeline import Pipeline
 
 
@@ -21,6 +20,10 @@ class Lm(nn.Module):
 
     def forward(self, ids):
         return self.head(self.embed(ids))
+
+
+def explain(model, loss, batch, config):
+    return fxrl.optimize(model, loss, config).explain(batch)
 
 
 def loss_fn(model, batch):

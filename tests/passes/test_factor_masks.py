@@ -9,7 +9,6 @@ from expecttest import assert_expected_inline
 from torch.utils.checkpoint import checkpoint
 
 from fxrl.compile.bodies.variants import build_region
-from fxrl.compile.step import optimize
 from fxrl.config import Config
 from fxrl.ir.graph import is_call, modules_of
 from fxrl.ir.plan import Keep, Plan
@@ -19,6 +18,7 @@ from fxrl.passes.factor_masks import FactorMasks
 from fxrl.passes.outline_layers import OutlineLayers
 from fxrl.planner.cost import attention_flops
 from fxrl.planner.schedule import is_attention
+from fxrl.step import optimize
 from tests.passes.layered import Block, ids_batch, make_stack
 from tests.passes.lowered import call, lowered
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxrl.compile.step import TrainStep, optimize
 from fxrl.config import Config
 from fxrl.ir.graph import is_call, tensor_val
 from fxrl.ir.region import regions_of
+from fxrl.step import TrainStep, optimize
 
 CONFIG = Config(min_saved_bytes=0, chunk_tokens=8, compile_regions=False, on_miss="error")
 

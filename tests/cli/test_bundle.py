@@ -10,7 +10,7 @@ from torch import nn
 
 import fxrl
 from fxrl.cli import main
-from fxrl.inspect.bundle import write_bundle
+from fxrl.cli.bundle import write_bundle
 from tests.inspect.planted import plant_wrong_lowering
 
 CONFIG = fxrl.Config(min_saved_bytes=0, compile_regions=False)

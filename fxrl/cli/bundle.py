@@ -31,12 +31,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxrl.compile.step import TrainStep
 from fxrl.errors import ConfigError, MissingPackageError, VerificationError
 from fxrl.files import replacing
 from fxrl.inspect.timeline import plot
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import format_bytes
+from fxrl.step import TrainStep
 
 _STEPS = 4  # the first of which compiles
 

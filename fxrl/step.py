@@ -5,23 +5,26 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from fxrl.capture._torch import never_captured
 from fxrl.capture.captured_loss import CapturedLoss
-from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
 from fxrl.compile.bodies.inductor import start_workers
 from fxrl.config import Config
 from fxrl.errors import ConfigError, FxrlError
+from fxrl.inspect.compare import VerifyReport
+from fxrl.inspect.dump import record_of, write_dump
+from fxrl.inspect.evaluate import LossFn
+from fxrl.inspect.explain import explained
+from fxrl.inspect.verify import Reference, verify_step
 from fxrl.ir.capture_record import Capture, plan_of
 from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
@@ -31,8 +34,6 @@ from fxrl.planner.budget import Limits
 from fxrl.planner.target import Target
 
 log = logging.getLogger(__name__)
-
-LossFunction = Callable[[nn.Module, Any], Any]
 
 
 class TrainStep:
@@ -45,7 +46,7 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: LossFunction,
+        loss_fn: LossFn,
         config: Config,
         plan: Plan | None = None,
         *,
@@ -66,7 +67,7 @@ class TrainStep:
         return self._model
 
     @property
-    def loss_fn(self) -> LossFunction:
+    def loss_fn(self) -> LossFn:
         """The loss, fixed as the model is."""
         return self._loss_fn
 
@@ -79,19 +80,12 @@ class TrainStep:
             MissedRewriteError: ``on_miss="error"`` and a loss head was not rewritten.
             ConfigError: ``context_parallel`` asks for ranks that do not run.
         """
-        if not self._backend.only_explain:
-            join_group(self.config.context_parallel)
+        join_group(self.config.context_parallel)
         if not self._backend.captures:
             log.info("capturing the step")
-        mark_batch(batch)
         known = len(self._captured.losses.remarks)
         result = self._wrapper.run(partial(self._captured, batch))
         judge_misses(Report(self._captured.losses.remarks[known:]), self.config.on_miss)
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
-            raise FxrlError(
-                f"the loss function returned {result!r}, which holds no tensor; "
-                'return the loss, or (loss, {"name": tensor})'
-            )
         return result
 
     def __copy__(self) -> TrainStep:
@@ -116,8 +110,7 @@ class TrainStep:
     @property
     def report(self) -> Report:
         """Every remark of every capture so far."""
-        captured = Report(tuple(r for c in self._backend.captures for r in c.report.remarks))
-        return self._wrapper.report + self._captured.report + captured
+        return self._wrapper.report + self._captured.report
 
     @property
     def plan(self) -> Plan:
@@ -136,8 +129,6 @@ class TrainStep:
         Raises:
             PlanError: no plan fits ``Config.gpu_memory``; says the longest context that would.
         """
-        from fxrl.inspect.explain import explained
-
         given = (self.model, self.loss_fn, batch, self.config, self._given)
         limits = self._backend.limits if target is None else None
         return plan_of(explained(*given, target=target, limits=limits, planned=True)[1])
@@ -162,24 +153,22 @@ class TrainStep:
 
     def explain(self, batch: Any) -> Report:
         """What would be rewritten for this batch, found on fake tensors; nothing runs."""
-        from fxrl.inspect.explain import explain
-
-        return explain(self.model, self.loss_fn, batch, self.config, self._given)
+        return explained(self.model, self.loss_fn, batch, self.config, self._given)[0]
 
     def dump(self, directory: str | Path) -> Path:
         """Write every capture to a folder: graphs before and after each pass, region bodies,
         generated code, AOT graphs, the report, and an index to start from."""
-        from fxrl.inspect.dump import record_of, write_dump
-
         functions = list(self._captured.compiled.values())
         records = [record_of(capture) for capture in self.captures]
         return write_dump(directory, records, self.report, functions=functions)
 
-    def verify(self, batch: Any, **options: Any) -> Any:
-        """Compare loss, metrics and every gradient with eager; blame the region at fault."""
-        from fxrl.inspect.verify import verify_step
+    def verify(self, batch: Any, *, reference: Reference = "auto") -> VerifyReport:
+        """Compare loss, metrics and every gradient with eager; blame the rewrite at fault.
 
-        return verify_step(self.model, self.loss_fn, self, batch, **options)
+        Args:
+            reference: what is compared with, as ``verify_step`` has it.
+        """
+        return verify_step(self.model, self.loss_fn, self, batch, reference=reference)
 
     @property
     def captures(self) -> tuple[Capture, ...]:
@@ -200,7 +189,7 @@ class TrainStep:
 
 def optimize(
     model: nn.Module,
-    loss_fn: LossFunction,
+    loss_fn: LossFn,
     config: Config | None = None,
     *,
     plan: Plan | None = None,
