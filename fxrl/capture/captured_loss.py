@@ -23,9 +23,9 @@ from fxrl.capture._torch import (
     compile_counters,
     compiles_undisturbed,
     dynamo_config,
-    failed_imports_raise,
     functorch_level,
     global_hooks,
+    plain_python_is_traced,
 )
 from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place_of
 from fxrl.capture.repeated import RepeatedLayers
@@ -130,7 +130,7 @@ class CapturedLoss:
         with (
             dynamo_config.patch(_WAYS[way]),
             layers,
-            failed_imports_raise(),
+            plain_python_is_traced(),
             compiles_undisturbed(),
             breaks_inside() as breaks,
         ):

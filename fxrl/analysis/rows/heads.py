@@ -59,8 +59,8 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
     """The loss heads of a graph, in order.
 
     A widening product is a head when no other layer comes after it (later products may only keep
-    the width, such as a learned adapter on the logits), or when a softmax, gather, argmax or sort
-    reads it through elementwise and layout ops alone.
+    the width, such as a learned adapter on the logits, and an autograd.Function may be the loss),
+    or when a softmax, gather, argmax or sort reads it through elementwise and layout ops alone.
     """
     products = [node for node in graph.nodes if _is_layer(node)]
     after = _downstream(graph, products)
@@ -70,7 +70,7 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
             continue
         width = hint(shape_of(node)[-1])
         later = (p for i, p in enumerate(products) if after[node] >> i & 1 and p is not node)
-        last = all(_keeps_width(p, width) for p in later) or feeds_class_op(node)
+        last = all(_is_opaque(p) or _keeps_width(p, width) for p in later) or feeds_class_op(node)
         if last and not _from_activations(node):  # which looks at all that comes before
             heads.append(node)
     return heads
@@ -162,8 +162,6 @@ def feeds_class_op(head: fx.Node) -> bool:
     while stack:
         node = stack.pop()
         for user in node.users:
-            if _is_opaque(user):
-                return True
             if is_call(user, *_CLASS_OPS):
                 val = node.meta.get("val")
                 if isinstance(val, torch.Tensor) and width in [hint(s) for s in val.shape]:

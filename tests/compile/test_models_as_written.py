@@ -1,0 +1,155 @@
+"""However a model or a loss is written, its head is rewritten, and numbers are eager's.
+
+A use is a row of ``USES``: what a model's forward does, the loss, and its batches in their order.
+Misses are errors; loss, gradients and buffers are compared in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import make_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxrl.compile.step import optimize
+from tests.capture.mixer import (
+    CONFIG,
+    WIDTH,
+    Mixer,
+    assert_same,
+    fused,
+    grads,
+    make_batch,
+    token_logps,
+)
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+Output = make_dataclass("Output", ["logits"])
+
+
+class Silu(torch.autograd.Function):
+    """An activation with a backward of its own, as Bloom's and RecurrentGemma's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gate = x.sigmoid()
+        return gradient * gate * (1 + x * (1 - gate))
+
+
+class Model(Mixer):
+    """A mixer with an MLP that widens and a norm with running statistics."""
+
+    def __init__(self, answer: Callable[[Model, Tensor], Any]) -> None:
+        super().__init__()
+        self.answer = answer
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.answer(self, ids)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return x + torch.tanh(self.mix(x.cumsum(1) / 3))
+
+
+def plain(model: Model, ids: Tensor) -> Any:
+    return Output(model.head(model.hidden(ids)))
+
+
+def namespace(model: Model, ids: Tensor) -> Any:
+    return SimpleNamespace(logits=model.head(model.hidden(ids)), aux=None)
+
+
+def written_namespace(model: Model, ids: Tensor) -> Any:
+    found = SimpleNamespace(hidden=model.hidden(ids), scale=0)
+    found.scale = 2
+    found.logits = model.head(found.hidden) / found.scale * len(vars(found))
+    assert isinstance(found, SimpleNamespace)
+    assert hasattr(found, "logits")
+    assert "logits" in vars(found)
+    return found if vars(found)["scale"] == 2 else None
+
+
+def class_names(model: Model, ids: Tensor) -> Any:
+    """As PEFT asks whether a weight is quantised."""
+    hidden, weight = model.hidden(ids), model.head.weight
+    quantised = type(weight).__module__.startswith("torchao.")
+    named = weight.__class__.__name__ in ("Params4bit", "Int8Params")
+    known = type(hidden).__qualname__ == "Tensor"
+    return Output(model.head(hidden) if known and not quantised and not named else None)
+
+
+def own_activation(model: Model, ids: Tensor) -> Any:
+    x = model.hidden(ids)
+    return Output(model.head(x + model.down(Silu.apply(model.up(x)))))
+
+
+def running_statistics(model: Model, ids: Tensor) -> Any:
+    x = model.norm(model.hidden(ids).transpose(1, 2)).transpose(1, 2)
+    return Output(model.head(x))
+
+
+def mean_logp(model: nn.Module, batch: Any) -> Tensor:
+    logps = token_logps(model(batch["ids"]).logits, batch["ids"])
+    return -(logps * batch["adv"] * batch["mask"]).sum()
+
+
+def at_temperature(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"]).logits / batch["temperature"]
+    return -(token_logps(logits, batch["ids"]) * batch["mask"]).sum()
+
+
+def pairs_in_two_forwards(model: nn.Module, batch: Any) -> Tensor:
+    pairs = batch["ids"].size(0) // 2
+    parts = batch["ids"][:pairs], batch["ids"][pairs : 2 * pairs]
+    good, bad = (token_logps(model(ids).logits, ids).sum(-1) for ids in parts)
+    return -nn.functional.logsigmoid(good - bad).mean()
+
+
+DRAWS = (make_batch(), make_batch(4, 9, seed=2))
+USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = [
+    (namespace, mean_logp, DRAWS),
+    (written_namespace, mean_logp, DRAWS[:1]),
+    (class_names, mean_logp, DRAWS[:1]),
+    (own_activation, mean_logp, DRAWS[:1]),
+    (running_statistics, mean_logp, DRAWS),
+    # a graph that AOTAutograd takes, for its function, and a number that it wants written in
+    (own_activation, at_temperature, tuple(make_batch(temperature=t) for t in (0.7, 0.9))),
+    # half of two sequences is one, which only a guard tells
+    (plain, pairs_in_two_forwards, (make_batch(4), make_batch(2))),
+]
+
+
+@pytest.mark.parametrize(
+    ("answer", "loss_fn", "batches"), USES, ids=[f"{a.__name__}-{f.__name__}" for a, f, _ in USES]
+)
+def test_a_use(answer: Any, loss_fn: Any, batches: tuple[Any, ...]) -> None:
+    torch.manual_seed(0)
+    model = Model(answer)
+    eager = copy.deepcopy(model)
+    step = optimize(model, loss_fn, CONFIG)
+    for batch in batches:
+        losses = step(batch), loss_fn(eager, batch)
+        for loss in losses:
+            loss.backward()
+        assert_same(losses[0].detach(), losses[1].detach())
+        assert_same(grads(model), grads(eager))
+        assert_same(model.state_dict(), eager.state_dict())
+    assert fused(step)
+    assert not step.report.of_kind("missed")
+    assert not any(capture.graph_breaks for capture in step.captures)
