@@ -153,3 +153,32 @@ def test_a_use(answer: Any, loss_fn: Any, batches: tuple[Any, ...]) -> None:
     assert fused(step)
     assert not step.report.of_kind("missed")
     assert not any(capture.graph_breaks for capture in step.captures)
+
+
+def hidden_states_loss(model: nn.Module, batch: Any) -> Tensor:
+    out = model(input_ids=batch["ids"], output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    values = out.hidden_states[-2].mean(-1)
+    return -token_logps(out.logits, batch["ids"]).mean() + values.square().mean()
+
+
+def test_hidden_states_that_hooks_of_the_library_collect() -> None:
+    """transformers installs them at the first call that asks: here the one that is traced."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).double()
+    eager = copy.deepcopy(model)
+    step = optimize(model, hidden_states_loss, CONFIG)
+    for batch in DRAWS:
+        losses = step(batch), hidden_states_loss(eager, batch)
+        for loss in losses:
+            loss.backward()
+        assert_same(losses[0].detach(), losses[1].detach())
+        assert_same(grads(model), grads(eager))
+    assert_same(hidden_states_loss(model, DRAWS[0]), hidden_states_loss(eager, DRAWS[0]))
+    assert fused(step)
+    assert len(step.captures) == 1
