@@ -4,7 +4,7 @@ All were seen in torch 2.11, 2.13 and 2.15. To read another version's sources: `
 --no-deps --platform macosx_11_0_arm64 --only-binary=:all: torch==VERSION``, unzip.
 """
 
-# mypy: disable-error-code="attr-defined, no-untyped-call"
+# mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 # ruff: noqa: E501, I001  # a name and its purpose stand on one line
 # fmt: off
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import dis
 import gc
 import re
-import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -93,7 +92,7 @@ def written_by_trace() -> set[int]:
 
 
 # Dynamo says of every cached function that it traces through; whose it is nobody can change here.
-_CACHED_BY_LIBRARIES = rf'(?s)Dynamo detected a call to a .functools.lru_cache.*File "{re.escape(sysconfig.get_path("purelib"))}'
+_CACHED_BY_LIBRARIES = r'(?s)Dynamo detected a call to a .functools.lru_cache.*File "[^"]*(site|dist)-packages'
 
 
 @contextmanager

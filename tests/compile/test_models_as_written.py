@@ -78,7 +78,7 @@ def namespace(model: Model, ids: Tensor) -> Any:
 def written_namespace(model: Model, ids: Tensor) -> Any:
     found = SimpleNamespace(hidden=model.hidden(ids), scale=0)
     found.scale = 2
-    found.logits = model.head(found.hidden) / found.scale * len(vars(found))
+    found.logits = model.head(found.hidden) / found.scale
     assert isinstance(found, SimpleNamespace)
     assert hasattr(found, "logits")
     assert "logits" in vars(found)
@@ -155,6 +155,17 @@ def test_a_use(answer: Any, loss_fn: Any, batches: tuple[Any, ...]) -> None:
     assert not any(capture.graph_breaks for capture in step.captures)
 
 
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: nn.Module = transformers.LlamaForCausalLM(config).double()
+    return model
+
+
 def hidden_states_loss(model: nn.Module, batch: Any) -> Tensor:
     out = model(input_ids=batch["ids"], output_hidden_states=True)
     assert len(out.hidden_states) == 3
@@ -164,13 +175,7 @@ def hidden_states_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def test_hidden_states_that_hooks_of_the_library_collect() -> None:
     """transformers installs them at the first call that asks: here the one that is traced."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).double()
+    model = llama()
     eager = copy.deepcopy(model)
     step = optimize(model, hidden_states_loss, CONFIG)
     for batch in DRAWS:
@@ -182,3 +187,21 @@ def test_hidden_states_that_hooks_of_the_library_collect() -> None:
     assert_same(hidden_states_loss(model, DRAWS[0]), hidden_states_loss(eager, DRAWS[0]))
     assert fused(step)
     assert len(step.captures) == 1
+
+
+def reference_logps(model: nn.Module, batch: Any) -> Tensor:
+    return token_logps(model(input_ids=batch["ids"]).logits, batch["ids"])
+
+
+def test_an_adapter_that_is_merged() -> None:
+    """It is trainable and nobody reads it, so nothing requires grad, in grad mode too."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    step = optimize(model, reference_logps, CONFIG)
+    model.merge_adapter()
+    found, wanted = step(DRAWS[0]), reference_logps(model, DRAWS[0])
+    assert_same(found, wanted)
+    assert not found.requires_grad
+    model.unmerge_adapter()
+    assert step(DRAWS[0]).requires_grad
+    assert fused(step)
