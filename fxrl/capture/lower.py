@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import (
     SET_GRAD,
+    STATIC_INPUT,
     FakeTensor,
     FunctionalTensor,
     FunctionalTensorMode,
@@ -266,12 +267,14 @@ def _detached(result: Any) -> Any:
 
 
 def _name_placeholders(gm: fx.GraphModule, lowered: fx.GraphModule, examples: list[Any]) -> None:
-    """Give the lowered graph Dynamo's input names and marks of what needs a gradient."""
+    """Give the lowered graph Dynamo's input names, and mark what needs a gradient and what is a
+    parameter or buffer."""
     theirs = gm.graph.find_nodes(op="placeholder")
     ours = lowered.graph.find_nodes(op="placeholder")
     for source, node, example in zip(theirs, ours, examples, strict=True):
         node.name = node.target = source.name
         node.meta["requires_grad"] = isinstance(example, torch.Tensor) and example.requires_grad
+        node.meta["of_model"] = STATIC_INPUT in source.meta.get("tensor_dict", {})
         for key in ("stack_trace", "tensor_dict", "grapharg"):
             if key in source.meta:
                 node.meta[key] = source.meta[key]

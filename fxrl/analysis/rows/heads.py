@@ -22,8 +22,10 @@ from fxrl.ir.graph import (
     hint,
     is_call,
     is_quantized_product,
+    is_tensor,
     is_view,
     shape_of,
+    val_of,
 )
 
 aten = torch.ops.aten
@@ -71,7 +73,7 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
         width = hint(shape_of(node)[-1])
         later = (p for i, p in enumerate(products) if after[node] >> i & 1 and p is not node)
         last = all(_is_opaque(p) or _keeps_width(p, width) for p in later) or feeds_class_op(node)
-        if last and not _from_activations(node):  # which looks at all that comes before
+        if last and not (_from_activations(node) or _of_weights(node)):  # all that comes before
             heads.append(node)
     return heads
 
@@ -151,6 +153,14 @@ def _from_activations(node: fx.Node) -> bool:
     rows, weight, _ = factors(node)
     mine = {n for n in ancestors([weight]) if n.op == "call_function"}
     return bool(mine & {n for n in ancestors([rows]) if n.op == "call_function"})
+
+
+def _of_weights(node: fx.Node) -> bool:
+    """Whether the rows are no tokens: computed from weights alone, as what weighs an adapter is."""
+    inputs = [n for n in ancestors([factors(node)[0]]) if n.op == "placeholder" and is_tensor(n)]
+    return bool(inputs) and all(
+        n.meta.get("of_model") and val_of(n).is_floating_point() for n in inputs
+    )
 
 
 def feeds_class_op(head: fx.Node) -> bool:
