@@ -138,6 +138,7 @@ def compiles_undisturbed() -> Iterator[None]:
 _IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]
 _TRANSLATORS: tuple[Any, ...] = (torch._dynamo.symbolic_convert.InstructionTranslator, torch._dynamo.symbolic_convert.InliningInstructionTranslator, torch._dynamo.symbolic_convert.InliningGeneratorInstructionTranslator)
 _make_instance: Any = UserDefinedClassVariable.call_function
+_KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)  # torch 2.15 does
 
 
 @contextmanager
@@ -148,12 +149,13 @@ def plain_python_is_traced() -> Iterator[None]:
     and go on without it. A class of torch has a name and a module: ``type(weight).__module__`` says
     whose weight it is. A ``SimpleNamespace`` is made: small models return one.
     """
-    tables, known = [one.dispatch_table for one in _TRANSLATORS], UserDefinedClassVariable.supported_c_new_functions()
-    before, had = [(table[_IMPORT], table[_ATTRIBUTE]) for table in tables], UserDefinedClassVariable.call_function
+    tables, had = [one.dispatch_table for one in _TRANSLATORS], UserDefinedClassVariable.call_function
+    before = [(table[_IMPORT], table[_ATTRIBUTE]) for table in tables]
     for table in tables:
         table[_IMPORT], table[_ATTRIBUTE] = _import_name, _load_attribute
-    UserDefinedClassVariable.call_function = _instance
-    known.add(SimpleNamespace.__new__)
+    if not _KNOWS_NAMESPACES:
+        UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
+        UserDefinedClassVariable.call_function = _instance
     try:
         yield
     finally:
