@@ -4,7 +4,7 @@ All were seen in torch 2.11, 2.13 and 2.15. To read another version's sources: `
 --no-deps --platform macosx_11_0_arm64 --only-binary=:all: torch==VERSION``, unzip.
 """
 
-# mypy: disable-error-code="attr-defined, no-untyped-call"
+# mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 # ruff: noqa: E501, I001  # a name and its purpose stand on one line
 # fmt: off
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import dis
 import gc
 import re
-import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -25,8 +25,10 @@ from torch._dispatch.python import enable_python_dispatcher as enable_python_dis
 from torch._dynamo.callback import callback_handler  # called when a compilation begins and ends
 from torch._dynamo import maybe_mark_dynamic as maybe_mark_dynamic  # a size that varies; a constant stays legal
 from torch._dynamo.exc import raise_observed_exception  # what traced code would raise here, for it to catch
+from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # a backend's demand for another trace
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
+from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable, UserDefinedClassVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the values of Dynamo's graphs
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # under which tensors are made that have no storage
@@ -37,6 +39,7 @@ from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify as maybe_en
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 
 SET_GRAD = torch._C._set_grad_enabled  # what a Dynamo graph calls where torch.no_grad begins and ends
+STATIC_INPUT = "_dynamo_static_input_type"  # in an input's "tensor_dict": a module's parameter or buffer
 cache_entries = torch._dynamo.eval_frame._debug_get_cache_entry_list  # what was compiled of a function
 compile_counters = torch._dynamo.utils.counters  # ["frames"]["total"]: functions that capture was tried on
 dynamo_config: Any = torch._dynamo.config  # .patch: settings for the time of a call
@@ -90,7 +93,7 @@ def written_by_trace() -> set[int]:
 
 
 # Dynamo says of every cached function that it traces through; whose it is nobody can change here.
-_CACHED_BY_LIBRARIES = rf'(?s)Dynamo detected a call to a .functools.lru_cache.*File "{re.escape(sysconfig.get_path("purelib"))}'
+_CACHED_BY_LIBRARIES = r'(?s)Dynamo detected a call to a .functools.lru_cache.*File "[^"]*(site|dist)-packages'
 
 
 @contextmanager
@@ -132,24 +135,33 @@ def compiles_undisturbed() -> Iterator[None]:
         held.close()  # a compilation of another thread may have begun here and end behind this
 
 
-_IMPORT = dis.opmap["IMPORT_NAME"]
+_IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]
 _TRANSLATORS: tuple[Any, ...] = (torch._dynamo.symbolic_convert.InstructionTranslator, torch._dynamo.symbolic_convert.InliningInstructionTranslator, torch._dynamo.symbolic_convert.InliningGeneratorInstructionTranslator)
+_make_instance: Any = UserDefinedClassVariable.call_function
+_KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)  # torch 2.15 does
 
 
 @contextmanager
-def failed_imports_raise() -> Iterator[None]:
-    """An import that fails in captured code raises there, as in Python; Dynamo ends the graph.
+def plain_python_is_traced() -> Iterator[None]:
+    """What libraries write, and Dynamo ends the graph at, is traced as Python runs it.
 
-    Libraries try a faster package inside of a loss's function, and go on without it.
+    An import that fails raises there: libraries try a faster package inside of a loss's function,
+    and go on without it. A class of torch has a name and a module: ``type(weight).__module__`` says
+    whose weight it is. A ``SimpleNamespace`` is made: small models return one.
     """
-    before = [one.dispatch_table[_IMPORT] for one in _TRANSLATORS]
-    for one in _TRANSLATORS:
-        one.dispatch_table[_IMPORT] = _import_name
+    tables, had = [one.dispatch_table for one in _TRANSLATORS], UserDefinedClassVariable.call_function
+    before = [(table[_IMPORT], table[_ATTRIBUTE]) for table in tables]
+    for table in tables:
+        table[_IMPORT], table[_ATTRIBUTE] = _import_name, _load_attribute
+    if not _KNOWS_NAMESPACES:
+        UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
+        UserDefinedClassVariable.call_function = _instance
     try:
         yield
     finally:
-        for one, own in zip(_TRANSLATORS, before, strict=True):
-            one.dispatch_table[_IMPORT] = own
+        for table, own in zip(tables, before, strict=True):
+            table[_IMPORT], table[_ATTRIBUTE] = own
+        UserDefinedClassVariable.call_function = had
 
 
 def _import_name(translator: Any, instruction: Any) -> None:
@@ -161,3 +173,31 @@ def _import_name(translator: Any, instruction: Any) -> None:
         known = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
         raise_observed_exception(known, translator, args=[str(error)])
     translator.IMPORT_NAME(instruction)
+
+
+def _load_attribute(translator: Any, instruction: Any) -> None:
+    if instruction.argval in ("__module__", "__name__", "__qualname__"):
+        owner = translator.stack[-1].realize()
+        if isinstance(owner, TorchInGraphFunctionVariable) and isinstance(owner.value, type):
+            translator.pop()
+            translator.push(ConstantVariable.create(getattr(owner.value, instruction.argval)))
+            return
+    translator.LOAD_ATTR(instruction)
+
+
+def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if self.value is not SimpleNamespace or args:
+        return _make_instance(self, tx, args, kwargs)
+    kind = UserDefinedClassVariable(_Namespace, source=self.source)
+    made = tx.output.side_effects.track_new_user_defined_object(kind, kind, [])
+    for name, value in kwargs.items():
+        made.call_method(tx, "__setattr__", [ConstantVariable.create(name), value], {})
+    return made
+
+
+class _Namespace(SimpleNamespace):
+    """What Dynamo sees for a ``SimpleNamespace``: of one whose attributes C code reads it would
+    take what traced code has set for absent."""
+
+    __getattribute__ = object.__getattribute__
+    __setattr__ = object.__setattr__

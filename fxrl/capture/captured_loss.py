@@ -23,14 +23,14 @@ from fxrl.capture._torch import (
     compile_counters,
     compiles_undisturbed,
     dynamo_config,
-    failed_imports_raise,
     functorch_level,
     global_hooks,
+    plain_python_is_traced,
 )
 from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place_of
 from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.repeated import RepeatedLayers
-from fxrl.capture.scoped_hooks import Takeover
+from fxrl.capture.scoped_hooks import Takeover, install_collectors
 from fxrl.errors import FxrlError
 from fxrl.ir.on_miss import open_misses
 from fxrl.ir.remark import Remark, RemarkKind, Report
@@ -104,16 +104,16 @@ class CapturedLoss:
             reason = "nothing is captured inside torch.func's transforms"
             self._note(RemarkKind.MISSED, "", reason, "call torch.func inside the loss function")
             return self._loss_fn(self._model, batch)
-        way = self._way.get(_kind(batch), _LAYERS_ONCE) if self._way else _LAYERS_ONCE
-        if way == _LAYERS_ONCE:
-            self._repeated.refresh()
-            way = _LAYERS_ONCE if self._repeated else _WHOLE
+        way = self._first_way(batch)
         failure: Exception | None = None
         while way < _AS_WRITTEN:
             try:
                 result = self._run(way, batch)
                 break
             except _CaptureFailedError as failed:
+                if install_collectors(self._model, failed.error):
+                    way = self._first_way(batch)
+                    continue
                 failure = failed.error
                 way = _next(way, failure)
         else:
@@ -125,6 +125,13 @@ class CapturedLoss:
             self._way[_kind(batch)] = way
             self._note_failure(failure, way)
         return result
+
+    def _first_way(self, batch: Any) -> int:
+        way = self._way.get(_kind(batch), _LAYERS_ONCE) if self._way else _LAYERS_ONCE
+        if way != _LAYERS_ONCE:
+            return way
+        self._repeated.refresh()
+        return _LAYERS_ONCE if self._repeated else _WHOLE
 
     def _run(self, way: int, batch: Any) -> Any:
         """The captured loss.
@@ -143,7 +150,7 @@ class CapturedLoss:
         with (
             dynamo_config.patch(_WAYS[way]),
             layers,
-            failed_imports_raise(),
+            plain_python_is_traced(),
             compiles_undisturbed(),
             breaks_inside() as breaks,
         ):

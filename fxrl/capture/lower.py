@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import (
     SET_GRAD,
+    STATIC_INPUT,
     FakeTensor,
     FunctionalTensor,
     FunctionalTensorMode,
@@ -37,6 +38,7 @@ from fxrl.capture._torch import (
 )
 from fxrl.capture.bodies import lower_bodies
 from fxrl.capture.opaque import OpaqueCalls, is_opaque
+from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     eliminate_dead_code,
     is_call,
@@ -105,6 +107,7 @@ def lower(
             node.meta["requires_grad"] = False
     else:
         _check_gradients(gm, lowered)
+        _keep_what_is_saved(lowered.graph)
     known = {} if known is None else known
     lower_bodies(lowered, partial(lower, grad_enabled=grad_enabled, known=known), known)
     _equate_gathers(lowered.graph)
@@ -264,12 +267,14 @@ def _detached(result: Any) -> Any:
 
 
 def _name_placeholders(gm: fx.GraphModule, lowered: fx.GraphModule, examples: list[Any]) -> None:
-    """Give the lowered graph Dynamo's input names and marks of what needs a gradient."""
+    """Give the lowered graph Dynamo's input names, and mark what needs a gradient and what is a
+    parameter or buffer."""
     theirs = gm.graph.find_nodes(op="placeholder")
     ours = lowered.graph.find_nodes(op="placeholder")
     for source, node, example in zip(theirs, ours, examples, strict=True):
         node.name = node.target = source.name
         node.meta["requires_grad"] = isinstance(example, torch.Tensor) and example.requires_grad
+        node.meta["of_model"] = STATIC_INPUT in source.meta.get("tensor_dict", {})
         for key in ("stack_trace", "tensor_dict", "grapharg"):
             if key in source.meta:
                 node.meta[key] = source.meta[key]
@@ -282,6 +287,23 @@ def _check_gradients(gm: fx.GraphModule, lowered: fx.GraphModule) -> None:
         value = example_of(source) if isinstance(source, fx.Node) else None
         if isinstance(value, torch.Tensor) and value.requires_grad and not needs_grad(node):
             raise Refusal("a result would lose its gradient", at=source)
+
+
+def _keep_what_is_saved(graph: fx.Graph) -> None:
+    """Let a differentiable call read a copy of a buffer that the graph writes into at its end.
+
+    Autograd may have saved it, as it saves a batch norm's running statistics, and would refuse the
+    backward. In eager mode the statistics are updated inside of the call, unseen by autograd.
+    """
+    builder = Builder(graph)
+    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        buffer = cast(fx.Node, write.args[0])
+        readers = [user for user in buffer.users if user is not write and needs_grad(user)]
+        if buffer.op == "placeholder" and readers:
+            with builder.before(min(readers)):
+                copy = builder.call(aten.clone.default, buffer)
+            for reader in readers:
+                reader.replace_input_with(buffer, copy)
 
 
 def _equate_gathers(graph: fx.Graph) -> None:

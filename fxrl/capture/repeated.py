@@ -268,9 +268,12 @@ def again(token: int, args: Any, kwargs: Any) -> Any:
     if written_by_trace() & (layer.layout.held | first.layout.held):
         raise Refusal(f"the step writes into {layer.path} or {first.path}")
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    live = any(t.requires_grad for t in (*given, *layer.layout.tensors)) and torch.is_grad_enabled()
+    fed = any(t.requires_grad for t in given)
+    own = any(t.requires_grad for t in layer.layout.tensors)
 
     def like(value: Tensor) -> Tensor:
+        # Weights of its own may be read by nobody, such as those of an adapter that is off.
+        live = torch.is_grad_enabled() and (fed or (own and value.requires_grad))
         made = torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=value.device
         )

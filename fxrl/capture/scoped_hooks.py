@@ -8,6 +8,8 @@ embeddings require grad, and a logger's warning that the cache is switched off.
 from __future__ import annotations
 
 import logging
+import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,6 +78,26 @@ class Takeover:
             # One stand-in for each hook: Dynamo guards on a hook's identity.
             hooks[key] = self._quiet.setdefault(hook, _quiet_while_traced(hook))
         return swapped
+
+
+def install_collectors(model: nn.Module, failure: Exception) -> bool:
+    """Install the hooks that a capture has failed at installing; whether it is worth another try.
+
+    transformers collects hidden states, attentions and router logits in hooks, and installs them
+    under a lock at the first call that asks for them. They rest until a call asks again. What holds
+    a model whose hooks are there is left alone: it would install those a second time.
+    """
+    library: Any = sys.modules.get("transformers.utils.output_capturing")
+    if library is None or library.__file__ not in "".join(traceback.format_exception(failure)):
+        return False
+    kind = sys.modules["transformers"].PreTrainedModel
+    models = [module for module in model.modules() if isinstance(module, kind)]
+    done = "_output_capturing_hooks_installed"
+    missing = [one for one in models if not any(hasattr(part, done) for part in one.modules())]
+    for one in missing:
+        if not hasattr(one, done):  # not by one that holds it
+            library.maybe_install_capturing_hooks(one)
+    return bool(missing)
 
 
 def only_requires_grad(hook: Hook) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fxrl import kernels
+from fxrl.capture._torch import RestartAnalysis
 from fxrl.capture.breaks import break_of, break_remarks
 from fxrl.capture.lower import lower
 from fxrl.capture.repeated import share_bodies
@@ -104,6 +105,9 @@ class Backend:
                 alone = self.config.context_parallel == 1
                 run = ByPlan(self._planned_anew, capture, run, example_inputs, alone=alone).run
         except FxrlError:
+            raise
+        except RestartAnalysis:  # AOTAutograd wants a number written in, and Dynamo asks again
+            self.captures.remove(capture)
             raise
         except Exception as error:
             why = f"the rewritten graph could not be compiled: {_line(error)}"

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 Size = int | torch.SymInt
 
@@ -125,6 +126,18 @@ def hint(size: Size) -> int:
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else 1
+
+
+def fixed_size(size: Size) -> int | None:
+    """A size as a number where guards have settled it, as in a capture at ``b // 2 == 1``; None
+    where it varies. A symbol never stands for a number: PyTorch writes the number."""
+    if isinstance(size, int):
+        return size
+    expr = size.node.expr
+    if expr.is_number:
+        return int(expr)
+    settled = not expr.is_Symbol and size.node.has_hint()
+    return hint(size) if settled and statically_known_true(size == hint(size)) else None
 
 
 def equal_sizes(left: Size, right: Size) -> bool:

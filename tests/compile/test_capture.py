@@ -140,10 +140,11 @@ def width():
 """
 
 
-@pytest.mark.parametrize("owner", ["library", "user"])
+@pytest.mark.parametrize("owner", ["library", "system", "user"])
 def test_a_cache_that_is_traced_through_is_told_to_its_owner(owner, tmp_path, monkeypatch):
     """Nobody can act on a library's own; a warning of the user's code is the user's."""
-    folder = sysconfig.get_path("purelib") if owner == "library" else tmp_path
+    folders = {"library": sysconfig.get_path("purelib"), "system": tmp_path / "dist-packages"}
+    folder = folders.get(owner, tmp_path)
     module = types.ModuleType(f"code_of_{owner}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(WIDTH, f"{folder}/{module.__name__}.py", "exec"), vars(module))

@@ -22,8 +22,10 @@ from fxrl.ir.graph import (
     hint,
     is_call,
     is_quantized_product,
+    is_tensor,
     is_view,
     shape_of,
+    val_of,
 )
 
 aten = torch.ops.aten
@@ -59,8 +61,8 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
     """The loss heads of a graph, in order.
 
     A widening product is a head when no other layer comes after it (later products may only keep
-    the width, such as a learned adapter on the logits), or when a softmax, gather, argmax or sort
-    reads it through elementwise and layout ops alone.
+    the width, such as a learned adapter on the logits, and an autograd.Function may be the loss),
+    or when a softmax, gather, argmax or sort reads it through elementwise and layout ops alone.
     """
     products = [node for node in graph.nodes if _is_layer(node)]
     after = _downstream(graph, products)
@@ -70,8 +72,8 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
             continue
         width = hint(shape_of(node)[-1])
         later = (p for i, p in enumerate(products) if after[node] >> i & 1 and p is not node)
-        last = all(_keeps_width(p, width) for p in later) or feeds_class_op(node)
-        if last and not _from_activations(node):  # which looks at all that comes before
+        last = all(_is_opaque(p) or _keeps_width(p, width) for p in later) or feeds_class_op(node)
+        if last and not (_from_activations(node) or _of_weights(node)):  # all that comes before
             heads.append(node)
     return heads
 
@@ -153,6 +155,14 @@ def _from_activations(node: fx.Node) -> bool:
     return bool(mine & {n for n in ancestors([rows]) if n.op == "call_function"})
 
 
+def _of_weights(node: fx.Node) -> bool:
+    """Whether the rows are no tokens: computed from weights alone, as what weighs an adapter is."""
+    inputs = [n for n in ancestors([factors(node)[0]]) if n.op == "placeholder" and is_tensor(n)]
+    return bool(inputs) and all(
+        n.meta.get("of_model") and val_of(n).is_floating_point() for n in inputs
+    )
+
+
 def feeds_class_op(head: fx.Node) -> bool:
     """Whether a softmax, gather, argmax or sort reads a product through elementwise and layout ops
     alone, as those of a loss head or a router are read."""
@@ -162,8 +172,6 @@ def feeds_class_op(head: fx.Node) -> bool:
     while stack:
         node = stack.pop()
         for user in node.users:
-            if _is_opaque(user):
-                return True
             if is_call(user, *_CLASS_OPS):
                 val = node.meta.get("val")
                 if isinstance(val, torch.Tensor) and width in [hint(s) for s in val.shape]:

@@ -36,6 +36,7 @@ from fxrl.ir.graph import (
     Size,
     bound,
     equal_sizes,
+    fixed_size,
     hint,
     is_call,
     is_tensor,
@@ -136,10 +137,8 @@ def sole_row(rules: RowRules, node: fx.Node) -> RowValue:
 # ---------------------------------------------------------------------------- sizes and dims
 def static(size: Size) -> int:
     """A local size as a number; local dims must not depend on the batch."""
-    if isinstance(size, int):
-        return size
-    if size.node.expr.is_number:
-        return int(size.node.expr)
+    if (number := fixed_size(size)) is not None:
+        return number
     raise Refusal(
         f"a vocabulary or feature dim has the symbolic size {size}",
         "do not mark that dim dynamic",
@@ -147,8 +146,8 @@ def static(size: Size) -> int:
 
 
 def is_one(size: Size) -> bool:
-    """Whether a size is the number 1; a symbolic size never is (PyTorch specialises 0 and 1)."""
-    return isinstance(size, int) and size == 1
+    """Whether a size is 1 in every batch that this capture runs."""
+    return hint(size) == 1 and fixed_size(size) == 1
 
 
 def dims_of(dims: Any, rank: int) -> list[int]:

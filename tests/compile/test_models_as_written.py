@@ -1,0 +1,221 @@
+"""However a model or a loss is written, its head is rewritten, and numbers are eager's.
+
+A use is a row of ``USES``: what a model's forward does, the loss, and its batches in their order.
+Misses are errors; loss, gradients and buffers are compared in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import make_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxrl.compile.step import optimize
+from fxrl.ir.on_miss import open_misses
+from tests.capture.mixer import (
+    CONFIG,
+    VOCAB,
+    WIDTH,
+    Mixer,
+    assert_same,
+    fused,
+    grads,
+    make_batch,
+    token_logps,
+)
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+HEADS = {"fuse-linear-logprob", "chunk-vocab-region"}
+Output = make_dataclass("Output", ["logits"])
+
+
+class Silu(torch.autograd.Function):
+    """An activation with a backward of its own, as Bloom's and RecurrentGemma's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gate = x.sigmoid()
+        return gradient * gate * (1 + x * (1 - gate))
+
+
+class Model(Mixer):
+    """A mixer with an MLP that widens and a norm with running statistics."""
+
+    def __init__(self, answer: Callable[[Model, Tensor], Any]) -> None:
+        super().__init__()
+        self.answer = answer
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.lora_a, self.lora_b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, VOCAB, bias=False)
+        self.magnitude = nn.Parameter(torch.rand(VOCAB) + 1)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.answer(self, ids)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return x + torch.tanh(self.mix(x.cumsum(1) / 3))
+
+
+def plain(model: Model, ids: Tensor) -> Any:
+    return Output(model.head(model.hidden(ids)))
+
+
+def namespace(model: Model, ids: Tensor) -> Any:
+    return SimpleNamespace(logits=model.head(model.hidden(ids)), aux=None)
+
+
+def written_namespace(model: Model, ids: Tensor) -> Any:
+    found = SimpleNamespace(hidden=model.hidden(ids), scale=0)
+    found.scale = 2
+    found.logits = model.head(found.hidden) / found.scale
+    assert isinstance(found, SimpleNamespace)
+    assert hasattr(found, "logits")
+    assert "logits" in vars(found)
+    return found if vars(found)["scale"] == 2 else None
+
+
+def class_names(model: Model, ids: Tensor) -> Any:
+    """As PEFT asks whether a weight is quantised."""
+    hidden, weight = model.hidden(ids), model.head.weight
+    quantised = type(weight).__module__.startswith("torchao.")
+    named = weight.__class__.__name__ in ("Params4bit", "Int8Params")
+    known = type(hidden).__qualname__ == "Tensor"
+    return Output(model.head(hidden) if known and not quantised and not named else None)
+
+
+def own_activation(model: Model, ids: Tensor) -> Any:
+    x = model.hidden(ids)
+    return Output(model.head(x + model.down(Silu.apply(model.up(x)))))
+
+
+def running_statistics(model: Model, ids: Tensor) -> Any:
+    x = model.norm(model.hidden(ids).transpose(1, 2)).transpose(1, 2)
+    return Output(model.head(x))
+
+
+def weighed_adapter(model: Model, ids: Tensor) -> Any:
+    """DoRA on the head: a norm of head and adapter, found by the adapter's product of ones."""
+    x, weight = model.hidden(ids), model.head.weight
+    adapter = model.lora_b(model.lora_a(torch.eye(WIDTH, dtype=x.dtype))).T
+    scale = model.magnitude / torch.linalg.norm(weight + adapter, dim=1).detach()
+    return Output(scale * (model.head(x) + model.lora_b(model.lora_a(x))))
+
+
+def mean_logp(model: nn.Module, batch: Any) -> Tensor:
+    logps = token_logps(model(batch["ids"]).logits, batch["ids"])
+    return -(logps * batch["adv"] * batch["mask"]).sum()
+
+
+def at_temperature(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"]).logits / batch["temperature"]
+    return -(token_logps(logits, batch["ids"]) * batch["mask"]).sum()
+
+
+def pairs_in_two_forwards(model: nn.Module, batch: Any) -> Tensor:
+    pairs = batch["ids"].size(0) // 2
+    parts = batch["ids"][:pairs], batch["ids"][pairs : 2 * pairs]
+    good, bad = (token_logps(model(ids).logits, ids).sum(-1) for ids in parts)
+    return -nn.functional.logsigmoid(good - bad).mean()
+
+
+DRAWS = (make_batch(), make_batch(4, 9, seed=2))
+USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = [
+    (namespace, mean_logp, DRAWS),
+    (written_namespace, mean_logp, DRAWS[:1]),
+    (class_names, mean_logp, DRAWS[:1]),
+    (own_activation, mean_logp, DRAWS[:1]),
+    (running_statistics, mean_logp, DRAWS),
+    (weighed_adapter, mean_logp, DRAWS[:1]),
+    # a graph that AOTAutograd takes, for its function, and a number that it wants written in
+    (own_activation, at_temperature, tuple(make_batch(temperature=t) for t in (0.7, 0.9))),
+    # half of two sequences is one, which only a guard tells
+    (plain, pairs_in_two_forwards, (make_batch(4), make_batch(2))),
+]
+
+
+@pytest.mark.parametrize(
+    ("answer", "loss_fn", "batches"), USES, ids=[f"{a.__name__}-{f.__name__}" for a, f, _ in USES]
+)
+def test_a_use(answer: Any, loss_fn: Any, batches: tuple[Any, ...]) -> None:
+    torch.manual_seed(0)
+    model = Model(answer)
+    eager = copy.deepcopy(model)
+    step = optimize(model, loss_fn, CONFIG)
+    for batch in batches:
+        losses = step(batch), loss_fn(eager, batch)
+        for loss in losses:
+            loss.backward()
+        assert_same(losses[0].detach(), losses[1].detach())
+        assert_same(grads(model), grads(eager))
+        assert_same(model.state_dict(), eager.state_dict())
+    assert {remark.pass_name for remark in step.report.of_kind("applied")} & HEADS
+    assert not open_misses(step.report)
+    assert not any(capture.graph_breaks for capture in step.captures)
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: nn.Module = transformers.LlamaForCausalLM(config).double()
+    return model
+
+
+def hidden_states_loss(model: nn.Module, batch: Any) -> Tensor:
+    out = model(input_ids=batch["ids"], output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    values = out.hidden_states[-2].mean(-1)
+    return -token_logps(out.logits, batch["ids"]).mean() + values.square().mean()
+
+
+def test_hidden_states_that_hooks_of_the_library_collect() -> None:
+    """transformers installs them at the first call that asks: here the one that is traced."""
+    model = llama()
+    eager = copy.deepcopy(model)
+    step = optimize(model, hidden_states_loss, CONFIG)
+    for batch in DRAWS:
+        losses = step(batch), hidden_states_loss(eager, batch)
+        for loss in losses:
+            loss.backward()
+        assert_same(losses[0].detach(), losses[1].detach())
+        assert_same(grads(model), grads(eager))
+    assert_same(hidden_states_loss(model, DRAWS[0]), hidden_states_loss(eager, DRAWS[0]))
+    assert fused(step)
+    assert len(step.captures) == 1
+
+
+def reference_logps(model: nn.Module, batch: Any) -> Tensor:
+    return token_logps(model(input_ids=batch["ids"]).logits, batch["ids"])
+
+
+def test_an_adapter_that_is_merged() -> None:
+    """It is trainable and nobody reads it, so nothing requires grad, in grad mode too."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    step = optimize(model, reference_logps, CONFIG)
+    model.merge_adapter()
+    found, wanted = step(DRAWS[0]), reference_logps(model, DRAWS[0])
+    assert_same(found, wanted)
+    assert not found.requires_grad
+    model.unmerge_adapter()
+    assert step(DRAWS[0]).requires_grad
+    assert fused(step)
