@@ -59,9 +59,11 @@ class InductorOptions:
         return cls(tuple(sorted({**_BODY_OPTIONS, **(extra or {})}.items())))
 
     @property
-    def have_passes(self) -> bool:
-        """Whether the user's passes hang on to some stage of a compilation."""
-        return any("custom" in name or "pre_grad" in name for name, _ in self.options)
+    def need_aot(self) -> bool:
+        """Whether they ask for what is done on the way through AOTAutograd: the user's own passes,
+        CUDA graphs."""
+        names = [name for name, value in self.options if value]
+        return any(part in name for part in ("custom", "pre_grad", "cudagraphs") for name in names)
 
 
 def compile_body(
@@ -78,7 +80,7 @@ def compile_body(
         decomposed: it was traced with Inductor's decompositions.
     """
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    build = _lowered if decomposed and not options.have_passes else _traced_again
+    build = _lowered if decomposed and not options.need_aot else _traced_again
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
         return build(gm, values, mode, dict(options.options))
 
