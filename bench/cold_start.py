@@ -8,7 +8,9 @@ every compiled body; the cache counters of Inductor say whether it did.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -27,6 +29,11 @@ COLUMNS = (
     "imports_s",
     "model_s",
     "first_step_s",
+    "capturing_s",
+    "lowering_s",
+    "planning_s",
+    "compiling_s",
+    "running_s",
     "second_step_s",
     "cache_hits",
     "cache_misses",
@@ -46,6 +53,7 @@ def main() -> None:
     notes = [
         "cold: empty TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR; warm: the folders as the cold "
         "process left them; cache_* count Inductor's FX graph cache",
+        "capturing_s to running_s: parts of first_step_s, as fxrl's log tells them",
         "fxrl with min_saved_bytes=0, so that the tiny head is rewritten as well",
         f"GRPO step (forward and backward) of {args.rows} x {args.length} tokens, LoRA",
     ]
@@ -110,7 +118,9 @@ def _child(started: float) -> None:
         else:
             step = lambda given: loss_fn(model, given)  # noqa: E731
         run = qwen.backward_fn(step, batch)
+        phases = _Phases()
         first_s = common.wall_s(run, args.device)
+        seconds = phases.seconds()
         total_s = time.time() - args.spawned
         second_s = common.wall_s(run, args.device)
     counted = counters["inductor"]
@@ -119,12 +129,35 @@ def _child(started: float) -> None:
         "imports_s": imported - started,
         "model_s": built - imported,
         "first_step_s": first_s,
+        **seconds,
         "second_step_s": second_s,
         "cache_hits": counted["fxgraph_cache_hit"],
         "cache_misses": counted["fxgraph_cache_miss"],
         "cache_bypasses": counted["fxgraph_cache_bypass"],
     }
     print("CHILD " + json.dumps(row))
+
+
+class _Phases(logging.Handler):
+    """Seconds of a first step by what fxrl says that it does; ``running`` is with the guards that
+    Dynamo makes, and the backward."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._begun: list[tuple[str, float]] = []
+        logger = logging.getLogger("fxrl")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._begun.append((record.getMessage().partition(" ")[0], time.time()))
+
+    def seconds(self) -> dict[str, float]:
+        """By column; a phase goes on until the next one begins."""
+        found: dict[str, float] = {}
+        for (name, begin), (_, end) in itertools.pairwise([*self._begun, ("", time.time())]):
+            found[f"{name}_s"] = found.get(f"{name}_s", 0.0) + end - begin
+        return found
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,11 +1,14 @@
 """Kept regions: the cut of the joint graph, in float64, as eager's ops and as Inductor's."""
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._dynamo.utils import counters
+from torch._inductor.fx_passes import joint_graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrl.compile.bodies.inductor import InductorOptions
@@ -91,6 +94,29 @@ def test_the_op_pair(options):
 
     wanted = gradients(lambda live: layer(*live), inputs(), NEEDS)
     assert_equal(gradients(run, inputs(), NEEDS), wanted, 1e-12 if options is None else 1e-6)
+
+
+def test_halves_are_lowered_as_they_were_traced_and_found_by_the_next_who_asks(monkeypatch):
+    region = region_of(layer, inputs(), NEEDS)
+
+    def compiled():
+        gc.collect()  # it is built anew
+        counters.clear()
+        build_region(region, InductorOptions.of(None)).compile()
+        assert counters["aot_autograd"]["total"] == 0, "AOTAutograd traced it again"
+
+    compiled()
+    monkeypatch.delattr(joint_graph, "joint_graph_passes")
+    compiled()
+    assert counters["inductor"]["fxgraph_cache_hit"] == 2
+
+
+@pytest.mark.parametrize("stage", ["pre_grad_custom_pass", "joint_custom_post_pass"])
+def test_a_users_own_pass_runs_where_pytorch_runs_it(stage):
+    seen = []
+    region = region_of(lambda x: [x.exp() + 1], [draw(3, 2)], [True])
+    build_region(region, InductorOptions.of({stage: seen.append})).compile()
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])

@@ -116,7 +116,7 @@ def test_an_mlp_equals_eager(compiled):
 
 
 def test_a_body_that_cannot_be_compiled_runs_op_by_op(monkeypatch):
-    def broken(*args):
+    def broken(*args, **options):
         raise NotImplementedError("no kernels today")
 
     monkeypatch.setattr("fxrl.compile.bodies.variants.compile_body", broken)

@@ -13,7 +13,12 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxrl.capture._torch import FakeTensorMode
-from fxrl.compile._torch import inductor_compile, inductor_source, start_inductor_workers
+from fxrl.compile._torch import (
+    inductor_compile,
+    inductor_lower,
+    inductor_source,
+    start_inductor_workers,
+)
 
 #: Options for every region body, spelled out so that nothing set globally leaks in.
 #: NOTE [Why all of them are off]: measured on an H200 for a loss head, an MLP and a decoder layer
@@ -25,6 +30,9 @@ _BODY_OPTIONS: dict[str, Any] = {
     "max_autotune_gemm": False,
     "coordinate_descent_tuning": False,
     "triton.cudagraphs": False,
+    # NOTE [Why not]: ``standalone_compile`` asks for it, and then runs every kernel where it is
+    # compiled, over tensors of the batch's size that no plan knows of.
+    "triton.autotune_at_compile_time": False,
     # NOTE [Why not]: Inductor multiplies matrices of few columns in wider ones and returns a part,
     # so what adapters of rank 2 keep had four times the bytes that were planned, and strides that
     # the backward was not compiled for: every step failed there.
@@ -54,19 +62,29 @@ class InductorOptions:
         """fxrl's options for region bodies with the user's on top."""
         return cls(tuple(sorted({**_BODY_OPTIONS, **(extra or {})}.items())))
 
+    @property
+    def need_aot(self) -> bool:
+        """Whether they ask for what is done on the way through AOTAutograd: the user's own passes,
+        CUDA graphs."""
+        names = [name for name, value in self.options if value]
+        return any(part in name for part in ("custom", "pre_grad", "cudagraphs") for name in names)
+
 
 def compile_body(
-    gm: fx.GraphModule, mode: FakeTensorMode, options: InductorOptions
+    gm: fx.GraphModule, mode: FakeTensorMode, options: InductorOptions, *, decomposed: bool = False
 ) -> Callable[..., Sequence[Tensor]]:
     """Compile a traced graph with Inductor.
 
     Args:
-        gm: its placeholders carry fake values of ``mode``; symbolic sizes stay symbolic, and what
-            Inductor assumes about them becomes guards of the mode's shape environment.
+        gm: functional; its placeholders carry fake values of ``mode``. Symbolic sizes stay
+            symbolic, and what Inductor assumes about them becomes guards of the mode's shape
+            environment.
         mode: the fake mode that ``gm`` was traced in.
         options: the configuration, for this call alone.
+        decomposed: it was traced with Inductor's decompositions.
     """
-    return inductor_compile(gm, mode, dict(options.options))
+    build = inductor_lower if decomposed and not options.need_aot else inductor_compile
+    return build(gm, mode, dict(options.options))
 
 
 def start_workers() -> None:

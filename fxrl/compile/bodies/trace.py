@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class TracedBody:
 
     Attributes:
         mode: the fake mode of both; its shape environment collects what they assume.
+        decomposed: they are of Inductor's own ops.
         bound: the sizes that vary.
         forward, backward: the halves; ``backward`` is None without a gradient.
         sources: where each argument of ``backward`` is from; see ``ops.region.Body``.
@@ -80,7 +82,8 @@ class TracedBody:
         """
         self.region, self._run = region, forward or region.forward
         self.rewrites: list[tuple[str, str]] = []
-        self._decompose, self._plan = decompose, plan or Plan()
+        self.decomposed = decompose and not region.tiled  # a tile's cut is given
+        self._plan = plan or Plan()
         self.mode = symbolic_mode()
         self.mode.cache_enabled = False  # an entry for symbolic sizes is dearer than the op itself
         self.bound = BoundSizes(region.inputs)
@@ -132,11 +135,7 @@ class TracedBody:
         self.grad_examples = [self._like(output, contiguous=tiled) for output in outputs]
         self.input_examples = self._inputs()  # a mode traces one tensor as one value
         values = [self.input_examples, self.grad_examples]
-        table = inductor_decompositions() if self._decompose and not tiled else None
-        joint = self._trace(self._both(), values, table)
-        if writes(joint):  # an autograd formula may; the partitioner must see values alone
-            joint = self._trace(_functional(joint), values)
-        return self._passed(JOINT_PIPELINE, joint)
+        return self._passed(JOINT_PIPELINE, self._trace(self._both(), values))
 
     def _passed(self, pipeline: Pipeline, gm: fx.GraphModule) -> fx.GraphModule:
         name_sites(gm, self.region.id)
@@ -230,11 +229,13 @@ class TracedBody:
             torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)
         ]
 
-    def _trace(
-        self, function: Any, inputs: Sequence[Any], decompositions: Any = None
-    ) -> fx.GraphModule:
+    def _trace(self, function: Any, inputs: Sequence[Any]) -> fx.GraphModule:
+        table = inductor_decompositions() if self.decomposed else None
         with self._tracing():
-            gm = make_fx(function, decomposition_table=decompositions)(*inputs)
+            gm = make_fx(function, decomposition_table=table)(*inputs)
+            if writes(gm):  # an autograd formula may; the partitioner must see values alone
+                values = wraps(function)(torch.func.functionalize(gm))  # arguments keep their names
+                gm = make_fx(values, decomposition_table=table)(*inputs)
         gm.graph.eliminate_dead_code()
         gm.recompile()
         return gm
@@ -251,12 +252,3 @@ class TracedBody:
             fastest(self.region.inputs[0].example.device),
         ):
             yield
-
-
-def _functional(joint: fx.GraphModule) -> Any:
-    function = torch.func.functionalize(joint)
-
-    def run(primals: list[Tensor], tangents: list[Tensor]) -> Any:
-        return function(primals, tangents)
-
-    return run

@@ -49,7 +49,10 @@ class _Variant:
             self.backward = self.traced.backward and self._compiled(self.traced.backward)
 
     def _compiled(self, half: fx.GraphModule) -> TensorFunction:
-        return half if self.options is None else compile_body(half, self.traced.mode, self.options)
+        if self.options is None:
+            return half
+        traced = self.traced
+        return compile_body(half, traced.mode, self.options, decomposed=traced.decomposed)
 
     def at(self, sizes: dict[str, int]) -> Body:
         """What runs where the names are ``sizes``."""
