@@ -160,6 +160,13 @@ def test_a_rank_that_hangs_is_named(cases):
     assert set(group["said"]) == {"rank 1 of 2: it lives, and did not come within 0 s\n"}
 
 
+def test_what_waiting_and_sending_cost_is_measured(cases):
+    lines = (cases["folder"] / "several/metrics.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines):
+        assert line["ranks/wait_s"] > 0
+        assert 0 < line["ranks/exposed_s"] < line["step_time"]
+
+
 def test_one_rank_talks(cases):
     first, *others = cases["runs"]["four"]["said"]
     assert "resumed at step 2" in first
