@@ -46,8 +46,8 @@ class Config:
         gpu_memory: what a step may have on the GPU at its height, bytes or ``"75GiB"``: weights,
             optimizer and fragments included. Layers keep, offload or run again what fits it; where
             nothing does, ``PlanError`` says how long a context would. ``None`` takes what is free.
-        host_memory: pinned memory that activations may wait in, likewise; ``None`` takes most of
-            what is free, and 0 sends nothing there.
+        host_memory: a host's pinned memory that activations may wait in, likewise; several ranks of
+            a host share it. ``None`` takes most of what is free, and 0 sends nothing there.
         precision: ``"fp8"`` multiplies by frozen weights in FP8 (pass ``fp8-lora``); the others,
             ``"bf16"``, ``"fp16"`` and ``"fp32"``, leave products in the model's own dtype.
         compile_regions: ``False`` runs region bodies op by op, for exact float64 tests.

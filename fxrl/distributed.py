@@ -13,6 +13,8 @@ moved. And whoever waits for a rank that will not come ends with a reason:
     its process is gone     within a second on the same host, else within ``SILENT_S``
     it lives and does not come                             within ``PATIENCE_S``
     the network goes while bytes move                      within ``COLLECTIVE_S``
+
+Whoever holds what all need to be saved (``regroup``) waits for the others once more.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,7 +40,9 @@ from torch import Tensor
 
 from fxrl.errors import ConfigError, FxrlError
 
+K = TypeVar("K")
 T = TypeVar("T")
+V = TypeVar("V", bound=torch.Tensor)
 dist: Any = torch.distributed  # it exports its stores without saying so
 
 SILENT_S = 120.0
@@ -73,13 +77,13 @@ class Ranks:
         rank: from 0 on; rank 0 is the primary, which alone writes and talks.
         size: how many there are.
         wait_s: seconds that this rank has waited for others.
-        sum_s: seconds that its sums took.
+        exposed_s: seconds of sums that no backward hid, slower GPUs' among them.
     """
 
     rank: int = 0
     size: int = 1
     wait_s: float = 0.0
-    sum_s: float = 0.0
+    exposed_s: float = 0.0
     _lobby: _Lobby | None = field(default=None, repr=False)
 
     @property
@@ -96,14 +100,14 @@ class Ranks:
         if self._lobby is None:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self._meet()
+        self.meet()
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._finish(dist.all_gather(sizes, torch.tensor([len(data)]), async_op=True))
+        self.finish(dist.all_gather(sizes, torch.tensor([len(data)]), async_op=True))
         lengths = [int(size) for size in sizes]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(data)] = data
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._finish(dist.all_gather(parts, padded, async_op=True))
+        self.finish(dist.all_gather(parts, padded, async_op=True))
         cut = (part[:n].numpy().tobytes() for part, n in zip(parts, lengths, strict=True))
         return [pickle.loads(part) for part in cut]
 
@@ -133,45 +137,123 @@ class Ranks:
         """
         if self._lobby is None or not tensors:
             return
-        self._meet()
-        start = time.perf_counter()
-        for bucket in _buckets(tensors):
-            flat = bucket[0].new_empty(sum(t.numel() for t in bucket), dtype=_wide(bucket[0]))
+        self.meet()
+        for bucket in buckets(tensors):
+            flat = bucket[0].new_empty(sum(t.numel() for t in bucket), dtype=wide_dtype(bucket[0]))
             parts = torch.split(flat, [t.numel() for t in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 part.view(tensor.shape).copy_(tensor)
-            self._finish(dist.all_reduce(flat, async_op=True))
+            self.finish(self.begin_sum(flat))
             for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
-        self.sum_s += time.perf_counter() - start
+
+    def begin_sum(self, flat: Tensor) -> Any:
+        """Begins to add a tensor up over the ranks, in place, and does not wait; they have met, and
+        all begin the same in the same order. ``finish`` waits for what is returned."""
+        return dist.all_reduce(flat, async_op=True)
+
+    @contextmanager
+    def exposed(self, device: torch.device) -> Iterator[None]:
+        """Counts the block as ``exposed_s``; on a GPU from the end of what was queued ahead."""
+        if device.type != "cuda":
+            start = time.perf_counter()
+            yield
+            self.exposed_s += time.perf_counter() - start
+            return
+        event: Any = torch.cuda.Event
+        begin, end = event(enable_timing=True), event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        end.synchronize()
+        self.exposed_s += begin.elapsed_time(end) / 1000
+
+    def collect(self, parts: Mapping[K, T]) -> dict[K, T]:
+        """On the primary, the parts of all ranks, which it gets one by one; elsewhere one's own.
+
+        Args:
+            parts: this rank's, pickled to be sent; tensors among them on the CPU.
+
+        Raises:
+            RankError: not all came.
+        """
+        found, cpu = dict(parts), torch.device("cpu")
+        received: list[Any] = [None]
+        for rank, keys in enumerate(self.gather(list(parts))):
+            if not rank:
+                continue
+            self.meet()  # its turn: nobody waits in a collective for those before
+            with self.watched():
+                for key in keys:
+                    if self.rank == rank:
+                        dist.send_object_list([parts[key]], 0, device=cpu)
+                    elif self.primary:
+                        dist.recv_object_list(received, rank, device=cpu)
+                        found[key] = received[0]
+        return found
+
+    def meet(self) -> None:
+        """Waits until all ranks are here.
+
+        Raises:
+            RankError: one will not come.
+        """
+        if self._lobby is not None:
+            self.wait_s += self._lobby.meet()
+
+    def regroup(self, told: str | None) -> None:
+        """After a failure, waits until all ranks have heard of it and are here, to save what each
+        has a part of.
+
+        Args:
+            told: what to tell the others, where this rank has failed.
+
+        Raises:
+            RankError: one is gone.
+        """
+        if self._lobby is not None:
+            if told is not None:
+                self.fail(told)
+            self._lobby.again()
+            self.meet()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around collectives: an error of theirs is a rank's that went away meanwhile.
+
+        Raises:
+            RankError: it says which.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # gloo's and NCCL's
+            if self._lobby is not None:
+                pause = _Pause(self._lobby.look)
+                while pause.seconds < 2 * _LOOK_S:  # who it was is soon known
+                    pause()
+            raise
 
     def fail(self, told: str) -> None:
         """Lets the others know that this rank ends, and why; the first to do so is heard."""
         if self._lobby is not None:
             self._lobby.close(self.rank, told)
 
-    def _meet(self) -> None:
-        """Waits until all ranks are here."""
-        assert self._lobby is not None
-        self.wait_s += self._lobby.meet()
-
-    def _finish(self, work: Any) -> None:
+    def finish(self, work: Any) -> None:
         """Waits for a collective.
 
         Raises:
             RankError: a rank went away meanwhile.
         """
         assert self._lobby is not None
-        lobby = self._lobby
-        pause = _Pause(lobby.look)
+        pause = _Pause(self._lobby.look, longest_s=5e-4)
         try:
-            while not work.is_completed():
-                pause()
-            work.wait()
-        except RuntimeError as error:  # gloo's and NCCL's
-            pause = _Pause(lobby.look)
-            while pause.seconds < 2 * _LOOK_S:  # who it was is soon known
-                pause()
+            with self.watched():
+                while not work.is_completed():
+                    pause()
+                work.wait()
+        except RuntimeError as error:
             raise RankError(f"a rank went away within a collective: {error}") from error
 
 
@@ -215,7 +297,7 @@ def joined(in_words: Callable[[BaseException], str] = str) -> Iterator[Ranks]:
         if not isinstance(error, RankError):
             ranks.fail(in_words(error))
             error.add_note(f"this is of rank {ranks.rank} of {ranks.size}")
-        ranks._lobby.leave()
+        ranks._lobby.leave(failed=True)
         raise
     ranks._lobby.leave()
     if dist.is_initialized():  # vLLM may have ended it with its own groups
@@ -264,32 +346,32 @@ def _number(name: str, default: int) -> int:
 
 def sum_bytes(tensors: Sequence[Tensor]) -> int:
     """What ``Ranks.sum_`` allocates at most; the tensors may be on ``meta``."""
-    return max((_bytes(bucket) for bucket in _buckets(tensors)), default=0)
+    return max((_bytes(bucket) for bucket in buckets(tensors)), default=0)
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """In order; each of one device and dtype, and within ``BUCKET_BYTES`` unless it is one
-    tensor."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+def buckets(tensors: Sequence[V], most_bytes: int = BUCKET_BYTES) -> Iterator[list[V]]:
+    """In order; each of one device and dtype, and within ``most_bytes`` unless it is one tensor."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[V]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for alike in kinds.values():
-        bucket: list[Tensor] = []
+        bucket: list[V] = []
         for tensor in alike:
-            if bucket and _bytes([*bucket, tensor]) > BUCKET_BYTES:
+            if bucket and _bytes([*bucket, tensor]) > most_bytes:
                 yield bucket
                 bucket = []
             bucket.append(tensor)
         yield bucket
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """In which a tensor's sums are made."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _bytes(bucket: Sequence[Tensor]) -> int:
     """As it is summed."""
-    return sum(tensor.numel() * _wide(tensor).itemsize for tensor in bucket)
+    return sum(tensor.numel() * wide_dtype(tensor).itemsize for tensor in bucket)
 
 
 def _short(value: Any) -> str:
@@ -300,7 +382,8 @@ def _short(value: Any) -> str:
 class _Pause:
     """Sleeps longer and longer, and looks around every ``_LOOK_S``."""
 
-    def __init__(self, look: Callable[[], None]) -> None:
+    def __init__(self, look: Callable[[], None], longest_s: float = 5e-3) -> None:
+        self._longest_s = longest_s
         self._look, self._next, self._start = look, 1e-4, time.monotonic()
         self._looked = self._start
 
@@ -310,7 +393,7 @@ class _Pause:
 
     def __call__(self) -> None:
         time.sleep(self._next)
-        self._next = min(5e-3, 1.5 * self._next)
+        self._next = min(self._longest_s, 1.5 * self._next)
         if (now := time.monotonic()) - self._looked >= _LOOK_S:
             self._looked = now
             self._look()
@@ -320,11 +403,13 @@ class _Lobby:
     """Where ranks wait for each other: the group's store.
 
     ``came`` counts arrivals, ``at/R`` those of rank R; ``failed`` holds what ended the run,
-    ``ended`` is set by the primary; ``who/R`` says where rank R lives and ``beat/R`` that it does.
+    ``ended`` is set by the primary; ``who/R`` says where rank R lives, ``beat/R`` that it does, and
+    ``leaves/R`` that it has failed and comes to no other meeting.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._meets = store
         self._meetings = 0
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._home = f"{socket.gethostname()} {_pid_namespace()}"
@@ -335,6 +420,10 @@ class _Lobby:
         threading.Thread(target=self._beat, name="ranks", daemon=True).start()
         self.meet()
         self._who = [json.loads(store.get(f"who/{other}")) for other in range(size)]
+
+    def again(self) -> None:
+        """Meetings begin anew, as if none had failed."""
+        self._meets, self._meetings = dist.PrefixStore("again", self._store), 0
 
     def meet(self) -> float:
         """Waits until all ranks are here.
@@ -348,17 +437,17 @@ class _Lobby:
         self._meetings += 1
         pause = _Pause(self.look)
         with self._spoken():
-            self._store.add(f"at/{self._rank}", 1)
-            came = self._store.add("came", 1)
+            self._meets.add(f"at/{self._rank}", 1)
+            came = self._meets.add("came", 1)
             while came < self._meetings * self._size:
                 pause()
                 if pause.seconds > PATIENCE_S:
                     self._lose_patience()
-                came = self._store.add("came", 0)
+                came = self._meets.add("came", 0)
         return pause.seconds
 
     def _lose_patience(self) -> None:
-        each = enumerate(self._store.add(f"at/{rank}", 0) for rank in range(self._size))
+        each = enumerate(self._meets.add(f"at/{rank}", 0) for rank in range(self._size))
         if late := [rank for rank, meetings in each if meetings < self._meetings]:
             self.close(late[0], f"it lives, and did not come within {PATIENCE_S:g} s")
         self.look()
@@ -370,27 +459,30 @@ class _Lobby:
             RankError: says which, and why.
         """
         with self._spoken():
-            if not self._store.check(["failed"]):
-                gone = next(filter(self._is_gone, range(len(self._who))), None)
+            if not self._meets.check(["failed"]):
+                ranks = range(len(self._who))
+                gone = next((r for r in ranks if self._is_gone(r) or self._has_left(r)), None)
                 if gone is None:
                     return
                 lost = "" if gone else "; what it had not saved is lost"
                 self.close(gone, f"its process is gone (killed, or crashed){lost}", dead=True)
-            rank, told, dead = json.loads(self._store.get("failed"))
+            rank, told, dead = json.loads(self._meets.get("failed"))
             lives = next(r for r in range(self._size) if r == self._rank or not self._is_gone(r))
         raise RankError(f"rank {rank} of {self._size}: {told}", lives if dead else 0)
 
     def close(self, rank: int, told: str, *, dead: bool = False) -> None:
         """No further meeting; the first reason is kept."""
         with suppress(RuntimeError):  # the store went with its host
-            self._store.compare_set("failed", "", json.dumps([rank, told, dead]))
+            self._meets.compare_set("failed", "", json.dumps([rank, told, dead]))
 
-    def leave(self) -> None:
+    def leave(self, *, failed: bool = False) -> None:
         """Returns when the primary has done all it had to do; that then waits for the others for a
         moment, as it may be the store's host."""
         self._over.set()
         pause, others = _Pause(lambda: None), range(1, self._size)
         with suppress(RuntimeError):
+            if failed:
+                self._store.set(f"leaves/{self._rank}", "")
             if self._rank:
                 while not self._store.check(["ended"]) and not self._is_gone(0):
                     pause()
@@ -414,6 +506,10 @@ class _Lobby:
             self._beats[rank] = beat, now
             return False
         return now - since > SILENT_S
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank will not come although meetings began anew."""
+        return self._meets is not self._store and bool(self._store.check([f"leaves/{rank}"]))
 
     def _beat(self) -> None:
         with suppress(RuntimeError):  # the store went with its host

@@ -7,6 +7,7 @@ import logging
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,18 @@ class TrainStep:
         given = (self.model, self.loss_fn, batch, self.config, self._given)
         limits = self._backend.limits if target is None else None
         return plan_of(explained(*given, target=target, limits=limits, planned=True)[1])
+
+    def join(self, timeout: timedelta | None = None) -> None:
+        """Make the groups of ranks that share sequences, as the first call does: for loops in which
+        some processes call the step later than others, or never.
+
+        Args:
+            timeout: of their collectives.
+
+        Raises:
+            ConfigError: ``context_parallel`` asks for ranks that do not run.
+        """
+        join_group(self.config.context_parallel, timeout)
 
     def limits(self) -> Limits:
         """What its plans are made from: of its captures the tightest, before any the GPU's."""

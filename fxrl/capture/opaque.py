@@ -85,6 +85,8 @@ class OpaqueCalls:
         key = id(node)
         if node.target is _SDPA:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _autocast, (args, kwargs))
+            # A scale that was another one before is a symbol; here it is a guarded constant.
+            args, kwargs = pytree.tree_map_only(torch.SymFloat, float, (args, kwargs))
         flat, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         sizes = [leaf for leaf in flat if isinstance(leaf, torch.SymInt)]

@@ -241,7 +241,7 @@ def _outlook(args: Args, say: Say) -> show.Outlook:
     from fxrl.engines.kv_cache import ENGINE_BYTES, RolloutMemory
     from fxrl.inspect.explain import explained
     from fxrl.ir.plan import Moment, Plan
-    from fxrl.planner.budget import FRAGMENTS, host_room
+    from fxrl.planner.budget import FRAGMENTS, Budget, Limits, host_room
 
     engine = ENGINE_BYTES if args.rollout else 0
     target = inputs.planned_target(args, engine)
@@ -255,11 +255,16 @@ def _outlook(args: Args, say: Say) -> show.Outlook:
     step, batch = _on_fakes(asked, say, as_trained=True)
     say("capturing the step, on fake tensors")
     available = int((target.gpu_bytes + engine) * (1 - FRAGMENTS))
-    rollout = partial(RolloutMemory.of, step.model, available=available, engine=engine)
+    shards = args.gpus if args.lora is None else 1  # as a run shares out the optimizer's states
+    rollout = partial(
+        RolloutMemory.of, step.model, available=available, engine=engine, state_shards=shards
+    )
     drawn = -(-args.rollout // args.gpus) if args.rollout else 0
     rollouts = {args.tokens: rollout(args.tokens, drawn)} if drawn else {}
     told = (step.model, step.loss_fn, batch, step.config)
-    captures = explained(*told, target=target, planned=True)[1]
+    budget = replace(Budget.of(step.config, target, None), state_shards=shards)
+    limits = Limits(target, budget)
+    captures = explained(*told, target=target, limits=limits, planned=True)[1]
     whatif = WhatIf.of(captures, Plan(), rows=args.batch)
     plan, fits = whatif.plan(), tuple(whatif.fits()) if args.fit else ()
     if rollouts:
@@ -267,18 +272,18 @@ def _outlook(args: Args, say: Say) -> show.Outlook:
         plan = plan.beside(moment, {"engine": engine})
         rollouts |= {fit.tokens: rollout(fit.tokens, drawn) for fit in fits}
     if args.gpus > 1:
-        plan = plan.followed_by(_sum_of_gradients(step.model, engine))
+        plan = plan.followed_by(_sum_of_gradients(step.model, engine, shards))
     return show.Outlook(plan, whatif.advice(), fits, args.tokens, rollouts, args.gpus)
 
 
-def _sum_of_gradients(model: Any, engine: int) -> Any:
+def _sum_of_gradients(model: Any, engine: int, shards: int) -> Any:
     """The moment behind the last backward, in which the ranks add their gradients up."""
     from fxrl.distributed import sum_bytes
     from fxrl.engines.kv_cache import RolloutMemory
     from fxrl.ir.plan import Moment
 
     trained = [p for p in model.parameters() if p.requires_grad]
-    held = RolloutMemory.of(model, 1, 1, available=0, engine=engine)
+    held = RolloutMemory.of(model, 1, 1, available=0, engine=engine, state_shards=shards)
     parts = {name: size for name, size in held.parts.items() if name != "KV cache" and size}
     gradients = sum(p.nbytes for p in trained)
     return Moment("sum", 0, {**parts, "gradients": gradients, "bucket": sum_bytes(trained)})

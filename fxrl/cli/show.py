@@ -129,7 +129,7 @@ def _gpus_lines(found: Outlook) -> list[str]:
     gradients, bucket = format_bytes(parts["gradients"]), format_bytes(parts["bucket"])
     return [
         f"data parallel: this is one of {found.gpus} GPUs of a host, with 1/{found.gpus} of its "
-        f"memory; {gradients} of gradients are summed behind the backward, {bucket} at once"
+        f"memory; {gradients} of gradients are summed as the backward ends, {bucket} at once"
     ]
 
 

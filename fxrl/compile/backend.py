@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +33,12 @@ from fxrl.ir.derived import DerivedInputs, derived_inputs
 from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, body_of, clone
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.plan import Plan
+from fxrl.ir.printer import print_graph
 from fxrl.ir.region import Region, region_calls
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import name_sites
 from fxrl.ir.source import user_source
-from fxrl.ops.context_parallel import told_by_ranks
+from fxrl.ops.context_parallel import told_by_first, told_by_ranks
 from fxrl.passes import pipeline
 from fxrl.planner.budget import Budget, Limits
 from fxrl.planner.target import Target, target_of
@@ -156,7 +158,7 @@ class Backend:
         def planned(gm: fx.GraphModule, plan: Plan) -> Plan:
             log.info("planning the step's memory")
             try:
-                made = planner(gm, plan)
+                made = self._made(planner, gm, plan)
                 capture.found = clone(gm)  # what acts on it next changes it
                 return made
             except FxrlError:
@@ -178,8 +180,22 @@ class Backend:
         limits = Limits(target, Budget.of(self.config, target, device))
         if ranks == 1 or self.only_explain:
             return limits
-        # One plan for all that share sequences: what runs again sends again.
         return Limits.common(told_by_ranks(limits, ranks))
+
+    def _made(
+        self, planner: Planner, gm: fx.GraphModule, plan: Plan, sizes: Sizes | None = None
+    ) -> Plan:
+        """A planner's plan; of ranks that share sequences, the first one's for all: what runs again
+        sends again, so ranks whose plans differ would wait for each other for ever.
+
+        Raises:
+            PlanError: nothing fits the budget that the user gave.
+            FxrlError: the ranks have captured different graphs.
+        """
+        make, ranks = partial(planner, gm, plan, sizes), self.config.context_parallel
+        if ranks == 1 or self.only_explain:
+            return make()
+        return told_by_first(make, print_graph(gm), ranks)
 
     @property
     def _options(self) -> InductorOptions | None:
@@ -192,7 +208,7 @@ class Backend:
         assert capture.lowered is not None
         assert capture.pipeline is not None
         with without_autocast():
-            plan = capture.planner(capture.found, self.plan, sizes)
+            plan = self._made(capture.planner, capture.found, self.plan, sizes)
             capture.rewritten = capture.pipeline.run(capture.lowered, plan)
         capture.given = plan
         site = f"{capture.index}:graph"

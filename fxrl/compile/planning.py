@@ -147,7 +147,8 @@ class Planner:
     def step(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes | None = None) -> StepChain:
         """A captured graph as a chain, at the sizes of its batch or at others."""
         values = {symbol: sympy.Integer(size) for symbol, size in (sizes or {}).items()}
-        return StepChain(gm, plan, self.profiles, self.target, values)
+        shards = self.budget.state_shards
+        return StepChain(gm, plan, self.profiles, self.target, values, shards)
 
     def too_large(self, step: StepChain) -> str:
         """Why no plan fits: what is largest, and what would fit."""
@@ -170,6 +171,7 @@ class StepChain:
 
     Attributes:
         values: symbols of the outer graph that have another size than in the batch.
+        state_shards: ranks that share out the optimizer's states.
     """
 
     gm: fx.GraphModule
@@ -177,6 +179,7 @@ class StepChain:
     profiles: Profiles
     target: Target
     values: Mapping[Any, int] = field(default_factory=dict)
+    state_shards: int = 1
 
     @cached_property
     def layers(self) -> list[OutlinedLayer]:
@@ -518,7 +521,7 @@ class _Outer:
         trained = {node for node in weights if needs_grad(node)}
         trained -= {node for call in calls for node in call.all_input_nodes}
         headed = {node for node in trained if any(order[user] > last for user in node.users)}
-        states = _ADAM_STATES * self._bytes(filter(needs_grad, weights))
+        states = _ADAM_STATES * self._bytes(filter(needs_grad, weights)) // step.state_shards
         shared = self._bytes(self._shared(ahead))
         self.base_bytes = self._bytes(weights) + states + shared + _LIBRARIES
         self.gradients = self._bytes(trained - headed), self._bytes(headed)

@@ -138,12 +138,14 @@ class RolloutMemory:
         available: int,
         engine: int = 0,
         dtype: torch.dtype | None = None,
+        state_shards: int = 1,
     ) -> RolloutMemory:
         """Of a Hugging Face model, bare or with an adapter, whose trained weights AdamW updates.
 
         Args:
             tokens: of the longest sequence, prompt and completion.
             dtype: of the cache; None: the weights'.
+            state_shards: ranks that share out the optimizer's states.
 
         Raises:
             KvCacheError: see ``KvCache``.
@@ -152,7 +154,8 @@ class RolloutMemory:
         dtype = dtype or language_model.get_input_embeddings().weight.dtype
         cache = KvCache.of(language_model.config, dtype.itemsize)
         weights = sum(p.nbytes for p in model.parameters())
-        states = _ADAM_STATES * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        states = _ADAM_STATES * trained // state_shards
         return cls(weights, states, engine, cache.sequence_bytes(tokens), asked, available)
 
     @property

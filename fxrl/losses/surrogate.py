@@ -269,7 +269,9 @@ def _weights(
 
 def _kl(tokens: Tokens, batch: Batch, options: PolicyOptions) -> Tensor:
     """KL(pi || pi_ref) per token [B, C]; unbiased off-policy with ``use_bias_correction_kl``."""
-    why = f"beta={options.beta} needs; beta=0.0 leaves the KL out"
+    why = ""
+    if "ref_logps" not in batch:  # only then: a captured beta may be a symbol, which has no text
+        why = f"beta={options.beta} needs; beta=0.0 leaves the KL out"
     ref_logps = per_token(need(batch, "ref_logps", why), tokens.mask).detach()
     kl = kl_estimate(tokens.logps, ref_logps, options.kl_estimator)
     if options.use_bias_correction_kl:

@@ -30,28 +30,34 @@ which a graph runs is that of its data. None stands under control flow that depe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import hashlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
 from torch import Tensor
 
-from fxrl.errors import ConfigError
+from fxrl.errors import ConfigError, FxrlError
 from fxrl.ir.graph import Size
 from fxrl.ir.sizes import share_of
 from fxrl.ops import once_differentiable
 
 dist: Any = torch.distributed  # much of it has no types
 _library: Any = torch.library
+T = TypeVar("T")
 _GROUPS: dict[int, Any] = {}
 #: Its name since torch 2.13, and before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 # ---------------------------------------------------------------------------- the ranks
-def join_group(ranks: int) -> None:
+def join_group(ranks: int, timeout: timedelta | None = None) -> None:
     """Make the groups of ``ranks`` consecutive processes; all processes call it, once or more.
+
+    Args:
+        timeout: of collectives within a group; by default the backend's.
 
     Raises:
         ConfigError: torch.distributed does not run, or with a number of processes that is no
@@ -73,7 +79,9 @@ def join_group(ranks: int) -> None:
         )
     known = _GROUPS.get(ranks)
     if known is None or known[0] is not dist.group.WORLD:  # a group ends with what it is part of
-        group = dist.group.WORLD if world == ranks else dist.new_subgroups(ranks)[0]
+        group = (
+            dist.group.WORLD if world == ranks else dist.new_subgroups(ranks, timeout=timeout)[0]
+        )
         _GROUPS[ranks] = (dist.group.WORLD, group)
 
 
@@ -82,6 +90,35 @@ def told_by_ranks(value: Any, ranks: int) -> list[Any]:
     told: list[Any] = [None] * ranks
     dist.all_gather_object(told, value, group=_group(ranks))
     return told
+
+
+def told_by_first(make: Callable[[], T], inputs: str, ranks: int) -> T:
+    """What ``make`` returns, or raises, on the first rank of this one's group; all of them call it.
+
+    Args:
+        inputs: what it is made of, as a text: the same on all ranks.
+
+    Raises:
+        FxrlError: it is not the same.
+    """
+    made: Any = None
+    if dist.get_rank(_group(ranks)) == 0:
+        try:
+            made = make()
+        except FxrlError as error:
+            made = error
+        except Exception as error:  # raised on every rank, so it must be one that can be sent
+            made = RuntimeError(f"{type(error).__name__}: {error}")
+    each = told_by_ranks((hashlib.sha256(inputs.encode()).hexdigest(), made), ranks)
+    (expected, first), *others = each
+    if differing := [rank for rank, (own, _) in enumerate(others, 1) if own != expected]:
+        raise FxrlError(
+            f"ranks {[0, *differing]} of {ranks} that share sequences have captured different "
+            "graphs; give them the same model, loss, batch, packages and kind of GPU"
+        )
+    if isinstance(first, Exception):
+        raise first
+    return first  # type: ignore[no-any-return]
 
 
 def _group(ranks: int) -> Any:

@@ -34,11 +34,13 @@ class Budget:
         gpu_bytes: weights and all else included, fragments taken off.
         host_bytes: pinned, for what layers keep.
         given: whether the user named the GPU's; then a plan that does not fit is an error.
+        state_shards: ranks that share out the optimizer's states.
     """
 
     gpu_bytes: int
     host_bytes: int
     given: bool
+    state_shards: int = 1
 
     @classmethod
     def of(cls, config: Config, target: Target, device: torch.device | None) -> Budget:
@@ -48,7 +50,7 @@ class Budget:
         else:
             gpu = target.gpu_bytes if device is None else _gpu_free(device)
         if config.host_memory is not None:
-            host = parse_bytes(config.host_memory, name="host_memory")
+            host = parse_bytes(config.host_memory, name="host_memory") // ranks_of_host()
         else:
             host = host_room()
         return cls(int(gpu * (1 - FRAGMENTS)), host, config.gpu_memory is not None)
@@ -83,7 +85,8 @@ class Limits(NamedTuple):
         first one's figures of the GPU, which may be measured and then differ a little."""
         budgets = [one.budget for one in each]
         gpu, host = (min(getattr(b, name) for b in budgets) for name in ("gpu_bytes", "host_bytes"))
-        return cls(each[0].target, Budget(gpu, host, all(b.given for b in budgets)))
+        shared = replace(budgets[0], gpu_bytes=gpu, host_bytes=host)
+        return cls(each[0].target, replace(shared, given=all(b.given for b in budgets)))
 
 
 def _gpu_free(device: torch.device) -> int:

@@ -106,6 +106,15 @@ def test_one_of_several_gpus(capsys):
     assert 0 < last["parts"]["gradients"] <= last["parts"]["bucket"]
     assert [moment["phase"] for moment in step] == [m["phase"] for m in alone["timeline"]]
     assert sum(last["parts"].values()) <= one["peak_gpu_bytes"]
+    weights = [word for word in words if word not in ("--lora", "4")]
+    full = json.loads(run(capsys, *weights, "--gpus", "2", "--json"))
+    gradients = full["timeline"][-1]["parts"]["gradients"]
+    (update, summed), (of_lora, with_lora) = (
+        [moment["parts"]["weights and states"] for moment in found["timeline"][-2:]]
+        for found in (full, one)
+    )
+    assert summed == 2 * gradients  # of AdamW's two states of all weights this rank has half
+    assert abs((update - summed) - (of_lora - with_lora)) < gradients / 2
     text = run(capsys, *words, "--gpus", "2")
     assert max(map(len, text.splitlines())) <= 80
     assert "this is one of 2 GPUs of a host" in " ".join(text.split())

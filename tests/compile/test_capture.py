@@ -54,6 +54,26 @@ def step_for(model, loss_fn=entropy_loss, **options):
     return fxrl.optimize(model, loss_fn, fxrl.Config(**settings))
 
 
+class Attending(Lm):
+    scale = 0.5
+
+    def forward(self, ids):
+        x = self.embed(ids)[:, None]
+        x = torch.nn.functional.scaled_dot_product_attention(x, x, x, scale=self.scale)
+        return self.head(x[:, 0])
+
+
+def test_a_scale_of_attention_that_changes():
+    model = Attending().double()
+    step = step_for(model, on_miss="error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Raw SymFloat")
+        for scale in (0.5, 0.25, 4.0, 0.25):
+            model.scale = scale
+            loss = step(batch_of(2, 7))
+            torch.testing.assert_close(loss, entropy_loss(model, batch_of(2, 7)), rtol=1e-6, atol=0)
+
+
 def test_ten_shapes_take_two_captures():
     model = Lm()
     step = step_for(model)

@@ -12,27 +12,40 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxrl import losses
 from fxrl.config import Config
+from fxrl.errors import FxrlError, PlanError
 from fxrl.ir.pipeline import Pipeline
+from fxrl.ir.plan import CutLayer, Plan
+from fxrl.ops.context_parallel import told_by_first
 from fxrl.step import TrainStep, optimize
 from tests.compile.shared_sequences import Model, batch_of, in_ranks, silent_group
 
 
 @dataclass
 class Case:
-    """A step that is captured with the first batch and runs all of them."""
+    """A step that is captured with the first batch and runs all of them.
+
+    Attributes:
+        sharing: ranks that share a sequence, by default all; then each such group has its own part
+            of the batches.
+        head: whether the loss head is fused, too.
+        plan: choices for layers; then the step runs by plans.
+    """
 
     ranks: int
     model: Callable[[], nn.Module]
     loss_fn: Callable[[Any, Any], Any]
     batches: list[dict[str, Any]]
-    head: bool = True  # whether the loss head is fused, too
+    head: bool = True
     tolerance: float = 1e-12
     passes: tuple[str, ...] | None = None
+    sharing: int | None = None
+    plan: Plan | None = None
     step: TrainStep = field(init=False)
 
 
@@ -88,8 +101,8 @@ FAMILY = {
 def every_policy_loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     """The losses of the GRPO family over one forward; a gradient of each goes into the sum."""
     columns = batch["completion_mask"].shape[1]
-    ids, seen = batch["input_ids"], batch["attention_mask"]
-    output = model(input_ids=ids, attention_mask=seen, logits_to_keep=columns + 1)
+    given = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
+    output = model(**given, logits_to_keep=columns + 1)
     total, metrics = 0.0, {}
     for weight, (name, one) in enumerate(FAMILY.items(), 1):
         loss, found = one(lambda **_: output, batch)
@@ -145,7 +158,7 @@ def lengths(*tokens: int, padded: bool = False) -> list[dict[str, Tensor]]:
 HEADS = ("fuse-linear-logprob", "chunk-vocab-region")
 CASES = {
     "ratios": Case(2, Model, ratios, lengths(8, 3, 5, 7, padded=True)),
-    "cross entropy": Case(2, Model, classes, lengths(7, 3, 4, 6)),
+    "cross entropy, any length": Case(2, Model, classes, lengths(7, 3, 4, 6, *range(8, 24))),
     "weights and values": Case(2, Model, penalties, lengths(6, 5, 9), head=False),
     "biases by head": Case(2, lambda: Model(slopes=4), classes, lengths(6)),
     "biases for all heads": Case(4, lambda: Model(slopes=1), penalties, lengths(6), head=False),
@@ -161,7 +174,25 @@ CASES = {
     "gradients of the batch": Case(
         2, Model, ratios, [with_gradients(batch) for batch in lengths(5, 8)]
     ),
-    "more ranks than heads of keys": Case(4, Model, ratios, lengths(9, 5, 6, 8)),
+    "more ranks than heads of keys, any length": Case(
+        4, Model, ratios, lengths(9, *range(5, 9), *range(10, 21))
+    ),
+    "pairs of four ranks, each with its own batches": Case(
+        4, Model, ratios, lengths(8, 3, 5, 7, padded=True), sharing=2
+    ),
+    "run again and offloaded": Case(
+        2,
+        lambda: Model(layers=2),
+        ratios,
+        lengths(7, 4, 8, padded=True),
+        passes=("outline-layers", "recompute", "offload", *HEADS),
+        plan=Plan(
+            {
+                "0:layers.0": CutLayer("inputs", "host"),
+                "0:layers.1": CutLayer("fewest", "gpu", "host"),
+            }
+        ),
+    ),
     "fewer tokens than ranks": Case(4, Model, classes, lengths(3), head=False),
     "as many ranks as heads of keys, padded": Case(
         4, lambda: Model(groups=4), ratios, lengths(10, 5, padded=True)
@@ -172,10 +203,10 @@ CASES = {
         every_policy_loss,
         [hf_batch(4, 5)],
     ),
-    "packed": Case(
+    "the GRPO family, packed": Case(
         4,
         lambda: hf_model("llama"),
-        losses.gspo(),
+        every_policy_loss,
         [hf_batch(8, 5, packed=True)],
     ),
     # Gemma's norms are computed in float32, the gradients of their weights included.
@@ -193,13 +224,14 @@ def make_step(case: Case) -> None:
         chunk_tokens=8,
         compile_regions=False,
         on_miss="ignore",
-        context_parallel=case.ranks,
+        context_parallel=case.sharing or case.ranks,
         passes=case.passes,
+        gpu_memory=None if case.plan is None else "1GiB",
     )
     if len(case.batches) == 1:  # sizes that do not vary are captured faster
         for value in case.batches[0].values():
             torch._dynamo.mark_static(value)
-    case.step = optimize(case.model(), case.loss_fn, config)
+    case.step = optimize(case.model(), case.loss_fn, config, plan=case.plan)
 
 
 def outcome(run: Callable[[Any], Any], model: nn.Module, batch: dict[str, Tensor]) -> Any:
@@ -218,7 +250,8 @@ def outcome(run: Callable[[Any], Any], model: nn.Module, batch: dict[str, Tensor
 def differences(case: Case) -> list[str]:
     """What of a case is not as one process has it, over all its batches."""
     model, found = case.step.model, []
-    for batch in case.batches:
+    sharing = case.sharing or case.ranks
+    for batch in case.batches[dist.get_rank() // sharing :: case.ranks // sharing]:
         eager = outcome(lambda b: case.loss_fn(model, b), model, batch)
         ours = outcome(case.step, model, batch)
         for name, want in eager.items():
@@ -228,6 +261,10 @@ def differences(case: Case) -> list[str]:
             elif want is not None and not close(have, want, case.tolerance):
                 tokens = batch["input_ids"].shape[1]
                 found.append(f"{name} of {tokens} tokens is off by {(have - want).abs().max()}")
+    if case.plan is not None:
+        plan = case.step.plan
+        if any(plan.choices.get(site) != choice for site, choice in case.plan.choices.items()):
+            found.append(f"planned {plan}")
     captures = len(case.step.captures)
     return found + ([] if captures == 1 else [f"captured {captures} times"])
 
@@ -266,6 +303,9 @@ def found_by_ranks() -> dict[str, list[list[str]]]:
     return results
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="autograd refuses to run in a fork behind some captures"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_metrics_and_gradients_are_those_of_one_process(found, name):
     assert found[name] == [[]] * CASES[name].ranks
@@ -273,3 +313,29 @@ def test_loss_metrics_and_gradients_are_those_of_one_process(found, name):
     assert "shard-sequence" in applied
     assert not CASES[name].head or applied & {*HEADS}
     assert applied >= {*(CASES[name].passes or ())} - {*HEADS}
+
+
+def of_the_first() -> list[str]:
+    """What each of two ranks hears of what the first makes, or fails to."""
+
+    def refused() -> str:
+        if dist.get_rank():
+            raise AssertionError("only the first makes it")
+        raise PlanError("no plan fits")
+
+    heard = []
+    rank = str(dist.get_rank())
+    for make, inputs in ((lambda: f"by {rank}", "graph"), (refused, "graph"), (refused, rank)):
+        try:
+            heard.append(told_by_first(make, inputs, 2))
+        except FxrlError as error:
+            heard.append(f"{type(error).__name__}: {error}")
+    return heard
+
+
+def test_the_first_rank_plans_for_all_and_a_refusal_is_everybodys():
+    """Under the graph's hash: ranks that captured different ones hear of it."""
+    for made, refused, different in in_ranks(2, of_the_first):
+        assert made == "by 0"
+        assert refused == "PlanError: no plan fits"
+        assert "ranks [0, 1] of 2 that share sequences have captured different graphs" in different

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 import fxrl
-from fxrl.compile import planning
+from fxrl.compile import backend, planning
 from fxrl.compile.backend import Backend
 from fxrl.compile.bodies.variants import CompiledRegion
+from fxrl.compile.by_plan import ByPlan
 from fxrl.errors import HostMemoryError
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ops import host_memory
+from fxrl.step import TrainStep
 from fxrl.ops.host_memory import HostPool, drop_free_pages
 from fxrl.ops.out_of_memory import MemoryWarning
 from fxrl.planner.budget import Limits
@@ -185,6 +187,22 @@ def test_a_forward_that_nothing_helps_says_what_it_had_and_loses_nothing(allocat
     ):
         step(IDS)
     assert all(p.grad is None for p in step.model.parameters())
+    allocator.fail("forward")
+    assert_equal(gradients(step), expected)
+
+
+def test_ranks_that_share_sequences_run_nothing_again(allocator, monkeypatch):
+    """What runs again sends again, and the others do not: the error is the user's."""
+    monkeypatch.setattr(backend, "ByPlan", lambda *parts, alone: ByPlan(*parts, alone=False))
+    step = make_step()
+    expected, before = gradients(step), step.plan
+    allocator.fail("forward", 0)
+    with (
+        warnings.catch_warnings(action="error"),
+        pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"),
+    ):
+        step(IDS)
+    assert step.plan == before
     allocator.fail("forward")
     assert_equal(gradients(step), expected)
 

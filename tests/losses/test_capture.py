@@ -24,6 +24,18 @@ SHAPES = ((4, 3, 5), (6, 8, 9), (8, 4, 7))  # sequences, prompt, completion
 ON_POLICY = [("grpo", {}), ("grpo", EVERYTHING), ("ppo", {})]
 
 
+@pytest.mark.parametrize("name", ["grpo", "dpo"])
+def test_a_setting_that_was_another_one_before(name):
+    """Dynamo makes a symbol of such a float, which has no text."""
+    torch._dynamo.reset()
+    model = ToyLM().double()
+    step = torch.compile(lambda loss, batch: loss(model, batch), fullgraph=True, backend="eager")
+    for beta in (0.1, 0.2, 0.3):
+        batch, _ = random_batch(1, 2, 3, 4)
+        loss_fn = losses.by_name(name, beta=beta)
+        torch.testing.assert_close(step(loss_fn, batch)[0], loss_fn(model, batch)[0])
+
+
 @pytest.mark.parametrize(
     ("name", "kw", "on_policy"),
     [(*case, False) for case in CASES] + [(*case, True) for case in ON_POLICY],

@@ -91,9 +91,15 @@ def optimizer_problems(
 
 
 def make_optimizer(
-    name: str, parameters: Sequence[nn.Parameter], options: Mapping[str, Any]
+    name: str,
+    parameters: Sequence[nn.Parameter],
+    options: Mapping[str, Any],
+    wrapper: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer ``name`` with its keywords; TOML's lists are tuples there.
+
+    Args:
+        wrapper: gets the optimizer's class behind the parameters, and makes what is returned.
 
     Raises:
         ConfigError: it refuses them.
@@ -101,6 +107,8 @@ def make_optimizer(
     keywords = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
     make: Callable[..., torch.optim.Optimizer] = optimizer_class(name)
     try:
+        if wrapper is not None:
+            return wrapper(parameters, make, **keywords)
         return make(parameters, **keywords)
     except Exception as error:  # each checks its own keywords, or fails at them
         raise ConfigError(f"name={name!r} refuses {keywords}: {error}") from error

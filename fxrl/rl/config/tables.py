@@ -581,10 +581,10 @@ class TrainConfig(Table):
                 "scales them; train float32 weights (model.autocast='bfloat16' makes their "
                 "products fast), or an adapter (model.lora)"
             )
-        if self.fxrl.context_parallel > 1:
+        if self.fxrl.context_parallel > 1 and not self.optimize:
             yield (
-                f"fxrl.context_parallel={self.fxrl.context_parallel}: fxrl train gives each rank "
-                "sequences of its own; leave it at 1 (fxrl.optimize in your own loop shares them)"
+                f"fxrl.context_parallel={self.fxrl.context_parallel}: optimize=false runs the loss "
+                "as it is written, which shares no sequence; leave one of them out"
             )
         yield from self._engine_problems()
 

@@ -206,19 +206,20 @@ class Share(NamedTuple):
 
 
 def micro_batch_weights(
-    over: Over, batches: Sequence[Batch], ranks: Ranks
+    over: Over, batches: Sequence[Batch], ranks: Ranks, sharing: int = 1
 ) -> tuple[list[float], list[Share]]:
     """What each micro-batch's loss is multiplied by, and its share of the step of all ranks.
 
     Args:
         over: what the loss is a mean over.
         batches: this rank's; all ranks call it.
+        sharing: consecutive ranks that have the same batches.
     """
     rows = [batch["input_ids"].shape[0] for batch in batches]
     counts = [batch["completion_mask"].sum() for batch in batches]
     # One wait for the device, not one a batch.
     tokens: list[float] = torch.stack(counts).tolist() if counts else []
-    sums = ranks.gather((sum(rows), math.fsum(tokens)))
+    sums = ranks.gather((sum(rows), math.fsum(tokens)))[::sharing]
     all_rows, all_tokens = sum(n for n, _ in sums), math.fsum(n for _, n in sums)
     shares = [Share(n / all_tokens, num / all_rows) for n, num in zip(tokens, rows, strict=True)]
     if over == "update":

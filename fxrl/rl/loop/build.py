@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from fxrl import optimize
-from fxrl.distributed import Ranks
+from fxrl import TrainStep, optimize
+from fxrl.distributed import COLLECTIVE_S, Ranks
 from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.losses import completion_logits, loss_info, token_stats
@@ -257,7 +258,11 @@ def _around(
     info = loss_info(loss_fn)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = list(named.values())
-    optimizer = build_optimizer(config.optim, parameters)
+    step = make_step(model, wrap(loss_fn))
+    if isinstance(step, TrainStep):  # here, where no rank is missing
+        step.join(timedelta(seconds=COLLECTIVE_S))
+    full = config.model.lora is None
+    optimizer = build_optimizer(config.optim, parameters, rollouter.ranks if full else None)
     num_updates = config.steps * config.num_iterations
     scorer = functools.partial(
         Scorer, optimize=make_step, temperature=sampling.temperature, wrap=wrap
@@ -275,7 +280,7 @@ def _around(
         rollouter=rollouter,
         stream=PromptStream(len(questions.split.train), config.seed, shuffle=config.data.shuffle),
         updater=Updater(
-            step=make_step(model, wrap(loss_fn)),
+            step=step,
             parameters=parameters,
             optimizer=optimizer,
             schedule=LambdaLR(optimizer, lambda n: lr_factor(config.optim, n, num_updates)),
@@ -287,6 +292,7 @@ def _around(
             info=info,
             ranks=rollouter.ranks,
             names=list(named),
+            context_parallel=config.fxrl.context_parallel,
         ),
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,

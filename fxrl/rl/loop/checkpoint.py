@@ -59,6 +59,7 @@ _FREE = {
     "vllm.gpu_memory",
     "vllm.log_level",
     "vllm.trainer_reserve",
+    "fxrl.context_parallel",
 }
 
 

@@ -4,7 +4,7 @@
     update    weights | optimizer's states | engine | what the planner predicts
 
 On a GPU the update is planned for the largest micro-batch, with the KV cache given back as it is
-then; every rank makes that plan, and ranks whose plans differ do not start. On a CPU nothing is
+then; of several ranks the first makes that plan, from the least memory of any. On a CPU nothing is
 planned, unless ``fxrl.gpu_memory`` bounds it, and sizes are all there is to say.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -43,7 +44,9 @@ def share_limits(parts: RunParts) -> None:
     """Lets all ranks plan from the same (``TrainStep.plan_within``)."""
     step = parts.updater.step
     if parts.ranks.size > 1 and isinstance(step, TrainStep):
-        step.plan_within(parts.ranks.gather(step.limits()))
+        limits = step.limits()
+        budget = replace(limits.budget, state_shards=parts.updater.state_shards)
+        step.plan_within(parts.ranks.gather(limits._replace(budget=budget)))
 
 
 def _asked(config: TrainConfig, parts: RunParts) -> int:
@@ -61,9 +64,15 @@ def _rollout(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]
         min(asked, parts.engine.most_at_once(tokens)),
         available=_memory(device),
         dtype=config.model.autocast_dtype,
+        state_shards=parts.updater.state_shards,
     )
     weights, states = format_bytes(held.weights), format_bytes(held.states)
     yield f"plan: {weights} of weights and {states} of optimizer (as AdamW has) stay"
+    if parts.updater.sharded:
+        yield "  a rank has the optimizer of its share (ZeroRedundancyOptimizer)"
+    elif parts.ranks.size > 1:
+        why = "it is an adapter's" if config.model.lora else "the weights' dtypes differ"
+        yield f"  every rank has all of the optimizer: {why}"
     yield f"rollout: {held.sequences} of {asked} sequences of up to {tokens} tokens at once"
     if (ledger := getattr(parts.engine, "ledger", None)) is None:
         yield f"  {format_bytes(held.kv_bytes)} of KV cache, gone when it ends"
@@ -91,15 +100,18 @@ def _update(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]:
     if device.type != "cuda" and config.fxrl.gpu_memory is None:
         yield f"{what}, planned on a GPU alone"
         return
+    plan, why = None, ""
     with parts.engine.standby():
         share_limits(parts)
         try:
-            plan = parts.updater.step.plan_for(_batch(parts, rows, tokens, device))
+            if parts.ranks.primary:
+                plan = parts.updater.step.plan_for(_batch(parts, rows, tokens, device))
         except Exception as error:  # a run needs no prediction
-            parts.ranks.check_same("the plan of the largest micro-batch", None)
-            yield f"{what}, not planned: {type(error).__name__}: {error}".splitlines()[0]
-            return
-    parts.ranks.check_same("the plan of the largest micro-batch", plan.to_json())
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+    plan, why = parts.ranks.broadcast((plan, why))
+    if plan is None:
+        yield f"{what}, not planned: {why}"
+        return
     top = max(plan.timeline, key=lambda moment: moment.bytes)
     yield what
     yield f"  {format_bytes(top.bytes)} on the GPU at the highest, in {top.where}"

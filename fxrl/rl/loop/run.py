@@ -113,6 +113,12 @@ def prepare(
         if changed := differences(ranks.broadcast(as_table(config)), as_table(config)):
             lines = "\n  ".join(changed)
             raise BadConfigError(f"it has another configuration than rank 0:\n  {lines}")
+        if ranks.size % (sharing := config.fxrl.context_parallel):
+            raise BadConfigError(
+                f"fxrl.context_parallel={sharing} lets {sharing} ranks share each sequence, and "
+                f"{ranks.size} run; start them by torchrun --nproc-per-node {sharing} -m fxrl "
+                "train, or a multiple"
+            )
         called: list[object] = []
         found = None
         if ranks.primary:

@@ -5,9 +5,10 @@ Until its first optimizer update a step changes nothing but random states and th
 which were noted when it began: a reward function that raises in step 7 leaves a checkpoint of
 step 6, and the resumed run draws the same completions of step 7 again. Once all its updates are
 made, the step is done: an engine that does not come back afterwards leaves a checkpoint of step 7.
-Between two updates of one step (``num_iterations`` above 1) there is no state to go on from, and
-the last checkpoint counts. A step ends when all that it has to say is written and shown: what fails
-there, or calls ``sys.exit``, leaves a checkpoint of that step.
+Within an update, and between two of one step (``num_iterations`` above 1), there is no state to go
+on from, and the last checkpoint counts; so it does where the ranks share out the optimizer's states
+and one is gone with its part. A step ends when all that it has to say is written and shown: what
+fails there, or calls ``sys.exit``, leaves a checkpoint of that step.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from typing import Any, TypeVar
 import torch
 
 from fxrl import TrainStep
+from fxrl.distributed import RankError
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.files import write_text
 from fxrl.rl.builtin_rewards import last_text
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.drift import DriftWatch, measured, probe_rows
-from fxrl.rl.errors import StorageError
+from fxrl.rl.errors import StorageError, in_words
 from fxrl.rl.loop import checkpoint, store
 from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_ranks
 from fxrl.rl.loop.build import RunParts
@@ -52,7 +54,7 @@ class TrainingIteration:
     """Step ``number`` of a run, and how far it has come.
 
     Attributes:
-        updated: a weight has changed.
+        updated: a weight has changed, or may have.
         trained: all updates are made.
         record: the step's metrics, so far.
         rollout: its completions, once they are there.
@@ -63,10 +65,14 @@ class TrainingIteration:
         self.config, self.parts, self.number = config, parts, number
         self.device = next(parts.model.parameters()).device
         self.clock = Clock(self.device)
-        self.updated = self.trained = False
+        self.trained, self._begun = False, parts.updater.num_begun
         self.record: dict[str, Any] = {"step": number}
         self.rollout: Rollout | None = None
         self.engine_state: dict[str, Any] = {}
+
+    @property
+    def updated(self) -> bool:
+        return self.parts.updater.num_begun > self._begun
 
     def run(self) -> Rollout:
         """The whole step.
@@ -112,8 +118,8 @@ class TrainingIteration:
         """What is another number on each rank: the most of any."""
         ranks = self.parts.ranks
         if ranks.size > 1:
-            self.record |= {"ranks/wait_s": ranks.wait_s, "ranks/sum_s": ranks.sum_s}
-            ranks.wait_s = ranks.sum_s = 0.0
+            self.record |= {"ranks/wait_s": ranks.wait_s, "ranks/exposed_s": ranks.exposed_s}
+            ranks.wait_s = ranks.exposed_s = 0.0
             names = [n for n in self.record if n.startswith(("ranks/", "memory/"))]
             each = ranks.gather([self.record[name] for name in names])
             self.record |= dict(zip(names, map(max, zip(*each, strict=True)), strict=True))
@@ -121,7 +127,8 @@ class TrainingIteration:
     def _seed_other_ranks(self) -> None:
         """Ranks' dropout must differ. Rank 0's generators go on as in a run of one, and are in its
         checkpoints; the others' follow from the step, so that a resumed run has them."""
-        if (rank := self.parts.ranks.rank) > 0:
+        # Ranks that share a sequence must draw the same.
+        if (rank := self.parts.ranks.rank // self.config.fxrl.context_parallel) > 0:
             name = f"{self.config.seed}/{self.number}/{rank}"
             torch.manual_seed(random.Random(name).getrandbits(63))
 
@@ -144,9 +151,9 @@ class TrainingIteration:
         lengths = [(len(c.prompt_token_ids), len(c.token_ids)) for c in completions]
         if not lengths:
             return []
-        ranks = self.parts.ranks
-        plans = plan_ranks(lengths, self.config.micro_batch_tokens, ranks.size)
-        plan, whole = plans[ranks.rank], [group for each in plans for group in each]
+        ranks, sharing = self.parts.ranks, self.config.fxrl.context_parallel
+        plans = plan_ranks(lengths, self.config.micro_batch_tokens, ranks.size // sharing)
+        plan, whole = plans[ranks.rank // sharing], [group for each in plans for group in each]
         parameter = next(self.parts.model.parameters())
         make = functools.partial(
             make_batches,
@@ -172,11 +179,8 @@ class TrainingIteration:
         return batches
 
     def _updates(self, batches: list[Batch]) -> list[Metrics]:
-        found = []
-        for _ in range(self.config.num_iterations):
-            found.append(self.parts.updater.update(batches, self.number))
-            self.updated = True
-        return found
+        updater, times = self.parts.updater, self.config.num_iterations
+        return [updater.update(batches, self.number) for _ in range(times)]
 
 
 def hand_over(config: TrainConfig, parts: RunParts, version: int) -> None:
@@ -250,10 +254,14 @@ class TrainingLoop:
         self.initial = saved["initial"]
         self._former_end = saved["config"]["steps"]
         if self.parts.ranks.primary:
-            self._go_on_from(path)
+            self._go_on_from(path, optimizer)
 
-    def _go_on_from(self, path: Path) -> None:
-        """With the branch of the last checkpoint, else with a new one (``store``, Branches)."""
+    def _go_on_from(self, path: Path, optimizer: Mapping[str, Any]) -> None:
+        """With the branch of the last checkpoint, else with a new one (``store``, Branches).
+
+        Args:
+            optimizer: its state there.
+        """
         own = [other.resolve() for other in checkpoint.list_checkpoints(self.run_dir)]
         if own and path.resolve() == own[-1]:
             self._branch, self._parent = store.read_manifest(path).branch, path.name
@@ -261,7 +269,7 @@ class TrainingLoop:
         else:
             self._parent = path.name if path.resolve() in own else str(path.resolve())
             store.set_lines_aside(self.run_dir)
-            path = self.save()
+            path = self.save(optimizer)
         store.take_lines_over(self.run_dir, path)
 
     def run(self, reporter: Reporter, stop: StopRequest) -> None:
@@ -340,13 +348,16 @@ class TrainingLoop:
     def _save_if_due(self, reporter: Reporter, *, last: bool) -> None:
         """At the end for sure; else a full disk only puts it off to after the next step."""
         events, every = self.parts.events, self.config.save_every
-        asked = events.asked("save")
+        due = self._save_due or events.asked("save") or (every and self.done % every == 0)
+        if not self.parts.ranks.broadcast(last or due):
+            return
+        optimizer = self.parts.updater.state_dict()
         if last:
-            path = self.for_sure(self.save, "the checkpoint", reporter)
+            path = self.for_sure(lambda: self.save(optimizer), "the checkpoint", reporter)
             events("on_save", self.now(), path=path)
-        elif self._save_due or asked or (every and self.done % every == 0):
+        else:
             try:
-                path = self.save()
+                path = self.save(optimizer)
                 self._save_due = False
                 events("on_save", self.now(), path=path)
                 self.write_page(reporter)
@@ -366,9 +377,13 @@ class TrainingLoop:
             "position": self.parts.stream.position,
         }
 
-    def save(self, state: Mapping[str, Any] | None = None) -> Path:
+    def save(self, optimizer: Mapping[str, Any], state: Mapping[str, Any] | None = None) -> Path:
         """Writes a checkpoint of ``state``, the present one by default; on rank 0, as the others
-        have the same."""
+        have the same.
+
+        Args:
+            optimizer: ``updater.state_dict()``, which all ranks call.
+        """
         if not self.parts.ranks.primary:
             return self.run_dir
         state = state or self._state()
@@ -390,7 +405,7 @@ class TrainingLoop:
                 parent=self._parent,
                 model=self.parts.model,
                 tokenizer=self.parts.tokenizer,
-                optimizer=updater.state_dict(),
+                optimizer=optimizer,
                 state={name: state[name] for name in ("engine", "random")},
                 trainer=trainer,
                 keep=self.config.keep_checkpoints,
@@ -411,14 +426,17 @@ class TrainingLoop:
     def _rescue(self, error: BaseException, metrics: JsonLines, reporter: Reporter) -> None:
         """Saves the last state there is to go on from, and says so in a note of ``error``; on rank
         0, as ``save``."""
-        if not self.parts.ranks.primary:
-            return
         step, state = self._step_now, self._start_of_step
         number = self.done + 1 if step is None else step.number
         if step is not None and step.updated and not step.trained:
+            why_not = f"step {number} failed between two of its updates, or in one"
+        else:
+            optimizer, why_not = self._state_of_failed(error)
+        if not self.parts.ranks.primary:
+            return
+        if why_not:
             error.add_note(
-                f"step {number} failed between two of its updates; go on from the last checkpoint "
-                f"with --resume run_dir={self.run_dir}"
+                f"{why_not}; go on from the last checkpoint with --resume run_dir={self.run_dir}"
             )
             return
         if step is not None and step.updated and step.rollout is not None:
@@ -438,7 +456,7 @@ class TrainingLoop:
         else:
             which = "; the state before it"
         try:
-            saved = self.for_sure(lambda: self.save(state), "the checkpoint", reporter)
+            saved = self.for_sure(lambda: self.save(optimizer, state), "the checkpoint", reporter)
             metrics.flush()
         except (FxrlError, OSError) as failure:
             error.add_note(
@@ -448,6 +466,16 @@ class TrainingLoop:
         self.write_page(reporter)
         text = f"step {number} failed{which} is in {saved}".replace(" ;", ";")
         error.add_note(f"{text}; go on with --resume run_dir={self.run_dir}")
+
+    def _state_of_failed(self, error: BaseException) -> tuple[dict[str, Any], str]:
+        """The optimizer's state behind a failure; or why there is none, in words."""
+        ranks, updater = self.parts.ranks, self.parts.updater
+        try:
+            if updater.sharded:
+                ranks.regroup(None if isinstance(error, RankError) else in_words(error))
+            return updater.state_dict(), ""
+        except RankError as failure:
+            return {}, f"the optimizer's states are on all ranks, of which one is gone ({failure})"
 
     def _step(self) -> tuple[dict[str, Any], Rollout]:
         number, events = self.done + 1, self.parts.events

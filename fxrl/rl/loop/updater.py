@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from fxrl.distributed import Ranks
+from fxrl.distributed import RankError, Ranks
 from fxrl.errors import FxrlError
 from fxrl.files import replacing
 from fxrl.losses import LossInfo
@@ -23,6 +24,8 @@ from fxrl.rl.config.named import make_optimizer
 from fxrl.rl.config.tables import LossConfig, OptimConfig
 from fxrl.rl.errors import LossError, NonFiniteError, raised_at, shown
 from fxrl.rl.loop.batching import Share, micro_batch_weights
+from fxrl.rl.loop.gradients import GradientSum
+from fxrl.rl.loop.sharded import can_share, local_optimizer, on_cpu, sharded_optimizer
 from fxrl.rl.process_state import ProcessState
 from fxrl.rl.types import Batch, Metrics
 
@@ -30,15 +33,21 @@ log = logging.getLogger(__name__)
 
 
 def build_optimizer(
-    config: OptimConfig, parameters: Iterable[nn.Parameter]
+    config: OptimConfig, parameters: Iterable[nn.Parameter], ranks: Ranks | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer over the trainable ones of ``parameters``.
+
+    Args:
+        ranks: that share out its states (``fxrl.rl.loop.sharded``); by default none.
 
     Raises:
         ConfigError: the optimizer refuses its keywords.
     """
     trained = [p for p in parameters if p.requires_grad]
-    return make_optimizer(config.name, trained, {"lr": config.lr, **config.options})
+    options = {"lr": config.lr, **config.options}
+    if ranks is not None and can_share(trained, ranks):
+        return sharded_optimizer(config.name, trained, options, ranks)
+    return make_optimizer(config.name, trained, options)
 
 
 def lr_factor(config: OptimConfig, update: int, num_updates: int) -> float:
@@ -63,10 +72,9 @@ class Updater:
 
     NOTE [Gradients of several ranks]
     Each rank takes losses and gradients of its own micro-batches, weighed by their share of the
-    whole step; behind the last backward the gradients are summed. A rank without micro-batches adds
-    zeros. Clipping, optimizer and schedule then do the same on every rank, so weights stay equal
-    and none are ever sent. The sum is not overlapped with the backward: an adapter's gradients take
-    milliseconds, and full weights' would be sent once a micro-batch or need hooks in its last one.
+    whole step; with the last backward the gradients are summed (``fxrl.rl.loop.gradients``). A rank
+    without micro-batches adds zeros. Clipping, optimizer and schedule then do the same on every
+    rank, so weights stay equal and none are sent, but by an optimizer whose states are shared out.
 
     Attributes:
         step: ``fxrl.optimize``'s result, or a plain loss: ``step(batch)`` gives the loss, or the
@@ -75,12 +83,15 @@ class Updater:
         max_grad_norm: gradients are scaled down to this norm; ``None`` leaves them.
         max_nonfinite: skipped updates in a row that stop the run.
         run_dir: gets the batch that stopped the run.
+        num_begun: updates that have changed, or begun to change, a weight.
         place: of the loss in its file, for messages.
         info: what the loss says of itself.
         process: what the loss may not change.
         ranks: that share a step's micro-batches.
         names: of the parameters, by which they find their state in a checkpoint; by default their
             places.
+        context_parallel: consecutive ranks that share sequences, and so have the same micro-batches
+            and whole gradients.
     """
 
     step: Callable[[Batch], Any]
@@ -93,22 +104,57 @@ class Updater:
     run_dir: Path
     num_skipped: int = 0
     num_skipped_in_a_row: int = 0
+    num_begun: int = 0
     place: str = ""
     process: ProcessState = field(default_factory=ProcessState)
     info: LossInfo = field(default_factory=LossInfo)
     ranks: Ranks = field(default_factory=Ranks)
     names: Sequence[str] = ()
+    context_parallel: int = 1
+    _gradients: GradientSum = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        sharing = self.context_parallel
+        early = not self.sharded and sharing == 1
+        self._gradients = GradientSum(self.parameters, self.ranks, early=early, sharing=sharing)
         self.names = self.names or [str(place) for place in range(len(self.parameters))]
 
+    @property
+    def sharded(self) -> bool:
+        """Whether other ranks have some of the optimizer's states."""
+        return local_optimizer(self.optimizer) is not self.optimizer
+
+    @property
+    def state_shards(self) -> int:
+        """Ranks that share out the optimizer's states."""
+        return self.ranks.size if self.sharded else 1
+
     def state_dict(self) -> dict[str, Any]:
-        """State of optimizer and schedule; the optimizer's by place in ``names``."""
+        """State of optimizer and schedule; the optimizer's by place in ``names``.
+
+        All ranks call it; where they share out the optimizer's states, rank 0 has all of them.
+
+        Raises:
+            RankError: another rank has states, and is gone.
+        """
+        local = local_optimizer(self.optimizer)
+        saved = local.state_dict()
+        if self.sharded:
+            places = self._places(local)
+            own = {places[here]: on_cpu(values) for here, values in saved["state"].items()}
+            every = list(range(len(self.parameters)))
+            groups = [group | {"params": every} for group in self.optimizer.param_groups]
+            saved = {"state": self.ranks.collect(own), "param_groups": groups}
         return {
             "names": list(self.names),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": saved,
             "schedule": {"last_epoch": self.schedule.last_epoch},
         }
+
+    def _places(self, local: torch.optim.Optimizer) -> list[int]:
+        """In ``parameters``, of those that an optimizer has, in its own order."""
+        places = {parameter: place for place, parameter in enumerate(self.parameters)}
+        return [places[p] for group in local.param_groups for p in group["params"]]
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Takes the tensors over, by the parameters' names, and the number of updates; learning
@@ -131,8 +177,11 @@ class Updater:
         for index, values in state.items():
             parameter = self.parameters[index]
             _check_state(parameter, values, examples[parameter.dim()])
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        local = local_optimizer(self.optimizer)
+        here = enumerate(self._places(local))
+        own = {number: state[place] for number, place in here if place in state}
+        groups = local.state_dict()["param_groups"]
+        local.load_state_dict({"state": own, "param_groups": groups})
         self.schedule = LambdaLR(self.optimizer, self.schedule.lr_lambdas, last_epoch=updates - 1)
 
     def _state_of_one(self, num_dims: int) -> Mapping[str, Any]:
@@ -140,8 +189,9 @@ class Updater:
         like = self.parameters[0]
         one = nn.Parameter(torch.zeros([2] * num_dims, dtype=like.dtype, device=like.device))
         one.grad = torch.zeros_like(one)
-        make: Callable[..., torch.optim.Optimizer] = type(self.optimizer)
-        group, takes = self.optimizer.param_groups[0], inspect.signature(make).parameters
+        local = local_optimizer(self.optimizer)
+        make: Callable[..., torch.optim.Optimizer] = type(local)
+        group, takes = local.param_groups[0], inspect.signature(make).parameters
         options = {name: group[name] for name in takes if name in group and name != "params"}
         trial = make([one], **options)
         trial.step()
@@ -165,13 +215,15 @@ class Updater:
             RankError: another rank failed.
         """
         over = self.info.mean_over if self.loss.normalize == "auto" else self.loss.normalize
-        weights, shares = micro_batch_weights(over, batches, self.ranks)
+        weights, shares = micro_batch_weights(over, batches, self.ranks, self.context_parallel)
         self.optimizer.zero_grad(set_to_none=True)
         found: list[dict[str, Tensor]] = []
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
             doing = f"training: micro-batch {number} of {len(batches)}"
-            found.append(self._one_backward(batch, weight, doing))
-        self._sum_gradients()
+            last = number == len(batches)
+            early = self._gradients.early() if last else nullcontext()
+            found.append(self._one_backward(batch, weight, doing, early))
+        self._gradients.finish()
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         [[norm_value], *rows] = _to_host([[norm], *(list(values.values()) for values in found)])
@@ -179,20 +231,10 @@ class Updater:
             dict(zip(values, row, strict=True)) for values, row in zip(found, rows, strict=True)
         )
         own = list(zip(weights, shares, named, strict=True))
-        loss, metrics = self._merged([one for part in self.ranks.gather(own) for one in part])
+        parts = self.ranks.gather(own)[:: self.context_parallel]
+        loss, metrics = self._merged([one for part in parts for one in part])
         self.ranks.check_same("the gradient's norm", repr(norm_value))
         return loss, norm_value, metrics
-
-    def _sum_gradients(self) -> None:
-        """Over the ranks. What no rank's loss depends on has no gradient, as on one rank."""
-        used = self.ranks.gather([p.grad is not None for p in self.parameters])
-        chosen = [
-            p for p, each in zip(self.parameters, zip(*used, strict=True), strict=True) if any(each)
-        ]
-        for parameter in chosen:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self.ranks.sum_([p.grad for p in chosen if p.grad is not None])
 
     def _merged(
         self, micro_batches: Sequence[tuple[float, Share, dict[str, float]]]
@@ -215,16 +257,24 @@ class Updater:
         rows = [[values[name] for name in names] for values in found]
         return loss, merge_metrics(names, rows, weights, shares, self.info.per_sequence)
 
-    def _one_backward(self, batch: Batch, weight: float, doing: str) -> dict[str, Tensor]:
-        """Adds a micro-batch's gradients; ``loss``, then the metrics, as tensors."""
+    def _one_backward(
+        self, batch: Batch, weight: float, doing: str, around: AbstractContextManager[None]
+    ) -> dict[str, Tensor]:
+        """Adds a micro-batch's gradients; ``loss``, then the metrics, as tensors.
+
+        Args:
+            around: the backward.
+        """
+        peers = self.ranks.watched() if self.context_parallel > 1 else nullcontext()
         try:
-            with self.process.kept():
+            with self.process.kept(), peers:
                 log.info("%s", doing)
                 result = self.step(batch)
                 loss, metrics = checked_result(result, self._named_loss())
                 log.info("%s, backward", doing)
-                torch.autograd.backward(loss if weight == 1.0 else loss * weight)
-        except KeyboardInterrupt:
+                with around:
+                    torch.autograd.backward(loss if weight == 1.0 else loss * weight)
+        except (KeyboardInterrupt, RankError):
             raise
         except FxrlError as error:
             if not isinstance(error, LossError):
@@ -255,7 +305,9 @@ class Updater:
         rate = float(self.schedule.get_last_lr()[0])
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
-            self.optimizer.step()
+            self.num_begun += 1
+            with self.ranks.watched():  # a sharded optimizer's own collectives
+                self.optimizer.step()
             self.schedule.step()
             self.num_skipped_in_a_row = 0
         else:
@@ -282,7 +334,8 @@ class Updater:
             {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
             for batch in batches
         ]
-        saved = [batch for part in self.ranks.gather(own) for batch in part]
+        parts = self.ranks.gather(own)[:: self.context_parallel]
+        saved = [batch for part in parts for batch in part]
         path.parent.mkdir(parents=True, exist_ok=True)
         found = {"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}
         with replacing(path) as stream:

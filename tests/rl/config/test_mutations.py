@@ -168,7 +168,7 @@ def test_a_byte_order_mark_is_no_mistake(config_file):
     ("override", "said"),
     [
         ("sampling.num_generations=4611686018427387904", "is above 1048576 completions a step"),
-        ("fxrl.context_parallel=2", "leave it at 1"),
+        ("fxrl.context_parallel=2 optimize=false", "which shares no sequence"),
         ("reward.timeout_s=inf", "reward.timeout_s=inf is outside [0, 1e+08]"),
         ("disk_wait_s=1e300", "disk_wait_s=1e+300 is outside"),
         ("sampling.temperature=inf", "sampling.temperature=inf is outside"),
@@ -186,7 +186,7 @@ def test_a_byte_order_mark_is_no_mistake(config_file):
 )
 def test_values_that_no_run_survives(config_file, override, said):
     with pytest.raises(BadConfigError) as told:
-        load_config(config_file, [override])
+        load_config(config_file, override.split())
     assert said in str(told.value)
 
 

@@ -5,6 +5,7 @@ is what torchrun makes: processes with ``RANK``, ``WORLD_SIZE`` and a place to m
 """
 
 import copy
+import functools
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
 from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint
 
 from fxrl import Config, distributed, optimize
 from fxrl.distributed import RankError, Ranks, joined
@@ -24,6 +26,7 @@ from fxrl.losses import FACTORIES, loss_info
 from fxrl.rl import train, trainer  # noqa: F401  # imported before the fork
 from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import LossConfig
+from fxrl.rl.loop import gradients
 from fxrl.rl.loop.updater import Updater
 
 LOSSES = sorted(FACTORIES.keys() - {"ppo", "dpo", "sft"})
@@ -146,11 +149,11 @@ DEALT = {2: [[[1, 3], [4]], [[0, 2, 5, 6]]], 4: [[[1], [3, 4]], [[0, 2]], [], [[
 """Rank by rank, micro-batch by micro-batch; of four ranks one has nothing."""
 
 
-def updater_of(model, loss, ranks, *, optimized):
+def updater_of(model, loss, ranks, *, how=""):
     options = {} if loss in ("reinforce", "rloo") else {"beta": 0.1}
     loss_fn = build_loss(loss, options, temperature=0.9, max_tokens=6)
     step = lambda batch: loss_fn(model, batch)  # noqa: E731
-    if optimized:
+    if how == "optimized":
         config = Config(compile_regions=False, min_saved_bytes=0, on_miss="error")
         step = optimize(model, loss_fn, config)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -158,6 +161,7 @@ def updater_of(model, loss, ranks, *, optimized):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
     kind = LossConfig(loss)
     told = {"info": loss_info(loss_fn), "ranks": ranks}
+    told["context_parallel"] = 2 if how == "shared" else 1
     return Updater(step, parameters, optimizer, schedule, kind, 1.0, 2, Path(), **told)
 
 
@@ -172,28 +176,32 @@ def updates():
     torch.manual_seed(0)
     model, found = Means(), {}
     with joined() as ranks:
-        cases = [(loss, LAYOUTS[i % 3], False) for i, loss in enumerate(LOSSES)]
+        found["overlapped"] = overlapped(ranks)
+        cases = [(loss, LAYOUTS[i % 3], "") for i, loss in enumerate(LOSSES)]
         if ranks.size == 2:
-            cases += [(loss, LAYOUTS[(i + 1) % 3], False) for i, loss in enumerate(LOSSES)]
-            cases += [("dapo", "right", True)]
-        for loss, layout, optimized in cases:
+            cases += [(loss, LAYOUTS[(i + 1) % 3], "") for i, loss in enumerate(LOSSES)]
+            cases += [("dapo", "right", "optimized")]
+        else:  # two ranks each have the same micro-batches, as ranks that share sequences do
+            cases += [(loss, "right", "shared") for loss in ("gspo", "dapo")]
+        for loss, layout, how in cases:
             rows = rows_of(layout)
-            plan = DEALT[ranks.size]
+            plan = DEALT[2 if how == "shared" else ranks.size]
             cut = [[joined_rows([rows[i] for i in one]) for one in each] for each in plan]
             alike = [batch for each in cut for batch in each]
-            ways = [(ranks, cut[ranks.rank]), (Ranks(), alike), (Ranks(), [joined_rows(rows)])]
+            own = cut[ranks.rank * len(plan) // ranks.size]
+            ways = [(ranks, own), (Ranks(), alike), (Ranks(), [joined_rows(rows)])]
             results = []
             for who, batches in ways if ranks.primary else ways[:1]:
                 copied = copy.deepcopy(model)
-                by_fxrl = optimized and who is ranks  # what it is compared with is eager
-                updater = updater_of(copied, loss, who, optimized=by_fxrl)
+                # What it is compared with is eager and alone.
+                updater = updater_of(copied, loss, who, how=how if who is ranks else "")
                 updater.backward(batches)
                 grads = [p.grad.clone() for p in updater.parameters if p.grad is not None]
                 metrics = [updater.update(batches, n) for n in range(3)]
                 results.append((grads, metrics, updater.parameters))
             if ranks.primary:
                 ours, same, one = results
-                found[f"{loss} {layout}" + " optimized" * optimized] = {
+                found[f"{loss} {layout} {how}".strip()] = {
                     "gradient": far(ours[0], one[0]),
                     "largest": max(float(grad.abs().max()) for grad in ours[0]),
                     "weights": far(ours[2], one[2]),
@@ -201,6 +209,54 @@ def updates():
                 }
         if ranks.primary:
             Path(f"updates-{ranks.size}.json").write_text(json.dumps(found))
+
+
+class Twice(torch.nn.Module):
+    """Layers of which the first is unused and the second runs twice; checkpointed, its gradients
+    come in two backwards of their own, of which each is accumulated."""
+
+    def __init__(self, *, checkpointed):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, dtype=float) for _ in range(4))
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        for layer in (*self.layers[1:], self.layers[1]):
+            run = functools.partial(checkpoint, layer, use_reentrant=True)
+            x = (run if self.checkpointed else layer)(x).tanh()
+        return x.sum()
+
+
+def overlapped(ranks):
+    """Of two models: how many buckets the backward began, whether one was stale, and how far their
+    sums are from those of one rank; the last rank of four runs none."""
+    found = {}
+    gradients.EARLY_BYTES = 160  # a layer's weight and bias
+    for name in ("layers", "checkpointed"):
+        torch.manual_seed(1)
+        model = Twice(checkpointed=name == "checkpointed")
+        inputs = torch.randn(3, 2, 3, 4, dtype=float).requires_grad_()
+        running = range(min(3, ranks.size))
+        parameters = list(model.parameters())
+        summed, begun, stale = gradients.GradientSum(parameters, ranks), 0, False
+        if ranks.rank in running:
+            model(inputs[ranks.rank, 0]).backward()
+            with summed.early():
+                loss = model(inputs[ranks.rank, 1])
+                loss.backward()
+                begun = summed._begun
+                stale = any(bucket.stale for bucket in summed._buckets)
+        summed.finish()
+        sums = [p.grad for p in parameters]
+        model.zero_grad()
+        for rank in running:
+            for part in (0, 1):
+                model(inputs[rank, part]).backward()
+        assert sums[0] is parameters[0].grad is None
+        one = [p.grad for p in parameters[2:]]
+        found[name] = {"begun": begun, "stale": stale, "apart": far(sums[2:], one)}
+    gradients.EARLY_BYTES = 25 * 2**20
+    return found
 
 
 def late():
@@ -294,8 +350,8 @@ def run(run_dir, *overrides, resume=None):
     return train.main("run.toml", [f"run_dir={run_dir}", *overrides], resume=resume)
 
 
-def resumed(run_dir):
-    return run(run_dir, resume="")
+def resumed(run_dir, *overrides):
+    return run(run_dir, *overrides, resume="")
 
 
 def hurt(how, run_dir, *overrides):
@@ -343,14 +399,24 @@ def main(folder):
         "two": group(2, run, "several", "steps=2"),
         "four": group(4, resumed, "several"),
         "full one": group(1, run, "full-one", *full),
-        "full two": group(2, run, "full-two", *full),
+        "full two": group(2, run, "full-several", *full[:2], "steps=1"),
+        "full four": group(4, resumed, "full-several", *full),
     }
+    short = ("steps=1", "eval.size=0", "loss.beta=0.0")
+    shared = ("optimize=true", "fxrl.context_parallel=2", "fxrl.compile_regions=false")
+    groups["pairs one"] = group(1, run, "pairs-one", *short)
+    groups["pairs four"] = group(4, run, "pairs", *short, *shared, "fxrl.min_saved_bytes=0")
+    groups["of three"] = group(2, run, "three", *short, shared[0], "fxrl.context_parallel=3")
     found["lora"] = compare("several", "one")
-    found["full"] = compare("full-two", "full-one")
+    found["pairs"] = compare("pairs", "pairs-one")
+    found["full"] = compare("full-several", "full-one")
     groups["late"] = group(2, late)
     for how in ("raise", "memory", "kill 1", "kill 0", "interrupt", "data"):
         extra = ("loss.name=toy:tight",) if how == "memory" else ()
         groups[how] = group(2, hurt, how, how.replace(" ", "-"), *extra)
+    for how in ("raise", "kill 1"):  # each rank has a part of the optimizer
+        name = f"full {how}"
+        groups[name] = group(2, hurt, how, name.replace(" ", "-"), "model.lora=none")
     print(json.dumps(found))
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fxrl.distributed import Ranks, deal, joined
 from fxrl.errors import ConfigError
@@ -46,6 +47,7 @@ def test_gradients_metrics_and_three_steps_are_those_of_one_rank(cases, size):
     """Every loss, rows padded on either side and packed, of four ranks one without any."""
     assert cases["updates"][str(size)]["codes"] == [0] * size
     found = json.loads((cases["folder"] / f"updates-{size}.json").read_text())
+    del found["overlapped"]
     assert len({name.split()[0] for name in found}) == 10
     assert {name.split()[1] for name in found} == {"right", "left", "packed"}
     for name, case in found.items():
@@ -60,14 +62,21 @@ def test_gradients_metrics_and_three_steps_are_those_of_one_rank(cases, size):
             assert not close(*exact), name
 
 
-@pytest.mark.parametrize("what", ["lora", "full"])
+@pytest.mark.parametrize("what", ["lora", "full", "pairs"])
 def test_a_run_has_the_numbers_of_one_rank(cases, what):
-    """With completions, rewards and evaluations; the adapter's run went on from 2 ranks to 4."""
-    groups = ("one", "two", "four") if what == "lora" else ("full one", "full two")
-    for group in groups:
-        assert set(cases["runs"][group]["codes"]) == {0}, cases["runs"][group]["said"]
+    """With completions, rewards and evaluations; it went on from 2 ranks to 4. The optimizer of all
+    weights is in parts, an adapter's is whole on every rank. Pairs of ranks share sequences."""
+    prefix = "" if what == "lora" else f"{what} "
+    runs = {size: cases["runs"].get(f"{prefix}{size}") for size in ("one", "two", "four")}
+    for run in filter(None, runs.values()):
+        assert set(run["codes"]) == {0}, run["said"]
+    if what == "full":
+        assert "its share (ZeroRedundancyOptimizer)" in runs["two"]["said"][0]
+        assert "its share (ZeroRedundancyOptimizer)" in runs["four"]["said"][0]
+    if what == "pairs":
+        assert "applied shard-sequence" in runs["four"]["said"][0]
     ours, one = cases[what]["metrics"]
-    assert len(ours) == len(one) > 1
+    assert len(ours) == len(one) == {"lora": 3, "full": 2, "pairs": 1}[what]
     for line, other in zip(ours, one, strict=True):
         cut = ("low_min", "high_max", "padding/fraction", "padding/micro_batches")
         assert not close(line, other, but=cut)
@@ -75,13 +84,30 @@ def test_a_run_has_the_numbers_of_one_rank(cases, what):
     assert cases[what]["weights"] < 1e-12
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_begin_in_the_last_backward_and_are_those_of_one_rank(cases, size):
+    """Also where a gradient changes after its bucket has begun, where a layer is unused, and on a
+    rank without any backward."""
+    found = json.loads((cases["folder"] / f"updates-{size}.json").read_text())["overlapped"]
+    assert [found[name]["begun"] for name in found] == [3, 3]
+    assert [found[name]["stale"] for name in found] == [False, True]
+    assert all(case["apart"] < 1e-12 for case in found.values())
+
+
 @pytest.mark.parametrize(
     ("how", "codes", "words", "saved"),
     [
         ("raise", [1, 1], "rank 1 of 2: reward 'even' raised ValueError('no such judge')", 1),
+        ("full raise", [1, 1], "rank 1 of 2: reward 'even' raised ValueError('no such judge')", 1),
         ("memory", [1, 1], "rank 1 of 2: loss 'toy:tight' (defined at toy.py", 0),
         ("kill 1", [1, -9], "rank 1 of 2: its process is gone (killed, or crashed)", 1),
         ("data", [2, 2], "rank 1 of 2: it has another configuration than rank 0:", None),
+        (
+            "of three",
+            [2, 2],
+            "fxrl.context_parallel=3 lets 3 ranks share each sequence, and 2",
+            None,
+        ),
     ],
 )
 def test_what_ends_one_rank_ends_all_with_one_error(cases, how, codes, words, saved):
@@ -96,6 +122,20 @@ def test_what_ends_one_rank_ends_all_with_one_error(cases, how, codes, words, sa
         assert (folder / f"checkpoints/step-{saved:08d}").is_dir()
         assert f"go on with --resume run_dir={folder.name}" in told
         assert "fxrl-rank-" not in told
+
+
+def test_a_failure_elsewhere_saves_all_parts_of_the_optimizer(cases):
+    path = cases["folder"] / "full-raise/checkpoints/step-00000001/optimizer.pt"
+    saved = torch.load(path, weights_only=True)
+    assert sorted(saved["optimizer"]["state"]) == list(range(len(saved["names"])))
+
+
+def test_a_part_of_the_optimizer_goes_with_its_rank(cases):
+    group = cases["runs"]["full kill 1"]
+    assert group["codes"] == [1, -9]
+    told = group["said"][0]
+    assert "the optimizer's states are on all ranks, of which one is gone" in told
+    assert "go on from the last checkpoint" in told
 
 
 def test_where_rank_0_is_killed_the_next_one_tells(cases):
@@ -118,6 +158,13 @@ def test_a_rank_that_hangs_is_named(cases):
     group = cases["runs"]["late"]
     assert group["codes"] == [0, 0]
     assert set(group["said"]) == {"rank 1 of 2: it lives, and did not come within 0 s\n"}
+
+
+def test_what_waiting_and_sending_cost_is_measured(cases):
+    lines = (cases["folder"] / "several/metrics.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines):
+        assert line["ranks/wait_s"] > 0
+        assert 0 < line["ranks/exposed_s"] < line["step_time"]
 
 
 def test_one_rank_talks(cases):

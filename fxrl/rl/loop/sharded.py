@@ -1,0 +1,54 @@
+"""An optimizer whose states the ranks share out: ZeRO's first stage (arXiv 1910.02054).
+
+Each parameter has one rank that keeps its states and updates it; then it sends the new values to
+the others. That is ``torch.distributed.optim.ZeroRedundancyOptimizer``. Gradients and weights stay
+whole on every rank, so an update does what it does on one rank, to the bit.
+
+Two things are done around it. It sends as soon as its rank is done, so its own step ends by a
+meeting (``fxrl.distributed``, NOTE [Where ranks wait]). And its ``consolidate_state_dict`` and
+``load_state_dict`` hold every rank's states in each GPU's memory: states are read from and loaded
+into ``local_optimizer``, the plain one over a rank's own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxrl.distributed import Ranks
+from fxrl.rl.config.named import make_optimizer
+
+
+def can_share(parameters: Sequence[nn.Parameter], ranks: Ranks) -> bool:
+    """Whether there are ranks to share states with, and ``ZeroRedundancyOptimizer`` takes these
+    parameters: all of one dtype and device."""
+    return ranks.size > 1 and len({(p.dtype, p.device) for p in parameters}) == 1
+
+
+def sharded_optimizer(
+    name: str, parameters: Sequence[nn.Parameter], options: Mapping[str, Any], ranks: Ranks
+) -> torch.optim.Optimizer:
+    """An optimizer of ``torch.optim`` over these parameters, of which each rank has a part.
+
+    Raises:
+        ConfigError: the optimizer refuses its keywords.
+    """
+    # Its module compiles old functional optimizers, which takes a while and warns.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    sharded: Any = make_optimizer(name, parameters, options, ZeroRedundancyOptimizer)
+    sharded.optim.register_step_post_hook(lambda *_: ranks.meet())
+    return sharded  # type: ignore[no-any-return]
+
+
+def local_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """What updates this rank's parameters: of a sharded optimizer its own part."""
+    return getattr(optimizer, "optim", optimizer)  # type: ignore[no-any-return]
+
+
+def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's states with their tensors in host memory."""
+    return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in values.items()}

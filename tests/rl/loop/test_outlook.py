@@ -1,0 +1,61 @@
+"""What a run takes, said ahead: of several ranks the first plans for all, and a refusal is said."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from fxrl import Config, TrainStep
+from fxrl.distributed import Ranks
+from fxrl.errors import PlanError
+from fxrl.planner.budget import Budget, Limits
+from fxrl.planner.target import TARGETS
+from fxrl.rl.loop import outlook
+
+REFUSED = "no plan fits gpu_memory: this batch needs 2.0 GiB at least"
+
+
+def rank(number, said, monkeypatch):
+    """A rank of two, that of the least memory: what is said to all goes into ``said``."""
+    ranks = Ranks(number, 2)
+
+    def broadcast(_, value):
+        if not number:
+            said.append(value)
+        return said[-1]
+
+    other = Limits(TARGETS["h200"], Budget(2**20, 2**10, given=True))
+    monkeypatch.setattr(Ranks, "broadcast", broadcast)
+    monkeypatch.setattr(Ranks, "gather", lambda _, value: [value, other])
+    step = Mock(spec=TrainStep)
+    step.limits.return_value = Limits(TARGETS["h200"], Budget(2**30, 2**30, given=True))
+    step.plan_for.side_effect = PlanError(REFUSED)
+    return SimpleNamespace(
+        ranks=ranks,
+        model=torch.nn.Linear(2, 2),
+        engine=SimpleNamespace(standby=nullcontext),
+        updater=SimpleNamespace(step=step, state_shards=2),
+        old_policy=None,
+        reference=None,
+    )
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_first_rank_plans_for_all_and_a_refusal_ends_nothing(monkeypatch, number):
+    said = [(None, f"PlanError: {REFUSED}")]
+    parts = rank(number, said, monkeypatch)
+    config = SimpleNamespace(
+        fxrl=Config(gpu_memory="1GiB"),
+        prompts_per_step=2,
+        micro_batch_tokens=64,
+        sampling=SimpleNamespace(num_generations=2),
+    )
+    [line] = outlook._update(config, parts, 16)
+    assert line.endswith(f"not planned: PlanError: {REFUSED}")
+    step = parts.updater.step
+    assert step.plan_for.called == (number == 0)
+    [(limits,)] = (call.args for call in step.plan_within.call_args_list)
+    assert {one.budget.gpu_bytes for one in limits} == {2**20, 2**30}
+    assert limits[0].budget.state_shards == 2
