@@ -30,7 +30,7 @@ LAYERS = {
     "inspect": BASE | {"files", "ir", "capture", "planner", "ops", "compile"},
     "losses": BASE,
     "models": BASE | {"files", "ir", "ops"},
-    "engines": BASE | {"kernels"},
+    "engines": BASE | {"kernels", "models", "ops"},
     "integrations": BASE | {"ir", "losses", "engines", "compile"},
     "rl": BASE | {"files", "distributed", "ir", "losses", "models", "engines", "compile"},
 }
