@@ -63,6 +63,7 @@ from fxrl.ops.fp8 import (
     scales_rows,
     why_no_fp8,
 )
+from fxrl.ops.rounded import RoundedWeight
 
 aten, ops = torch.ops.aten, torch.ops.fxrl
 
@@ -129,6 +130,7 @@ class Fp8Lora(Pass[FrozenProduct]):
             of rounding alone is 0.026; more means that values under one scale lie far apart.
         error_of: (place among the graph's inputs, whether it is turned) -> that error; None of a
             weight that is not there.
+        input_at: place among the graph's inputs -> the tensor; None of one that is not there.
         seconds_of: (rows, features in, features out) -> seconds of forward and backward in bf16 and
             in FP8; a product that is not faster stays.
         no_fp8: why the device has no products in FP8; empty where it has.
@@ -142,6 +144,7 @@ class Fp8Lora(Pass[FrozenProduct]):
     least_values: int = 2**10
     error_limit: float = 0.05
     error_of: Callable[[int, bool], float | None] | None = None
+    input_at: Callable[[int], Tensor | None] | None = None
     seconds_of: Callable[[int, int, int], tuple[float, float]] | None = None
     no_fp8: str = ""
 
@@ -164,13 +167,14 @@ class Fp8Lora(Pass[FrozenProduct]):
         """With these weights' errors, and with what their device can do."""
         if not self.enabled:
             return self
+        held = _held(inputs)
+        known = replace(self, input_at=held, error_of=_errors(held, self.recipe))
         devices = (x.device for x in inputs if isinstance(x, Tensor))
         device = next((one for one in devices if one.type not in ("cpu", "meta")), None)
         if device is None:
-            return replace(self, error_of=_errors(inputs, self.recipe))
+            return known
         return replace(
-            self,
-            error_of=_errors(inputs, self.recipe),
+            known,
             seconds_of=partial(measured_seconds, device, self.recipe, self.gradient),
             no_fp8=why_no_fp8(device),
         )
@@ -216,6 +220,11 @@ class Fp8Lora(Pass[FrozenProduct]):
         inputs = site.weight.graph.find_nodes(op="placeholder")
         return self.error_of(inputs.index(site.weight), site.turned)
 
+    def _input(self, node: fx.Node) -> Tensor | None:
+        if self.input_at is None:
+            return None
+        return self.input_at(node.graph.find_nodes(op="placeholder").index(node))
+
     # -- and how
     def rewrite(self, gm: fx.GraphModule, site: FrozenProduct, choice: Choice) -> Applied:
         if (refusal := _illegal(site)) is not None:
@@ -229,6 +238,27 @@ class Fp8Lora(Pass[FrozenProduct]):
         error = "" if (off := self._error(site)) is None else f", off by {off:.3f}"
         how = f"scales by {self.recipe}{error}"
         return Applied(f"weight [{out}, {features}] in FP8, {how}")
+
+    # -- and how eager would
+    def rounded(self, gm: fx.GraphModule) -> list[RoundedWeight]:
+        """Each weight that is multiplied in FP8, as the model has it."""
+        found: dict[fx.Node, RoundedWeight] = {}
+        for path, node in _everywhere(gm, ()):
+            if not is_call(node, ops.fp8_linear.default):
+                continue
+            weight, scale, gradient = (node.args[i] for i in (3, 4, 5))
+            origin = _origin(weight, path)
+            derived = origin.meta.get("derived")
+            if derived is None:
+                source, scales = self._input(origin), self._input(_origin(scale, path))
+                held = None if source is None or scales is None else (source, scales)
+            else:
+                source = self.input_at(derived.place) if self.input_at is not None else None
+                held = None if source is None else derived.make(source.detach())
+            if source is not None and held is not None:
+                turned = derived is not None and derived.make.turned
+                found[origin] = RoundedWeight(source, turned, *held, str(gradient))
+        return [*found.values()]
 
 
 # ---------------------------------------------------------------------------- what there is
@@ -335,18 +365,49 @@ def _illegal(site: FrozenProduct) -> Refusal | None:
     return None
 
 
-def _errors(inputs: Sequence[Any], recipe: Recipe) -> Callable[[int, bool], float | None]:
-    """Errors of weights, each measured when it is asked for; fake ones have none."""
+def _held(inputs: Sequence[Any]) -> Callable[[int], Tensor | None]:
+    """A graph's real inputs by their place, for as long as somebody else holds them."""
     held = [ref(x) if isinstance(x, Tensor) else None for x in inputs]
+
+    def input_at(place: int) -> Tensor | None:
+        known = held[place] if place < len(held) else None
+        found = None if known is None else known()
+        real = found is not None and not found.is_meta and not hasattr(found, "fake_mode")
+        return found if real else None
+
+    return input_at
+
+
+def _errors(
+    input_at: Callable[[int], Tensor | None], recipe: Recipe
+) -> Callable[[int, bool], float | None]:
+    """Errors of weights, each measured when it is asked for."""
 
     @cache
     def error(place: int, turned: bool) -> float | None:
-        known = held[place]
-        weight: Any = known and known()
-        real = weight is not None and not weight.is_meta and not hasattr(weight, "fake_mode")
-        return QuantizeWeight(recipe, turned).error(weight.detach()) if real else None
+        weight = input_at(place)
+        return None if weight is None else QuantizeWeight(recipe, turned).error(weight.detach())
 
     return error
+
+
+def _everywhere(gm: fx.GraphModule, path: Path) -> Iterator[tuple[Path, fx.Node]]:
+    """Every node of the graph, of the bodies that it calls and of the regions, tiles included."""
+    for node in gm.graph.nodes:
+        yield path, node
+        region = region_at(node)
+        inner = body_of(gm, node) if region is None else region.forward
+        if inner is not None:
+            yield from _everywhere(inner, (*path, node))
+
+
+def _origin(value: Any, path: Path) -> fx.Node:
+    """What a value that is handed from graph to graph is in the outermost."""
+    node: fx.Node = value
+    while path and node.op == "placeholder":
+        place = node.graph.find_nodes(op="placeholder").index(node)
+        node, path = _inputs(path[-1])[place], path[:-1]
+    return node
 
 
 # ---------------------------------------------------------------------------- what is done

@@ -30,7 +30,7 @@ LAYERS = {
     "step": BASE | {"ir", "capture", "planner", "ops", "compile", "inspect"},
     "losses": BASE,
     "models": BASE | {"files", "ir", "ops"},
-    "engines": BASE | {"kernels"},
+    "engines": BASE | {"kernels", "models", "ops"},
     "integrations": BASE | {"ir", "losses", "engines", "step"},
     "rl": BASE | {"files", "distributed", "ir", "losses", "models", "engines", "step"},
 }

@@ -37,6 +37,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode as Function
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # tracing, over the fake values as they are
 from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify as maybe_enable_thunkify  # see lower._functional
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op below autograd
 
 SET_GRAD = torch._C._set_grad_enabled  # what a Dynamo graph calls where torch.no_grad begins and ends
 STATIC_INPUT = "_dynamo_static_input_type"  # in an input's "tensor_dict": a module's parameter or buffer

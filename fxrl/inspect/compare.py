@@ -18,6 +18,15 @@ model in float32 (or float64), the truth, and so is eager: the step passes if it
 the truth than twice eager. Eager can be near the truth by luck in one tensor, so its error counts
 as at least its error over all gradients; errors of ``n`` numbers scatter by ``1 / sqrt(n)``, so the
 factor is ``2 (1 + 3 / sqrt(n))``; and one ``eps`` is granted for rounding the result.
+
+NOTE [Which tolerance behind products in FP8]
+Numbers of e4m3 are up to ``u = 2^-3`` apart, relative to the smaller. Two values that differ by
+``d`` of themselves are rounded to different ones with a probability of ``d / u`` at least, and then
+differ by ``u``: so a relative difference ``d`` becomes ``sqrt(d / u) u = sqrt(u d)`` as a root
+mean square, however small it was: 1e-4 for one ``eps`` of float32. Reference and step round alike
+(``_References`` in ``verify``), so this, and no 3 % for each product, is what two correct runs
+differ by; it replaces the tolerance, and the ``eps`` that is granted for rounding the result. What
+it grows to in further products the wider run tells, which float32 therefore has here, too.
 """
 
 from __future__ import annotations
@@ -38,6 +47,7 @@ from fxrl.inspect.evaluate import Outcome
 from fxrl.ir.table import cell, open_table, plain_text
 
 _CANCELLATION = {"loss": 4.0, "gradient": 16.0}
+_E4M3 = 2.0**-3  # the largest distance of its numbers, relative to the smaller
 _FLOAT64 = {"loss": 1e-9, "gradient": 1e-7}
 _SCATTER = 3.0  # standard deviations by which the error of few numbers may scatter
 _FACTOR = 2.0  # how much further from the truth than eager the step may be
@@ -52,11 +62,13 @@ class Tolerances:
         dtype: what the model computes in.
         depth: ``D``, leaf modules run.
         terms: ``K``, terms of the longest reduction.
+        rounded: products are in FP8, on both sides.
     """
 
     dtype: torch.dtype
     depth: int
     terms: int
+    rounded: bool = False
 
     def at(self, dtype: torch.dtype) -> Tolerances:
         """The same for a value whose own ``dtype`` is coarser than what the model computes in."""
@@ -70,7 +82,14 @@ class Tolerances:
         accumulate = torch.finfo(torch.float32).eps
         paths = self.eps * math.sqrt(max(self.depth, 1))
         sums = accumulate * math.sqrt(max(self.terms, 1))
-        return 2 * (paths + _CANCELLATION[kind] * sums)
+        return self._grown(2 * (paths + _CANCELLATION[kind] * sums))
+
+    def of_result(self, kind: str) -> float:
+        """What rounding the result is granted."""
+        return min(self._grown(self.eps), self.of(kind))
+
+    def _grown(self, difference: float) -> float:
+        return max(difference, math.sqrt(_E4M3 * difference)) if self.rounded else difference
 
     @property
     def eps(self) -> float:
@@ -184,7 +203,7 @@ class _Judge:
         tolerances = self._tolerances.at(value.dtype)
         if not measured:
             return tolerances.of(self._kind)
-        rounding = min(tolerances.eps, tolerances.of(self._kind))
+        rounding = tolerances.of_result(self._kind)
         scatter = 1 + _SCATTER / math.sqrt(max(value.numel(), 1))
         return _FACTOR * scatter * max(measured) + rounding
 

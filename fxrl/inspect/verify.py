@@ -11,7 +11,8 @@ and Hildebrandt, IEEE Trans. Softw. Eng. 28(2), 2002): one wrong site among ``n`
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, get_args
 
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fxrl.errors import ConfigError, VerificationError
 from fxrl.inspect.compare import Tolerances, VerifyReport, compare
+from fxrl.inspect.emulate import Emulation
 from fxrl.inspect.evaluate import (
     EvaluationError,
     LossFn,
@@ -33,6 +35,7 @@ from fxrl.inspect.evaluate import (
     named_trainable,
     watch_precision,
 )
+from fxrl.ir.capture_record import Capture
 
 Reference = Literal["auto", "eager", "float32", "float64"]
 Rewrite = tuple[str, str]
@@ -67,13 +70,16 @@ def verify_step(
     if reference not in get_args(Reference):
         raise ConfigError(f"reference={reference!r} is not one of {', '.join(get_args(Reference))}")
     params = named_trainable(model, loss_fn)
-    eager, precision = _evaluate_eager(model, loss_fn, params, batch)
-    truth, used, notes = _reference_run(model, loss_fn, batch, reference, eager, precision)
-    tolerances = Tolerances(precision.dtype, precision.calls, _longest_reduction(params, batch))
+    known = _References(model, loss_fn, params, batch, reference)
+    eager = known.under(())[0]  # which says first whether the user's own code runs
+    notes: list[str] = []
 
     def judge(candidate: Step) -> VerifyReport:
-        rows = compare(evaluate(candidate, model, params, batch), eager, truth, tolerances)
-        return VerifyReport(all(row.ok for row in rows), rows, (), used, tuple(notes))
+        ours = evaluate(candidate, model, params, batch)
+        running = [one for one in getattr(candidate, "captures", ()) if one.running]
+        eager, truth, used, told, tolerances = known.under(running)
+        rows = compare(ours, eager, truth, tolerances)
+        return VerifyReport(all(row.ok for row in rows), rows, (), used, told)
 
     try:
         report = judge(step)
@@ -89,7 +95,47 @@ def verify_step(
             "verify again with dropout 0 or model.eval()"
         )
     blame, why = ((), "") if report.ok else _search(judge, step)
-    return replace(report, blame=blame, notes=(*notes, *([why] if why else [])))
+    return replace(report, blame=blame, notes=(*report.notes, *notes, *([why] if why else [])))
+
+
+_Reference = tuple[Outcome, Outcome | None, str, tuple[str, ...], Tolerances]
+
+
+@dataclass
+class _References:
+    """What a step is compared with: the loss as it is written, under the roundings of the step.
+
+    NOTE [Why the reference rounds too]: products in FP8 are other numbers than those that were
+    asked for, by as much as a mistake would make. Whether they are the numbers that FP8 gives, only
+    a run tells that rounds what the step rounds (``Emulation``), in eager and in a wider dtype.
+    """
+
+    model: nn.Module
+    loss_fn: LossFn
+    params: dict[str, Tensor]
+    batch: Any
+    asked: Reference
+    known: dict[frozenset[Rewrite], _Reference] = field(default_factory=dict)
+
+    def under(self, captures: Sequence[Capture]) -> _Reference:
+        """Eager, the wider run if there is one, its name, notes, and tolerances."""
+        weights = [weight for one in captures for weight in one.rounded()]
+        key = frozenset(pair for one in captures for pair in one.rewrites if weights)
+        if key not in self.known:
+            with Emulation(weights) if weights else nullcontext():
+                self.known[key] = self._run(bool(weights))
+        return self.known[key]
+
+    def _run(self, rounded: bool) -> _Reference:
+        model, loss_fn, batch = self.model, self.loss_fn, self.batch
+        eager, precision = _evaluate_eager(model, loss_fn, self.params, batch)
+        wider = _reference_run(model, loss_fn, batch, self.asked, eager, precision, rounded)
+        truth, used, notes = wider
+        if rounded:
+            used = f"{used}, rounded as the step is"
+        terms = _longest_reduction(self.params, batch)
+        tolerances = Tolerances(precision.dtype, precision.calls, terms, rounded)
+        return eager, truth, used, tuple(notes), tolerances
 
 
 def _search(judge: Callable[[Step], VerifyReport], step: Any) -> tuple[tuple[str, ...], str]:
@@ -136,14 +182,17 @@ def _reference_run(
     reference: Reference,
     eager: Outcome,
     precision: Precision,
+    rounded: bool,
 ) -> tuple[Outcome | None, str, list[str]]:
     """The wider run if there is one, the name of what is compared with, and notes."""
-    if reference == "eager" or (reference == "auto" and precision.dtype not in _HALF):
+    wanted = (*_HALF, torch.float32) if rounded else _HALF
+    if reference == "eager" or (reference == "auto" and precision.dtype not in wanted):
         return None, "eager", []
     if reference == "auto" and eager.drew_random:
         note = "random numbers may depend on the dtype, so there is no wider reference"
         return None, "eager", [note]
-    used = "float32" if reference == "auto" else reference
+    auto = "float32" if precision.dtype in _HALF else "float64"
+    used = auto if reference == "auto" else reference
     if torch.finfo(precision.dtype).eps <= torch.finfo(getattr(torch, used)).eps:
         return None, "eager", [f"{used} is no wider than {precision.dtype}, so eager is as good"]
     try:

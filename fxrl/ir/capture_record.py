@@ -70,6 +70,12 @@ class Capture:
         outer = () if self.rewritten is None else self.rewritten.rewrites
         return (*outer, *self.body_rewrites)
 
+    def rounded(self) -> list[Any]:
+        """The weights whose products this graph rounds (``Pass.rounded``)."""
+        if not self.running or self.pipeline is None or self.rewritten is None:
+            return []
+        return [one for made in self.pipeline.passes for one in made.rounded(self.rewritten.gm)]
+
     def replay(self, watch: Callable[[str, fx.GraphModule, Report], None]) -> None:
         """Run the passes again and show each one's graph: they are pure, so it is what ran."""
         if self.lowered is not None and self.pipeline is not None:

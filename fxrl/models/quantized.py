@@ -1,62 +1,112 @@
-"""Frozen Linears that hold their weight in 8 or 4 bits, once."""
+"""Frozen Linears that hold their weight in 8 or 4 bits, once: read as stored, or quantised here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
+from fxrl.models.checkpoint import CheckpointTensors, build_skeleton, owner_of, parameter_groups
 from fxrl.models.hf import ModelError
+from fxrl.models.stored import (
+    WEIGHTS,
+    Stored,
+    config_of,
+    is_stored,
+    read_stored,
+    stored_format,
+    to_store,
+)
 from fxrl.ops.dequantized import FORMATS, GROUP, Format, dequantized_mm, quantized
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(nn.Linear):
     """``x weight^T + bias`` with a weight that is widened a part at a time.
 
-    Attributes:
-        values, scale: the weight, as ``fxrl.ops.dequantized`` has it.
+    Its ``state_dict`` has the names and bytes that a checkpoint would (``fxrl.models.stored``): a
+    model that was read so is saved so, by whatever saves it.
+
+    NOTE [Why a subclass of nn.Linear]: PEFT puts a LoRA beside what is one, and asks for
+    ``compute_dtype`` where the weight's own dtype is none for an adapter.
+
+    Args:
+        weight, scale: as ``fxrl.ops.dequantized`` has them; kept as views.
         format: ``"fp8"``, ``"int4"`` or ``"nf4"``.
+        bias: [out], or None.
+        compute_dtype: what adapters take as the base's dtype.
+        stored: what the checkpoint has beside the weight, which is saved as it is.
     """
 
-    values: Tensor
-    scale: Tensor
+    weight_scale: nn.Parameter
 
-    def __init__(self, linear: nn.Linear, format: Format) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.format, self.bias = format, linear.bias
-        values, scale = quantized(linear.weight.detach(), format)
-        self.register_buffer("values", values)
-        self.register_buffer("scale", scale)
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        format: Format,
+        bias: nn.Parameter | None = None,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        stored: Stored | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would allocate and draw a weight
+        self.out_features, self.in_features = weight.shape
+        if format != "fp8":
+            self.in_features *= 2
+        self.format, self.compute_dtype, self.stored = format, compute_dtype, dict(stored or {})
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.register_parameter("bias", bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features], in x's dtype."""
-        rows = x.reshape(-1, self.in_features)
-        made: Tensor = dequantized_mm(rows, [self.values, self.scale], self.format, False)
-        made = made.view(*x.shape[:-1], self.out_features)
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features], in the input's dtype."""
+        rows = input.reshape(-1, self.in_features)
+        made: Tensor = dequantized_mm(rows, [self.weight, self.weight_scale], self.format, False)
+        made = made.view(*input.shape[:-1], self.out_features)
         return made if self.bias is None else made + self.bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the weight with the model; a cast of the model leaves its dtypes alone."""
-        held = dict(self._buffers)
+        held = {name: self._parameters.pop(name) for name in ("weight", "weight_scale")}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, before in held.items():
-            after = self._buffers[name]
-            if before is not None and after is not None and before.dtype != after.dtype:
-                self._buffers[name] = before.to(after.device)
+        for name, parameter in held.items():
+            assert parameter is not None
+            moved = fn(parameter.detach())
+            if moved.dtype != parameter.dtype:
+                moved = parameter.detach().to(moved.device)
+            same = moved.data_ptr() == parameter.data_ptr() and moved.device == parameter.device
+            kept = parameter if same else nn.Parameter(moved, requires_grad=False)
+            self.register_parameter(name, kept)
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight, scale = (destination.pop(f"{prefix}{name}") for name in ("weight", "weight_scale"))
+        for name, tensor in to_store(weight, scale, self.format, self.stored).items():
+            destination[f"{prefix}{name}"] = tensor
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        stored = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
+        if is_stored(stored):
+            shape = torch.Size((self.out_features, self.in_features))
+            weight, scale = read_stored(stored, shape, self.format)
+            state_dict = {f"{prefix}weight": weight, f"{prefix}weight_scale": scale}
+            if "bias" in stored:
+                state_dict[f"{prefix}bias"] = stored["bias"]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         """Sizes and format, as ``print(model)`` shows them."""
-        return f"{self.in_features}, {self.out_features}, format={self.format!r}"
+        return f"{super().extra_repr()}, format={self.format!r}"
 
 
 def quantize(model: nn.Module, format: Format) -> nn.Module:
     """Replace each frozen ``nn.Linear`` of a model, one at a time, by one that holds 8 or 4 bits.
 
     A layer's weight in more goes as soon as its values are made. The output layer stays, and so
-    does what is trained; call it behind ``lora``, which wants the Linears as they were.
+    does what is trained. ``load_model`` does it while it reads.
 
     Args:
         model: changed in place.
@@ -66,18 +116,133 @@ def quantize(model: nn.Module, format: Format) -> nn.Module:
     Raises:
         ModelError: no such format, or a Linear's inputs are no multiple of 64, in 4 bits.
     """
+    check_format(format)
+    for path, child in linears_of(model):
+        if not child.weight.requires_grad:
+            _check_columns(path, child, format)
+            values = quantized(child.weight.detach(), format)
+            _put(model, path, QuantizedLinear(*values, format, child.bias, child.weight.dtype))
+    return model
+
+
+def check_format(format: str) -> None:
+    """Raises ``ModelError`` for what is none of ``FORMATS``."""
     if format not in FORMATS:
         raise ModelError(f"quantization={format!r} is not one of {', '.join(map(repr, FORMATS))}")
+
+
+def linears_of(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The plain Linears of a model but its output layer, by path."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for path, module in list(model.named_modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is not nn.Linear or child is head or child.weight.requires_grad:
-                continue
-            if format != "fp8" and child.in_features % GROUP:
-                where = f"{path}.{name}".removeprefix(".")
-                raise ModelError(
-                    f"{where} has {child.in_features} inputs; {format} takes multiples of {GROUP}; "
-                    "use 'fp8'"
-                )
-            setattr(module, name, QuantizedLinear(child, format))
-    return model
+        if type(module) is nn.Linear and module is not head:
+            yield path, module
+
+
+def _check_columns(path: str, linear: nn.Linear, format: Format) -> None:
+    if format != "fp8" and linear.in_features % GROUP:
+        raise ModelError(
+            f"{path} has {linear.in_features} inputs; {format} takes multiples of {GROUP}; "
+            "use 'fp8'"
+        )
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, name = owner_of(model, path)
+    setattr(parent, name, module)
+
+
+# ---------------------------------------------------------------------------- from a checkpoint
+def load_quantized(
+    folder: Path,
+    format: Format | None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """The model of a checkpoint, its Linears in 8 or 4 bits.
+
+    What the checkpoint holds so is read as it is; else each Linear is quantised when it is read, so
+    that the host never has more than what is made and a Linear in full.
+
+    Args:
+        folder: with ``config.json`` and safetensors.
+        format: to quantise in; None where the checkpoint is quantised.
+        dtype: of what stays; None is the checkpoint's.
+        device: of the model.
+
+    Returns:
+        The model in eval mode.
+
+    Raises:
+        ModelError: the checkpoint is quantised otherwise, or something of it is not read.
+    """
+    model: Any = build_skeleton(folder, dtype)
+    held = stored_format(quantization_of(model.config))
+    if held is not None and format not in (None, held):
+        raise ModelError(
+            f"model {str(folder)!r} is quantised already, as {held}: quantization={format!r} needs "
+            f"the checkpoint in bf16; leave it out, or set {held!r}"
+        )
+    checkpoint = CheckpointTensors(folder, model)
+    if held is not None:
+        _take_stored(model, checkpoint, held, device)
+    elif format is not None:
+        check_format(format)
+        _take_quantized(model, checkpoint, format, device)
+    for names in parameter_groups(model):
+        owner, name = owner_of(model, names[0])
+        empty = getattr(owner, name)
+        if not empty.is_meta:
+            continue
+        tensor = checkpoint.get(names, empty.shape).to(device, empty.dtype, copy=True)
+        parameter = nn.Parameter(tensor)
+        for alias in names:
+            owner, name = owner_of(model, alias)
+            setattr(owner, name, parameter)
+    checkpoint.fill_buffers()
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """A configuration's ``quantization_config`` as a dictionary; None where there is none."""
+    found: Any = getattr(config, "quantization_config", None)
+    return found.to_dict() if hasattr(found, "to_dict") else found  # type: ignore[no-any-return]
+
+
+def _take_quantized(
+    model: Any, checkpoint: CheckpointTensors, format: Format, device: torch.device | str
+) -> None:
+    chosen = dict(linears_of(model))
+    for path, linear in chosen.items():
+        _check_columns(path, linear, format)
+        dtype = linear.weight.dtype
+        weight = checkpoint.get([f"{path}.weight"], linear.weight.shape).to(device, dtype)
+        made = QuantizedLinear(*quantized(weight, format), format, linear.bias, dtype)
+        _put(model, path, made)
+    note_format(model, format)
+
+
+def note_format(model: Any, format: Format) -> None:
+    """Writes into a model's configuration what ``save_pretrained`` shall say of its Linears."""
+    wide = [path for path, module in model.named_modules() if type(module) is nn.Linear]
+    model.config.quantization_config = config_of(format, wide)
+
+
+def _take_stored(
+    model: Any, checkpoint: CheckpointTensors, format: Format, device: torch.device | str
+) -> None:
+    linears = {path: m for path, m in model.named_modules() if type(m) is nn.Linear}
+    for path, linear in linears.items():
+        stored = checkpoint.beside(path)
+        stored.pop("bias", None)
+        if not is_stored(stored):
+            continue
+        try:
+            values, scale = read_stored(stored, linear.weight.shape, format)
+        except ValueError as error:
+            raise ModelError(f"checkpoint {str(checkpoint.folder)!r}: {path}: {error}") from error
+        kept = {name: tensor for name, tensor in stored.items() if name not in WEIGHTS}
+        made = QuantizedLinear(
+            values.to(device), scale.to(device), format, linear.bias, linear.weight.dtype, kept
+        )
+        _put(model, path, made)

@@ -29,8 +29,10 @@ FORMATS: tuple[Format, ...] = ("fp8", "int4", "nf4")
 GROUP = 64
 #: Entries of a weight that are widened at a time: 32 MiB in float32.
 _TILE = 2**23
+#: And that are quantised at a time.
+_PART = 2**20
 # fmt: off
-_NF4 = (
+NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -42,21 +44,31 @@ _NF4 = (
 def quantized(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Values and scales of a weight [N, K]; FP8 with a scale for each output row.
 
+    Takes some rows at a time: beside the result, little is alive in float32.
+
     Raises:
         ValueError: K is no multiple of what shares a scale, in 4 bits.
     """
+    columns = weight.shape[1]
+    if format != "fp8" and columns % GROUP:
+        raise ValueError(f"a weight of {columns} columns is no multiple of {GROUP}")
+    step = max(1, _PART // max(1, columns))
+    parts = [_quantized(rows, format) for rows in torch.split(weight, step)]
+    values, scales = zip(*parts, strict=True)
+    return torch.cat(values), torch.cat(scales)
+
+
+def _quantized(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     if format == "fp8":
         return quantized_weight(weight, "row")
     rows, columns = weight.shape
-    if columns % GROUP:
-        raise ValueError(f"a weight of {columns} columns is no multiple of {GROUP}")
     groups = weight.float().view(rows, -1, GROUP)
     most = groups.abs().amax(2)
     if format == "int4":
         scale = most / 7
         codes = (groups / scale.clamp_min(2.0**-100)[..., None]).round().clamp(-8, 7) + 8
     else:
-        scale, table = most, torch.tensor(_NF4, device=weight.device)
+        scale, table = most, torch.tensor(NF4, device=weight.device)
         between = (table[1:] + table[:-1]) / 2
         codes = torch.bucketize(groups / scale.clamp_min(2.0**-100)[..., None], between)
     codes = codes.to(torch.uint8).view(rows, columns)
@@ -73,7 +85,7 @@ def widened(weight: Sequence[Tensor], format: str, dtype: torch.dtype) -> Tensor
     if format == "int4":
         numbers = codes.to(wide) - 8
     else:
-        numbers = torch.tensor(_NF4, dtype=wide, device=values.device)[codes.int()]
+        numbers = torch.tensor(NF4, dtype=wide, device=values.device)[codes.int()]
     groups = numbers.view(*scale.shape, GROUP).mul_(scale[..., None])
     return groups.view(codes.shape).to(dtype)
 

@@ -32,7 +32,7 @@ that the forward used. A weight with scales by block cannot do this, and takes `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -125,6 +125,47 @@ def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
         if scale.shape[dim] not in (1, shape[dim]):
             scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, shape[dim])
     return scale
+
+
+def read_scale(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """What a tensor of scales beside a weight [N, K] means, judged by its shape.
+
+    Args:
+        scale: one number, [N] or [N, 1], or [ceil(N / 128), ceil(K / 128)].
+
+    Returns:
+        float32 [1, 1], [N, 1] or as it is; a view of what is float32.
+
+    Raises:
+        ValueError: it is none of these, in words that begin "its scales".
+    """
+    rows, columns = shape
+    if scale.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"its scales are {scale.dtype}, not float32")
+    wide = scale.float()
+    if scale.numel() == 1:
+        return wide.reshape(1, 1)
+    if scale.numel() == rows and scale.shape[0] == rows:
+        return wide.reshape(rows, 1)
+    blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+    if tuple(scale.shape) == blocks:
+        return wide
+    raise ValueError(
+        f"its scales have shape {list(scale.shape)}, which is neither one, nor one a row, nor "
+        f"{list(blocks)} blocks of {[BLOCK, BLOCK]}"
+    )
+
+
+def scale_of_rows(scale: Tensor, whole: int, start: int, length: int) -> Tensor:
+    """Scales of ``length`` rows from row ``start`` of a weight of ``whole`` rows: a view, but where
+    the rows begin inside a block; there each row has its own."""
+    if scale.shape[0] == 1:
+        return scale
+    if scale.shape[0] == whole:
+        return scale.narrow(0, start, length)
+    if start % BLOCK == 0:
+        return scale.narrow(0, start // BLOCK, -(-length // BLOCK))
+    return scale.repeat_interleave(BLOCK, 0).narrow(0, start, length)
 
 
 def quantized_rows(x: Tensor, factor: Tensor | None, block: int) -> tuple[Tensor, Tensor]:

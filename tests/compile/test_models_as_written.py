@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxrl.compile.step import optimize
+from fxrl.step import optimize
 from fxrl.ir.on_miss import open_misses
 from tests.capture.mixer import (
     CONFIG,

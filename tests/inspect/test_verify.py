@@ -468,7 +468,9 @@ class FakeStep:
         self.captures = ()
 
     def __call__(self, batch):
-        self.captures = (SimpleNamespace(running=True, rewrites=[("p", site) for site in "abc"]),)
+        self.captures = (
+            SimpleNamespace(running=True, rounded=list, rewrites=[("p", site) for site in "abc"]),
+        )
         loss, metrics = chunked(self.model, batch)
         active = self.wrong - self.disabled
         if active and self.error:

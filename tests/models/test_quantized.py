@@ -64,7 +64,7 @@ def frozen(format):
     quantize(model, format)
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
-            weight = widened([module.values, module.scale], format, torch.float64)
+            weight = widened([module.weight, module.weight_scale], format, torch.float64)
             twin.get_submodule(name).weight.data.copy_(weight)
     assert sum(isinstance(m, QuantizedLinear) for m in model.modules()) == 14
     return model, twin
@@ -114,12 +114,12 @@ def test_the_backward_keeps_no_weight_in_full():
 def test_casting_and_moving_a_model_leave_the_weight_alone():
     model, _ = frozen("fp8")
     layer = next(m for m in model.modules() if isinstance(m, QuantizedLinear))
-    before = layer.values, layer.scale
+    before = layer.weight, layer.weight_scale
     model.to(torch.bfloat16)
-    assert (layer.values.dtype, layer.scale.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert (layer.weight.dtype, layer.weight_scale.dtype) == (torch.float8_e4m3fn, torch.float32)
     assert all(
         torch.equal(a.float(), b.float())
-        for a, b in zip(before, (layer.values, layer.scale), strict=True)
+        for a, b in zip(before, (layer.weight, layer.weight_scale), strict=True)
     )
 
 

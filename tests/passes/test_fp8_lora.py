@@ -33,9 +33,9 @@ def _fresh():
     torch._dynamo.reset()
 
 
-def gated(layers=2, **options):
+def gated(layers=2, width=32, wide=48, **options):
     """Frozen layers of width 32 with adapters beside the MLP's projections."""
-    model = make_stack(layers, block=GatedBlock, width=32, wide=48, **options)
+    model = make_stack(layers, block=GatedBlock, width=width, wide=wide, **options)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in (".a.", ".b.", "embed", "head")))
     return model

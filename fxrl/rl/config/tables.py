@@ -87,7 +87,9 @@ class ModelConfig(Table):
         lora: adapter; ``none`` trains all weights.
         quantization: bits of the frozen weights under the adapter, for ``engine = "torch"``: e4m3
             (``fp8``, whose products run in FP8 where ``fxrl.precision`` is ``fp8``), ``int4`` or
-            ``nf4``. They are held once, and widened a part at a time where they are multiplied.
+            ``nf4``. Each is quantised when it is read, held once, and widened a part at a time
+            where it is multiplied. A checkpoint in FP8, int4 (compressed-tensors) or NF4
+            (bitsandbytes) is loaded as it is without this.
     """
 
     id: str | nn.Module

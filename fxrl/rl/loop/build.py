@@ -23,7 +23,7 @@ from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.losses import completion_logits, loss_info, token_stats
 from fxrl.losses.own_code import load_function
-from fxrl.models import load_model, lora, quantize
+from fxrl.models import ModelError, QuantizedLinear, load_model, lora, quantize
 from fxrl.models.hf import train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.callbacks import Events
@@ -192,8 +192,15 @@ def build_parts(
             model, tokenizer = wanted.id.to(device), questions.builder.tokenizer
         else:
             with reporter.stage(f"loading {what}") as say:
+                # Random weights are written down in full first, for whoever loads the adapter.
+                bits = None if _is_only_here(wanted) else wanted.quantization
                 model, tokenizer = load_model(
-                    wanted.id, wanted.dtype, device, seed=config.seed, on_progress=say
+                    wanted.id,
+                    wanted.dtype,
+                    device,
+                    seed=config.seed,
+                    quantization=bits,
+                    on_progress=say,
                 )
         if wanted.lora is not None and _is_only_here(wanted):
             write_model(model, tokenizer, made)  # what loads the adapter must find its base model
@@ -314,6 +321,11 @@ def _is_only_here(wanted: ModelConfig) -> bool:
 def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
     """With its adapter and checkpointing, in train mode."""
     wanted = config.model
+    if wanted.lora is None and any(isinstance(m, QuantizedLinear) for m in model.modules()):
+        raise ModelError(
+            f"model.id={wanted.name!r} holds its Linears in 8 or 4 bits, which cannot be trained; "
+            "add [model.lora], or give the checkpoint in bf16"
+        )
     if wanted.lora is not None:
         base: Any = model  # its name goes into the adapter's configuration
         place = made if _is_only_here(wanted) else Path(base.name_or_path or wanted.name)

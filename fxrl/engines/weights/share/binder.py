@@ -27,19 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
-from fxrl.engines.weights.share.checkpoint import (
-    CheckpointTensors,
-    build_skeleton,
-    owner_of,
-    parameter_groups,
-)
-from fxrl.engines.weights.share.fp8 import (
-    FP8_DTYPES,
-    Fp8Linear,
-    find_scale,
-    logical,
-    why_not_quantized,
-)
+from fxrl.engines.weights.share.fp8 import FP8_DTYPES, find_scale, logical, why_not_quantized
 from fxrl.engines.weights.share.layout import (
     LayoutPlanner,
     Placement,
@@ -47,6 +35,8 @@ from fxrl.engines.weights.share.layout import (
     equal_bits,
     find_by_content,
 )
+from fxrl.models import ModelError, QuantizedLinear
+from fxrl.models.checkpoint import CheckpointTensors, build_skeleton, owner_of, parameter_groups
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +53,8 @@ def share(
 
     Every shared parameter is compared with the checkpoint, byte for byte; what differs or finds no
     place gets a storage of its own, filled from the checkpoint, and the report says why. Linear
-    layers that vLLM has quantized to FP8 become ``Fp8Linear`` over vLLM's values and scales, if
-    those are the checkpoint's rounded.
+    layers that vLLM has in FP8 become a ``QuantizedLinear`` over vLLM's values and scales, if those
+    are the checkpoint's rounded.
 
     Args:
         vllm_model: the ``nn.Module`` inside vLLM, unsharded, weights loaded and resident.
@@ -89,14 +79,17 @@ def share(
             f"checkpoint {str(checkpoint_dir)!r}: no such folder; shared weights need the folder "
             "that vLLM has loaded (load_format='dummy' leaves nothing to compare with)"
         )
-    with building or nullcontext():
-        model = build_skeleton(folder, dtype)
-        checkpoint = CheckpointTensors(folder, model)
-        binder = WeightBinder(vllm_model, model, checkpoint, torch.device(device))
-        binder.bind_all()
+    try:
+        with building or nullcontext():
+            model = build_skeleton(folder, dtype)
+            checkpoint = CheckpointTensors(folder, model)
+            binder = WeightBinder(vllm_model, model, checkpoint, torch.device(device))
+            binder.bind_all()
+    except ModelError as error:
+        raise EngineError(f"sharing vLLM's weights: {error}") from error
     model.to(device)  # buffers; every parameter is there already, so none moves
     warnings = derived_tensors(vllm_model)
-    if any(isinstance(module, Fp8Linear) for module in model.modules()):
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
         warnings.append("FP8 weights are frozen: only what stayed wider can be trained, or a LoRA")
     report = SharingReport(
         rows=tuple(binder.rows),
@@ -281,6 +274,13 @@ class SharingReport:
         return out.getvalue().rstrip()
 
 
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    path, _, leaf = name.rpartition(".")
+    value = getattr(module.get_submodule(path), leaf)
+    assert isinstance(value, Tensor)
+    return value
+
+
 def _any_layer(reason: str) -> str:
     return re.sub(r"\.\d+(?=\.)", ".*", reason)
 
@@ -322,7 +322,7 @@ class WeightBinder:
             module, attribute = owner_of(self.model, names[0])
             if getattr(module, attribute).is_meta:
                 self._bind(names, why_no_fp8.get(names[0], ""))
-        self._fill_buffers()
+        self.checkpoint.fill_buffers()
 
     def _bind(self, names: tuple[str, ...], why_no_fp8: str) -> None:
         module, attribute = owner_of(self.model, names[0])
@@ -397,7 +397,7 @@ class WeightBinder:
         return ""
 
     def _bind_fp8(self, path: str) -> str:
-        """Makes a linear layer an ``Fp8Linear`` if vLLM has its weight in FP8; why not, if so."""
+        """Makes a linear layer quantized if vLLM has its weight in FP8; why not, if so."""
         name = f"{path}.weight"
         place = next(iter(self.plan[name].placements), None)
         if self.packed or place is None or self.tensors[place.name].dtype not in FP8_DTYPES:
@@ -414,7 +414,7 @@ class WeightBinder:
             return why
         if why := why_not_quantized(view, scale, reference):
             return f"vLLM's {place.name}: {why}"
-        module = Fp8Linear(view, scale, linear.bias, linear.weight.dtype).eval()
+        module = QuantizedLinear(view, scale, "fp8", linear.bias, linear.weight.dtype).eval()
         parent, _, child = path.rpartition(".")
         setattr(self.model.get_submodule(parent), child, module)
         self._record((name,), module, "weight", place, module.weight)
@@ -436,21 +436,18 @@ class WeightBinder:
         )
         self.rows.append(SharingRow(names[0], place.name, nbytes, True, place.how, names[1:]))
 
-    def _record_scale(self, name: str, vllm_name: str, module: Fp8Linear, place: Placement) -> None:
+    def _record_scale(
+        self, name: str, vllm_name: str, module: QuantizedLinear, place: Placement
+    ) -> None:
         def view(_: Tensor) -> Tensor:
             weight = logical(self.vllm_model.get_parameter(place.name))
             found = find_scale(self.vllm_model, weight, place)
-            return module.weight_scale.new_empty(0) if isinstance(found, str) else found[1].values
+            return module.weight_scale.new_empty(0) if isinstance(found, str) else found[1]
 
-        values = module.weight_scale
-        self.bindings.append(Binding(name, module, "weight_scale", vllm_name, view))
-        self.rows.append(SharingRow(name, vllm_name, values.nbytes, True, "FP8 scales"))
-
-    def _fill_buffers(self) -> None:
-        """Persistent buffers (routing biases) are small, and the checkpoint's values count."""
-        kept = self.model.state_dict().keys()
-        for name, value in self.model.named_buffers():
-            if name in kept and not name.endswith(".weight_scale"):
-                stored = self.checkpoint.find_buffer(name)
-                if stored is not None and stored.shape == value.shape:
-                    value.copy_(stored)
+        scale, owner = module.weight_scale, _tensor(self.vllm_model, vllm_name)
+        how = "FP8 scales"
+        if scale.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr():
+            self.bindings.append(Binding(name, module, "weight_scale", vllm_name, view))
+        else:
+            how += ", spread over rows that begin inside a block"
+        self.rows.append(SharingRow(name, vllm_name, scale.nbytes, True, how))

@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxrl.engines.engine import EngineError
 from fxrl.engines.weights.share.binder import SharingError, share
-from fxrl.engines.weights.share.fp8 import Fp8Linear, dequantize
 from fxrl.engines.weights.share.layout import find_by_content
-from fxrl.models import lora
+from fxrl.models import QuantizedLinear, lora
+from fxrl.ops.fp8 import dequantized
 from tests.engines.weights.share.fake_vllm import (
     checkpoint,
     fake_vllm,
@@ -261,14 +261,17 @@ def test_fp8(tmp_path, quantize):
     fake = fake_vllm(original, quantize=quantize)
     model, report = bound(tmp_path, fake)
     assert report.complete, str(report)
-    assert storages(model) <= storages(fake)
-    layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
+    apart = storages(model) - storages(fake)
+    scales = [p for n, p in model.named_parameters() if n.endswith("weight_scale")]
+    assert apart <= {scale.untyped_storage().data_ptr() for scale in scales}
+    assert not apart or quantize is per_block, "rows that begin inside a block have scales each"
+    layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
     assert len(layers) == 2 * 7
     for name, module in model.named_modules():
-        if isinstance(module, Fp8Linear):
+        if isinstance(module, QuantizedLinear):
             exact = original.get_submodule(name).weight.detach().float()
             error = (
-                dequantize(module.weight, module.scale, torch.float32) - exact
+                dequantized(module.weight, module.weight_scale, torch.float32) - exact
             ).norm() / exact.norm()
             assert 0.005 < error < 0.04, name
     assert model.lm_head.weight.dtype == torch.bfloat16
@@ -289,7 +292,7 @@ def test_broken_fp8_scales_are_found(tmp_path):
     fake = fake_vllm(checkpoint(tmp_path), quantize=per_channel)
     model, report = bound(tmp_path, fake)
     layer = model.model.layers[0].self_attn.k_proj
-    layer.weight_scale = layer.weight_scale.clone()
+    layer.weight_scale = torch.nn.Parameter(layer.weight_scale.clone(), requires_grad=False)
     with pytest.raises(SharingError, match=r"k_proj\.weight_scale: lies in another storage"):
         report.verify_again()
 
@@ -323,7 +326,7 @@ def test_an_fp8_checkpoint(tmp_path):
     model, report = bound(tmp_path, fake_vllm(original))  # a vLLM that has dequantized it
     assert "model.layers.1.mlp.up_proj.weight" in report.copied
     close = model.model.layers[1].mlp.up_proj.weight.detach()
-    torch.testing.assert_close(close, dequantize(layer.weight, layer.scale, layer.compute_dtype))
+    torch.testing.assert_close(close, dequantized(layer.weight, layer.weight_scale, torch.bfloat16))
     del stored["model.layers.1.mlp.up_proj.weight_scale_inv"]
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(EngineError, match=r"up_proj\.weight' is FP8 and it has no scales"):
@@ -370,6 +373,6 @@ def test_fp8_that_is_not_the_checkpoint_is_copied(tmp_path, spoil, reason):
     assert len(copied) == 2 * 7
     assert report.copied == tuple(row.name for row in copied)
     assert all(reason in row.reason for row in copied), str(report)
-    assert not any(isinstance(module, Fp8Linear) for module in model.modules())
+    assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, original.eval()(IDS).logits)

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fxrl.engines.weights.share.binder import share
-from fxrl.engines.weights.share.fp8 import Fp8Linear, Fp8Scale
+from fxrl.models import QuantizedLinear
 from tests.engines.weights.share.fake_vllm import FP8, checkpoint, fake_vllm, per_block, per_channel
 
 pytestmark = [
@@ -36,7 +36,7 @@ def test_one_copy_of_the_weights(tmp_path, quantize):
         with torch.no_grad():
             assert torch.equal(model(IDS.to(DEVICE)).logits, plain(IDS.to(DEVICE)).logits)
     else:
-        assert sum(isinstance(module, Fp8Linear) for module in model.modules()) == 14
+        assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 14
         model(input_ids=IDS.to(DEVICE), labels=IDS.to(DEVICE)).loss.backward()
         assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
 
@@ -48,8 +48,7 @@ def test_an_fp8_layer_computes_what_the_cpu_does():
     x = torch.randn(7, 200, generator=generator, dtype=torch.float64)
     outs = []
     for device in ("cpu", DEVICE):
-        scale = Fp8Scale(grid.to(device), 128, 128)
-        layer = Fp8Linear(values.to(device), scale, None, torch.bfloat16)
+        layer = QuantizedLinear(values.to(device), grid.to(device), "fp8")
         here = x.to(device).requires_grad_()
         out = layer(here)
         (grad,) = torch.autograd.grad(out.square().sum(), here)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxrl.engines.engine import EngineError
-from fxrl.engines.weights.share.fp8 import FP8_DTYPES, dequantize, read_scale
 from fxrl.errors import optional
+from fxrl.models.hf import ModelError
+from fxrl.ops.fp8 import dequantized, read_scale
 
-_PURPOSE = "sharing vLLM's weights"
+_PURPOSE = "reading a checkpoint"
 
 
-def build_skeleton(checkpoint_dir: Path, dtype: torch.dtype) -> nn.Module:
+def build_skeleton(checkpoint_dir: Path, dtype: torch.dtype | None) -> nn.Module:
     """The model that ``AutoModelForCausalLM.from_pretrained`` would make, before its weights.
 
     NOTE [Why buffers are made for real]
@@ -27,16 +29,17 @@ def build_skeleton(checkpoint_dir: Path, dtype: torch.dtype) -> nn.Module:
 
     Args:
         checkpoint_dir: a folder with ``config.json`` and, maybe, ``generation_config.json``.
-        dtype: of the parameters.
+        dtype: of the parameters; None is the configuration's.
 
     Raises:
-        EngineError: the folder has no readable configuration, or it makes no causal LM.
+        ModelError: the folder has no readable configuration, or it makes no causal LM.
     """
     hf, accelerate = optional("transformers", _PURPOSE), optional("accelerate", _PURPOSE)
     where = str(checkpoint_dir)
     try:
         config = hf.AutoConfig.from_pretrained(where, local_files_only=True)
         config._name_or_path = where  # what PEFT writes into an adapter as its base
+        dtype = dtype or getattr(config, "dtype", None) or torch.float32
         with (
             torch.random.fork_rng(devices=[]),
             torch.device("cpu"),
@@ -44,7 +47,7 @@ def build_skeleton(checkpoint_dir: Path, dtype: torch.dtype) -> nn.Module:
         ):
             model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (OSError, ValueError, AssertionError) as error:
-        raise EngineError(
+        raise ModelError(
             f"{where!r}: transformers {hf.__version__} makes no causal LM of its configuration "
             f"({str(error).splitlines()[0][:200]}); use a decoder-only language model"
         ) from error
@@ -97,7 +100,7 @@ class CheckpointTensors:
         self.folder = folder
         self._skeleton = skeleton
         self._files = _safetensors_of(folder)
-        self._block = _fp8_block(getattr(skeleton, "config", None))
+        self._sorted = sorted(self._files)
         self._open: dict[str, Any] = {}
         self._converted: dict[str, Tensor] | None = None
 
@@ -111,7 +114,7 @@ class CheckpointTensors:
             shape: that it must have.
 
         Raises:
-            EngineError: the checkpoint lacks it, or has it in another shape.
+            ModelError: the checkpoint lacks it, or has it in another shape.
         """
         stored = next((name for name in names if name in self._files), None)
         if stored is not None:
@@ -123,15 +126,21 @@ class CheckpointTensors:
         found = next((self._converted[name] for name in names if name in self._converted), None)
         if found is None or found.shape != shape:
             has = "lacks it" if found is None else f"has it as {tuple(found.shape)}"
-            raise EngineError(
+            raise ModelError(
                 f"checkpoint {str(self.folder)!r}: the model needs {names[0]!r} as {tuple(shape)}, "
-                f"the checkpoint {has}; use the folder that vLLM has loaded"
+                f"the checkpoint {has}; complete the download, or correct config.json"
             )
         return found
 
     def find(self, name: str) -> Tensor | None:
         """The tensor stored under this very name, as it is stored."""
         return self._read(name) if name in self._files else None
+
+    def beside(self, path: str) -> dict[str, Tensor]:
+        """All that is stored of a module without modules of its own, by names behind its path."""
+        prefix, names = f"{path}.", self._sorted
+        inside = takewhile(lambda n: n.startswith(prefix), names[bisect_left(names, prefix) :])
+        return {name.removeprefix(prefix): self._read(name) for name in inside}
 
     def find_buffer(self, name: str) -> Tensor | None:
         """A persistent buffer; ``None`` if transformers finds none in the checkpoint either."""
@@ -141,22 +150,31 @@ class CheckpointTensors:
             stored = self._converted.get(name)
         return stored
 
+    def fill_buffers(self) -> None:
+        """Persistent buffers (routing biases) are small, and the checkpoint's values count."""
+        for path, module in self._skeleton.named_modules():
+            for name, value in module.named_buffers(recurse=False):
+                # Not asked of ``state_dict``, which packs each weight of 4 bits anew.
+                if name in module._non_persistent_buffers_set:
+                    continue
+                stored = self.find_buffer(f"{path}.{name}".lstrip("."))
+                if stored is not None and stored.shape == value.shape:
+                    value.copy_(stored)
+
     def _dequantized(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.dtype not in FP8_DTYPES:
+        if not tensor.is_floating_point() or tensor.itemsize > 1:
             return tensor
-        values = self.find(f"{name}_scale_inv")
-        values = self.find(f"{name}_scale") if values is None else values
-        scale = (
-            "it has no scales"
-            if values is None
-            else read_scale(values.float(), tensor.shape, self._block)
-        )
-        if isinstance(scale, str):
-            raise EngineError(
-                f"checkpoint {str(self.folder)!r}: {name!r} is FP8 and {scale}; use the checkpoint "
-                "in bf16, which vLLM can quantize itself (quantization='fp8_per_channel')"
-            )
-        return dequantize(tensor, scale, torch.float32)
+        found = (self.find(f"{name}{end}") for end in ("_scale_inv", "_scale"))
+        scale = next((one for one in found if one is not None), None)
+        try:
+            if scale is None:
+                raise ValueError("it has no scales")
+            return dequantized(tensor, read_scale(scale, tensor.shape), torch.float32)
+        except ValueError as error:
+            raise ModelError(
+                f"checkpoint {str(self.folder)!r}: {name!r} is FP8 and {error}; use the checkpoint "
+                "in bf16"
+            ) from error
 
     def _read(self, name: str) -> Tensor:
         file = self._files[name]
@@ -175,23 +193,14 @@ class CheckpointTensors:
                 str(self.folder), dtype="auto", local_files_only=True, output_loading_info=True
             )
         except (OSError, ValueError) as error:
-            raise EngineError(
+            raise ModelError(
                 f"checkpoint {str(self.folder)!r}: transformers cannot load it "
-                f"({str(error).splitlines()[0][:200]}); shared weights need the folder that vLLM "
-                "has loaded, with its weights"
+                f"({str(error).splitlines()[0][:200]}); the folder needs its weights"
             ) from error
         unset = set(info["missing_keys"])  # transformers has drawn these at random
         values = dict(model.named_parameters(remove_duplicate=False))
         values |= dict(model.named_buffers())
         return {name: value.detach() for name, value in values.items() if name not in unset}
-
-
-def _fp8_block(config: Any) -> tuple[int, int]:
-    quantization = getattr(config, "quantization_config", None) or {}
-    if not isinstance(quantization, dict):
-        quantization = quantization.to_dict()
-    rows, columns = quantization.get("weight_block_size") or (128, 128)
-    return int(rows), int(columns)
 
 
 def _safetensors_of(folder: Path) -> dict[str, str]:

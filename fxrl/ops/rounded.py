@@ -1,0 +1,50 @@
+"""A weight that is multiplied in FP8, and its products in arithmetic of their own.
+
+``fxrl.ops.fp8`` specifies them: rows and weight rounded, the product in float32 or wider, and so
+for the rows' gradient. ``verify`` compares with these: only the rounding is shared with a step, and
+no kernel of it runs here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxrl.ops.fp8 import BLOCK, dequantized, scales_rows
+
+ops = torch.ops.fxrl
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundedWeight:
+    """A weight that is multiplied in FP8.
+
+    Attributes:
+        source: as the model has it: [N, K], [K, N] where ``turned``, or the values themselves.
+        values, scale: in FP8, as ``fxrl.ops.fp8`` has them.
+        gradient: ``"fp8"`` or ``"bf16"``, as ``fp8_linear`` takes it.
+    """
+
+    source: Tensor
+    turned: bool
+    values: Tensor
+    scale: Tensor
+    gradient: str
+
+    def product(self, rows: Tensor) -> Tensor:
+        """[T, K] -> [T, N]."""
+        by_row = scales_rows(self.scale, self.values)
+        values, scale = ops.quantize_rows.default(rows, 0 if by_row else BLOCK)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        weight = dequantized(self.values, self.scale, wide)
+        return (dequantized(values, scale, wide) @ weight.t()).to(rows.dtype)
+
+    def rows_gradient(self, grad: Tensor) -> Tensor:
+        """[T, N] -> [T, K]."""
+        if self.gradient == "bf16" or not scales_rows(self.scale, self.values):
+            return grad @ dequantized(self.values, self.scale, grad.dtype)
+        values, scale = ops.quantize_rows.default(grad * self.scale.t(), 0)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        return (dequantized(values, scale, wide) @ self.values.to(wide)).to(grad.dtype)
