@@ -153,7 +153,7 @@ def product(
         return widened.to(dtype)
     right = transposed(b) if transpose else b.contiguous()
     ones = scale_a.new_ones(1, 1) if scale_b is None else scale_b
-    made = torch.ops.aten._scaled_mm.default(
+    made: Tensor = torch.ops.aten._scaled_mm.default(
         a.contiguous(),
         right.t(),
         scale_a.contiguous(),

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxrl.step import optimize
 from fxrl.ir.on_miss import open_misses
+from fxrl.step import optimize
 from tests.capture.mixer import (
     CONFIG,
     VOCAB,

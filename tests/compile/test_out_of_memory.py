@@ -20,7 +20,6 @@ from fxrl.compile.by_plan import ByPlan
 from fxrl.errors import HostMemoryError
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ops import host_memory
-from fxrl.step import TrainStep
 from fxrl.ops.host_memory import HostPool, drop_free_pages
 from fxrl.ops.out_of_memory import MemoryWarning
 from fxrl.planner.budget import Limits
