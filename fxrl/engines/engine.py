@@ -137,6 +137,9 @@ class Completion:
             (NOTE [Which log-probability]).
         finish_reason: ``"stop"`` (a stop token was drawn) or ``"length"`` (``max_tokens`` reached).
         policy_version: the version of the weights that drew it, see ``Engine.policy_version``.
+        sampled: of a completion of several turns, which of ``token_ids`` the policy drew; the
+            others are context that came in between, such as a tool's output, and their
+            ``logprobs`` are 0. ``None``: all.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -144,9 +147,16 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     policy_version: int
+    sampled: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.logprobs), "one log-probability per token"
+        assert self.sampled is None or len(self.sampled) == len(self.token_ids), "one per token"
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy drew, which are those that are trained on."""
+        return len(self.token_ids) if self.sampled is None else sum(self.sampled)
 
 
 OnFinished = Callable[[int, "list[Completion]"], None]
@@ -184,6 +194,7 @@ class Engine(Protocol):
         *,
         only: Collection[int] | None = None,
         on_finished: OnFinished | None = None,
+        max_tokens: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """Draws ``params.n`` completions for every prompt.
 
@@ -198,6 +209,8 @@ class Engine(Protocol):
                 for each prompt, in any order of prompts, from the thread that called ``generate``
                 and before that returns. It must be quick: the engine waits for it. The same
                 completions are in the result. What it raises ends the call.
+            max_tokens: most tokens of each prompt's completions, from 1 to ``params.max_tokens``;
+                what is drawn up to there does not depend on it.
 
         Returns:
             One list per prompt, in the order given, each with ``params.n`` completions, or empty
@@ -321,18 +334,29 @@ def check_prompts(
     vocab_size: int,
     limit: int,
     of: str,
-) -> None:
+    max_tokens: Sequence[int] | None = None,
+) -> list[int]:
     """Refuses prompts that an engine could not take, before any has been run.
 
     Args:
+        max_tokens: see ``Engine.generate``.
         vocab_size: of the embeddings.
         limit: most tokens of a prompt and its completion.
         of: what sets that limit, for the message.
 
+    Returns:
+        The most tokens of each prompt's completions.
+
     Raises:
         PromptError: which one, and why.
     """
-    for index, prompt in enumerate(prompts):
+    most = [params.max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
+    if len(most) != len(prompts) or not all(1 <= each <= params.max_tokens for each in most):
+        raise PromptError(
+            f"max_tokens={most[:8]} for {len(prompts)} prompts: give each a number from 1 to "
+            f"params.max_tokens={params.max_tokens}"
+        )
+    for index, (prompt, room) in enumerate(zip(prompts, most, strict=True)):
         if not prompt:
             raise PromptError(f"prompt {index} is empty; give at least one token, such as BOS")
         if not (min(prompt) >= 0 and max(prompt) < vocab_size):
@@ -341,11 +365,12 @@ def check_prompts(
                 f"prompt {index} holds token id {wrong}, outside the model's {vocab_size} "
                 "embeddings; is this the model's own tokenizer?"
             )
-        if len(prompt) + params.max_tokens > limit:
+        if len(prompt) + room > limit:
             raise PromptError(
-                f"prompt {index} has {len(prompt)} tokens and max_tokens={params.max_tokens}: more "
+                f"prompt {index} has {len(prompt)} tokens and max_tokens={room}: more "
                 f"than {of}; shorten the prompt or lower max_tokens"
             )
+    return most
 
 
 def newer(policy_version: int, present: int) -> int:

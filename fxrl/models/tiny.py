@@ -18,9 +18,14 @@ NUM_USED = 3 + 256
 """Special tokens and bytes; ids above are reserved tokens that decode to nothing."""
 
 CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}"
+    "{{ 'tool ' + tool.function.name + ' ' + tool.function.parameters.properties | join(' ') }}"
+    "{{ '\n' }}{% endfor %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

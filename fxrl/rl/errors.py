@@ -19,6 +19,10 @@ class RewardError(FxrlError):
     """A reward function raised, hung, or returned something else than one number each."""
 
 
+class ToolError(FxrlError):
+    """A tool or an environment raised or hung, or what a rollout function returned is wrong."""
+
+
 class LossError(FxrlError):
     """A loss raised, or returned something else than one number to go down from."""
 

@@ -49,6 +49,9 @@ class Trainer:
             replaces ``model.id``, ``reward.functions`` and ``data``'s source, and may be left out.
         callbacks: objects with methods named as ``fxrl.rl.callbacks`` says.
         tokenizer: of a model that does not say where it came from.
+        tools: functions that the policy may call; see ``RolloutConfig``, as for the next two.
+        environment_factory: makes environments, such as their class; or several by name.
+        rollout_func: plays the rollouts itself.
 
     Attributes:
         config: all of it.
@@ -66,9 +69,16 @@ class Trainer:
         callbacks: Sequence[object] = (),
         *,
         tokenizer: Any = None,
+        tools: Sequence[str | Callable[..., Any]] = (),
+        environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
+        rollout_func: Callable[..., Any] | None = None,
     ) -> None:
         check_callbacks(callbacks)
         given: dict[str, dict[str, Any]] = {"model": {}, "reward": {}, "data": {}}
+        turns = {"environment_factory": environment_factory, "rollout_func": rollout_func}
+        given["rollout"] = {name: value for name, value in turns.items() if value is not None}
+        if tools:
+            given["rollout"]["tools"] = tuple(tools)
         if model is not None:
             given["model"] = {"id": model}
         if isinstance(model, nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,24 @@ Metrics = dict[str, float | None]
 """Metric name to value; ``None`` where it is not finite or does not exist."""
 
 
+class Told(NamedTuple):
+    """What the rewards hear of a completion besides its tokens.
+
+    Attributes:
+        prompt: text or messages.
+        messages: of the completion; ``None``: its text is all there is.
+        columns: further arguments of theirs.
+        num_calls: of tools.
+        num_failed: of these, that came to nothing.
+    """
+
+    prompt: Any
+    messages: Sequence[dict[str, Any]] | None = None
+    columns: Mapping[str, Any] = {}
+    num_calls: int = 0
+    num_failed: int = 0
+
+
 class Drawn(NamedTuple):
     """One completion, judged.
 
@@ -25,6 +43,7 @@ class Drawn(NamedTuple):
         prompt: as the rewards saw it, a text or chat messages.
         values: of each reward function; ``None`` where it does not apply.
         total: their weighted sum, NaN where none applied.
+        told: what it says besides its tokens.
     """
 
     completion: Completion
@@ -32,6 +51,7 @@ class Drawn(NamedTuple):
     prompt: Any
     values: dict[str, float | None]
     total: float
+    told: Told = Told(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +81,7 @@ class Rollout:
             ``mask_truncated_completions`` left out all.
         advantages: one per completion.
         metrics: reward and length statistics over all completions drawn, dropped ones included.
-        num_tokens: prompt and completion tokens drawn, without padding.
+        num_tokens: prompt and completion tokens, tools' output included, without padding.
         num_completion_tokens: sampled tokens.
     """
 

@@ -133,6 +133,7 @@ def decode(
     pad_id: int,
     device: torch.device,
     drawing: Drawing,
+    limits: Sequence[int] | None = None,
 ) -> Decoded:
     """Draws ``counts[i]`` completions of ``prompts[i]``; rows are ordered by prompt.
 
@@ -141,6 +142,7 @@ def decode(
         stop_ids: tokens that end a completion.
         pad_id: fills prompts on the left; any valid id, its positions are masked.
         drawing: hears of each step's tokens.
+        limits: most tokens of each prompt's completions, where that is not ``params.max_tokens``.
     """
     expand = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts)).to(device)
     ids, mask = left_pad(prompts, pad_id)
@@ -159,19 +161,21 @@ def decode(
     if num_rows != len(prompts):
         cache.reorder_cache(expand)  # the cache's own index_select over the batch, any layer kind
     next_position = positions[expand, -1:] + 1
-    mask = torch.cat([mask[expand], mask.new_ones(num_rows, params.max_tokens)], 1)
+    limits = [params.max_tokens] * len(prompts) if limits is None else limits
+    last = torch.tensor(limits, device=device)[expand] - 1  # the step that ends a row at the latest
+    mask = torch.cat([mask[expand], mask.new_ones(num_rows, max(limits))], 1)
     before = num_rows
 
-    for step in range(params.max_tokens):
+    for step in range(max(limits)):
         banned = stop_ids if step < params.min_tokens else ()
         uniform = None if draws is None else draws[rows, step]
         tokens, logprobs = sample(logits, uniform, params, banned)
         drawn.add(step, rows, tokens, logprobs, running)
-        running = running & ~torch.isin(tokens, stops)
+        running = running & ~torch.isin(tokens, stops) & (step < last[rows])
         num_running = int(running.sum())
         drawing.add(before, before - num_running)
         before = num_running
-        if num_running == 0 or step + 1 == params.max_tokens:
+        if num_running == 0:
             break
         if len(rows) - num_running >= DROP_SHARE * len(rows):
             keep = running.nonzero()[:, 0]
@@ -272,6 +276,7 @@ class TorchEngine:
         *,
         only: Collection[int] | None = None,
         on_finished: OnFinished | None = None,
+        max_tokens: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         if self._state != "awake":
             cure = (
@@ -285,18 +290,19 @@ class TorchEngine:
             )
         given = [tuple(map(int, prompt)) for prompt in prompts]
         limit = self._lm.max_positions
-        check_prompts(
+        limits = check_prompts(
             given,
             params,
             vocab_size=self._lm.num_embeddings,
             limit=sys.maxsize if limit is None else limit,
             of=f"the model's {limit} positions",
+            max_tokens=max_tokens,
         )
         numbers = range(len(given)) if only is None else sorted(only)
         batches = plan_microbatches(
             [len(prompt) for prompt in given],
             params.n,
-            params.max_tokens,
+            limits,
             self.max_batch_tokens,
             only=numbers,
             pad=self._lm.takes_padding,
@@ -306,7 +312,7 @@ class TorchEngine:
         drawing = Drawing(len(numbers) * params.n)
         with _eval_mode(self.model), torch.no_grad(), self._autocast():
             for groups in batches:
-                found.update(self._run(groups, given, params, uniforms, drawing))
+                found.update(self._run(groups, given, params, uniforms, drawing, limits))
                 for number in dict.fromkeys(group.prompt for group in groups):
                     keys = [(number, sample) for sample in range(params.n)]
                     if on_finished is not None and all(key in found for key in keys):
@@ -323,6 +329,7 @@ class TorchEngine:
         params: SamplingParams,
         uniforms: Tensor | None,
         drawing: Drawing,
+        limits: Sequence[int],
     ) -> Iterator[tuple[tuple[int, int], Completion]]:
         keys = [(g.prompt, g.first + i) for g in groups for i in range(g.count)]
         flat = [prompt * params.n + sample for prompt, sample in keys]
@@ -337,6 +344,7 @@ class TorchEngine:
             pad_id=self.pad_token_id,
             device=next(self.model.parameters()).device,
             drawing=drawing,
+            limits=[limits[g.prompt] for g in groups],
         )
         drawn = (part.tolist() for part in (done.tokens, done.logprobs, done.lengths))
         for key, tokens, logprobs, length in zip(keys, *drawn, strict=True):
@@ -439,7 +447,7 @@ class Group:
 def plan_microbatches(
     lengths: Sequence[int],
     n: int,
-    max_tokens: int,
+    max_tokens: int | Sequence[int],
     max_batch_tokens: int,
     *,
     only: Sequence[int] | None = None,
@@ -448,8 +456,10 @@ def plan_microbatches(
     """Groups prompts of like length; every completion appears exactly once.
 
     A batch of R rows whose longest prompt has L tokens costs R * (L + max_tokens) tokens of KV
-    cache, padding included. Longest first: if memory is short, it shows at once and not after an
-    hour. The completions of one prompt are split over batches only where they do not fit into one.
+    cache, padding included; where each prompt has its own ``max_tokens``, with the largest (unless
+    only its own fits, which then is a batch for each row). Longest first: if memory is short, it
+    shows at once and not after an hour. The completions of one prompt are split over batches only
+    where they do not fit into one.
     With ``pad`` prompts of different lengths may share a batch; ``only`` are the prompts to draw
     for, all by default.
 
@@ -460,11 +470,15 @@ def plan_microbatches(
     batch: list[Group] = []
     free = width = 0  # rows that still fit; the first prompt is the longest and so sets the width
     numbers = range(len(lengths)) if only is None else only
+    limits = [max_tokens] * len(lengths) if isinstance(max_tokens, int) else max_tokens
+    most = max((limits[i] for i in numbers), default=0)
     for prompt in sorted(numbers, key=lambda i: -lengths[i]):
-        capacity = max_batch_tokens // (lengths[prompt] + max_tokens)
+        length, limit = lengths[prompt], limits[prompt]
+        fits_alone = length + limit <= max_batch_tokens
+        capacity = max_batch_tokens // (length + most) or int(fits_alone)
         if capacity < 1:
             raise PromptError(
-                f"prompt {prompt} has {lengths[prompt]} tokens and with max_tokens={max_tokens} "
+                f"prompt {prompt} has {length} tokens and with max_tokens={limit} "
                 f"does not fit into max_batch_tokens={max_batch_tokens}; raise the latter"
             )
         done = 0

@@ -115,6 +115,7 @@ class VllmEngine:
         *,
         only: Collection[int] | None = None,
         on_finished: OnFinished | None = None,
+        max_tokens: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """See ``Engine.generate``; also
 
@@ -129,12 +130,12 @@ class VllmEngine:
             return []
         config = self._handle.config
         limit = config.max_model_len
-        check_prompts(
+        limits = check_prompts(
             given, params, vocab_size=config.get_vocab_size(), limit=limit,
-            of=f"max_model_len={limit}, which can be raised",
+            of=f"max_model_len={limit}, which can be raised", max_tokens=max_tokens,
         )  # fmt: skip
         chosen = frozenset(range(len(given)) if only is None else only)
-        each = enumerate(self._requests(given, params))
+        each = enumerate(self._requests(given, params, limits))
         requests = {at: request for at, request in each if at // params.n in chosen}
         gather = Gather(given, params.n, self.policy_version, on_finished)
         with self.weight_sync.rollout():
@@ -168,7 +169,7 @@ class VllmEngine:
             raise
 
     def _requests(
-        self, given: list[tuple[int, ...]], params: SamplingParams
+        self, given: list[tuple[int, ...]], params: SamplingParams, limits: list[int]
     ) -> list[tuple[Any, Any]]:
         arguments = sampling_arguments(params, self._handle.sampling_fields, self.eos_token_ids)
         base, call = (self._seed, self._calls) if params.seed is None else (params.seed, 0)
@@ -176,7 +177,7 @@ class VllmEngine:
         count = len(given) * params.n
         seeds = [None if greedy else sample_seed(base, call, index) for index in range(count)]
         try:
-            requests = self._handle.requests(given, seeds, arguments)
+            requests = self._handle.requests(given, seeds, arguments, limits)
         except Exception as error:  # later versions' validation errors are no ValueError
             raise SamplingParamsError(f"vLLM refuses a sampling parameter: {error}") from error
         if params.seed is None:

@@ -178,19 +178,32 @@ class VllmHandle:
             raise EngineError("vLLM did not drop its prefix cache: requests are still running")
 
     def requests(
-        self, prompts: list[tuple[int, ...]], seeds: list[int | None], arguments: Mapping[str, Any]
+        self,
+        prompts: list[tuple[int, ...]],
+        seeds: list[int | None],
+        arguments: Mapping[str, Any],
+        limits: list[int],
     ) -> list[tuple[Any, Any]]:
         """vLLM's prompt and sampling parameters of each sample; prompts repeat seeds/prompts times.
+
+        Args:
+            limits: most tokens of each prompt's completions.
 
         Raises:
             ValueError: vLLM refuses a sampling parameter.
         """
         make, each = self.symbols.module.SamplingParams, len(seeds) // len(prompts)
         arguments = {**arguments, "output_kind": self.symbols.final_only}
-        repeated = [list(prompt) for prompt in prompts for _ in range(each)]
+        least = arguments.get("min_tokens", 0)
+        repeated = [pair for pair in zip(prompts, limits, strict=True) for _ in range(each)]
         return [
-            (self.symbols.tokens_prompt(prompt), make(seed=seed, **arguments))
-            for prompt, seed in zip(repeated, seeds, strict=True)
+            (
+                self.symbols.tokens_prompt(list(prompt)),
+                make(
+                    **{**arguments, "max_tokens": most, "min_tokens": min(least, most)}, seed=seed
+                ),
+            )
+            for (prompt, most), seed in zip(repeated, seeds, strict=True)
         ]
 
     @property

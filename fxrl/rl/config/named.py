@@ -167,6 +167,19 @@ def _function(name: str) -> Callable[..., Any]:
     return load_function(name) if ":" in name else losses.FACTORIES[name]
 
 
+def code_problem(given: str | Callable[..., Any]) -> str | None:
+    """Why ``file.py:function`` or ``module:function`` names no code of the user's, if so."""
+    if callable(given):
+        return None
+    if not isinstance(given, str) or ":" not in given:
+        return f"{given!r} is no module:function"
+    try:
+        load_function(given)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def reward_name(given: str | Callable[..., Any]) -> str:
     """A reward as the configuration names it, one that Python gives by its function's name."""
     return given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)

@@ -35,6 +35,7 @@ from fxrl.rl.config.binding import (
 )
 from fxrl.rl.config.named import (
     build_loss,
+    code_problem,
     loss_problems,
     optimizer_problems,
     reward_problems,
@@ -266,7 +267,7 @@ class RewardConfig(Table):
             a step, with all of them, on rank 0.
     """
 
-    functions: tuple[str | Callable[..., Any], ...]
+    functions: tuple[str | Callable[..., Any], ...] = ()
     weights: tuple[float, ...] | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     extract: Regex | None = None
@@ -276,8 +277,6 @@ class RewardConfig(Table):
     per_group: bool = False
 
     def problems(self) -> Iterator[str]:
-        if not self.functions:
-            yield "functions is empty; name at least one reward"
         for name in dict.fromkeys(self.functions):
             if self.functions.count(name) > 1:
                 yield f"functions: {name!r} is named twice; give it a weight instead"
@@ -304,6 +303,59 @@ class LossConfig(Table):
 
     def problems(self) -> Iterator[str]:
         yield from loss_problems(self.name, self.options, self.own_keys())
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig(Table):
+    """``[rollout]``: rollouts of several turns, with tools or in environments. All of a rollout's
+    turns and answers together have ``sampling.max_tokens``; what the policy did not draw is context
+    for the loss.
+
+    Attributes:
+        tools: functions that the policy may call, ``file.py:function`` or ``module:function``, with
+            type hints and a Google docstring, plain or async. In Python also functions themselves.
+        environment_factory: ``file.py:Class`` or ``module:Class``; called without arguments it
+            makes an environment: its ``reset(**columns)`` begins a rollout and may return text for
+            the prompt, its other public methods are tools, its ``get_reward()``, if any, is a
+            reward of weight 1. A table of several has names, of which the data's column
+            ``environment`` picks one a row.
+        rollout_func: ``file.py:function`` that plays the rollouts itself,
+            ``rollout_func(prompts, trainer)``; it returns a dict with ``prompt_ids``,
+            ``completion_ids``, ``logprobs``, and may add ``env_mask`` (0 on what the policy did not
+            draw) and columns for the rewards.
+        max_tool_calling_iterations: most turns of a rollout that call tools; ``none`` leaves it to
+            ``sampling.max_tokens``.
+        timeout_s: seconds that one call of a tool, ``reset`` or ``get_reward`` may take; ``none``
+            waits for ever.
+        on_error: consequence of a tool that raises or takes too long: ``tell`` makes the error its
+            output, ``stop`` ends the run (its state is saved). Calls of tools that there are not,
+            or with wrong arguments, are told in any case.
+        response_template: how the model's tool calls are read, as transformers documents it; by
+            default the tokenizer's own, else as the chat template writes them.
+    """
+
+    tools: tuple[str | Callable[..., Any], ...] = ()
+    environment_factory: str | Callable[..., Any] | Mapping[str, Any] | None = None
+    rollout_func: str | Callable[..., Any] | None = None
+    max_tool_calling_iterations: Positive | None = None
+    timeout_s: Seconds | None = None
+    on_error: Literal["tell", "stop"] = "tell"
+    response_template: Mapping[str, Any] | None = None
+
+    def problems(self) -> Iterator[str]:
+        factory = self.environment_factory
+        if self.rollout_func is not None and (self.tools or factory):
+            yield "rollout_func plays the rollouts itself; leave it or tools and environments out"
+        named = dict(factory) if isinstance(factory, Mapping) else {"": factory}
+        given = [("tools", one) for one in self.tools] + [("rollout_func", self.rollout_func)]
+        given += [(f"environment_factory.{name}".rstrip("."), one) for name, one in named.items()]
+        for key, one in given:
+            if one is not None and (problem := code_problem(one)):
+                yield f"{key}: {problem}"
+
+    @property
+    def has_tools(self) -> bool:
+        return bool(self.tools or self.environment_factory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,6 +511,7 @@ class TrainConfig(Table):
         reward: what judges completions.
         loss: what is minimized.
         sampling: how completions are drawn.
+        rollout: what they may do between their turns.
         optim: the optimizer.
         eval: held-out questions.
         fxrl: how ``fxrl.optimize`` works.
@@ -516,10 +569,11 @@ class TrainConfig(Table):
 
     model: ModelConfig
     data: DataConfig
-    reward: RewardConfig
+    reward: RewardConfig = field(default_factory=RewardConfig)
     run_dir: str = ""
     loss: LossConfig = field(default_factory=LossConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     fxrl: Config = field(default_factory=Config)
@@ -565,6 +619,15 @@ class TrainConfig(Table):
                 f"prompts_per_step={self.prompts_per_step} times sampling.num_generations="
                 f"{self.sampling.num_generations} is above {MOST_COMPLETIONS} completions a step"
             )
+        if not self.reward.functions and self.rollout.environment_factory is None:
+            yield (
+                "reward.functions is empty; name at least one reward, or "
+                "rollout.environment_factory whose environments have get_reward"
+            )
+        if self.rollout.has_tools and not self.data.chat:
+            yield "rollout: tools are called by chat messages; set data.chat=true"
+        if self.rollout.has_tools and self.sampling.ignore_eos:
+            yield "rollout: with sampling.ignore_eos no turn ends to call a tool; leave it out"
         if self.mask_truncated_completions and self.sampling.ignore_eos:
             yield (
                 "mask_truncated_completions leaves nothing to train on where sampling.ignore_eos "

@@ -42,6 +42,10 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "vllm_max_model_length": "vllm.max_model_len",
         "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",
         "vllm_server_timeout": "vllm.generate_timeout_s",
+        "tools": "rollout.tools",
+        "environment_factory": "rollout.environment_factory",
+        "rollout_func": "rollout.rollout_func",
+        "max_tool_calling_iterations": "rollout.max_tool_calling_iterations",
         "num_iterations": "num_iterations",
         "mask_truncated_completions": "mask_truncated_completions",
         "scale_rewards": "scale_rewards",
@@ -193,7 +197,6 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "use_transformers_continuous_batching": "engine = 'vllm' batches continuously",
         "transformers_continuous_batching_config": "engine = 'vllm' batches continuously",
         "use_transformers_paged": "engine = 'vllm' pages its KV cache",
-        "max_tool_calling_iterations": "completions are one turn, without tools",
         "num_generations_eval": "an evaluation draws one completion a question, greedy by default",
         # loss
         "vespo_k_pos": _VESPO,

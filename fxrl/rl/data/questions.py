@@ -375,15 +375,18 @@ class PromptBuilder:
         text = question_text(self.config, self.column, row)
         return [*self.head, {"role": "user", "content": text}] if self.config.chat else text
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids, without padding.
+
+        Args:
+            tools: schemas of those that the prompt tells of.
 
         Raises:
             DataError: none, or more than ``data.max_prompt_tokens``; or the tokenizer or its chat
                 template refuses the prompt.
         """
         try:
-            ids = self._ids(prompt)
+            ids = self._ids(prompt, tools)
         except Exception as error:  # the template is a program, of the model's author
             raise DataError(
                 f"the model's tokenizer or its chat template fails with {error!r} at the prompt "
@@ -396,10 +399,15 @@ class PromptBuilder:
             )
         return ids
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _ids(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
+        # No list is not an empty one: some templates write a heading for that.
         text = self.tokenizer.apply_chat_template(
-            prompt, tokenize=False, add_generation_prompt=True, **self.config.chat_template_kwargs
+            prompt,
+            tools=[*tools] or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **self.config.chat_template_kwargs,
         )
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

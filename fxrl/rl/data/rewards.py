@@ -47,7 +47,7 @@ class TimeLimitError(Exception):
 
     def __init__(self, seconds: float, stack: str) -> None:
         super().__init__(f"did not come back within {seconds:g} s")
-        self.stack = stack
+        self.seconds, self.stack = seconds, stack
 
 
 class Background(Generic[T]):
@@ -80,7 +80,7 @@ class Background(Generic[T]):
         self._thread.join(seconds)
         if self._thread.is_alive():
             assert seconds is not None
-            raise TimeLimitError(seconds, self._stack())
+            raise TimeLimitError(seconds, stack_of(self._thread))
         if self._error is not None:
             raise self._error
         return self._value[0]
@@ -90,10 +90,11 @@ class Background(Generic[T]):
         if self._error is not None:
             raise self._error
 
-    def _stack(self) -> str:
-        frames = sys._current_frames()
-        frame = frames.get(self._thread.ident or 0)
-        return "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
+
+def stack_of(thread: threading.Thread) -> str:
+    """Where it is now, the innermost calls; empty where it is over."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
 
 
 GRACE_S = 1.0
@@ -165,7 +166,7 @@ class Reward:
 
         def call() -> Any:
             values = self.function(**_copied(given))
-            return _run(_result(values, limit)) if inspect.isawaitable(values) else values
+            return _run(awaited(values, limit)) if inspect.isawaitable(values) else values
 
         try:
             # By who waits: a thread that is left behind would put things back under others' feet.
@@ -193,12 +194,19 @@ class Reward:
 
 
 def _copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy; of token ids list by list, as each of a million costs ``deepcopy`` 0.5 us."""
+    """A deep copy; of token ids list by list, as each of a million costs ``deepcopy`` 0.5 us.
+    Environments hold what cannot be copied, and are theirs who ask for them."""
     memo = {id(ids): copy.copy(ids) for ids in arguments.get("completion_ids", ())}
+    memo |= {id(one): one for one in arguments.get("environments", ())}
     return copy.deepcopy(dict(arguments), memo)
 
 
-async def _result(awaitable: Any, limit: float | None) -> Any:
+async def awaited(awaitable: Any, limit: float | None) -> Any:
+    """What it comes to.
+
+    Raises:
+        TimeLimitError: it has not after ``limit`` seconds, and is cancelled.
+    """
     task = asyncio.ensure_future(awaitable)
     done, _ = await asyncio.wait([task], timeout=limit)
     if not done:

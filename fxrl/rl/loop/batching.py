@@ -105,15 +105,16 @@ def make_batches(
 
     Returns:
         Of each: ``input_ids`` and ``attention_mask`` [B, T] int64, ``right_padded`` True,
-        ``completion_mask`` [B, C], ``rollout_logps`` [B, C] (0 where masked), ``advantages`` [B],
-        and, 0-d, ``num_items_in_batch`` and ``num_sequences_in_batch``, the completion tokens and
-        the number of all ``completions``; all floats of ``dtype``.
+        ``completion_mask`` [B, C] (0 on what the policy did not draw: prompts, padding, the output
+        of tools), ``rollout_logps`` [B, C] (0 where masked), ``advantages`` [B], and, 0-d,
+        ``num_items_in_batch`` and ``num_sequences_in_batch``, the drawn tokens and the number of
+        all ``completions``; all floats of ``dtype``.
     """
     rows = [row for group in plan for row in group]
     chosen = [completions[row] for row in rows]
     step = _Flat(chosen, [advantages[row] for row in rows], device, dtype)
     num_items = torch.full(
-        (), float(sum(len(c.token_ids) for c in completions)), device=device, dtype=dtype
+        (), float(sum(c.num_sampled for c in completions)), device=device, dtype=dtype
     )
     num_sequences = torch.full((), float(len(completions)), device=device, dtype=dtype)
     batches: list[Batch] = []
@@ -150,9 +151,14 @@ class _Flat:
         )
         starts = np.cumsum([0, *self.lengths])[:-1]
         logp_starts = starts - np.cumsum([0, *self.prompts])[:-1]
-        whole = np.concatenate([ids, starts, logp_starts, self.prompts, self.lengths])
+        drawn = np.ones(num_logps, dtype=np.int64)
+        for row, at in zip(rows, logp_starts, strict=True):
+            if row.sampled is not None:
+                drawn[at : at + len(row.sampled)] = row.sampled
+        whole = np.concatenate([ids, drawn, starts, logp_starts, self.prompts, self.lengths])
         numbers = _to_device(whole.astype(np.int64), device)
-        self.ids, table = numbers[:total], numbers[total:].view(4, len(rows))
+        self.ids, self.drawn = numbers[:total], numbers[total : total + num_logps]
+        table = numbers[total + num_logps :].view(4, len(rows))
         self.starts, self.logp_starts, self.prompt_lens, self.row_lens = table.unbind()
         floats = _to_device(np.concatenate([logps, advantages]), device).to(dtype)
         self.logps, self.advantages = floats[:num_logps], floats[num_logps:]
@@ -169,6 +175,7 @@ class _Flat:
         ids = _take(self.ids, starts + place, real, pad_token_id)
         sampled = (real & (place >= prompt_lens))[:, skipped:]  # [B, C]
         at = self.logp_starts[span, None] + place[skipped:] - prompt_lens
+        sampled &= _take(self.drawn, at, sampled, 0) != 0
         return {
             "input_ids": ids,
             "attention_mask": real.to(torch.int64),

@@ -45,7 +45,11 @@ from fxrl.rl.loop import fingerprint
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
 from fxrl.rl.report.files import Tell
 from fxrl.rl.report.progress import Reporter, Stage
+from fxrl.rl.rollout.chat import Chat
+from fxrl.rl.rollout.function import rollout_function
 from fxrl.rl.rollout.rollouter import Rollouter
+from fxrl.rl.rollout.tools import Tools, user_code
+from fxrl.rl.rollout.turns import Conversation
 from fxrl.rl.types import Batch, Row
 
 
@@ -56,7 +60,8 @@ class Questions:
     Attributes:
         builder: makes their prompts.
         longest: tokens of the longest prompt.
-        fingerprints: of the data, the rewards and the loss, by name.
+        fingerprints: of the data, the rewards, the loss and the tools, by name.
+        conversation: plays the rollouts, where there are tools.
     """
 
     split: Split
@@ -64,6 +69,7 @@ class Questions:
     builder: PromptBuilder
     longest: int
     fingerprints: Mapping[str, str]
+    conversation: Conversation | None = None
 
 
 @dataclass(slots=True)
@@ -135,10 +141,12 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
         seed=data.seed,
     )
     builder = PromptBuilder(data, source.prompt, split.shots, tokenizer)
+    conversation = _conversation(config, builder)
     lengths: list[int] = []
 
     def fits(row: Row) -> None:
-        lengths.append(len(builder.encode(builder.prompt(row))))
+        tools = conversation.tools.schemas_of(row) if conversation is not None else ()
+        lengths.append(len(builder.encode(builder.prompt(row), tools)))
 
     if asked is not None and (left := len(rows) - len(split.train) - len(split.shots)):
         tell(
@@ -147,13 +155,33 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
     train, held_out = (tuple(usable(part, fits)) for part in (split.train, split.held_out))
     split = Split(train, held_out, split.shots)
     rewards = build_rewards(config.reward, data.answer, source.score)
+    if conversation is not None:
+        rewards += conversation.tools.rewards(config.reward)
     names = [reward.name for reward in rewards]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise BadConfigError(f"two rewards are named {twice[0]!r}; rename the environment's class")
+    if not rewards:
+        raise BadConfigError(
+            "reward.functions is empty, and no environment has get_reward; give one of them"
+        )
     if config.eval.reward is not None and config.eval.reward not in names:
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
     fingerprints = _fingerprints(config, source, rewards)
     if asked is not None:
         fingerprints["eval data"] = fingerprint.of_rows(asked.rows)
-    return Questions(split, rewards, builder, max(lengths), fingerprints)
+    longest = max(lengths)
+    if conversation is not None and conversation.tools.kinds:
+        longest = data.max_prompt_tokens  # reset may make them longer
+    return Questions(split, rewards, builder, longest, fingerprints, conversation)
+
+
+def _conversation(config: TrainConfig, builder: PromptBuilder) -> Conversation | None:
+    if not config.rollout.has_tools:
+        return None
+    keywords, template = config.data.chat_template_kwargs, config.rollout.response_template
+    chat = Chat(builder.tokenizer, keywords, template)
+    most_calls = config.rollout.max_tool_calling_iterations
+    return Conversation(Tools(config.rollout), chat, builder, most_calls)
 
 
 def _fingerprints(config: TrainConfig, source: Source, rewards: Sequence[Reward]) -> dict[str, str]:
@@ -161,6 +189,7 @@ def _fingerprints(config: TrainConfig, source: Source, rewards: Sequence[Reward]
     functions = {f"reward {reward.name}": reward.function for reward in rewards}
     if ":" in config.loss.name:
         functions[f"loss {config.loss.name}"] = load_function(config.loss.name)
+    functions |= user_code(config.rollout)
     for name, function in functions.items():
         if (code := fingerprint.of_code(function)) is not None:
             found[name] = code
@@ -229,9 +258,13 @@ def build_parts(
     )
     model, tokenizer, engine = build_engine(config.engine, spec)
     try:
-        rollouter = Rollouter(
-            engine, questions.builder, questions.rewards, config, tokenizer, reporter.stage, ranks
+        player = questions.conversation or rollout_function(
+            config.rollout.rollout_func, questions.builder, engine, ranks
         )
+        rollouter = Rollouter(
+            engine, questions.builder, questions.rewards, config, tokenizer, reporter.stage, ranks,
+            player,
+        )  # fmt: skip
         return _around(model, rollouter, questions, run_dir, device, tuple(callbacks))
     except BaseException:
         engine.close()

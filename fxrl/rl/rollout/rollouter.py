@@ -32,14 +32,16 @@ to the rounding of logits.
 
 from __future__ import annotations
 
+import functools
 import math
 import queue
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from itertools import compress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -51,7 +53,10 @@ from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
 from fxrl.rl.data.rewards import Background, Reward, call_all, combine
 from fxrl.rl.report.progress import Stage, jsonable, told
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.types import Drawn, Metrics, Rollout, Row, TrainerState
+from fxrl.rl.rollout.turns import Player
+from fxrl.rl.types import Drawn, Metrics, Rollout, Row, Told, TrainerState
+
+T = TypeVar("T")
 
 ENGINE_SYNC = ("fold", "restore", "sync")
 """Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""
@@ -77,19 +82,34 @@ class Judge:
         self._queue: queue.SimpleQueue[tuple[int, Sequence[Completion]] | None]
         self._queue = queue.SimpleQueue()
         self._seen: set[int] = set()
+        self._told: dict[int, Sequence[Told]] = {}
+        self._environments: dict[int, Sequence[Any]] = {}
         self._texts: dict[int, list[str]] = {}
         self._values: dict[int, dict[str, Values]] = {}
         self._abandoned = False
         self._worker = Background(self._work, "rewards")
 
-    def finished(self, prompt: int, group: Sequence[Completion]) -> None:
+    def finished(
+        self,
+        prompt: int,
+        group: Sequence[Completion],
+        told: Sequence[Told] | None = None,
+        environments: Sequence[Any] = (),
+    ) -> None:
         """Takes all completions of prompt number ``prompt``; returns at once.
+
+        Args:
+            told: what they say besides their tokens, where they have several turns.
+            environments: that they were played in; they stay on this rank.
 
         Raises:
             RewardError: a function has failed by now, so drawing more is in vain.
         """
         self._worker.check()
         self._seen.add(prompt)
+        self._told[prompt] = told or [Told(self.prompts[prompt])] * len(group)
+        if any(one is not None for one in environments):
+            self._environments[prompt] = environments
         self._queue.put((prompt, group))
 
     def abandon(self) -> None:
@@ -122,11 +142,12 @@ class Judge:
                 self.finished(prompt, group)
         self._queue.put(None)
         self._worker.result()
-        own = {i: (groups[i], self._texts[i], self._values[i]) for i in self._seen}
+        own = {i: (groups[i], self._texts[i], self._values[i], self._told[i]) for i in self._seen}
         all_of = {i: found for part in self.ranks.gather(own) for i, found in part.items()}
         order = range(len(groups))
         completions = [completion for i in order for completion in all_of[i][0]]
         texts = [text for i in order for text in all_of[i][1]]
+        self._told = {i: all_of[i][3] for i in order}
         values = {
             name: [value for i in order for value in all_of[i][2][name]]
             for name in (reward.name for reward in self.rewards if reward.per_group)
@@ -139,6 +160,10 @@ class Judge:
                 found = call_all(late, len(texts), arguments)
             values |= self.ranks.broadcast(found)
         return completions, texts, {reward.name: values[reward.name] for reward in self.rewards}
+
+    def told(self) -> list[Told]:
+        """What the completions of ``verdict`` say besides their tokens."""
+        return [told for prompt in range(len(self.prompts)) for told in self._told[prompt]]
 
     def _work(self) -> None:
         early = [reward for reward in self.rewards if reward.per_group]
@@ -160,24 +185,37 @@ class Judge:
         """TRL's arguments for the completions of the given prompts."""
         each = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
         each_row = [self.rows[prompt] for prompt in each]
-        each_prompt = [self.prompts[prompt] for prompt in each]
+        told = [one for prompt in prompts for one in self._told[prompt]]
         # A column that only some rows have is None in the others, whichever rows are judged.
         names = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
         columns = {str(name): [row.get(name) for row in each_row] for name in names}
+        further = dict.fromkeys(name for one in told for name in one.columns)
+        columns |= {name: [one.columns.get(name) for one in told] for name in further}
+        if all(prompt in self._environments for prompt in prompts):  # not those of other ranks
+            of = (self._environments[prompt] for prompt in prompts)
+            columns["environments"] = [one for group in of for one in group]
         return columns | {
-            "prompts": each_prompt,
-            "completions": [
-                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                for text, prompt in zip(texts, each_prompt, strict=True)
-            ],
+            "prompts": [one.prompt for one in told],
+            "completions": [_said(text, one) for text, one in zip(texts, told, strict=True)],
             "completion_ids": [list(c.token_ids) for c in completions],
             "rows": each_row,
             "trainer_state": self.state,
         }
 
 
+def _said(text: str, told: Told) -> Any:
+    """A completion as rewards get it."""
+    if told.messages is not None:
+        return list(told.messages)
+    return text if isinstance(told.prompt, str) else [{"role": "assistant", "content": text}]
+
+
 class Rollouter:
-    """Generates and judges completions of dataset rows."""
+    """Generates and judges completions of dataset rows.
+
+    Attributes:
+        player: plays rollouts of several turns; ``None`` where each is one.
+    """
 
     def __init__(
         self,
@@ -188,8 +226,10 @@ class Rollouter:
         tokenizer: Any,
         stage: Stage,
         ranks: Ranks | None = None,
+        player: Player | None = None,
     ) -> None:
         self.engine, self.builder, self.rewards = engine, builder, rewards
+        self.player = player
         self.config, self.tokenizer, self.stage = config.settled(), tokenizer, stage
         self.ranks = ranks or Ranks()
         self._retried: list[str] = []
@@ -218,21 +258,27 @@ class Rollouter:
             doing.enter_context(clock.phase("generate"))
             say = doing.enter_context(self.stage(f"generating: {total} completions"))
             doing.enter_context(told("fxrl.engines.engine", say))
-            ids = [self.builder.encode(prompt) for prompt in prompts]
             context = (rows, prompts, self.rewards, self.tokenizer, state, self.ranks)
-            judge, groups = self._generate(ids, params, lambda: Judge(*context))
+            if self.player is not None:
+                judge = Judge(*context)
+                groups = self._played(self.player, judge, rows, params, state)
+            else:
+                ids = [self.builder.encode(prompt) for prompt in prompts]
+                judge, groups = self._generate(ids, params, lambda: Judge(*context))
         # Times that are not of this call stay in ``timings`` as they were.
         new = {k: v for k, v in self.engine.timings.items() if before.get(k) != v}
         clock.move("generate", "sync", sum(new.get(name, 0.0) for name in ENGINE_SYNC))
         with clock.phase("reward"), self.stage(f"judging: {total} completions"):
             completions, texts, by_function = judge.verdict(groups)
+            besides = judge.told()
         columns = list(by_function.values())
         each = zip(
             completions,
             texts,
-            (prompt for prompt in prompts for _ in range(params.n)),
+            (one.prompt for one in besides),
             (dict(zip(by_function, row, strict=True)) for row in zip(*columns, strict=True)),
             combine(columns, [reward.weight for reward in self.rewards]),
+            besides,
             strict=True,
         )
         return [Drawn(*parts) for parts in each]
@@ -243,25 +289,69 @@ class Rollouter:
         params: SamplingParams,
         new_judge: Callable[[], Judge],
     ) -> tuple[Judge, list[list[Completion]]]:
-        """Draws this rank's share, again where that took too long; each try draws the same."""
+        """Draws this rank's share."""
         # How long a completion will be nobody knows; it is the same guess for all.
         costs = [len(prompt) + params.n * params.max_tokens / 2 for prompt in ids]
         mine = deal(costs, self.ranks.size)[self.ranks.rank]
-        for left in reversed(range(self.config.engine_retries + 1)):
-            judge, sampler = new_judge(), self.engine.state_dict()
+        judges: list[Judge] = []
+
+        def draw() -> tuple[Judge, list[list[Completion]]]:
+            if judges:
+                judges[-1].ended()
+            judges.append(judge := new_judge())
             try:
                 generate = self.engine.generate
                 return judge, generate(ids, params, only=mine, on_finished=judge.finished)
-            except GenerateTimeoutError as error:
-                judge.abandon()
-                if not left:
-                    raise
-                judge.ended()
-                self.engine.load_state_dict(sampler)
-                self._retried.append(f"{error}; drawing again, {left} tries left")
             except BaseException:
                 judge.abandon()
                 raise
+
+        return self._retrying(draw)
+
+    def _played(
+        self,
+        player: Player,
+        judge: Judge,
+        rows: Sequence[Row],
+        params: SamplingParams,
+        state: TrainerState,
+    ) -> list[list[Completion]]:
+        """This rank's share of rollouts of several turns; a turn that took too long is drawn
+        again."""
+
+        def generate(
+            prompts: Sequence[Sequence[int]],
+            params: SamplingParams,
+            only: Sequence[int],
+            most: Sequence[int],
+        ) -> list[list[Completion]]:
+            draw = functools.partial(self.engine.generate, only=only, max_tokens=most)
+            return self._retrying(lambda: draw(prompts, params))
+
+        assert params.seed is not None, "every turn has a seed of its own"
+        mine = deal([1.0] * len(rows), self.ranks.size)[self.ranks.rank]
+        groups: list[list[Completion]] = [[] for _ in rows]
+        try:
+            played = player.play(rows, mine, params, params.seed, state, generate)
+            for row, (group, told, environments) in played:
+                groups[row] = list(group)
+                judge.finished(row, group, told, environments)
+        except BaseException:
+            judge.abandon()
+            raise
+        return groups
+
+    def _retrying(self, draw: Callable[[], T]) -> T:
+        """``draw``, again where it took too long; each try draws the same."""
+        for left in reversed(range(self.config.engine_retries + 1)):
+            sampler = self.engine.state_dict()
+            try:
+                return draw()
+            except GenerateTimeoutError as error:
+                if not left:
+                    raise
+                self.engine.load_state_dict(sampler)
+                self._retried.append(f"{error}; drawing again, {left} tries left")
         raise AssertionError("unreachable: the last try returns or raises")
 
     def rollout(
@@ -279,19 +369,18 @@ class Rollouter:
         """
         config = self.config
         num, wanted = config.sampling.num_generations, config.prompts_per_step
-        params = self.params(n=num)
-        drawn = self.draw(take(wanted), params, state(), clock)
+        rows, refills = take(wanted), 0
+        drawn = self.draw(rows, self._training_params(state(), refills), state(), clock)
         kept = self._kept(drawn)
-        refills = 0
         while (
             config.dynamic_sampling == "refill"
             and len(kept) < wanted * num
             and refills < config.max_refills
         ):
             rows = take(wanted - len(kept) // num)
-            drawn += self.draw(rows, params, state(), clock)
-            kept = self._kept(drawn)
             refills += 1
+            drawn += self.draw(rows, self._training_params(state(), refills), state(), clock)
+            kept = self._kept(drawn)
         metrics = _metrics(drawn, num)
         if config.dynamic_sampling != "off":
             metrics |= {
@@ -303,14 +392,22 @@ class Rollouter:
             whole = [d.completion.finish_reason != "length" for d in kept]
             kept, advantages = [*compress(kept, whole)], [*compress(advantages, whole)]
             metrics["completions/num_trained"] = float(len(kept))
-        sampled = sum(len(d.completion.token_ids) for d in drawn)
+        lengths = [len(d.completion.prompt_token_ids + d.completion.token_ids) for d in drawn]
         return Rollout(
             kept,
             advantages=advantages,
             metrics=metrics,
-            num_tokens=sum(len(d.completion.prompt_token_ids) for d in drawn) + sampled,
-            num_completion_tokens=sampled,
+            num_tokens=sum(lengths),
+            num_completion_tokens=sum(d.completion.num_sampled for d in drawn),
         )
+
+    def _training_params(self, state: TrainerState, refills: int) -> SamplingParams:
+        """Of a draw of the step; only turns need a seed (``turns``, Random numbers of a turn)."""
+        num = self.config.sampling.num_generations
+        if self.player is None:
+            return self.params(n=num)
+        name = f"{self.config.seed}/{state.global_step}/{refills}"
+        return self.params(n=num, seed=random.Random(name).getrandbits(63))
 
     def failures(self) -> list[str]:
         """What was retried or skipped since the last call, in words."""
@@ -355,7 +452,21 @@ def _metrics(drawn: Sequence[Drawn], num: int) -> Metrics:
         said = [value for d in drawn if (value := d.values[name]) is not None]
         metrics[f"rewards/{name}/mean"] = statistics.fmean(said) if said else None
         metrics[f"rewards/{name}/std"] = statistics.stdev(said) if len(said) > 1 else None
-    return metrics | length_metrics([d.completion for d in drawn])
+    return metrics | length_metrics([d.completion for d in drawn]) | _tool_metrics(drawn)
+
+
+def _tool_metrics(drawn: Sequence[Drawn]) -> Metrics:
+    """TRL's ``tools/*``: calls a completion, and the share that came to nothing; none where no
+    rollout has several turns."""
+    told = [d.told for d in drawn if d.told.messages is not None]
+    if not told:
+        return {}
+    calls = sum(one.num_calls for one in told)
+    failed = sum(one.num_failed for one in told)
+    return {
+        "tools/call_frequency": calls / len(told),
+        "tools/failure_frequency": failed / calls if calls else 0.0,
+    }
 
 
 IDLE_STEPS = 3
@@ -387,9 +498,10 @@ class RewardWatch:
 
 
 def length_metrics(completions: Sequence[Completion]) -> Metrics:
-    """TRL's ``completions/*``; "terminated" are those that a stop token ended."""
-    lengths = [len(c.token_ids) for c in completions]
-    ended = [len(c.token_ids) for c in completions if c.finish_reason == "stop"]
+    """TRL's ``completions/*``, of tokens that the policy drew; "terminated" are those that a stop
+    token ended."""
+    lengths = [c.num_sampled for c in completions]
+    ended = [c.num_sampled for c in completions if c.finish_reason == "stop"]
     metrics: Metrics = {}
     for name, values in (("", lengths), ("terminated_", ended)):
         metrics[f"completions/mean_{name}length"] = statistics.fmean(values) if values else 0.0
@@ -421,5 +533,5 @@ def evaluate(rollouter: Rollouter, rows: Sequence[Row], state: TrainerState) -> 
         "eval/accuracy": statistics.fmean((d.values[name] or 0.0) >= RIGHT for d in drawn),
         "eval/reward": statistics.fmean(totals) if totals else None,
         "eval/majority_baseline": majority_baseline(rows, rollouter.config.data.answer),
-        "eval/mean_length": statistics.fmean(len(d.completion.token_ids) for d in drawn),
+        "eval/mean_length": statistics.fmean(d.completion.num_sampled for d in drawn),
     }

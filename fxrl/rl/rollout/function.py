@@ -1,0 +1,222 @@
+"""A rollout function of the user's, with TRL's signature: ``rollout_func(prompts, trainer)``.
+
+It plays the rollouts itself, in whatever way, and returns their tokens. It is called once a step
+(once more for each refill, and for each batch of an evaluation), on every rank with that rank's
+prompts, each as often as there are completions of it, one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from fxrl.distributed import Ranks
+from fxrl.engines import Completion, Engine, SamplingParams
+from fxrl.errors import FxrlError
+from fxrl.losses.own_code import load_function
+from fxrl.rl.data.questions import PromptBuilder
+from fxrl.rl.errors import ToolError, defined_at, raised_at, shown
+from fxrl.rl.rollout.turns import Generate, Group, check_sampled, turn_seed
+from fxrl.rl.types import Row, Told, TrainerState
+
+NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+"""What the function must return; ``env_mask`` and further columns for the rewards it may."""
+
+
+class RolloutTrainer:
+    """What a rollout function gets as ``trainer``, under ``GRPOTrainer``'s names.
+
+    Attributes:
+        processing_class: the tokenizer.
+        state: of the run.
+        args: ``max_completion_length``, ``num_generations`` (completions of each prompt in this
+            call), ``temperature``, ``top_p``, ``top_k``, ``min_p``.
+        draws: what ``generate`` has drawn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        state: TrainerState,
+        params: SamplingParams,
+        seed: str,
+        generate: Generate,
+    ) -> None:
+        self.processing_class, self.state = tokenizer, state
+        self.args = SimpleNamespace(
+            max_completion_length=params.max_tokens,
+            num_generations=params.n,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+        )
+        self.draws: list[Completion] = []
+        self._params, self._seed, self._generate, self._calls = params, seed, generate, 0
+
+    def generate(
+        self, prompt_ids: Sequence[Sequence[int]], max_tokens: int | None = None
+    ) -> list[Completion]:
+        """One completion of each prompt, all drawn in one call of the engine.
+
+        Args:
+            prompt_ids: token ids without padding.
+            max_tokens: most of each; ``sampling.max_tokens`` by default.
+
+        Raises:
+            PromptError: a prompt is empty or too long.
+        """
+        seed = turn_seed(self._seed, self._calls)
+        self._calls += 1
+        params = replace(self._params, n=1, seed=seed)
+        most = [params.max_tokens if max_tokens is None else max_tokens] * len(prompt_ids)
+        found = self._generate(prompt_ids, params, range(len(prompt_ids)), most)
+        drawn: list[Completion] = [group[0] for group in found]
+        self.draws += drawn
+        return drawn
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"trainer.{name}: this is no GRPOTrainer; it has processing_class, state, args "
+            "(max_completion_length, num_generations, temperature, ...) and "
+            "generate(prompt_ids, max_tokens=None)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFunction:
+    """Rollouts that a function of the user's plays.
+
+    Attributes:
+        stop_ids: tokens that end a completion.
+        version: of the policy that draws.
+    """
+
+    function: Callable[..., Any]
+    builder: PromptBuilder
+    stop_ids: frozenset[int]
+    version: Callable[[], int]
+    ranks: Ranks
+
+    def play(
+        self,
+        rows: Sequence[Row],
+        mine: Sequence[int],
+        params: SamplingParams,
+        seed: str | int,
+        state: TrainerState,
+        generate: Generate,
+    ) -> Iterator[tuple[int, Group]]:
+        """See ``Player.play``; all groups are over at once."""
+        n, prompts = params.n, [self.builder.prompt(rows[row]) for row in mine]
+        repeated = [prompt for prompt in prompts for _ in range(n)]
+        if not repeated:
+            return
+        trainer = RolloutTrainer(
+            self.builder.tokenizer, state, params, f"{seed}/{self.ranks.rank}", generate
+        )
+        output = self._called(repeated, trainer)
+        try:
+            completions, columns = self._read(output, len(repeated))
+        except (ValueError, TypeError) as error:
+            raise ToolError(f"{self._named()} returned {error}") from error
+        for one in completions if trainer.draws else ():
+            check_sampled(one, trainer.draws, self._named())
+        told = [
+            Told(prompt, None, {name: values[i] for name, values in columns.items()})
+            for i, prompt in enumerate(repeated)
+        ]
+        for number, row in enumerate(mine):
+            span = slice(number * n, number * n + n)
+            yield row, (completions[span], told[span], [None] * n)
+
+    def _called(self, prompts: list[Any], trainer: RolloutTrainer) -> Any:
+        try:
+            return self.function(prompts, trainer)
+        except (FxrlError, KeyboardInterrupt):
+            raise
+        # User code may raise anything; the run must be saved and the function named.
+        except BaseException as error:
+            raise ToolError(
+                f"{self._named()} raised {shown(error, 1000)}{raised_at(error)}; mend it, and go "
+                "on with --resume"
+            ) from error
+
+    def _named(self) -> str:
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return f"rollout.rollout_func {name!r}{defined_at(self.function)}"
+
+    def _read(self, output: Any, num: int) -> tuple[list[Completion], dict[str, Sequence[Any]]]:
+        if not isinstance(output, Mapping) or (lacking := [k for k in NEEDED if k not in output]):
+            what = f"no {', '.join(lacking)}" if isinstance(output, Mapping) else shown(output)
+            raise ValueError(f"{what}; it must return a dict with {', '.join(NEEDED)}")
+        for name, values in output.items():
+            if not isinstance(values, list | tuple) or len(values) != num:
+                found = len(values) if isinstance(values, list | tuple) else shown(values)
+                raise ValueError(
+                    f"{found} {name} for {num} prompts; return a list with one entry per prompt "
+                    "given (each stands there as often as it has completions)"
+                )
+        masks = output.get("env_mask", [None] * num)
+        every = zip(*(output[name] for name in NEEDED), masks, strict=True)
+        completions = [self._completion(i, *one) for i, one in enumerate(every)]
+        rest = {k: v for k, v in output.items() if k not in (*NEEDED, "env_mask")}
+        return completions, rest
+
+    def _completion(
+        self, number: int, prompt: Any, tokens: Any, logprobs: Any, mask: Any
+    ) -> Completion:
+        where = f"for prompt {number}"
+        prompt, tokens = (
+            _ints(prompt, f"prompt_ids {where}"),
+            _ints(tokens, f"completion_ids {where}"),
+        )
+        sampled = (True,) * len(tokens) if mask is None else tuple(bool(each) for each in mask)
+        # vLLM's are lists, of the likeliest tokens; the first is the one that was drawn.
+        flat = [each[0] if isinstance(each, list | tuple) else each for each in logprobs]
+        if not len(tokens) == len(sampled) == len(flat):
+            raise ValueError(
+                f"{len(tokens)} completion_ids, {len(flat)} logprobs and {len(sampled)} entries of "
+                f"env_mask {where}; give one each per token"
+            )
+        if not any(sampled):
+            raise ValueError(f"env_mask {where} without a 1: no token that the policy has drawn")
+        known, size = (
+            prompt + tuple(t for t, s in zip(tokens, sampled, strict=True) if not s),
+            len(self.builder.tokenizer),
+        )
+        if wrong := [token for token in known if not 0 <= token < size]:
+            raise ValueError(f"token id {wrong[0]} {where}; the tokenizer has {size}")
+        return Completion(
+            prompt_token_ids=prompt,
+            token_ids=tokens,
+            logprobs=tuple(float(p) if s else 0.0 for p, s in zip(flat, sampled, strict=True)),
+            finish_reason="stop" if tokens[-1] in self.stop_ids else "length",
+            policy_version=self.version(),
+            sampled=None if all(sampled) else sampled,
+        )
+
+
+def rollout_function(
+    given: str | Callable[..., Any] | None,
+    builder: PromptBuilder,
+    engine: Engine,
+    ranks: Ranks | None,
+) -> RolloutFunction | None:
+    """``rollout.rollout_func``, played with ``engine``; ``None`` where there is none."""
+    if given is None:
+        return None
+    function = load_function(given) if isinstance(given, str) else given
+    eos = getattr(engine, "eos_token_ids", None) or {builder.tokenizer.eos_token_id}
+    return RolloutFunction(
+        function, builder, frozenset(eos), lambda: engine.policy_version, ranks or Ranks()
+    )
+
+
+def _ints(given: Any, what: str) -> tuple[int, ...]:
+    values = tuple(given.tolist() if hasattr(given, "tolist") else given)
+    if not values or not all(isinstance(each, int) for each in values):
+        raise ValueError(f"{shown(given)} as {what}; give token ids, at least one")
+    return values
