@@ -132,6 +132,8 @@ class Backend:
             self._fall_back(capture, refusal)
             return None
         name_sites(lowered, str(capture.index))
+        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs):
+            capture.remarks += _attach_kernels()  # before passes measure them
         capture.lowered, capture.pipeline = lowered, self._pipeline.measured(inputs)
         with without_autocast():  # the graph already holds its casts
             planner = self._planner(capture)
@@ -216,8 +218,6 @@ class Backend:
         return self._compile(capture, capture.rewritten.gm, examples)
 
     def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
-        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in examples):
-            capture.remarks += _attach_kernels()
         owned: dict[str, CompiledRegion] = {}
         calls = region_calls(gm)
         count = len({call.meta["region"].id for call in calls})
