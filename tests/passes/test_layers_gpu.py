@@ -22,6 +22,7 @@ PLACES = tuple(itertools.product(("gpu", "host"), repeat=2))
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
+    torch.backends.cuda.enable_cudnn_sdp(True)  # which an import of vLLM switches off
 
 
 @pytest.fixture(params=[False, True], ids=["open", "checkpointed"])
