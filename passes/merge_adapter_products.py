@@ -27,6 +27,7 @@ from fxrl.ir.graph import (
     nbytes,
     shape_of,
     tensor_val,
+    val_of,
 )
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
@@ -275,13 +276,14 @@ def _stacked(builder: Builder, parts: Sequence[fx.Node | int]) -> fx.Node:
     nodes = [part for part in parts if isinstance(part, fx.Node)]
     turned = all(is_call(n, *TRANSPOSES) and len(shape_of(n)) == 2 for n in nodes)
     like: Any = nodes[0].args[0] if turned else nodes[0]
-    width = shape_of(nodes[0])[1]
+    val, width = val_of(like), shape_of(nodes[0])[1]
 
     def piece(part: fx.Node | int) -> Any:
         if isinstance(part, fx.Node):
             return part.args[0] if turned else part
         size = [width, part] if turned else [part, width]
-        return builder.call(aten.new_zeros.default, like, size)
+        said = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
+        return builder.call(aten.full.default, size, 0, **said)  # an op that Inductor lowers
 
     whole = builder.call(aten.cat.default, [piece(part) for part in parts], int(turned))
     return builder.call(aten.permute.default, whole, [1, 0]) if turned else whole

@@ -331,8 +331,6 @@ def measured_seconds(
 
     Each shape is measured once in a process, at a power of two of rows.
     """
-    from torch.utils.benchmark import Timer
-
     rows = min(_ENOUGH, 1 << max(0, rows - 1).bit_length())
     x = torch.randn(rows, features, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = torch.randn(out, features, dtype=torch.bfloat16, device=device)
@@ -349,6 +347,28 @@ def measured_seconds(
         def run() -> None:
             (made := forward()).backward(made.detach())  # type: ignore[no-untyped-call]
 
-        return float(Timer("run()", globals={"run": run}).timeit(10).median)
+        return _device_seconds(run)
 
-    return timed(lambda: x @ weight.t()), timed(in_fp8)
+    with torch.cuda.device(device), torch.enable_grad():
+        return timed(lambda: x @ weight.t()), timed(in_fp8)
+
+
+def _device_seconds(run: Callable[[], None], repeats: int = 10) -> float:
+    """A run's seconds on the GPU alone: as a graph, launched at once; a step's launches hide behind
+    the kernels before them, and here there are none."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # kernels are compiled, workspaces allocated
+            run()
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(repeats):
+            run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats

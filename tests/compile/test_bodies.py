@@ -111,6 +111,28 @@ def test_halves_are_lowered_as_they_were_traced_and_found_by_the_next_who_asks(m
     assert counters["inductor"]["fxgraph_cache_hit"] == 2
 
 
+def test_what_passes_add_behind_the_trace_is_lowered():
+    """Adapters over one input: their gradients' products are merged, with zeros between them."""
+
+    def adapted(x, *weights):
+        w1, a1, b1, w2, a2, b2 = weights
+        gate = F.linear(x, w1) + F.linear(F.linear(x, a1), b1)
+        up = F.linear(x, w2) + F.linear(F.linear(x, a2), b2)
+        return [F.silu(gate) * up, gate - up]
+
+    sizes = [(64, 8), (2, 8), (64, 2), (64, 8), (3, 8), (64, 3)]
+    given = [draw(400, 8), *(draw(*size) for size in sizes)]
+    needs = (True, *(False, True, True) * 2)
+    kernels = build_region(region_of(adapted, given, needs), InductorOptions.of(None))
+
+    def run(live):
+        return torch.ops.fxrl.region(live, kernels.key, 0, [])
+
+    wanted = gradients(lambda live: adapted(*live), given, needs)
+    assert_equal(gradients(run, given, needs), wanted, 1e-6)
+    assert "merge-adapter-products" in dict(kernels.traced.rewrites)
+
+
 @pytest.mark.parametrize("stage", ["pre_grad_custom_pass", "joint_custom_post_pass"])
 def test_a_users_own_pass_runs_where_pytorch_runs_it(stage):
     seen = []

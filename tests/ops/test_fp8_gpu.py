@@ -26,7 +26,7 @@ def _has_fp8():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("columns", [48, 160, 4096, 12288, 2**15 + 16])
+@pytest.mark.parametrize("columns", [48, 160, 4096, 12288])
 @pytest.mark.parametrize("block", [0, 128])
 def test_rows_are_the_references_bit_for_bit(dtype, columns, block):
     """On a CPU, which divides; on a GPU PyTorch multiplies by the reciprocal of a number."""

@@ -96,7 +96,6 @@ def build_llm(
         worker_cls=worker_cls,
         has_tokenizer=any((path / name).is_file() for name in _TOKENIZER_FILES),
     )
-    free_unheld()  # models of an engine that is closed: vLLM refuses to load beside their weights
     alone, before = not symbols.tags(), id(newest_worker())
     try:
         return symbols.module.LLM(**arguments)

@@ -10,10 +10,9 @@ import torch
 from rich.console import Console
 
 from fxrl.engines import Completion, GenerateTimeoutError
-from fxrl.errors import ConfigError
 from fxrl.models import tiny_tokenizer
 from fxrl.rl.config.load import config_of
-from fxrl.rl.errors import RewardError, ToolError
+from fxrl.rl.errors import ToolError
 from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.build import read_questions
 from fxrl.rl.report.progress import Reporter
