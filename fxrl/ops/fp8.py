@@ -356,7 +356,9 @@ def measured_seconds(
 def _device_seconds(run: Callable[[], None], repeats: int = 10) -> float:
     """A run's seconds on the GPU alone: as a graph, launched at once; a step's launches hide behind
     the kernels before them, and here there are none."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for _ in range(3):  # kernels are compiled, workspaces allocated
             run()
@@ -364,11 +366,10 @@ def _device_seconds(run: Callable[[], None], repeats: int = 10) -> float:
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(repeats):
             run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.stream(stream):
         graph.replay()
         start.record()
         graph.replay()
         end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3 / repeats
+    return float(start.elapsed_time(end)) / 1e3 / repeats
