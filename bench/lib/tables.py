@@ -174,6 +174,13 @@ LINES = (
         _UPDATE_CELLS,
         "update_ms",
     ),
+    Line(
+        "12 layers of Qwen3-8B's shape, LoRA, 16384 tokens, frozen Linears in FP8: time, peak",
+        "update_step_qwen3_8b_12_layers_fp8_h200",
+        _UPDATE_CELLS,
+        "update_ms",
+        ours="fxrl-fp8",
+    ),
 )
 
 
