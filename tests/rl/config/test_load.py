@@ -137,7 +137,7 @@ def test_a_long_value_is_shown_in_part(config_file):
 def test_missing_tables_are_named(tmp_path):
     file = tmp_path / "empty.toml"
     file.write_text("steps = 3\n")
-    missing = {"model", "data", "reward"}
+    missing = {"model", "data"}  # what rewards are needed follows from the loss
     assert {line.partition(":")[0] for line in problems(file)} == missing
 
 
