@@ -230,6 +230,8 @@ def make_batch(
         "attention_mask": real.long(),
         "completion_mask": (torch.arange(completion) < ends).long(),
         "advantages": torch.randn(size, generator=random),
+        "desirable": torch.arange(size) % 2,
+        "kl": torch.tensor(0.1),
     }
     noise = LOGP_STD * torch.randn(2, size, completion, generator=random)
     noise[0, 0] = 0.0

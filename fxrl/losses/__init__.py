@@ -22,7 +22,7 @@ from fxrl.losses.policy_losses import (
     sapo,
 )
 from fxrl.losses.registry import FACTORIES, by_name
-from fxrl.losses.supervised import dpo, sft
+from fxrl.losses.supervised import dpo, kto, sft
 from fxrl.losses.surrogate import importance_weights, kl_estimate, policy_loss
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "gspo",
     "importance_weights",
     "kl_estimate",
+    "kto",
     "loss_info",
     "luspo",
     "policy_loss",

@@ -14,6 +14,8 @@ key                   shape         meaning
 ``old_logps``         [B, C]        log-probs at the last policy version; absent: on-policy
 ``rollout_logps``     [B, C]        log-probs that the sampler reported; absent: no correction
 ``ref_logps``         [B, C]        log-probs of the reference policy; needed by ``beta != 0``
+``desirable``         [B]           non-zero for a good answer; read by ``kto``
+``kl``                0-d           an estimate of KL(policy || reference); read by ``kto``
 ``num_items_in_batch`` number or 0-d completion tokens of the whole update, for gradient
                                     accumulation; absent: those of this batch
 ``num_sequences_in_batch`` likewise sequences of the whole update; read where a loss that is a mean

@@ -24,6 +24,7 @@ from fxrl.losses.reduce import Over
 KLEstimator = Literal["k1", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 Baseline = Literal["group", "leave_one_out"]
+Reads = Literal["prompts", "sequences", "pairs", "labelled"]
 
 
 class PolicyKeywords(TypedDict, total=False):
@@ -123,6 +124,11 @@ class LossInfo:
         advantages: the baseline that its paper subtracts from the reward.
         scale_rewards: the standard deviation that its paper divides by.
         options: its settings, if it is a policy loss of ``fxrl.losses``.
+        reads: what it is trained on: completions of ``"prompts"``; given ``"sequences"``;
+            ``"pairs"``, B chosen rows and then their B rejected ones; or ``"labelled"`` sequences.
+        reference: whether it reads ``ref_logps``; ``None`` where it does not say.
+        mismatched_kl: whether it reads ``kl``, an estimate of KL(policy || reference) from prompts
+            with each other's completions.
     """
 
     mean_over: Over = "sequences"
@@ -130,10 +136,23 @@ class LossInfo:
     advantages: Baseline = "group"
     scale_rewards: ScaleRewards = "group"
     options: PolicyOptions | None = None
+    reads: Reads = "prompts"
+    reference: bool | None = None
+    mismatched_kl: bool = False
+
+
+def tells(info: LossInfo) -> Callable[[LossFn], LossFn]:
+    """Notes on a loss what ``loss_info`` reads from it."""
+
+    def mark(loss_fn: LossFn) -> LossFn:
+        loss_fn.loss_info = info  # type: ignore[attr-defined]
+        return loss_fn
+
+    return mark
 
 
 def loss_info(loss_fn: Callable[..., Any]) -> LossInfo:
-    """What ``policy_loss`` has noted on a loss, whoever called it."""
+    """What ``tells`` has noted on a loss, whoever called its factory."""
     found = getattr(getattr(loss_fn, "func", loss_fn), "loss_info", None)  # func: of a partial
     return found if isinstance(found, LossInfo) else LossInfo()
 

@@ -1,4 +1,4 @@
-"""The losses without rewards: supervised fine-tuning and direct preference optimization.
+"""The losses without rewards: supervised fine-tuning, and preferences (DPO, KTO).
 
 Shapes: B sequences (or pairs), T tokens, C completion tokens, V vocabulary.
 """
@@ -27,11 +27,19 @@ from fxrl.losses.batch import (
     per_token,
 )
 from fxrl.losses.logprobs import completion_logits, token_stats
-from fxrl.losses.options import loss_factory
+from fxrl.losses.options import LossInfo, loss_factory, tells
 from fxrl.losses.reduce import masked_mean, masked_sum, row_mean, token_mean_of_update
 
 IGNORE_INDEX = -100
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
+PREFERENCE_METRICS = frozenset(
+    {
+        *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+        *("logps/chosen", "logps/rejected"),
+    }
+)
+KTO_METRICS = PREFERENCE_METRICS - {"rewards/accuracies"} | {"kl"}
+"""Means over sequences."""
 
 
 @loss_factory
@@ -51,6 +59,7 @@ def sft(*, log_entropy: bool = True, log_accuracy: bool = True) -> LossFn:
     check_flag("log_entropy", log_entropy)
     check_flag("log_accuracy", log_accuracy)
 
+    @tells(LossInfo("update", reads="sequences", reference=False))
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         if "labels" in batch:
             labels = batch["labels"][:, 1:]
@@ -112,7 +121,9 @@ def dpo(
     if label_smoothing and loss_type != "sigmoid":
         raise LossConfigError(f"label_smoothing goes with loss_type='sigmoid', not {loss_type!r}")
     reduce_tokens = row_mean if loss_type == "ipo" else masked_sum
+    info = LossInfo("sequences", PREFERENCE_METRICS, reads="pairs", reference=not reference_free)
 
+    @tells(info)
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         mask = completion_mask(batch)
         if mask.shape[0] % 2:
@@ -131,6 +142,95 @@ def dpo(
         return losses.mean(), _preference_metrics(beta * rewards, logps)
 
     return loss_fn
+
+
+@loss_factory
+def kto(
+    beta: float = 0.1,
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto",
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> LossFn:
+    """Kahneman-Tversky optimization: answers that are known to be good or bad, without pairs.
+
+        r_i = log pi(y_i | x_i) - log pi_ref(y_i | x_i)
+        desirable:    L_i = desirable_weight (1 - sigmoid(beta (r_i - z)))
+        undesirable:  L_i = undesirable_weight (1 - sigmoid(beta (z - r_i)))
+
+    and the mean over sequences; z is an estimate of KL(pi || pi_ref) that has no gradient, and 0
+    for ``apo_zero_unpaired``. The batch has ``completion_mask`` [B, C], ``desirable`` [B] (0 is
+    not), ``ref_logps`` [B, C] or [B] as for ``dpo``, and for ``kto`` ``kl``, z (0-d).
+
+    ``num_desirable_in_batch`` and ``num_sequences_in_batch`` (0-d), where the batch has them, are
+    those of the whole update: the metrics of several batches then add up to its own.
+
+    Sources: KTO arXiv:2402.01306 eq. 7 and 8; APO-zero arXiv:2408.06266 eq. 7.
+
+    Args:
+        beta: strength of the pull to the reference.
+        desirable_weight, undesirable_weight: make up for other numbers of one than of the other;
+            the paper wants their weighted numbers within a factor of 4/3.
+
+    Raises:
+        LossConfigError: a value is out of range.
+        BatchError: (on call) one of these is not in the batch.
+    """
+    check_positive("beta", beta)
+    check_choice("loss_type", loss_type, Literal["kto", "apo_zero_unpaired"])
+    check_positive("desirable_weight", desirable_weight, or_zero=True)
+    check_positive("undesirable_weight", undesirable_weight, or_zero=True)
+    estimated = loss_type == "kto"
+    info = LossInfo(
+        "sequences",
+        KTO_METRICS,
+        reads="labelled",
+        reference=True,
+        mismatched_kl=estimated,
+    )
+
+    @tells(info)
+    def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        mask = completion_mask(batch)
+        logits, _ = completion_logits(model, batch, mask.shape[1])
+        tokens = batch["input_ids"][:, -mask.shape[1] :]
+        logps = masked_sum(token_stats(logits, tokens).logps, mask)  # [B]
+        given = need(batch, "ref_logps", "kto compares with")
+        ref_logps = given if given.dim() == 1 else masked_sum(per_token(given, mask), mask)
+        desirable = need(batch, "desirable", "says which answers are good") != 0
+        rewards = logps - ref_logps.detach()
+        gain = rewards
+        if estimated:
+            gain = rewards - need(batch, "kl", "kto compares rewards with").detach()
+        # 1 - sigmoid(x) = sigmoid(-x), which keeps its digits where x is large.
+        losses = torch.where(
+            desirable,
+            desirable_weight * torch.sigmoid(-beta * gain),
+            undesirable_weight * torch.sigmoid(beta * gain),
+        )
+        metrics = _labelled_metrics(beta * rewards, logps, desirable, batch)
+        if estimated:
+            metrics["kl"] = batch["kl"].detach()
+        return losses.mean(), metrics
+
+    return loss_fn
+
+
+def _labelled_metrics(rewards: Tensor, logps: Tensor, desirable: Tensor, batch: Batch) -> Metrics:
+    """Means over the desirable and over the others, each times this batch's share of the update's
+    sequences over its share of them: so they add up as means over sequences do."""
+    rows = torch.ones_like(rewards).sum()
+    total = batch.get("num_sequences_in_batch", rows)
+    good = batch.get("num_desirable_in_batch", desirable.to(rewards.dtype).sum())
+    metrics: Metrics = {}
+    for kind, values in (("rewards", rewards.detach()), ("logps", logps.detach())):
+        for name, among, number in (
+            ("chosen", desirable, good),
+            ("rejected", ~desirable, total - good),
+        ):
+            found = torch.where(among, values, 0.0).sum() / number.clamp(min=1)
+            metrics[f"{kind}/{name}"] = found * total / rows
+    metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return metrics
 
 
 def _pairs(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from fxrl.losses.logprobs import (
     exponent_bound,
     token_stats,
 )
-from fxrl.losses.options import Baseline, KLEstimator, LossInfo, PolicyOptions
+from fxrl.losses.options import Baseline, KLEstimator, LossInfo, PolicyOptions, tells
 from fxrl.losses.reduce import (
     Reduction,
     is_mean_over,
@@ -221,9 +221,15 @@ def policy_loss(
             loss, metrics = loss + term, metrics | term_metrics
         return loss, metrics
 
-    info = LossInfo(over, sequence_metrics, advantages, scale_rewards, options)
-    loss_fn.loss_info = info  # type: ignore[attr-defined]
-    return loss_fn
+    info = LossInfo(
+        over,
+        sequence_metrics,
+        advantages,
+        scale_rewards,
+        options,
+        reference=options.beta != 0.0,
+    )
+    return tells(info)(loss_fn)
 
 
 def _entropy_use(options: PolicyOptions) -> EntropyUse:

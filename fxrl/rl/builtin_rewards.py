@@ -9,15 +9,10 @@ from typing import Any
 
 from fxrl.errors import ConfigError
 from fxrl.rl.errors import RewardError
-from fxrl.rl.types import Row
+from fxrl.rl.types import Row, last_text
 
 RewardFunction = Callable[..., Any]
 ScoreAnswer = Callable[[str, Row], float]
-
-
-def last_text(given: Any) -> str:
-    """The text of a prompt or completion, of its last message where it is conversational."""
-    return given if isinstance(given, str) else str(given[-1]["content"])
 
 
 def _answers(completions: Sequence[Any], extract: str | None) -> list[str]:

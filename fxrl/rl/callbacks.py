@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | ``on_train_begin`` | the engine is built, a resumed run's state restored | |
 | ``on_step_begin`` | before a step's rollouts | |
-| ``on_rollout_end`` | its completions are drawn and judged, nothing is trained yet | ``rollout`` |
+| ``on_rollout_end`` | what it trains on is there (drawn and judged, or taken) | ``rollout`` |
 | ``on_step_end`` | its updates are made | ``logs``, so far |
 | ``on_evaluate`` | held-out questions are answered; ``global_step`` 0: untrained | ``metrics`` |
 | ``on_log`` | the step's line of ``metrics.jsonl`` is written; likewise | ``logs`` |

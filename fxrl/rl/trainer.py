@@ -42,7 +42,8 @@ class Trainer:
             That keeps its dtype, and what of it requires grad is trained (``model.lora`` puts an
             adapter on it); ``engine="vllm"`` takes names alone.
         rewards: a function with TRL's signature, a name of ``reward.functions``, or a list of them
-            (``examples/config.md``: what they get and may return).
+            (``examples/config.md``: what they get and may return); none for a loss that learns
+            from the data as they are.
         data: dicts of columns, one a question: a list, another iterable, or a
             ``datasets.Dataset``. Rows are read once; of what has no end ``data.size`` are taken.
         config: a ``TrainConfig``, or its tables as nested dicts. What the arguments above give

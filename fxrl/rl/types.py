@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fxrl.engines import Completion
+
+if TYPE_CHECKING:
+    from fxrl.rl.report.timing import Clock
 
 Row = dict[str, Any]
 """One question: the dataset's columns."""
@@ -32,6 +36,34 @@ class Told(NamedTuple):
     columns: Mapping[str, Any] = {}
     num_calls: int = 0
     num_failed: int = 0
+
+
+class TokenRow(NamedTuple):
+    """A sequence to train on, in plain numbers.
+
+    Attributes:
+        prompt: tokens that nothing is learned from, one at least.
+        completion: those behind them.
+        per_token: further numbers of the batch by name, one for each token of ``completion``; a
+            ``completion_mask`` among them says which of these count, else all do.
+        per_row: likewise one number each.
+    """
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    per_token: Mapping[str, Sequence[float]]
+    per_row: Mapping[str, float]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """(prompt, completion) tokens."""
+        return len(self.prompt), len(self.completion)
+
+    @property
+    def num_counted(self) -> int:
+        """Tokens that are learned from."""
+        mask = self.per_token.get("completion_mask")
+        return len(self.completion) if mask is None else int(sum(mask))
 
 
 class Drawn(NamedTuple):
@@ -72,6 +104,101 @@ class TrainerState:
         return self  # frozen, of plain numbers
 
 
+class Experience(Protocol):
+    """What one step trains on."""
+
+    @property
+    def rows(self) -> Sequence[TokenRow]:
+        """Those of one unit next to each other; none where there is nothing to train on."""
+        ...
+
+    @property
+    def unit(self) -> int:
+        """So many rows stay in one micro-batch; all first ones of it, then all second ones."""
+        ...
+
+    @property
+    def metrics(self) -> Metrics:
+        """What there is to say of them before anything is trained."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and completion tokens, without padding."""
+        ...
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Those of the completions."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """Further numbers of the whole step, which each micro-batch has as 0-d tensors."""
+        ...
+
+    def samples(self, wanted: int) -> list[dict[str, Any]]:
+        """So many lines of ``completions.jsonl``, or fewer."""
+        ...
+
+
+class Source(Protocol):
+    """Where each step's experience comes from: rollouts (``Rollouter``) or the data themselves
+    (``Examples``). All else of a run is the same for both."""
+
+    @property
+    def headline(self) -> tuple[str, str]:
+        """The metrics that a run is judged by: a step's, and an evaluation's without ``eval/``."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether an engine draws it."""
+        ...
+
+    @property
+    def rows_each(self) -> int:
+        """Sequences of a step for each row of the data that it takes."""
+        ...
+
+    def experience(
+        self,
+        take: Callable[[int], Sequence[Any]],
+        state: Callable[[], TrainerState],
+        clock: Clock,
+    ) -> Experience:
+        """A step's.
+
+        Args:
+            take: the next so many of the training data.
+            state: the run's, once they have been taken.
+            clock: of the step.
+        """
+        ...
+
+    def evaluate(
+        self, data: Sequence[Any], state: TrainerState, measure: Callable[[Experience], Metrics]
+    ) -> Metrics:
+        """Metrics of held-out data, each named ``eval/...``.
+
+        Args:
+            measure: loss and metrics of an experience, without training on it.
+        """
+        ...
+
+    def largest(self) -> Sequence[TokenRow]:
+        """A unit of rows as long as they may become."""
+        ...
+
+    def warnings(self, record: Mapping[str, Any]) -> Iterator[str]:
+        """What a step's metrics tell that people should hear."""
+        ...
+
+    def failures(self) -> list[str]:
+        """What was retried or skipped since the last call, in words."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """The completions that one step trains on, prompt by prompt.
@@ -83,6 +210,7 @@ class Rollout:
         metrics: reward and length statistics over all completions drawn, dropped ones included.
         num_tokens: prompt and completion tokens, tools' output included, without padding.
         num_completion_tokens: sampled tokens.
+        unit, counts: see ``Experience``.
     """
 
     drawn: Sequence[Drawn]
@@ -90,3 +218,45 @@ class Rollout:
     metrics: Metrics
     num_tokens: int
     num_completion_tokens: int
+    unit: int = field(default=1, init=False)
+    counts: Mapping[str, float] = field(default_factory=dict, init=False)
+
+    @property
+    def rows(self) -> list[TokenRow]:
+        """See ``Experience``."""
+        pairs = zip(self.drawn, self.advantages, strict=True)
+        return [of_completion(drawn.completion, advantage) for drawn, advantage in pairs]
+
+    def samples(self, wanted: int) -> list[dict[str, Any]]:
+        """``wanted`` completions, or all, spread over the step's prompts."""
+        pairs = list(zip(self.drawn, self.advantages, strict=True))
+        count = min(wanted, len(pairs))
+        return [
+            {
+                "question": last_text(drawn.prompt),
+                "prompt": drawn.prompt,
+                "completion": drawn.text,
+                "reward": drawn.total if math.isfinite(drawn.total) else None,
+                "advantage": advantage,
+                **{f"rewards/{name}": value for name, value in drawn.values.items()},
+                **({} if drawn.told.messages is None else {"turns": drawn.told.messages}),
+            }
+            for drawn, advantage in (pairs[i * len(pairs) // count] for i in range(count))
+        ]
+
+
+def of_completion(completion: Completion, advantage: float) -> TokenRow:
+    """A sampled sequence with what its reward is worth; what the policy did not draw of it, such as
+    a tool's output, does not count."""
+    sampled = completion.sampled or (True,) * len(completion.token_ids)
+    return TokenRow(
+        completion.prompt_token_ids,
+        completion.token_ids,
+        {"completion_mask": sampled, "rollout_logps": completion.logprobs},
+        {"advantages": advantage},
+    )
+
+
+def last_text(given: Any) -> str:
+    """The text of a prompt or completion, of its last message where it is conversational."""
+    return given if isinstance(given, str) else str(given[-1]["content"])

@@ -90,5 +90,7 @@ def random_batch(seed=0, batch=3, prompt=3, completion=4, spread=0.3, dtype=torc
         "ref_logps": logps + spread * noise(batch, completion),
         "returns": noise(batch, completion),
         "values": noise(batch, completion),
+        "desirable": torch.arange(batch) % 2,
+        "kl": torch.tensor(0.3, dtype=dtype),
     }
     return items, logits

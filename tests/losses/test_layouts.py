@@ -18,13 +18,17 @@ EVERYTHING = {
     "top_entropy_quantile": 0.8,
 }
 CASES = [(name, {}) for name in losses.FACTORIES]
-CASES += [(name, EVERYTHING) for name in losses.FACTORIES if name not in ("dpo", "sft")]
+CASES += [(name, EVERYTHING) for name in losses.FACTORIES if name not in ("dpo", "kto", "sft")]
 CASES += [
     ("grpo", {"vllm_importance_sampling_mode": mode})
     for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 ]
 CASES += [("gspo", {"importance_sampling_level": "sequence_token"})]
-CASES += [("dpo", {"loss_type": "ipo"}), ("dr_grpo", {"max_completion_length": 9})]
+CASES += [
+    ("dpo", {"loss_type": "ipo"}),
+    ("kto", {"loss_type": "apo_zero_unpaired"}),
+    ("dr_grpo", {"max_completion_length": 9}),
+]
 
 
 class CausalLM(nn.Module):
@@ -81,6 +85,7 @@ def batches(seed, extra_right=0, per_token_advantages=False):
                 batch[key][row, first : first + c] = values
         if not per_token_advantages:
             batch["advantages"] = torch.stack([e["advantages"][0] for e in extras])
+        batch |= {"desirable": torch.tensor([1.0, 0.0, 1.0, 0.0]), "kl": torch.tensor(0.2)}
         if not left:
             batch["right_padded"] = True
         found.append(batch)

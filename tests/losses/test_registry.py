@@ -13,9 +13,9 @@ from fxrl import losses
 from fxrl.losses.options import PolicyKeywords, PolicyOptions, accepted
 
 
-def test_the_thirteen_losses():
+def test_the_losses():
     policy = {"grpo", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "cispo", "sapo"}
-    assert set(losses.FACTORIES) == policy | {"reinforce", "rloo", "ppo", "dpo", "sft"}
+    assert set(losses.FACTORIES) == policy | {"reinforce", "rloo", "ppo", "dpo", "kto", "sft"}
     for name, factory in losses.FACTORIES.items():
         assert getattr(losses, name) is factory
         assert inspect.getdoc(factory)

@@ -1,4 +1,4 @@
-"""SFT and DPO against loops over tokens; gradients by finite differences."""
+"""SFT, DPO and KTO against loops over tokens; gradients by finite differences."""
 
 import math
 
@@ -119,3 +119,43 @@ def test_dpo_needs_pairs_and_a_reference():
 def test_dpo_refuses(kw):
     with pytest.raises(losses.LossConfigError, match=next(iter(kw))):
         losses.dpo(**kw)
+
+
+@pytest.mark.parametrize("kind", ["kto", "apo_zero_unpaired"])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_kto(kind, per_sequence):
+    batch, logits = random_batch(seed=5, batch=5, spread=2.0)
+    mask, ids, z = batch["completion_mask"], batch["input_ids"], float(batch["kl"])
+    batch["desirable"] = torch.tensor([1, 0, 0, 1, 1])
+    gaps, refs = [], []
+    for b in range(5):
+        kept = [t for t in range(4) if mask[b, t]]
+        refs.append(sum(float(batch["ref_logps"][b, t]) for t in kept))
+        gaps.append(sum(log_prob(logits[b, 2 + t], ids[b, 3 + t]) for t in kept) - refs[-1])
+    if per_sequence:
+        batch["ref_logps"] = torch.tensor(refs, dtype=torch.float64)
+    if kind == "apo_zero_unpaired":
+        z = 0.0
+        del batch["kl"]
+    good = [0, 3, 4]
+    terms = [
+        1.5 / (1 + math.exp(0.3 * (r - z))) if b in good else 0.5 / (1 + math.exp(0.3 * (z - r)))
+        for b, r in enumerate(gaps)
+    ]
+    loss_fn = losses.kto(0.3, kind, desirable_weight=1.5, undesirable_weight=0.5)
+    loss, metrics = loss_fn(FreeLogits(logits), batch)
+    torch.testing.assert_close(loss.item(), sum(terms) / 5)
+    chosen, rejected = 0.1 * sum(gaps[b] for b in good), 0.15 * (gaps[1] + gaps[2])
+    assert metrics["rewards/chosen"].item() == pytest.approx(chosen)
+    assert metrics["rewards/rejected"].item() == pytest.approx(rejected)
+    assert metrics["rewards/margins"].item() == pytest.approx(chosen - rejected)
+    assert ("kl" in metrics) == (kind == "kto")
+    check_gradient(loss_fn, logits, batch)
+
+
+@pytest.mark.parametrize("key", ["ref_logps", "desirable", "kl"])
+def test_kto_says_what_it_lacks(key):
+    batch, logits = random_batch()
+    del batch[key]
+    with pytest.raises(losses.BatchError, match=f"no '{key}'"):
+        losses.kto()(FreeLogits(logits), batch)

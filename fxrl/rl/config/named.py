@@ -114,16 +114,10 @@ def make_optimizer(
         raise ConfigError(f"name={name!r} refuses {keywords}: {error}") from error
 
 
-_NO_ROLLOUT = {"ppo": "values", "dpo": "preference pairs", "sft": "reference completions"}
-
-
 def loss_problems(name: str, options: Mapping[str, Any], keys: Sequence[str] = ()) -> list[str]:
     """What is wrong with a ``[loss]`` table, one line each."""
-    if name in _NO_ROLLOUT:
-        return [
-            f"name={name!r} needs {_NO_ROLLOUT[name]}, which rollouts do not give; use grpo or "
-            "another policy loss"
-        ]
+    if name == "ppo":
+        return ["name='ppo' needs values, which rollouts do not give; use grpo or another loss"]
     lines: list[str] = []
     if (factory := losses.FACTORIES.get(name)) is not None:
         lines = wrong_keywords(factory, options, table="loss", keys=keys)

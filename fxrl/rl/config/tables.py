@@ -7,10 +7,11 @@ same. It reads no environment.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from fxrl.config import Config
 from fxrl.engines.vllm.options import VllmOptions
-from fxrl.losses import LossInfo, loss_info
+from fxrl.losses import FACTORIES, LossInfo, loss_info
 from fxrl.models.hf import ModelError
 from fxrl.models.load import Source, resolve
 from fxrl.models.tiny import parse_tiny
@@ -169,9 +170,12 @@ MOST_GENERATED = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class DataConfig(Table):
-    """``[data]``: where prompts come from. Exactly one of the four sources is given.
+    """``[data]``: what is trained on. Exactly one of the four sources is given.
 
     Attributes:
+        form: what rows are: ``prompts``, which the model answers; or what it learns as it stands:
+            ``sequences``, ``pairs`` of a chosen and a rejected answer, or ``labelled`` sequences.
+            ``auto`` is what the loss reads, of your own loss ``prompts``.
         path: JSONL file, a question a line.
         dataset: Hugging Face dataset, a name or a folder.
         subset: part of ``dataset``, what ``datasets.load_dataset`` calls ``name``.
@@ -185,6 +189,12 @@ class DataConfig(Table):
             so that runs with several seeds are judged on the same questions.
         prompt: column with the prompt, a text or a list of chat messages whose last is the user's.
         answer: column with the right answer, for ``exact`` and the majority baseline.
+        columns: the data's own names of the columns that a form other than ``prompts`` reads, such
+            as ``{ completion = "output" }``.
+        train_on: tokens that ``sequences`` are learned from: the ``completions``, which are the
+            assistant's messages of a conversation, or ``all``.
+        max_length: most tokens of a row of a form other than ``prompts``, its prompt among them; a
+            longer one is unusable.
         pattern: regular expression with named groups, searched in the prompt text; its groups fill
             ``template``.
         template: new prompt text; ``{name}`` is a column or a group of ``pattern``.
@@ -197,11 +207,13 @@ class DataConfig(Table):
         turns: chat turns before each prompt.
         max_prompt_tokens: most tokens of a prompt; a longer one is unusable.
         unusable_rows: fate of rows whose prompt is empty, no text, too long, or does not
-            fit ``pattern`` and ``template``: an ``error`` that names them, or ``skip`` leaves them
-            out and says how many. Either way before a model is loaded.
+            fit ``pattern`` and ``template``, and of those not of their ``form``: an ``error`` that
+            names them, or ``skip`` leaves them out and says how many. Either way before a model is
+            loaded.
         shuffle: order of the questions, another in each epoch; ``false`` keeps the source's.
     """
 
+    form: Literal["auto", "prompts", "sequences", "pairs", "labelled"] = "auto"
     path: str | None = None
     dataset: str | None = None
     subset: str | None = None
@@ -213,6 +225,9 @@ class DataConfig(Table):
     seed: int = 0
     prompt: str = "prompt"
     answer: str = "answer"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    train_on: Literal["completions", "all"] = "completions"
+    max_length: Positive = 4096
     pattern: Regex | None = None
     template: str | None = None
     chat: bool = True
@@ -494,6 +509,26 @@ class EvalConfig(Table):
         )
 
 
+OF_PROMPTS = (
+    *("data.pattern", "data.template", "data.few_shot", "data.max_prompt_tokens", "data.answer"),
+    *(
+        "reward",
+        "sampling",
+        "rollout",
+        "eval.greedy",
+        "eval.reward",
+        "eval.batch",
+        "engine",
+        "vllm",
+    ),
+    *("engine_retries", "num_iterations", "advantages", "scale_rewards", "dynamic_sampling"),
+    *("max_refills", "mask_truncated_completions"),
+)
+"""Keys that say something where rows are prompts alone."""
+OF_ANSWERS = ("data.columns", "data.train_on", "data.max_length")
+"""Where they are not."""
+
+
 MOST_COMPLETIONS = 2**20
 """Of a step; each is an object in memory."""
 
@@ -507,8 +542,8 @@ class TrainConfig(Table):
     Attributes:
         run_dir: folder of everything that the run writes; by default ``runs/<name of the file>``.
         model: what is trained.
-        data: where prompts come from.
-        reward: what judges completions.
+        data: what is trained on.
+        reward: what judges completions; needed where ``data`` are prompts.
         loss: what is minimized.
         sampling: how completions are drawn.
         rollout: what they may do between their turns.
@@ -522,7 +557,8 @@ class TrainConfig(Table):
         save_every: steps between checkpoints; 0 saves only at the end (and when stopped).
         keep_checkpoints: number of checkpoints that stay; older ones of the same branch are
             deleted. Going back to an older one begins a branch.
-        prompts_per_step: prompts in one step, each with ``sampling.num_generations`` completions.
+        prompts_per_step: prompts in one step, each with ``sampling.num_generations`` completions;
+            of data in another ``form``, rows.
         micro_batch_tokens: most tokens of one forward pass, padding included; less takes less
             memory and more passes. The loss of the step does not depend on it, unless
             ``loss.top_entropy_quantile`` is below 1.
@@ -619,11 +655,6 @@ class TrainConfig(Table):
                 f"prompts_per_step={self.prompts_per_step} times sampling.num_generations="
                 f"{self.sampling.num_generations} is above {MOST_COMPLETIONS} completions a step"
             )
-        if not self.reward.functions and self.rollout.environment_factory is None:
-            yield (
-                "reward.functions is empty; name at least one reward, or "
-                "rollout.environment_factory whose environments have get_reward"
-            )
         if self.rollout.has_tools and not self.data.chat:
             yield "rollout: tools are called by chat messages; set data.chat=true"
         if self.rollout.has_tools and self.sampling.ignore_eos:
@@ -651,7 +682,39 @@ class TrainConfig(Table):
                 f"fxrl.context_parallel={self.fxrl.context_parallel}: optimize=false runs the loss "
                 "as it is written, which shares no sequence; leave one of them out"
             )
+        yield from self._form_problems()
         yield from self._engine_problems()
+
+    def _form_problems(self) -> Iterator[str]:
+        """What does not go with what rows are."""
+        form = self.form
+        if form == "prompts":
+            if not self.reward.functions and self.rollout.environment_factory is None:
+                yield (
+                    "reward.functions is empty; name at least one reward, or "
+                    "rollout.environment_factory whose environments have get_reward"
+                )
+            yield from self._given(OF_ANSWERS, "is of given answers")
+            return
+        reads = self.loss_info().reads
+        if self.loss.name in FACTORIES and reads != form:
+            yield f"data.form={form!r}: loss.name={self.loss.name!r} reads {reads}; leave it out"
+        yield from self._given(OF_PROMPTS, "is of prompts and their completions")
+        if form != "sequences":
+            yield from self._given(("data.train_on",), "is of sequences")
+
+    def _given(self, paths: Sequence[str], why: str) -> Iterator[str]:
+        """What is not left at its default although it says nothing here."""
+        for path in paths:
+            *outer, key = path.split(".")
+            table: Any = functools.reduce(getattr, outer, self)
+            unset = {f.name: f for f in dataclasses.fields(table)}[key]
+            default = unset.default if unset.default_factory is MISSING else unset.default_factory()
+            if (value := getattr(table, key)) != default:
+                yield (
+                    f"{path}={value!r} {why}, but loss.name={self.loss.name!r} learns from "
+                    f"{self.form}; leave it out"
+                )
 
     def _engine_problems(self) -> Iterator[str]:
         """What does not go with the engine."""
@@ -700,9 +763,15 @@ class TrainConfig(Table):
             )
         )
 
+    @property
+    def form(self) -> str:
+        """``data.form``, where that is ``auto`` the loss's."""
+        return self.loss_info().reads if self.data.form == "auto" else self.data.form
+
     def settled(self) -> TrainConfig:
         """With the advantages that the loss wants where nothing else is said."""
-        if self.advantages is not None and self.scale_rewards is not None:
+        known = self.advantages is not None and self.scale_rewards is not None
+        if known or self.form != "prompts":
             return self
         info = self.loss_info()
         return dataclasses.replace(

@@ -27,6 +27,9 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "dataset_train_split": "data.split",
         "max_prompt_length": "data.max_prompt_tokens",
         "shuffle_dataset": "data.shuffle",
+        "max_length": "data.max_length",
+        "completion_only_loss": "data.train_on",
+        "assistant_only_loss": "data.train_on",
         "chat_template_kwargs": "data.chat_template_kwargs",
         "reward_funcs": "reward.functions",
         "reward_weights": "reward.weights",
@@ -66,6 +69,8 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "vllm_importance_sampling_clip_max": "loss.vllm_importance_sampling_clip_max",
         "vllm_importance_sampling_clip_min": "loss.vllm_importance_sampling_clip_min",
         "vllm_importance_sampling_cap": "loss.vllm_importance_sampling_clip_max",
+        "label_smoothing": "loss.label_smoothing",
+        "reference_free": "loss.reference_free",
         "log_completions": "log_completions",
         "num_completions_to_print": "log_completions",
         # TrainingArguments

@@ -42,15 +42,19 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Three disjoint sets of questions: no text of one occurs in another."""
+    """Three disjoint sets of rows, or of what is made of each: no question of one occurs in
+    another."""
 
-    train: tuple[Row, ...]
-    held_out: tuple[Row, ...]
-    shots: tuple[Row, ...]
+    train: tuple[Any, ...]
+    held_out: tuple[Any, ...]
+    shots: tuple[Row, ...] = ()
 
 
-def read_source(config: DataConfig) -> Source:
+def read_source(config: DataConfig, *, prompts: bool = True) -> Source:
     """Reads what ``[data]`` names.
+
+    Args:
+        prompts: one row at least must have the prompt's column.
 
     Raises:
         DataError: it cannot be read, is empty, or lacks the prompt column.
@@ -71,7 +75,7 @@ def read_source(config: DataConfig) -> Source:
         places = [f"{name}: row {number}" for number in range(1, len(rows) + 1)]
     if not rows:
         raise DataError(f"{name}: no rows; give a file or split with at least one")
-    if not any(config.prompt in row for row in rows):
+    if prompts and not any(config.prompt in row for row in rows):
         raise DataError(
             f"{places[0]} has no column {config.prompt!r} (it has {', '.join(sorted(rows[0]))}), "
             "nor has another; name the prompt's column with data.prompt"

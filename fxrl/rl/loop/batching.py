@@ -1,4 +1,4 @@
-"""Completions -> padded micro-batches whose losses add up to that of one big batch.
+"""Rows of tokens -> padded micro-batches whose losses add up to that of one big batch.
 
 NOTE [Normalisation over the whole step]
 A token-level loss divides by the number of completion tokens. If each micro-batch divided by its
@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from fxrl.distributed import Ranks, deal
-from fxrl.engines import Completion
 from fxrl.losses.reduce import Over
-from fxrl.rl.types import Batch
+from fxrl.rl.types import Batch, TokenRow
 
 OVERHEAD = 16
 """One more micro-batch must save a sixteenth of the budget in padding: its kernels have a floor."""
@@ -90,33 +89,28 @@ def plan_ranks(
 
 
 def make_batches(
-    completions: Sequence[Completion],
-    advantages: Sequence[float],
+    rows: Sequence[TokenRow],
     plan: Sequence[Sequence[int]],
     *,
     pad_token_id: int,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> list[Batch]:
-    """One micro-batch for each group of rows in ``plan``.
+    """One micro-batch for each group of ``rows`` in ``plan``.
 
     A group of B rows is T = its longest row wide; its last C = T - its shortest prompt positions
     are those that may hold completion tokens (``fxrl.losses.batch``, NOTE [Padding on the right]).
 
     Returns:
         Of each: ``input_ids`` and ``attention_mask`` [B, T] int64, ``right_padded`` True,
-        ``completion_mask`` [B, C] (0 on what the policy did not draw: prompts, padding, the output
-        of tools), ``rollout_logps`` [B, C] (0 where masked), ``advantages`` [B], and, 0-d,
-        ``num_items_in_batch`` and ``num_sequences_in_batch``, the drawn tokens and the number of
-        all ``completions``; all floats of ``dtype``.
+        ``completion_mask`` [B, C], what the rows have ``per_token`` [B, C] (0 behind them) and
+        ``per_row`` [B], and, 0-d, ``num_items_in_batch`` and ``num_sequences_in_batch``, the
+        tokens of all ``rows`` that count and their number; all floats of ``dtype``.
     """
-    rows = [row for group in plan for row in group]
-    chosen = [completions[row] for row in rows]
-    step = _Flat(chosen, [advantages[row] for row in rows], device, dtype)
-    num_items = torch.full(
-        (), float(sum(c.num_sampled for c in completions)), device=device, dtype=dtype
-    )
-    num_sequences = torch.full((), float(len(completions)), device=device, dtype=dtype)
+    step = _Flat([rows[row] for group in plan for row in group], device, dtype)
+    counted = float(sum(row.num_counted for row in rows))
+    num_items = torch.full((), counted, device=device, dtype=dtype)
+    num_sequences = torch.full((), float(len(rows)), device=device, dtype=dtype)
     batches: list[Batch] = []
     first = 0
     for group in plan:
@@ -130,38 +124,32 @@ def make_batches(
 class _Flat:
     """All rows of a step behind each other, on the device, in the order of the cuts."""
 
-    def __init__(
-        self,
-        rows: Sequence[Completion],
-        advantages: Sequence[float],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.prompts = [len(c.prompt_token_ids) for c in rows]
-        self.lengths = [len(c.prompt_token_ids) + len(c.token_ids) for c in rows]
+    def __init__(self, rows: Sequence[TokenRow], device: torch.device, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.prompts = [len(row.prompt) for row in rows]
+        self.lengths = [sum(row.lengths) for row in rows]
         total = sum(self.lengths)
         ids = np.fromiter(
-            chain.from_iterable(chain(c.prompt_token_ids, c.token_ids) for c in rows),
+            chain.from_iterable(chain(row.prompt, row.completion) for row in rows),
             dtype=np.int64,
             count=total,
         )
-        num_logps = total - sum(self.prompts)
-        logps = np.fromiter(
-            chain.from_iterable(c.logprobs for c in rows), dtype=np.float64, count=num_logps
-        )
+        num_tokens = total - sum(self.prompts)
         starts = np.cumsum([0, *self.lengths])[:-1]
-        logp_starts = starts - np.cumsum([0, *self.prompts])[:-1]
-        drawn = np.ones(num_logps, dtype=np.int64)
-        for row, at in zip(rows, logp_starts, strict=True):
-            if row.sampled is not None:
-                drawn[at : at + len(row.sampled)] = row.sampled
-        whole = np.concatenate([ids, drawn, starts, logp_starts, self.prompts, self.lengths])
+        own_starts = starts - np.cumsum([0, *self.prompts])[:-1]
+        whole = np.concatenate([ids, starts, own_starts, self.prompts, self.lengths])
         numbers = _to_device(whole.astype(np.int64), device)
-        self.ids, self.drawn = numbers[:total], numbers[total : total + num_logps]
-        table = numbers[total + num_logps :].view(4, len(rows))
-        self.starts, self.logp_starts, self.prompt_lens, self.row_lens = table.unbind()
-        floats = _to_device(np.concatenate([logps, advantages]), device).to(dtype)
-        self.logps, self.advantages = floats[:num_logps], floats[num_logps:]
+        self.ids, table = numbers[:total], numbers[total:].view(4, len(rows))
+        self.starts, self.own_starts, self.prompt_lens, self.row_lens = table.unbind()
+        names, row_names = (list(of) for of in (rows[0].per_token, rows[0].per_row))
+        by_token = chain.from_iterable(row.per_token[name] for name in names for row in rows)
+        by_row = (row.per_row[name] for name in row_names for row in rows)
+        size, row_size = num_tokens * len(names), len(rows) * len(row_names)
+        values = np.fromiter(chain(by_token, by_row), dtype=np.float64, count=size + row_size)
+        floats = _to_device(values, device).to(dtype)
+        of_tokens, of_rows = floats[:size].view(-1, num_tokens), floats[size:].view(-1, len(rows))
+        self.per_token = dict(zip(names, of_tokens, strict=True))
+        self.per_row = dict(zip(row_names, of_rows, strict=True))
 
     def cut(self, first: int, end: int, pad_token_id: int) -> Batch:
         """Rows ``first`` to ``end`` as a batch (without the step's counts)."""
@@ -173,16 +161,15 @@ class _Flat:
         place = torch.arange(width, device=self.ids.device)
         real = place < row_lens  # [B, T]
         ids = _take(self.ids, starts + place, real, pad_token_id)
-        sampled = (real & (place >= prompt_lens))[:, skipped:]  # [B, C]
-        at = self.logp_starts[span, None] + place[skipped:] - prompt_lens
-        sampled &= _take(self.drawn, at, sampled, 0) != 0
+        own = (real & (place >= prompt_lens))[:, skipped:]  # [B, C]
+        at = self.own_starts[span, None] + place[skipped:] - prompt_lens
         return {
             "input_ids": ids,
             "attention_mask": real.to(torch.int64),
             "right_padded": True,
-            "completion_mask": sampled.to(self.logps.dtype),
-            "rollout_logps": _take(self.logps, at, sampled, 0.0),
-            "advantages": self.advantages[span].clone(),
+            "completion_mask": own.to(self.dtype),
+            **{name: _take(values, at, own, 0.0) for name, values in self.per_token.items()},
+            **{name: values[span].clone() for name, values in self.per_row.items()},
         }
 
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fxrl import TrainStep, optimize
 from fxrl.distributed import COLLECTIVE_S, Ranks
-from fxrl.engines import Engine, EngineSpec, build_engine
+from fxrl.engines import Built, Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.losses import completion_logits, loss_info, token_stats
 from fxrl.losses.own_code import load_function
@@ -29,6 +29,7 @@ from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.callbacks import Events
 from fxrl.rl.config.named import build_loss, keyword
 from fxrl.rl.config.tables import ModelConfig, TrainConfig
+from fxrl.rl.data.examples import FORMS, ExampleBuilder, Examples, Unit
 from fxrl.rl.data.questions import (
     PromptBuilder,
     PromptStream,
@@ -51,6 +52,7 @@ from fxrl.rl.rollout.rollouter import Rollouter
 from fxrl.rl.rollout.tools import Tools, user_code
 from fxrl.rl.rollout.turns import Conversation
 from fxrl.rl.types import Batch, Row
+from fxrl.rl.types import Source as ExperienceSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,20 @@ class Questions:
     fingerprints: Mapping[str, str]
     conversation: Conversation | None = None
 
+    @property
+    def tokenizer(self) -> Any:
+        """What made the prompts' tokens."""
+        return self.builder.tokenizer
+
+    def source(
+        self, engine: Engine, config: TrainConfig, tokenizer: Any, stage: Stage, ranks: Ranks
+    ) -> Rollouter:
+        """What draws and judges completions of them."""
+        function = config.rollout.rollout_func
+        player = self.conversation or rollout_function(function, self.builder, engine, ranks)
+        judges = (self.builder, self.rewards, config, tokenizer, stage, ranks, player)
+        return Rollouter(engine, *judges, self.longest)
+
 
 @dataclass(slots=True)
 class RunParts:
@@ -78,8 +94,10 @@ class RunParts:
 
     Attributes:
         updater: makes the updates; ``updater.step`` is the train step.
+        judge: the loss in eval mode, without gradient.
         old_policy: scores completions before the first of several updates; else ``None``.
         reference: scores them under the reference policy; ``None`` without a KL.
+        mismatched: scores prompts with each other's answers, where the loss wants their KL.
         probe: scores some of them for the drift, where the loss does not measure it.
         fingerprints: of the questions, and of model and tokenizer as they are before training.
         ranks: that run the same parts, each in a process of its own.
@@ -88,12 +106,14 @@ class RunParts:
     model: nn.Module
     tokenizer: Any
     engine: Engine
-    questions: Questions
-    rollouter: Rollouter
+    data: Questions | Examples
+    source: ExperienceSource
     stream: PromptStream
     updater: Updater
+    judge: Callable[[Batch], Any]
     old_policy: Callable[[Batch], torch.Tensor] | None
     reference: Callable[[Batch], torch.Tensor] | None
+    mismatched: Callable[[Batch], torch.Tensor] | None
     probe: Callable[[Batch], torch.Tensor] | None
     stage: Stage
     events: Events
@@ -108,8 +128,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions:
-    """Reads the data, makes the rewards and every prompt once; loads no model.
+Usable = Callable[[Sequence[Row], Callable[[Row], object]], list[Row]]
+"""The rows that a check lets pass, as ``data.unusable_rows`` says."""
+
+
+def read_data(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions | Examples:
+    """Reads and checks what the run is trained on; loads no model.
 
     Args:
         tell: hears which rows are left out.
@@ -118,28 +142,16 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
         DataError: the data does not fit the configuration.
         BadConfigError: ``eval.reward`` names no reward.
     """
+    read = read_examples if config.form in FORMS else read_questions
+    return read(config, tokenizer, tell)
+
+
+def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions:
+    """Questions with their rewards; every prompt is made once. See ``read_data``."""
     data = config.data
-    source, own = read_source(data), config.eval.source(data)
-    asked = None if own is None else read_source(own)
-    places = {
-        id(row): place
-        for one in (source, asked)
-        if one is not None
-        for row, place in zip(one.rows, one.places, strict=True)
-    }
-    usable = functools.partial(
-        usable_rows, mode=data.unusable_rows, place=lambda row: places[id(row)], tell=tell
-    )
+    source, asked = _read_rows(config, prompts=True)
     text_of = functools.partial(question_text, data, source.prompt)
-    rows = usable(source.rows, text_of)
-    split = split_rows(
-        rows,
-        text_of,
-        held_out=() if asked is None else usable(asked.rows, text_of),
-        num_held_out=config.eval.size if asked is None else 0,
-        num_shots=data.few_shot,
-        seed=data.seed,
-    )
+    split, usable = _split(config, source, asked, text_of, tell)
     builder = PromptBuilder(data, source.prompt, split.shots, tokenizer)
     conversation = _conversation(config, builder)
     lengths: list[int] = []
@@ -148,10 +160,6 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
         tools = conversation.tools.schemas_of(row) if conversation is not None else ()
         lengths.append(len(builder.encode(builder.prompt(row), tools)))
 
-    if asked is not None and (left := len(rows) - len(split.train) - len(split.shots)):
-        tell(
-            f"data: {left} of {len(rows)} rows ask what [eval] or an example asks, and are left out"
-        )
     train, held_out = (tuple(usable(part, fits)) for part in (split.train, split.held_out))
     split = Split(train, held_out, split.shots)
     rewards = build_rewards(config.reward, data.answer, source.score)
@@ -166,13 +174,72 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
         )
     if config.eval.reward is not None and config.eval.reward not in names:
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
-    fingerprints = _fingerprints(config, source, rewards)
-    if asked is not None:
-        fingerprints["eval data"] = fingerprint.of_rows(asked.rows)
+    fingerprints = _fingerprints(config, source, asked, rewards)
     longest = max(lengths)
     if conversation is not None and conversation.tools.kinds:
         longest = data.max_prompt_tokens  # reset may make them longer
     return Questions(split, rewards, builder, longest, fingerprints, conversation)
+
+
+def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:
+    """Rows that are trained on as they are, as tokens. See ``read_data``."""
+    source, asked = _read_rows(config, prompts=False)
+    builder = ExampleBuilder(config.data, config.form, source.prompt, tokenizer)
+    split, usable = _split(config, source, asked, builder.text_of, tell)
+    units: dict[int, Unit] = {}
+
+    def fits(row: Row) -> None:
+        units[id(row)] = builder.unit(row)
+
+    train, held_out = (
+        tuple(units[id(row)] for row in usable(part, fits))
+        for part in (split.train, split.held_out)
+    )
+    fingerprints = _fingerprints(config, source, asked, ())
+    size = FORMS[config.form].size
+    split = Split(train, held_out)
+    return Examples(split, tokenizer, config.prompts_per_step, size, fingerprints)
+
+
+def _read_rows(config: TrainConfig, *, prompts: bool) -> tuple[Source, Source | None]:
+    """Those of ``[data]``, and of ``[eval]`` where it has a source of its own."""
+    own = config.eval.source(config.data)
+    source = read_source(config.data, prompts=prompts)
+    return source, None if own is None else read_source(own, prompts=prompts)
+
+
+def _split(
+    config: TrainConfig,
+    source: Source,
+    asked: Source | None,
+    text_of: Callable[[Row], str],
+    tell: Tell,
+) -> tuple[Split, Usable]:
+    """Rows to train on and held-out ones, without those that have no ``text_of``."""
+    data = config.data
+    places = {
+        id(row): place
+        for one in (source, asked)
+        if one is not None
+        for row, place in zip(one.rows, one.places, strict=True)
+    }
+    usable: Usable = functools.partial(
+        usable_rows, mode=data.unusable_rows, place=lambda row: places[id(row)], tell=tell
+    )
+    rows = usable(source.rows, text_of)
+    split = split_rows(
+        rows,
+        text_of,
+        held_out=() if asked is None else usable(asked.rows, text_of),
+        num_held_out=config.eval.size if asked is None else 0,
+        num_shots=data.few_shot,
+        seed=data.seed,
+    )
+    if asked is not None and (left := len(rows) - len(split.train) - len(split.shots)):
+        tell(
+            f"data: {left} of {len(rows)} rows ask what [eval] or an example asks, and are left out"
+        )
+    return split, usable
 
 
 def _conversation(config: TrainConfig, builder: PromptBuilder) -> Conversation | None:
@@ -184,8 +251,12 @@ def _conversation(config: TrainConfig, builder: PromptBuilder) -> Conversation |
     return Conversation(Tools(config.rollout), chat, builder, most_calls)
 
 
-def _fingerprints(config: TrainConfig, source: Source, rewards: Sequence[Reward]) -> dict[str, str]:
+def _fingerprints(
+    config: TrainConfig, source: Source, asked: Source | None, rewards: Sequence[Reward]
+) -> dict[str, str]:
     found = {"data": fingerprint.of_rows(source.rows)}
+    if asked is not None:
+        found["eval data"] = fingerprint.of_rows(asked.rows)
     functions = {f"reward {reward.name}": reward.function for reward in rewards}
     if ":" in config.loss.name:
         functions[f"loss {config.loss.name}"] = load_function(config.loss.name)
@@ -198,7 +269,7 @@ def _fingerprints(config: TrainConfig, source: Source, rewards: Sequence[Reward]
 
 def build_parts(
     config: TrainConfig,
-    questions: Questions,
+    data: Questions | Examples,
     run_dir: Path,
     reporter: Reporter,
     callbacks: Sequence[object] = (),
@@ -218,7 +289,7 @@ def build_parts(
 
     def load() -> tuple[nn.Module, Any]:
         if isinstance(wanted.id, nn.Module):
-            model, tokenizer = wanted.id.to(device), questions.builder.tokenizer
+            model, tokenizer = wanted.id.to(device), data.tokenizer
         else:
             with reporter.stage(f"loading {what}") as say:
                 # Random weights are written down in full first, for whoever loads the adapter.
@@ -245,7 +316,7 @@ def build_parts(
         load=load,
         folder=folder,
         trainable=functools.partial(_trainable, config=config, made=made),
-        longest_prompt=questions.longest,
+        longest_prompt=data.longest,
         max_tokens=config.sampling.max_tokens,
         num_sequences=config.prompts_per_step * config.sampling.num_generations,
         device=device,
@@ -258,30 +329,27 @@ def build_parts(
     )
     model, tokenizer, engine = build_engine(config.engine, spec)
     try:
-        player = questions.conversation or rollout_function(
-            config.rollout.rollout_func, questions.builder, engine, ranks
+        events = Events(config, tuple(callbacks), {"model": model, "tokenizer": tokenizer})
+        return _around(
+            Built(model, tokenizer, engine), data, run_dir, reporter.stage, events, ranks or Ranks()
         )
-        rollouter = Rollouter(
-            engine, questions.builder, questions.rewards, config, tokenizer, reporter.stage, ranks,
-            player,
-        )  # fmt: skip
-        return _around(model, rollouter, questions, run_dir, device, tuple(callbacks))
     except BaseException:
         engine.close()
         raise
 
 
 def _around(
-    model: nn.Module,
-    rollouter: Rollouter,
-    questions: Questions,
+    built: Built,
+    data: Questions | Examples,
     run_dir: Path,
-    device: torch.device,
-    callbacks: tuple[object, ...],
+    stage: Stage,
+    events: Events,
+    ranks: Ranks,
 ) -> RunParts:
     """All parts, where model and engine are there: the steps that train and score are made, which
     captures nothing yet."""
-    config = rollouter.config
+    model, tokenizer, engine = built
+    config, device = events.config, next(model.parameters()).device
     make_step: Callable[..., Any] = functools.partial(optimize, config=config.fxrl)
     if not config.optimize:
         make_step = _plain
@@ -302,23 +370,25 @@ def _around(
     if isinstance(step, TrainStep):  # here, where no rank is missing
         step.join(timedelta(seconds=COLLECTIVE_S))
     full = config.model.lora is None
-    optimizer = build_optimizer(config.optim, parameters, rollouter.ranks if full else None)
+    optimizer = build_optimizer(config.optim, parameters, ranks if full else None)
+    source = data.source(engine, config, tokenizer, stage, ranks)
     num_updates = config.steps * config.num_iterations
     scorer = functools.partial(
         Scorer, optimize=make_step, temperature=sampling.temperature, wrap=wrap
     )
+    judge = make_step(model, wrap(loss_fn))
     old_policy = scorer(model) if config.num_iterations > 1 else None
     beta = keyword(config.loss.name, config.loss.options, "beta", 0.0)
-    needs_reference = bool(beta if info.options is None else info.options.beta)
+    needs_reference = bool(beta if info.reference is None else info.reference)
     made_here = config.model.lora is not None
     ref_model, context = reference(model, made_here) if needs_reference else (model, None)
     return RunParts(
         model=model,
-        tokenizer=rollouter.tokenizer,
-        engine=rollouter.engine,
-        questions=questions,
-        rollouter=rollouter,
-        stream=PromptStream(len(questions.split.train), config.seed, shuffle=config.data.shuffle),
+        tokenizer=tokenizer,
+        engine=engine,
+        data=data,
+        source=source,
+        stream=PromptStream(len(data.split.train), config.seed, shuffle=config.data.shuffle),
         updater=Updater(
             step=step,
             parameters=parameters,
@@ -330,17 +400,19 @@ def _around(
             run_dir=run_dir,
             place=defined_at(loss_fn) if ":" in config.loss.name else "",
             info=info,
-            ranks=rollouter.ranks,
+            ranks=ranks,
             names=list(named),
             context_parallel=config.fxrl.context_parallel,
         ),
+        judge=functools.partial(scoring, model, judge),
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
-        probe=(old_policy or scorer(model)) if info.options is None else None,
-        stage=rollouter.stage,
-        events=Events(config, callbacks, {"model": model, "tokenizer": rollouter.tokenizer}),
-        fingerprints={**questions.fingerprints, **fingerprint.of_model(model, rollouter.tokenizer)},
-        ranks=rollouter.ranks,
+        mismatched=scorer(model) if info.mismatched_kl else None,
+        probe=(old_policy or scorer(model)) if source.draws and info.options is None else None,
+        stage=stage,
+        events=events,
+        fingerprints={**data.fingerprints, **fingerprint.of_model(model, tokenizer)},
+        ranks=ranks,
     )
 
 
@@ -454,14 +526,20 @@ class Scorer:
     def __call__(self, batch: Batch) -> Tensor:
         """Log-probabilities in eval mode: dropout is no part of a policy."""
         keep = ("input_ids", "right_padded", "completion_mask")
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad(), self.context():
-                found: Tensor = self.step({name: batch[name] for name in keep})
-        finally:
-            self.model.train(training)
+        with self.context():
+            found: Tensor = scoring(self.model, self.step, {name: batch[name] for name in keep})
         return found
+
+
+def scoring(model: nn.Module, step: Callable[[Batch], Any], batch: Batch) -> Any:
+    """``step(batch)`` with ``model`` in eval mode, without gradient."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return step(batch)
+    finally:
+        model.train(training)
 
 
 def reference(

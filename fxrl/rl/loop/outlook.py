@@ -11,20 +11,19 @@ planned, unless ``fxrl.gpu_memory`` bounds it, and sizes are all there is to say
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from fxrl import TrainStep
-from fxrl.engines import Completion
 from fxrl.engines.kv_cache import RolloutMemory
 from fxrl.errors import FxrlError
 from fxrl.ir.remark import format_bytes
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.build import RunParts
-from fxrl.rl.types import Batch
+from fxrl.rl.types import Batch, TokenRow
 
 
 def outlook(config: TrainConfig, parts: RunParts) -> Iterator[str]:
@@ -32,12 +31,15 @@ def outlook(config: TrainConfig, parts: RunParts) -> Iterator[str]:
     if parts.ranks.size > 1:
         yield f"ranks: {parts.ranks.size}, each as follows"
     try:
-        tokens = parts.questions.longest + config.sampling.max_tokens
-        yield from _rollout(config, parts, tokens)
+        unit = parts.source.largest()
+        tokens = max(sum(row.lengths) for row in unit)
+        yield from _stays(config, parts)
+        if parts.source.draws:
+            yield from _rollout(config, parts, tokens)
     except FxrlError as error:
         yield f"plan: the rollout's memory is not known: {error}"
         return
-    yield from _update(config, parts, tokens)
+    yield from _update(config, parts, unit, tokens)
 
 
 def share_limits(parts: RunParts) -> None:
@@ -50,9 +52,21 @@ def share_limits(parts: RunParts) -> None:
 
 
 def _asked(config: TrainConfig, parts: RunParts) -> int:
-    """Completions of a step that one rank draws."""
-    prompts = -(-config.prompts_per_step // parts.ranks.size)
-    return prompts * config.sampling.num_generations
+    """Sequences of a step that one rank has."""
+    return -(-config.prompts_per_step // parts.ranks.size) * parts.source.rows_each
+
+
+def _stays(config: TrainConfig, parts: RunParts) -> Iterator[str]:
+    parameters = list(parts.model.parameters())
+    weights = sum(p.nbytes for p in parameters)
+    states = 2 * sum(p.nbytes for p in parameters if p.requires_grad) // parts.updater.state_shards
+    words = f"{format_bytes(weights)} of weights and {format_bytes(states)} of optimizer"
+    yield f"plan: {words} (as AdamW has) stay"
+    if parts.updater.sharded:
+        yield "  a rank has the optimizer of its share (ZeroRedundancyOptimizer)"
+    elif parts.ranks.size > 1:
+        why = "it is an adapter's" if config.model.lora else "the weights' dtypes differ"
+        yield f"  every rank has all of the optimizer: {why}"
 
 
 def _rollout(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]:
@@ -66,13 +80,6 @@ def _rollout(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]
         dtype=config.model.autocast_dtype,
         state_shards=parts.updater.state_shards,
     )
-    weights, states = format_bytes(held.weights), format_bytes(held.states)
-    yield f"plan: {weights} of weights and {states} of optimizer (as AdamW has) stay"
-    if parts.updater.sharded:
-        yield "  a rank has the optimizer of its share (ZeroRedundancyOptimizer)"
-    elif parts.ranks.size > 1:
-        why = "it is an adapter's" if config.model.lora else "the weights' dtypes differ"
-        yield f"  every rank has all of the optimizer: {why}"
     yield f"rollout: {held.sequences} of {asked} sequences of up to {tokens} tokens at once"
     if (ledger := getattr(parts.engine, "ledger", None)) is None:
         yield f"  {format_bytes(held.kv_bytes)} of KV cache, gone when it ends"
@@ -90,8 +97,11 @@ def _memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _update(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]:
-    rows = min(_asked(config, parts), max(1, config.micro_batch_tokens // tokens))
+def _update(
+    config: TrainConfig, parts: RunParts, unit: Sequence[TokenRow], tokens: int
+) -> Iterator[str]:
+    units = min(_asked(config, parts), config.micro_batch_tokens // tokens) // len(unit)
+    rows = max(1, units) * len(unit)
     device = next(parts.model.parameters()).device
     what = f"update: micro-batches of up to {rows} x {tokens} tokens"
     if not isinstance(parts.updater.step, TrainStep):
@@ -105,7 +115,7 @@ def _update(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]:
         share_limits(parts)
         try:
             if parts.ranks.primary:
-                plan = parts.updater.step.plan_for(_batch(parts, rows, tokens, device))
+                plan = parts.updater.step.plan_for(_batch(parts, unit, rows, device))
         except Exception as error:  # a run needs no prediction
             why = f"{type(error).__name__}: {error}".splitlines()[0]
     plan, why = parts.ranks.broadcast((plan, why))
@@ -120,14 +130,11 @@ def _update(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]:
         yield f"  {rows} rows of up to {plan.max_context} tokens would fit"
 
 
-def _batch(parts: RunParts, rows: int, tokens: int, device: torch.device) -> Batch:
-    """A micro-batch of these sizes, as the trainer makes them."""
-    ids, half = (0,) * tokens, tokens // 2
-    row = Completion(ids[:half], ids[half:], (0.0,) * (tokens - half), "length", 0)
+def _batch(parts: RunParts, unit: Sequence[TokenRow], rows: int, device: torch.device) -> Batch:
+    """A micro-batch of so many rows, as the trainer makes them."""
     dtype = torch.promote_types(next(parts.model.parameters()).dtype, torch.float32)
-    [batch] = make_batches(
-        [row] * rows, [0.0] * rows, [range(rows)], pad_token_id=0, device=device, dtype=dtype
-    )
+    many = [*unit] * (rows // len(unit))
+    [batch] = make_batches(many, [range(rows)], pad_token_id=0, device=device, dtype=dtype)
     scored = {"old_logps": parts.old_policy, "ref_logps": parts.reference}
-    logps = batch["rollout_logps"]
+    logps = torch.zeros_like(batch["completion_mask"])
     return batch | {name: logps for name, scorer in scored.items() if scorer is not None}

@@ -25,9 +25,16 @@ from fxrl.models.hf import save_pretrained
 from fxrl.rl.config.dtype import settle
 from fxrl.rl.config.load import as_table, differences
 from fxrl.rl.config.tables import TrainConfig
+from fxrl.rl.data.examples import Examples
 from fxrl.rl.errors import BadConfigError, in_words
 from fxrl.rl.loop import checkpoint, store
-from fxrl.rl.loop.build import Questions, build_parts, pick_device, read_questions, seed_everything
+from fxrl.rl.loop.build import (
+    Questions,
+    build_parts,
+    pick_device,
+    read_data,
+    seed_everything,
+)
 from fxrl.rl.loop.fingerprint import check_unchanged, of_tensors
 from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
 from fxrl.rl.loop.lock import LOCK, hold
@@ -47,7 +54,7 @@ class Task(NamedTuple):
 
     Attributes:
         config: complete.
-        questions: of the run.
+        data: what it is trained on.
         found: the checkpoint to go on from.
         accept_changes: goes on with what has changed since, if it is no configuration.
         callbacks: the caller's between the trackers and the push to the hub.
@@ -56,7 +63,7 @@ class Task(NamedTuple):
     """
 
     config: TrainConfig
-    questions: Questions
+    data: Questions | Examples
     found: Path | None
     accept_changes: bool
     callbacks: tuple[object, ...]
@@ -152,16 +159,14 @@ def prepare(
                 f"model.id={model.name!r} has no tokenizer; give a folder with one"
             )
         with reporter.stage("reading the data"):
-            questions = read_questions(config, tokenizer, tell)
+            data = read_data(config, tokenizer, tell)
         if config.epochs is not None:
-            config = _by_epochs(config, len(questions.split.train), tell)
+            config = _by_epochs(config, len(data.split.train), tell)
         if found is not None and saved is not None:
             checkpoint.check_same_run(found, saved["config"], as_table(config))
-            check_unchanged(
-                found, saved["fingerprints"], questions.fingerprints, accept=accept_changes
-            )
-        ranks.check_same("data, rewards and loss", dict(questions.fingerprints))
-        yield Task(config, questions, found, accept_changes, tuple(called), overwrite, ranks)
+            check_unchanged(found, saved["fingerprints"], data.fingerprints, accept=accept_changes)
+        ranks.check_same("data, rewards and loss", dict(data.fingerprints))
+        yield Task(config, data, found, accept_changes, tuple(called), overwrite, ranks)
 
 
 def _by_epochs(config: TrainConfig, num_questions: int, tell: Tell) -> TrainConfig:
@@ -186,7 +191,7 @@ def run(task: Task, reporter: Reporter) -> Outcome:
         _move_aside(run_dir, reporter.message)
     try_to_write(lambda: _start_folder(config, run_dir, new=task.found is None), str(run_dir))
     seed_everything(config.seed)
-    parts = build_parts(config, task.questions, run_dir, reporter, task.callbacks, task.ranks)
+    parts = build_parts(config, task.data, run_dir, reporter, task.callbacks, task.ranks)
     loop = TrainingLoop(config, parts, run_dir)
     try:
         outcome = _trained(loop, task, reporter)
@@ -285,19 +290,21 @@ def _write_ledger(loop: TrainingLoop, reporter: Reporter) -> None:
 
 
 def summarize(records: Sequence[dict[str, Any]], loop: TrainingLoop) -> dict[str, Any]:
-    """What the run came to: rewards at both ends, held-out accuracy, tokens, time, files."""
+    """What the run came to: its headline at both ends and held out, tokens, time, files."""
     tenth = max(1, len(records) // 10)
+    trained, judged = loop.parts.source.headline
     values: dict[str, Any] = {
         "steps": loop.done,
-        "reward, first steps": _mean(records[:tenth], "reward"),
-        "reward, last steps": _mean(records[-tenth:], "reward"),
+        f"{trained}, first steps": _mean(records[:tenth], trained),
+        f"{trained}, last steps": _mean(records[-tenth:], trained),
     }
-    if loop.parts.questions.split.held_out:
+    if loop.parts.data.split.held_out:
         values |= {
-            "held-out accuracy before": loop.initial.get("eval/initial_accuracy"),
-            "held-out accuracy after": (records or [{}])[-1].get("eval/accuracy"),
-            "most frequent answer": loop.initial.get("eval/majority_baseline"),
+            f"held-out {judged} before": loop.initial.get(f"eval/initial_{judged}"),
+            f"held-out {judged} after": (records or [{}])[-1].get(f"eval/{judged}"),
         }
+    if (baseline := loop.initial.get("eval/majority_baseline")) is not None:
+        values["most frequent answer"] = baseline
     times = [record["step_time"] for record in records if "step_time" in record]
     return values | {
         "seconds a step, median": statistics.median(times) if times else None,

@@ -14,12 +14,11 @@ fails there, or calls ``sys.exit``, leaves a checkpoint of that step.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +29,7 @@ from fxrl import TrainStep
 from fxrl.distributed import RankError
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.files import write_text
-from fxrl.rl.builtin_rewards import last_text
+from fxrl.losses.reduce import masked_sum
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.drift import DriftWatch, measured, probe_rows
@@ -46,8 +45,7 @@ from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, keep_trying, w
 from fxrl.rl.report.page import note, try_to_write_page
 from fxrl.rl.report.progress import Reporter, Say, told
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.rollout.rollouter import RewardWatch, evaluate
-from fxrl.rl.types import Batch, Metrics, Rollout, Row, TrainerState
+from fxrl.rl.types import Batch, Experience, Metrics, TokenRow, TrainerState
 
 
 class TrainingIteration:
@@ -57,7 +55,7 @@ class TrainingIteration:
         updated: a weight has changed, or may have.
         trained: all updates are made.
         record: the step's metrics, so far.
-        rollout: its completions, once they are there.
+        experience: what it trains on, once that is there.
         engine_state: the sampler's, after them.
     """
 
@@ -67,14 +65,14 @@ class TrainingIteration:
         self.clock = Clock(self.device)
         self.trained, self._begun = False, parts.updater.num_begun
         self.record: dict[str, Any] = {"step": number}
-        self.rollout: Rollout | None = None
+        self.experience: Experience | None = None
         self.engine_state: dict[str, Any] = {}
 
     @property
     def updated(self) -> bool:
         return self.parts.updater.num_begun > self._begun
 
-    def run(self) -> Rollout:
+    def run(self) -> Experience:
         """The whole step.
 
         Raises:
@@ -82,34 +80,35 @@ class TrainingIteration:
         """
         clock, parts, config = self.clock, self.parts, self.config
         self._seed_other_ranks()
-        rollout = self.rollout = parts.rollouter.rollout(self._take, self._state, clock)
+        found = self.experience = parts.source.experience(self._take, self._state, clock)
         self.engine_state = parts.engine.state_dict()
-        parts.events("on_rollout_end", self._state(), rollout=rollout)
+        parts.events("on_rollout_end", self._state(), rollout=found)
         with ExitStack() as standby:
             with clock.phase("release"):
                 standby.enter_context(parts.engine.standby())
             with clock.phase("score"), self._doing("scoring: making micro-batches") as say:
-                batches = self._batches(rollout, say)
-            words = f"{rollout.num_tokens} tokens in micro-batches: {len(batches)}"
+                batches, padding = scored_batches(config, parts, found, say)
+                self.record |= padding
+            words = f"{found.num_tokens} tokens in micro-batches: {len(batches)}"
             with clock.phase("train"), self._doing(f"training: {words}"):
                 # Dynamic sampling may have dropped every group.
-                updates = self._updates(batches) if rollout.drawn else [parts.updater.no_update()]
+                updates = self._updates(batches) if found.rows else [parts.updater.no_update()]
             self.trained = True
-            self.record |= mean_of(updates) | rollout.metrics
+            self.record |= mean_of(updates) | found.metrics
             with clock.phase("wake"):
                 standby.close()
         with clock.phase("sync"):
             hand_over(config, parts, parts.engine.policy_version + 1)
         self.add_times()
-        return rollout
+        return found
 
     def add_times(self) -> None:
         """Puts the seconds up to now into the record."""
         seconds = self.clock.elapsed()
         self.record |= self.clock.metrics()
         self.record["step_time"] = seconds
-        if self.rollout is not None:
-            self.record["tokens_per_second"] = self.rollout.num_completion_tokens / seconds
+        if self.experience is not None:
+            self.record["tokens_per_second"] = self.experience.num_completion_tokens / seconds
         self.record |= {f"engine/{k}_s": v for k, v in self.parts.engine.timings.items()}
         if self.device.type == "cuda":
             self.record["memory/peak_bytes"] = max(self.clock.bytes.values(), default=0)
@@ -132,8 +131,8 @@ class TrainingIteration:
             name = f"{self.config.seed}/{self.number}/{rank}"
             torch.manual_seed(random.Random(name).getrandbits(63))
 
-    def _take(self, count: int) -> list[Row]:
-        rows = self.parts.questions.split.train
+    def _take(self, count: int) -> list[Any]:
+        rows = self.parts.data.split.train
         return [rows[i] for i in self.parts.stream.take(count)]
 
     def _state(self) -> TrainerState:
@@ -145,42 +144,101 @@ class TrainingIteration:
         with self.parts.stage(what) as say, told("fxrl", say):
             yield say
 
-    def _batches(self, rollout: Rollout, say: Say) -> list[Batch]:
-        """This rank's micro-batches, with the log-probabilities that the loss compares with."""
-        completions = [drawn.completion for drawn in rollout.drawn]
-        lengths = [(len(c.prompt_token_ids), len(c.token_ids)) for c in completions]
-        if not lengths:
-            return []
-        ranks, sharing = self.parts.ranks, self.config.fxrl.context_parallel
-        plans = plan_ranks(lengths, self.config.micro_batch_tokens, ranks.size // sharing)
-        plan, whole = plans[ranks.rank // sharing], [group for each in plans for group in each]
-        parameter = next(self.parts.model.parameters())
-        make = functools.partial(
-            make_batches,
-            completions,
-            rollout.advantages,
-            pad_token_id=self.parts.tokenizer.pad_token_id,
-            device=self.device,
-            dtype=torch.promote_types(parameter.dtype, torch.float32),
-        )
-        batches = make(plan)
-        self.record["padding/fraction"] = padding_fraction(lengths, whole)
-        self.record["padding/micro_batches"] = len(whole)
-        for number, batch in enumerate(batches, 1):
-            say(f"scoring: micro-batch {number} of {len(batches)}")
-            if self.parts.old_policy is not None:
-                batch["old_logps"] = self.parts.old_policy(batch)
-            if self.parts.reference is not None:
-                batch["ref_logps"] = self.parts.reference(batch)
-        if self.parts.probe is not None:
-            rows = probe_rows(whole, [sum(pair) for pair in lengths])
-            [batch] = make([rows])
-            self.record |= measured(self.parts.probe(batch), batch)
-        return batches
-
     def _updates(self, batches: list[Batch]) -> list[Metrics]:
         updater, times = self.parts.updater, self.config.num_iterations
         return [updater.update(batches, self.number) for _ in range(times)]
+
+
+def scored_batches(
+    config: TrainConfig, parts: RunParts, found: Experience, say: Say, *, train: bool = True
+) -> tuple[list[Batch], Metrics]:
+    """This rank's micro-batches, with the log-probabilities that the loss compares with.
+
+    Args:
+        train: they are to be trained on; else the reference's alone are wanted.
+
+    Returns:
+        The batches, and the metrics of padding and drift.
+    """
+    rows = found.rows
+    if not rows:
+        return [], {}
+    plan, whole = _planned(config, parts, rows, found.unit)
+    batches = _padded(parts, rows, plan)
+    lengths = [row.lengths for row in rows]
+    metrics: Metrics = {
+        "padding/fraction": padding_fraction(lengths, whole),
+        "padding/micro_batches": len(whole),
+    }
+    counts = dict(found.counts)
+    if parts.mismatched is not None:
+        say("scoring: prompts with each other's answers")
+        counts["kl"] = _mismatched_kl(config, parts, rows)
+    for number, batch in enumerate(batches, 1):
+        say(f"scoring: micro-batch {number} of {len(batches)}")
+        if train and parts.old_policy is not None:
+            batch["old_logps"] = parts.old_policy(batch)
+        if parts.reference is not None:
+            batch["ref_logps"] = parts.reference(batch)
+        batch |= {n: batch["num_sequences_in_batch"].new_tensor(v) for n, v in counts.items()}
+    if train and parts.probe is not None:
+        [batch] = _padded(parts, rows, [probe_rows(whole, [sum(pair) for pair in lengths])])
+        metrics |= measured(parts.probe(batch), batch)
+    return batches, metrics
+
+
+Plan = list[tuple[int, ...]]
+"""Row numbers of micro-batches."""
+
+
+def _planned(
+    config: TrainConfig, parts: RunParts, rows: Sequence[TokenRow], unit: int
+) -> tuple[Plan, Plan]:
+    """This rank's micro-batches, and those of all ranks."""
+    lengths = [row.lengths for row in rows]
+    widest = [max(lengths[at : at + unit], key=sum) for at in range(0, len(rows), unit)]
+    most = max(1, config.micro_batch_tokens // unit)
+    ranks, sharing = parts.ranks, config.fxrl.context_parallel
+    plans = [
+        [tuple(at * unit + place for place in range(unit) for at in group) for group in plan]
+        for plan in plan_ranks(widest, most, ranks.size // sharing)
+    ]
+    return plans[ranks.rank // sharing], [group for each in plans for group in each]
+
+
+def _padded(parts: RunParts, rows: Sequence[TokenRow], plan: Plan) -> list[Batch]:
+    parameter = next(parts.model.parameters())
+    return make_batches(
+        rows,
+        plan,
+        pad_token_id=parts.tokenizer.pad_token_id,
+        device=parameter.device,
+        dtype=torch.promote_types(parameter.dtype, torch.float32),
+    )
+
+
+def _mismatched_kl(config: TrainConfig, parts: RunParts, rows: Sequence[TokenRow]) -> float:
+    """max(0, mean_i log pi(y_i-1 | x_i) - log pi_ref(y_i-1 | x_i)), KTO's estimate of the KL.
+
+    NOTE [A KL of the whole step]
+    It has no gradient, so it is taken before the loss, over all rows of the step: the loss then is
+    the same however these are cut into micro-batches or dealt to ranks.
+    """
+    assert parts.mismatched is not None
+    assert parts.reference is not None
+    others = [rows[-1], *rows[:-1]]
+    mixed = [
+        row._replace(completion=other.completion, per_token=other.per_token)
+        for row, other in zip(rows, others, strict=True)
+    ]
+    plan, _ = _planned(config, parts, mixed, 1)
+    gaps = []
+    for batch in _padded(parts, mixed, plan):
+        gap = parts.mismatched(batch) - parts.reference(batch)
+        gaps += masked_sum(gap, batch["completion_mask"] != 0).tolist()
+    different = parts.ranks.gather(gaps)[:: config.fxrl.context_parallel]
+    every = [gap for part in different for gap in part]
+    return max(0.0, math.fsum(every) / len(every))
 
 
 def hand_over(config: TrainConfig, parts: RunParts, version: int) -> None:
@@ -224,7 +282,6 @@ class TrainingLoop:
         options = parts.updater.info.options
         corrected = None if options is None else options.vllm_importance_sampling_correction
         self._drift = DriftWatch(corrected)
-        self._idle = RewardWatch()
         self._former_end: int | None = None  # `steps` of the run that is resumed
         self._most_bytes: dict[str, int] = {}
 
@@ -293,10 +350,10 @@ class TrainingLoop:
                 with self._rescued(metrics, reporter):
                     if self._ends(stop):
                         break
-                    record, rollout = self._step()
+                    record, found = self._step()
                     metrics.write(record)
                     self._written = self.done
-                    samples = sample_completions(rollout, config.log_completions)
+                    samples = found.samples(config.log_completions)
                     for sample in samples:
                         completions.write({"step": self.done, **sample})
                     events("on_log", self.now(), logs=record)
@@ -329,19 +386,13 @@ class TrainingLoop:
     ) -> None:
         """What a step has to say to people."""
         self._tell_report(reporter)
-        warnings = [self._idle.warning(record)]
+        warnings = list(self.parts.source.warnings(record))
         # The embedded engine's model is the trainer's own: what differs is rounding.
         if self.config.engine == "vllm":
-            warnings.append(self._drift.warning(record))
-        if self.config.mask_truncated_completions and record["completions/num_trained"] == 0:
-            warnings.append(
-                "no update was made: all completions were cut off at sampling.max_tokens="
-                f"{self.config.sampling.max_tokens}, and mask_truncated_completions leaves them "
-                "out; raise it, or reward shorter ones"
-            )
-        for failure in self.parts.rollouter.failures():
+            warnings += filter(None, [self._drift.warning(record)])
+        for failure in self.parts.source.failures():
             reporter.message(failure)
-        for warning in filter(None, warnings):
+        for warning in warnings:
             reporter.message(f"step {self.done}: {warning}")
         reporter.step(record, samples)
 
@@ -439,7 +490,7 @@ class TrainingLoop:
                 f"{why_not}; go on from the last checkpoint with --resume run_dir={self.run_dir}"
             )
             return
-        if step is not None and step.updated and step.rollout is not None:
+        if step is not None and step.updated and step.experience is not None:
             state = state | {
                 "engine": step.engine_state,
                 "random": checkpoint.random_state(),
@@ -447,7 +498,7 @@ class TrainingLoop:
             }
             if self.done < number:  # else only what comes after it has failed
                 self.done = number
-                self.num_tokens += step.rollout.num_tokens
+                self.num_tokens += step.experience.num_tokens
                 step.add_times()
             epoch = self.parts.stream.epoch
             if self._written < number:
@@ -477,14 +528,14 @@ class TrainingLoop:
         except RankError as failure:
             return {}, f"the optimizer's states are on all ranks, of which one is gone ({failure})"
 
-    def _step(self) -> tuple[dict[str, Any], Rollout]:
+    def _step(self) -> tuple[dict[str, Any], Experience]:
         number, events = self.done + 1, self.parts.events
         events("on_step_begin", self.now())
         step = self._step_now = TrainingIteration(self.config, self.parts, number)
-        rollout = step.run()
+        found = step.run()
         step.add_of_all_ranks()
         share_limits(self.parts)
-        self.num_tokens += rollout.num_tokens
+        self.num_tokens += found.num_tokens
         self.done = number
         for phase, used in step.clock.bytes.items():
             self._most_bytes[phase] = max(used, self._most_bytes.get(phase, 0))
@@ -496,13 +547,13 @@ class TrainingLoop:
         asked = events.asked("evaluate") or self._evaluation_due(number)
         if self.parts.ranks.broadcast(asked):
             record |= self._evaluate()
-        return record, rollout
+        return record, found
 
     def _evaluation_due(self, number: int) -> bool:
         config = self.config.eval
         last = number == self.config.steps or self.parts.events.control.should_training_stop
         due = last or (config.every and number % config.every == 0)
-        return bool(self.parts.questions.split.held_out and due)
+        return bool(self.parts.data.split.held_out and due)
 
     def _as_in_one_run(self, line: dict[str, Any]) -> dict[str, Any]:
         """Without the evaluation after what was the last step until ``steps`` was raised."""
@@ -512,24 +563,29 @@ class TrainingLoop:
         return {k: v for k, v in line.items() if not k.startswith("eval/") or k in initial}
 
     def _evaluate(self) -> Metrics:
-        rows = self.parts.questions.split.held_out
+        rows = self.parts.data.split.held_out
         if not rows:
             raise ConfigError("a callback asks for an evaluation; [eval] holds out nothing")
-        with self.parts.stage(f"evaluating: {len(rows)} held-out questions"):
-            found = evaluate(self.parts.rollouter, rows, self.now())
+        with self.parts.stage(f"evaluating: {len(rows)} held-out questions") as say:
+
+            def measure(experience: Experience) -> Metrics:
+                batches, _ = scored_batches(self.config, self.parts, experience, say, train=False)
+                return self.parts.updater.measure(self.parts.judge, batches)
+
+            found = self.parts.source.evaluate(rows, self.now(), measure)
         self.parts.events("on_evaluate", self.now(), metrics=found)
         return found
 
     def _evaluate_untrained(self) -> None:
         """Before the first step; written into its line as ``eval/initial_*``."""
-        if not self.parts.questions.split.held_out:
+        if not self.parts.data.split.held_out:
             return
         found = self._evaluate()
         self.parts.events("on_log", self.now(), logs=found)
-        self.initial = {
-            "eval/initial_accuracy": found["eval/accuracy"],
-            "eval/majority_baseline": found["eval/majority_baseline"],
-        }
+        _, judged_by = self.parts.source.headline
+        self.initial = {f"eval/initial_{judged_by}": found[f"eval/{judged_by}"]}
+        if (baseline := "eval/majority_baseline") in found:
+            self.initial[baseline] = found[baseline]
 
     def write_page(self, reporter: Reporter) -> None:
         """``run.html``, of all that is on disk by now."""
@@ -555,21 +611,3 @@ class TrainingLoop:
             plan = json.loads(step.plan.to_json())
             note(self.run_dir, reporter.message, report=remarks, plan=plan)
         self._reported = True
-
-
-def sample_completions(rollout: Rollout, wanted: int) -> list[dict[str, Any]]:
-    """``wanted`` completions, or all, spread over the step's prompts."""
-    pairs = list(zip(rollout.drawn, rollout.advantages, strict=True))
-    count = min(wanted, len(pairs))
-    return [
-        {
-            "question": last_text(drawn.prompt),
-            "prompt": drawn.prompt,
-            "completion": drawn.text,
-            "reward": drawn.total if math.isfinite(drawn.total) else None,
-            "advantage": advantage,
-            **{f"rewards/{name}": value for name, value in drawn.values.items()},
-            **({} if drawn.told.messages is None else {"turns": drawn.told.messages}),
-        }
-        for drawn, advantage in (pairs[i * len(pairs) // count] for i in range(count))
-    ]

@@ -6,8 +6,8 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from fxrl.rl.loop.batching import Share, micro_batch_weights
 from fxrl.rl.loop.gradients import GradientSum
 from fxrl.rl.loop.sharded import can_share, local_optimizer, on_cpu, sharded_optimizer
 from fxrl.rl.process_state import ProcessState
+from fxrl.rl.report.progress import jsonable
 from fxrl.rl.types import Batch, Metrics
 
 log = logging.getLogger(__name__)
@@ -214,8 +215,7 @@ class Updater:
             LossError: the loss raised, or returned no number that has a gradient.
             RankError: another rank failed.
         """
-        over = self.info.mean_over if self.loss.normalize == "auto" else self.loss.normalize
-        weights, shares = micro_batch_weights(over, batches, self.ranks, self.context_parallel)
+        weights, shares = self._weights(batches)
         self.optimizer.zero_grad(set_to_none=True)
         found: list[dict[str, Tensor]] = []
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
@@ -235,6 +235,31 @@ class Updater:
         loss, metrics = self._merged([one for part in parts for one in part])
         self.ranks.check_same("the gradient's norm", repr(norm_value))
         return loss, norm_value, metrics
+
+    def measure(self, step: Callable[[Batch], Any], batches: Sequence[Batch]) -> Metrics:
+        """Loss and metrics of ``batches`` of all ranks as one, without gradients.
+
+        Args:
+            step: the loss, which takes none.
+
+        Raises:
+            LossError: as ``backward``.
+        """
+        weights, shares = self._weights(batches)
+        own = []
+        for batch, weight, share in zip(batches, weights, shares, strict=True):
+            with self._blamed():
+                loss, metrics = self._checked(step(batch), trained=False)
+            names, values = zip(*({"loss": loss} | metrics).items(), strict=True)
+            [row] = _to_host([values])
+            own.append((weight, share, dict(zip(names, row, strict=True))))
+        parts = self.ranks.gather(own)[:: self.context_parallel]
+        merged, found = self._merged([one for part in parts for one in part])
+        return {"loss": jsonable(merged)} | found
+
+    def _weights(self, batches: Sequence[Batch]) -> tuple[list[float], list[Share]]:
+        over = self.info.mean_over if self.loss.normalize == "auto" else self.loss.normalize
+        return micro_batch_weights(over, batches, self.ranks, self.context_parallel)
 
     def _merged(
         self, micro_batches: Sequence[tuple[float, Share, dict[str, float]]]
@@ -265,15 +290,26 @@ class Updater:
         Args:
             around: the backward.
         """
+        with self._blamed():
+            log.info("%s", doing)
+            loss, metrics = self._checked(self.step(batch), trained=True)
+            log.info("%s, backward", doing)
+            with around:
+                torch.autograd.backward(loss if weight == 1.0 else loss * weight)
+        return {"loss": loss.detach()} | metrics
+
+    def _checked(self, result: Any, *, trained: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        named = self._named_loss()
+        return checked_result(result, named, own=self.info.per_sequence, trained=trained)
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        """What is raised in the block is told as the loss's, which changes nothing of the
+        process."""
         peers = self.ranks.watched() if self.context_parallel > 1 else nullcontext()
         try:
             with self.process.kept(), peers:
-                log.info("%s", doing)
-                result = self.step(batch)
-                loss, metrics = checked_result(result, self._named_loss())
-                log.info("%s, backward", doing)
-                with around:
-                    torch.autograd.backward(loss if weight == 1.0 else loss * weight)
+                yield
         except (KeyboardInterrupt, RankError):
             raise
         except FxrlError as error:
@@ -286,7 +322,6 @@ class Updater:
             if isinstance(error, torch.OutOfMemoryError):
                 told = f"ran out of memory{raised_at(error)}: {error}; lower micro_batch_tokens"
             raise LossError(f"{self._named_loss()} {told}") from error
-        return {"loss": loss.detach()} | metrics
 
     def _named_loss(self) -> str:
         return f"loss {self.loss.name!r}{self.place}"
@@ -356,14 +391,18 @@ RESERVED = re.compile(
 """Names in ``metrics.jsonl`` that no loss may give its metrics."""
 
 
-def checked_result(result: Any, named: str) -> tuple[Tensor, dict[str, Tensor]]:
+def checked_result(
+    result: Any, named: str, *, own: Collection[str] = (), trained: bool = True
+) -> tuple[Tensor, dict[str, Tensor]]:
     """What a loss returned, as the loss and its metrics.
 
     Args:
         named: the loss, for messages.
+        own: names that are the loss's to give although they are reserved, as no rollout has them.
+        trained: the loss must have a gradient.
 
     Returns:
-        A tensor of one element that has a gradient, and detached tensors of one element.
+        A tensor of one element, and detached tensors of one element.
 
     Raises:
         LossError: it is something else.
@@ -374,7 +413,7 @@ def checked_result(result: Any, named: str) -> tuple[Tensor, dict[str, Tensor]]:
             f"{named} returned {_kind(loss)}; return a tensor with one real number, or that and a "
             "dict of metrics"
         )
-    if not loss.requires_grad:
+    if trained and not loss.requires_grad:
         raise LossError(
             f"{named} returned a loss without a gradient; compute it from the model's output"
         )
@@ -382,7 +421,7 @@ def checked_result(result: Any, named: str) -> tuple[Tensor, dict[str, Tensor]]:
         raise LossError(f"{named} returned {shown(metrics)} as metrics; return a dict of numbers")
     checked: dict[str, Tensor] = {}
     for name, value in metrics.items():
-        if not isinstance(name, str) or RESERVED.match(name):
+        if not isinstance(name, str) or (RESERVED.match(name) and name not in own):
             raise LossError(
                 f"{named} returned a metric named {shown(name)}; take a text that metrics.jsonl "
                 f"does not use itself, such as {shown(f'my_{name}')}"

@@ -37,12 +37,30 @@ SAMPLE_BYTES, MOST_SAMPLED = 400_000, 40
 MOST_CHARACTERS = 2000
 """Of one value; the files have all of it."""
 MOST_REMARKS = 200
+JUDGED_BY = ("accuracy", "loss")
+"""Of held-out data; also before the first step."""
 EVALUATION = {
     "held-out accuracy": [
         Line("accuracy", "eval/accuracy"),
         Line("most frequent answer", "eval/majority_baseline", style="dashed"),
     ],
+    "held-out loss": [Line("loss", "eval/loss")],
     "share of groups with equal rewards": [Line("share", "frac_reward_zero_std")],
+}
+ANSWERS = {
+    "reward of given answers, relative to the reference": [
+        Line("chosen", "rewards/chosen"),
+        Line("rejected", "rewards/rejected", style="dashed"),
+    ],
+    "chosen over rejected: margin of the rewards": [Line("margin", "rewards/margins")],
+    "share of pairs ranked right": [
+        Line("trained on", "rewards/accuracies"),
+        Line("held out", "eval/rewards/accuracies", style="dashed"),
+    ],
+    "share of tokens that are the likeliest": [
+        Line("trained on", "mean_token_accuracy"),
+        Line("held out", "eval/mean_token_accuracy", style="dashed"),
+    ],
 }
 _LENGTH, _RATIO = "completions/{}_length", "sampling/importance_sampling_ratio/{}"
 _DRIFT = "sampling/sampling_logp_difference/{}"
@@ -189,9 +207,10 @@ def _figures(records: Sequence[Table]) -> list[tuple[str, str]]:
         tenth = max(1, len(rewards) // 10)
         first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
         found.append(("reward, first and last steps", f"{first:.3f} → {last:.3f}"))
-    accuracy = _values(records, "eval/initial_accuracy")[:1] + _values(records, "eval/accuracy")
-    if accuracy:
-        found.append(("held-out accuracy", f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}"))
+    for name in JUDGED_BY:
+        values = _values(records, f"eval/initial_{name}")[:1] + _values(records, f"eval/{name}")
+        if values:
+            found.append((f"held-out {name}", f"{values[0]:.3f} → {values[-1]:.3f}"))
     if seconds := _values(records, "step_time"):
         found.append(("a step, median", _seconds(statistics.median(seconds))))
         found.append(("all steps", _seconds(sum(seconds))))
@@ -214,6 +233,7 @@ def _groups(records: Sequence[Table], notes: Table) -> list[tuple[str, list[Char
             _reward_chart(records),
             *_pictures(EVALUATION, _with_untrained(records)),
             *_pictures(reward, records),
+            *_pictures(ANSWERS, records),
         ],
         "Policy": _pictures(POLICY, records),
         "Time and memory": [
@@ -261,8 +281,8 @@ def _reward_chart(records: Sequence[Table]) -> Chart | None:
 
 def _with_untrained(records: Sequence[Table]) -> list[Table]:
     """With the evaluation before the first step as step 0."""
-    before = _values(records[:1], "eval/initial_accuracy")
-    return [*({"step": 0, "eval/accuracy": value} for value in before), *records]
+    before = {f"eval/{n}": v for n in JUDGED_BY for v in _values(records[:1], f"eval/initial_{n}")}
+    return [*([{"step": 0, **before}] if before else []), *records]
 
 
 def _planned(records: Sequence[Table], notes: Table) -> list[tuple[str, str, str]]:

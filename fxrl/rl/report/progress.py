@@ -52,6 +52,13 @@ COLUMNS = (
     ("s", "step_time", "{:.1f}"),
     ("held-out", "eval/accuracy", "{:.3f}"),
 )
+EXAMPLE_COLUMNS = (
+    ("accuracy", "mean_token_accuracy", "{:.3f}"),
+    ("margin", "rewards/margins", "{:.3f}"),
+    ("ranked right", "rewards/accuracies", "{:.3f}"),
+    ("held-out loss", "eval/loss", "{:.4f}"),
+)
+"""What steps on data as they are have besides."""
 LEAST_NEEDED = ("grad_norm", "entropy", "reward_std", "tokens_per_second", "loss", "kl")
 """What a terminal that is too narrow for all columns goes without, the first one first."""
 RECENT_STEPS = 8
@@ -226,7 +233,8 @@ class LogReporter(Reporter):
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
         first = not self._samples
         super().step(record, samples)
-        words = [f"{name} {_cell(record, key, form)}" for name, key, form in COLUMNS[1:]]
+        columns = (*COLUMNS[1:], *EXAMPLE_COLUMNS)
+        words = [f"{name} {_cell(record, key, form)}" for name, key, form in columns]
         shown = "  ".join(word for word in words if not word.endswith(" -"))
         left = f"{_hours(self.seconds_left())} left"
         self.message(f"step {self.done}/{self.total}  {shown}  {left}  ({time_line(record)})")
@@ -365,7 +373,7 @@ def steps_table(
     """
     shown = {
         key: [name, *(_cell(record, key, form) for record in records)]
-        for name, key, form in COLUMNS
+        for name, key, form in (*COLUMNS, *EXAMPLE_COLUMNS)
         if any(record.get(key) is not None for record in records)
     }
     widths = {key: 1 + max(map(len, cells)) for key, cells in shown.items()}

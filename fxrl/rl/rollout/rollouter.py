@@ -37,7 +37,7 @@ import math
 import queue
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from itertools import compress
@@ -54,13 +54,26 @@ from fxrl.rl.data.rewards import Background, Reward, call_all, combine
 from fxrl.rl.report.progress import Stage, jsonable, told
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.rollout.turns import Player
-from fxrl.rl.types import Drawn, Metrics, Rollout, Row, Told, TrainerState
+from fxrl.rl.types import (
+    Drawn,
+    Experience,
+    Metrics,
+    Rollout,
+    Row,
+    TokenRow,
+    Told,
+    TrainerState,
+    of_completion,
+)
 
 T = TypeVar("T")
 
 ENGINE_SYNC = ("fold", "restore", "sync")
 """Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""
 
+CPU = torch.device("cpu")
+RIGHT = 0.99
+"""A reward of at least this counts as a right answer."""
 
 Values = list[float | None]
 
@@ -211,11 +224,15 @@ def _said(text: str, told: Told) -> Any:
 
 
 class Rollouter:
-    """Generates and judges completions of dataset rows.
+    """Generates and judges completions of dataset rows (``Source``).
 
     Attributes:
         player: plays rollouts of several turns; ``None`` where each is one.
+        longest: tokens of the longest prompt.
     """
+
+    headline = ("reward", "accuracy")
+    draws = True
 
     def __init__(
         self,
@@ -227,12 +244,15 @@ class Rollouter:
         stage: Stage,
         ranks: Ranks | None = None,
         player: Player | None = None,
+        longest: int = 0,
     ) -> None:
         self.engine, self.builder, self.rewards = engine, builder, rewards
         self.player = player
+        self.longest, self.rows_each = longest, config.sampling.num_generations
         self.config, self.tokenizer, self.stage = config.settled(), tokenizer, stage
         self.ranks = ranks or Ranks()
         self._retried: list[str] = []
+        self._idle = RewardWatch()
 
     def params(self, *, n: int, greedy: bool = False, seed: int | None = None) -> SamplingParams:
         """``[sampling]`` with ``n`` completions; ``greedy`` overrides the temperature."""
@@ -354,7 +374,7 @@ class Rollouter:
                 self._retried.append(f"{error}; drawing again, {left} tries left")
         raise AssertionError("unreachable: the last try returns or raises")
 
-    def rollout(
+    def experience(
         self,
         take: Callable[[int], Sequence[Row]],
         state: Callable[[], TrainerState],
@@ -408,6 +428,50 @@ class Rollouter:
             return self.params(n=num)
         name = f"{self.config.seed}/{state.global_step}/{refills}"
         return self.params(n=num, seed=random.Random(name).getrandbits(63))
+
+    def evaluate(
+        self,
+        data: Sequence[Row],
+        state: TrainerState,
+        measure: Callable[[Experience], Metrics] | None = None,
+    ) -> Metrics:
+        """``eval/accuracy``, ``eval/reward``, ``eval/majority_baseline``, ``eval/mean_length`` of
+        held-out questions.
+
+        The training run's random state is left alone: a seed of its own says so to any engine,
+        greedy or not.
+        """
+        config = self.config.eval
+        name = config.reward or self.rewards[0].name
+        params = self.params(n=1, greedy=config.greedy, seed=0)
+        drawn: list[Drawn] = []
+        for start in range(0, len(data), config.batch):
+            drawn += self.draw(data[start : start + config.batch], params, state, Clock(CPU))
+        totals = [d.total for d in drawn if not math.isnan(d.total)]
+        return {
+            "eval/accuracy": statistics.fmean((d.values[name] or 0.0) >= RIGHT for d in drawn),
+            "eval/reward": statistics.fmean(totals) if totals else None,
+            "eval/majority_baseline": majority_baseline(data, self.config.data.answer),
+            "eval/mean_length": statistics.fmean(d.completion.num_sampled for d in drawn),
+        }
+
+    def largest(self) -> list[TokenRow]:
+        """See ``Source``."""
+        tokens = self.longest + self.config.sampling.max_tokens
+        ids, half = (0,) * tokens, tokens // 2
+        row = Completion(ids[:half], ids[half:], (0.0,) * (tokens - half), "length", 0)
+        return [of_completion(row, 0.0)]
+
+    def warnings(self, record: Mapping[str, Any]) -> Iterator[str]:
+        """Of rewards that teach nothing, and of steps without an update."""
+        if (idle := self._idle.warning(record)) is not None:
+            yield idle
+        if self.config.mask_truncated_completions and record["completions/num_trained"] == 0:
+            yield (
+                "no update was made: all completions were cut off at sampling.max_tokens="
+                f"{self.config.sampling.max_tokens}, and mask_truncated_completions leaves them "
+                "out; raise it, or reward shorter ones"
+            )
 
     def failures(self) -> list[str]:
         """What was retried or skipped since the last call, in words."""
@@ -509,29 +573,3 @@ def length_metrics(completions: Sequence[Completion]) -> Metrics:
         metrics[f"completions/max_{name}length"] = float(max(values, default=0))
     metrics["completions/clipped_ratio"] = 1.0 - len(ended) / len(lengths)
     return metrics
-
-
-CPU = torch.device("cpu")
-RIGHT = 0.99
-"""A reward of at least this counts as a right answer."""
-
-
-def evaluate(rollouter: Rollouter, rows: Sequence[Row], state: TrainerState) -> Metrics:
-    """``eval/accuracy``, ``eval/reward``, ``eval/majority_baseline``, ``eval/mean_length``.
-
-    The training run's random state is left alone: a seed of its own says so to any engine, greedy
-    or not.
-    """
-    config = rollouter.config.eval
-    name = config.reward or rollouter.rewards[0].name
-    params = rollouter.params(n=1, greedy=config.greedy, seed=0)
-    drawn: list[Drawn] = []
-    for start in range(0, len(rows), config.batch):
-        drawn += rollouter.draw(rows[start : start + config.batch], params, state, Clock(CPU))
-    totals = [d.total for d in drawn if not math.isnan(d.total)]
-    return {
-        "eval/accuracy": statistics.fmean((d.values[name] or 0.0) >= RIGHT for d in drawn),
-        "eval/reward": statistics.fmean(totals) if totals else None,
-        "eval/majority_baseline": majority_baseline(rows, rollouter.config.data.answer),
-        "eval/mean_length": statistics.fmean(d.completion.num_sampled for d in drawn),
-    }

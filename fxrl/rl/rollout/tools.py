@@ -42,13 +42,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from fxrl.errors import optional
 from fxrl.losses.options import accepted
 from fxrl.losses.own_code import load_function
-from fxrl.rl.builtin_rewards import last_text
 from fxrl.rl.config.tables import RewardConfig, RolloutConfig
 from fxrl.rl.data.rewards import GRACE_S, Reward, TimeLimitError, awaited, stack_of
 from fxrl.rl.errors import BadConfigError, DataError, ToolError, defined_at, raised_at, shown
 from fxrl.rl.process_state import ProcessState
 from fxrl.rl.rollout.chat import Message, Schema
-from fxrl.rl.types import Row
+from fxrl.rl.types import Row, last_text
 
 T = TypeVar("T")
 

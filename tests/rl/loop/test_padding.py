@@ -7,6 +7,7 @@ from fxrl.engines import Completion
 from fxrl.losses import by_name
 from fxrl.models import TINY_KINDS, load_model
 from fxrl.rl.loop.batching import make_batches
+from fxrl.rl.types import of_completion
 
 CPU = torch.device("cpu")
 ROWS = ((3, 9), (7, 2), (1, 5), (12, 11))
@@ -28,9 +29,8 @@ def test_a_padded_batch_is_its_rows_one_by_one(kind):
     found = []
     for plan in ([(0, 1, 2, 3)], [(0,), (1,), (2,), (3,)]):
         model.zero_grad()
-        batches = make_batches(
-            rows, [1.0, -0.5, 2.0, 0.3], plan, pad_token_id=0, device=CPU, dtype=torch.float64
-        )
+        made = [of_completion(*pair) for pair in zip(rows, [1.0, -0.5, 2.0, 0.3], strict=True)]
+        batches = make_batches(made, plan, pad_token_id=0, device=CPU, dtype=torch.float64)
         parts = [loss_fn(model, batch)[0] for batch in batches]
         for part in parts:
             part.backward()

@@ -77,7 +77,7 @@ def rolled(config_file, numbers, *overrides):
         return [{"prompt": str(next(numbers))} for _ in range(count)]
 
     clock = Clock(torch.device("cpu"))
-    rollout = rollouter.rollout(take, lambda: TrainerState(1, 2, 0.0), clock)
+    rollout = rollouter.experience(take, lambda: TrainerState(1, 2, 0.0), clock)
     return rollout, taken
 
 

@@ -133,7 +133,7 @@ def rolled(script, rollout, *, rewards=(right,), n=2, failures=0, rows=ROWS, **t
         policy, questions.builder, questions.rewards, config, TOKENIZER, stage, player=player
     )
     clock = Clock(torch.device("cpu"))
-    return rollouter.rollout(lambda count: rows, lambda: STATE, clock), policy
+    return rollouter.experience(lambda count: rows, lambda: STATE, clock), policy
 
 
 def adds_then_answers(conversation, place):
@@ -172,9 +172,7 @@ def test_a_tool_is_called_and_answers():
 def test_what_tools_say_is_context_for_the_loss():
     rollout, _ = rolled(adds_then_answers, {"tools": [add]})
     completions = [one.completion for one in rollout.drawn]
-    [batch] = make_batches(
-        completions, rollout.advantages, [[0, 1, 2, 3]], pad_token_id=0, device=torch.device("cpu")
-    )
+    [batch] = make_batches(rollout.rows, [[0, 1, 2, 3]], pad_token_id=0, device=torch.device("cpu"))
     sampled = [c.sampled or (True,) * len(c.token_ids) for c in completions]
     mask, skipped = batch["completion_mask"], batch["input_ids"].shape[1]
     skipped -= mask.shape[1]
