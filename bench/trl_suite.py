@@ -1,24 +1,32 @@
-"""TRL's own tests, with its trainers and with fxrl's in their place.
+"""TRL's own tests, with its trainers and with fxrl's in their place; and the two runs compared.
 
-    python -m bench.trl_suite CHECKOUT [--own] [what pytest takes, such as tests/test_x.py -k y]
+    python -m bench.trl_suite CHECKOUT --runs FOLDER [--own] [--trainers SFT] [pytest options]
+    python -m bench.trl_suite CHECKOUT --runs FOLDER --compare --out FILE
 
-``CHECKOUT`` is a clone of TRL's repository at the tag of the installed version: its sdist has no
-tests. With ``--own`` TRL's trainers are tested, for the comparison; otherwise ``GRPOTrainer``
-(RLOO, SFT, DPO, KTO) of each test module is fxrl's, from which classes in the tests derive too.
-Models and data sets that the tests take from the hub are made in the checkout under their names:
-random weights, a byte tokenizer, the texts of TRL's own scripts. Tests that need another one fail
-in both runs alike.
+``CHECKOUT`` is a clone of TRL's repository: its sdist has no tests. With ``--own`` TRL's trainers
+are tested, for the comparison; otherwise ``GRPOTrainer`` (RLOO, SFT, DPO, KTO) of each test module
+is fxrl's, from which classes in the tests derive too. Each run leaves ``FOLDER/NAME-trl.xml`` or
+``NAME-fxrl.xml``. Models and data sets that the tests take from the hub are made in the checkout
+under their names: random weights, a byte tokenizer, the texts of TRL's own scripts. Tests that need
+another one, and tests of what the installed TRL does not have, fail in both runs alike.
 """
 
 from __future__ import annotations
 
-import argparse
+import ast
 import functools
+import importlib
 import os
 import runpy
 import sys
+import xml.etree.ElementTree as ElementTree
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from bench.lib import common
 
 KINDS = {
     "tiny-Qwen2ForCausalLM-2.5": "tiny:qwen2",
@@ -110,22 +118,94 @@ def with_config(trainer: type, config: object) -> type:
     return type(trainer.__name__, (trainer,), {"__init__": init})
 
 
-def main(argv: list[str] | None = None) -> int:
+def fill_in(tests: Path) -> None:
+    """Gives TRL's modules the names that a test file of another version imports from them.
+
+    Without one of them no test of the file would run; what uses it fails, and says why.
+    """
+    imports = (n for n in ast.walk(ast.parse(tests.read_text())) if isinstance(n, ast.ImportFrom))
+    for node in imports:
+        if node.level or not (node.module or "").startswith("trl."):
+            continue
+        module = importlib.import_module(node.module)
+        for name in (alias.name for alias in node.names):
+            if not hasattr(module, name):
+                setattr(module, name, functools.partial(_gone, f"{node.module}.{name}"))
+
+
+def _gone(name: str, *_: Any, **__: Any) -> None:
+    raise NotImplementedError(f"the installed TRL has no {name}")
+
+
+def run(given: Namespace, options: list[str]) -> int:
+    """The tests of each trainer; the worst of pytest's exit codes."""
     import pytest
 
-    parser = argparse.ArgumentParser(prog="bench.trl_suite", description=__doc__.split("\n")[0])
-    parser.add_argument("checkout", type=Path, help="a clone of TRL's repository, at a tag")
-    parser.add_argument("--own", action="store_true", help="TRL's own trainers, to compare with")
-    given, rest = parser.parse_known_args(argv)
-    root = given.checkout.resolve()
+    root, folder = given.checkout.resolve(), given.runs.resolve()
     os.environ |= {"HF_HUB_OFFLINE": "1", "CI": "1"}
     if not (root / "trl-internal-testing" / "zen").exists():
         make_hub(root, root)
     os.chdir(root)
-    if not any(part.startswith("tests/") for part in rest):
-        rest += [f"tests/test_{name.lower()}_trainer.py" for name in TRAINERS]
-    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", *rest]
-    return int(pytest.main(options, plugins=[] if given.own else [Substitution()]))
+    worst = 0
+    for name in given.trainers:
+        tests = f"tests/test_{name.lower()}_trainer.py"
+        fill_in(Path(tests))
+        file = folder / f"{name}-{'trl' if given.own else 'fxrl'}.xml"
+        fixed = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", f"--junitxml={file}"]
+        plugins = [] if given.own else [Substitution()]
+        worst = max(worst, int(pytest.main([*fixed, tests, *options], plugins=plugins)))
+    return worst
+
+
+def outcomes(file: Path) -> Iterator[tuple[str, str]]:
+    """(test, "passed", "failed" or "skipped") of a run."""
+    for case in ElementTree.parse(file).iter("testcase"):
+        kinds = {part.tag for part in case}
+        bad, skipped = kinds & {"failure", "error"}, "skipped" in kinds
+        name = f"{case.get('classname')}::{case.get('name')}"
+        yield name, "failed" if bad else "skipped" if skipped else "passed"
+
+
+def compare(given: Namespace) -> None:
+    """One row for each trainer that both runs are there of."""
+    results = common.Results(
+        "TRL's own tests, with its trainers and with fxrl's",
+        ("trainer", "tests", "trl_passed", "fxrl_passed", "skipped", "only_trl", "only_fxrl"),
+        given.out,
+        as_json=given.json,
+    )
+    for name in TRAINERS:
+        files = [given.runs / f"{name}-{who}.xml" for who in ("trl", "fxrl")]
+        if not all(file.exists() for file in files):
+            continue
+        theirs, mine = (dict(outcomes(file)) for file in files)
+        assert theirs.keys() == mine.keys(), f"{name}: the runs are of different tests"
+        won = [{n for n, o in found.items() if o == "passed"} for found in (theirs, mine)]
+        only = [", ".join(sorted(n.split("::")[1] for n in a - b)) for a, b in (won, won[::-1])]
+        results.add(
+            trainer=name,
+            tests=len(mine),
+            trl_passed=len(won[0]),
+            fxrl_passed=len(won[1]),
+            skipped=sum(outcome == "skipped" for outcome in mine.values()),
+            only_trl=only[0] or "none",
+            only_fxrl=only[1] or "none",
+        )
+    results.finish()
+
+
+def main() -> int:
+    parser = common.parser(__doc__)
+    parser.add_argument("checkout", type=Path, help="a clone of TRL's repository")
+    parser.add_argument("--runs", type=Path, required=True, help="where the runs are kept")
+    parser.add_argument("--trainers", nargs="+", default=TRAINERS, choices=TRAINERS)
+    parser.add_argument("--own", action="store_true", help="TRL's own trainers, to compare with")
+    parser.add_argument("--compare", action="store_true", help="the runs, side by side")
+    given, options = parser.parse_known_args()
+    if not given.compare:
+        return run(given, options)
+    compare(given)
+    return 0
 
 
 if __name__ == "__main__":

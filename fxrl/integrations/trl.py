@@ -22,6 +22,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -205,12 +206,19 @@ class ThroughStep:
             RemarkKind.MISSED,
             "capture",
             "model",
-            "",
+            _line_of_trl(),
             "TRL reads the model's logits outside of the fused call (label_smoothing_factor, "
             "compute_loss_func, compute_metrics), so they are made",
             "leave that option out, or write the loss and give it to fxrl.optimize",
         )
         judge_misses(Report((remark,)), self.train_step.config.on_miss)
+
+
+def _line_of_trl() -> str:
+    """Where in TRL the innermost call under way stands."""
+    home = str(Path(trl.__file__).parent)
+    calls = [call for call in traceback.extract_stack() if call.filename.startswith(home)]
+    return f"{calls[-1].filename}:{calls[-1].lineno}" if calls else ""
 
 
 # ---------------------------------------------------------------------------- what is refused
@@ -268,6 +276,21 @@ def _refuse_sharding(trainer: Any) -> None:
             f"{', '.join(sharded)}: parameters or sequences are taken apart between the processes, "
             "in hooks that cannot be captured; use DistributedDataParallel "
             "(accelerate launch --multi_gpu, or torchrun)"
+        )
+
+
+def _refuse_rounded_head(trainer: Any) -> None:
+    """Asked of accelerate, which may be told so by its own launcher.
+
+    Raises:
+        ConfigError: the head is to leave an autocast, which only TRL's own head does.
+    """
+    precision = trainer.accelerator.mixed_precision
+    if getattr(trainer.args, "cast_lm_head_to_fp32", False) and precision != "no":
+        raise ConfigError(
+            f"cast_lm_head_to_fp32=True under {precision} autocast, which rounds what goes into "
+            "the model's own head; leave it out (fxrl sums and keeps logits in float32), or say "
+            f"bf16=False and load the model in {precision}"
         )
 
 
@@ -357,6 +380,7 @@ class _Fxrl:
         given["args"] = self._prepared(given.get("args") or self._default_args(given["model"]))
         super().__init__(**given)
         _refuse_sharding(self)
+        _refuse_rounded_head(self)
         trainer: Any = self
         trainer.add_callback(_Reporter(trainer))
 

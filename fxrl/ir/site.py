@@ -19,7 +19,8 @@ from torch import fx
 from fxrl.ir.graph import graphs_of
 
 _KEY = "site"
-_OWN_FORWARD = re.compile(r"\.forward\.__closure__.*\.__self__")  # of a layer captured once
+# An instance's own forward, as accelerate, TRL and layers captured once have: it holds the module.
+_OWN_FORWARD = re.compile(r"\.forward(\.__func__)?\.__closure__\..*?\.__self__")
 _MODULES = re.compile(r"\.__dict__\['_modules'\]")
 _ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 

@@ -146,6 +146,8 @@ def _same(one: Any, other: Any) -> bool:
         return kind and one.dim() == other.dim() and all(map(_equal, one.shape, other.shape))
     if isinstance(one, (int, torch.SymInt)) and isinstance(other, (int, torch.SymInt)):
         return _equal(one, other)
+    if torch.SymBool in (type(one), type(other)):  # a comparison that a fact may have decided since
+        return isinstance(one, (bool, torch.SymBool)) and isinstance(other, (bool, torch.SymBool))
     return type(one) is type(other)
 
 

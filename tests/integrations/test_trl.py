@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 CONFIG = fxrl.Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+ADAPTED = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 COMMON = {
     "report_to": [],
     "max_steps": 3,
@@ -68,9 +69,14 @@ def tiny(dtype=torch.float32):
     return model.to(dtype), tokenizer
 
 
-def make(name, folder, trainer=None, *, lora=True, engine=None, **options):
-    """A trainer of one kind, TRL's own unless ``trainer`` says otherwise."""
+def make(name, folder, trainer=None, *, lora=True, adapted=False, engine=None, **options):
+    """A trainer of one kind, TRL's own unless ``trainer`` says otherwise.
+
+    With ``adapted`` the model has its adapter already, which TRL then copies for the reference.
+    """
     model, tokenizer = tiny()
+    if adapted:
+        lora, model = False, get_peft_model(model, ADAPTED)
     online = name in ("GRPO", "RLOO")
     options = {**COMMON, **(ONLINE if online else {}), **options}
     args = getattr(trl, f"{name}Config")(str(folder), **options)
@@ -118,6 +124,7 @@ RUNS = {
     "SFT, packed": ("SFT", {"packing": True, "max_length": 16}),
     "SFT, completions": ("SFT", {"loss_type": "dft", "lora": False}),
     "DPO, reference without its adapter": ("DPO", {}),
+    "DPO, reference in an adapter of its own": ("DPO", {"adapted": True, "max_steps": 2}),
     "KTO, reference beforehand": ("KTO", {"precompute_ref_log_probs": True}),
 }
 
@@ -135,6 +142,28 @@ def test_the_numbers_are_trls(case, tmp_path):
     assert "fuse-linear-logprob" in applied
     assert len(mine.train_step.captures) <= 3
     assert (tmp_path / "mine" / "fxrl" / "plan.json").exists()
+
+
+def test_autocast_rounds_no_more_than_trl_does(tmp_path):
+    """bf16: each run's distance from the float32 one; and places under accelerate's wrappers."""
+    theirs, mine = both("SFT", tmp_path, bf16=True)
+    exact = make("SFT", tmp_path / "exact")
+    exact.train()
+    weights = [
+        torch.cat([p.flatten() for p in trainer.model.parameters() if p.requires_grad])
+        for trainer in (theirs, mine, exact)
+    ]
+    far, near = ((weight - weights[2]).norm() for weight in weights[:2])
+    assert near < 2 * far
+    sites = [remark.site for remark in mine.train_step.report.remarks]
+    assert any(site.startswith("0:base_model.model.lm_head/") for site in sites)
+    assert not any("__closure__" in site for site in sites)
+
+
+def test_the_line_of_trl_that_reads_logits_is_named(tmp_path):
+    trainer = make("SFT", tmp_path, FXRL["SFT"], label_smoothing_factor=0.1)
+    with pytest.raises(MissedRewriteError, match=r"trainer/sft_trainer\.py:\d+"):
+        trainer.train()
 
 
 def test_an_engine_draws_and_its_log_probs_are_corrected_for(tmp_path):
@@ -224,6 +253,7 @@ def test_logits_that_trl_asks_for_are_a_miss():
         ("SFT", {"use_liger_kernel": True}, "use_liger_kernel=True .* leave it out"),
         ("DPO", {"activation_offloading": True}, "host_memory"),
         ("GRPO", {"torch_compile": True}, "torch_compile=True"),
+        ("GRPO", {"cast_lm_head_to_fp32": True, "bf16": True}, "under bf16 autocast.*bf16=False"),
         ("GRPO", {"use_vllm": True, "vllm_mode": "server"}, "vllm_mode='server'.*engine="),
         ("GRPO", {"loss_type": "vespo"}, "sequence_mask.*token_truncate"),
         ("RLOO", {"use_transformers_continuous_batching": True}, "who draws"),
