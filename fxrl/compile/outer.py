@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
+from fxrl.capture._torch import RestartAnalysis
 from fxrl.compile._torch import (
     aot_module_simplified,
     default_partition,
@@ -145,5 +146,8 @@ def aot_graphs(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
         for x, mark in zip(examples, marks, strict=True)
     ]
     graphs: dict[str, fx.GraphModule] = {}
-    compile_by_aot(gm, inputs, graphs)
+    try:
+        compile_by_aot(gm, inputs, graphs)
+    except RestartAnalysis:  # it has noted which numbers are to be written in
+        compile_by_aot(gm, inputs, graphs)
     return graphs

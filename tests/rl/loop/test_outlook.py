@@ -13,6 +13,7 @@ from fxrl.errors import PlanError
 from fxrl.planner.budget import Budget, Limits
 from fxrl.planner.target import TARGETS
 from fxrl.rl.loop import outlook
+from fxrl.rl.types import TokenRow
 
 REFUSED = "no plan fits gpu_memory: this batch needs 2.0 GiB at least"
 
@@ -39,6 +40,7 @@ def rank(number, said, monkeypatch):
         updater=SimpleNamespace(step=step, state_shards=2),
         old_policy=None,
         reference=None,
+        source=SimpleNamespace(rows_each=2),
     )
 
 
@@ -50,9 +52,9 @@ def test_the_first_rank_plans_for_all_and_a_refusal_ends_nothing(monkeypatch, nu
         fxrl=Config(gpu_memory="1GiB"),
         prompts_per_step=2,
         micro_batch_tokens=64,
-        sampling=SimpleNamespace(num_generations=2),
     )
-    [line] = outlook._update(config, parts, 16)
+    unit = [TokenRow([5] * 8, [6] * 8, {}, {"advantages": 1.0})]
+    [line] = outlook._update(config, parts, unit, 16)
     assert line.endswith(f"not planned: PlanError: {REFUSED}")
     step = parts.updater.step
     assert step.plan_for.called == (number == 0)
