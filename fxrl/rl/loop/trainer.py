@@ -569,6 +569,7 @@ def sample_completions(rollout: Rollout, wanted: int) -> list[dict[str, Any]]:
             "reward": drawn.total if math.isfinite(drawn.total) else None,
             "advantage": advantage,
             **{f"rewards/{name}": value for name, value in drawn.values.items()},
+            **({} if drawn.told.messages is None else {"turns": drawn.told.messages}),
         }
         for drawn, advantage in (pairs[i * len(pairs) // count] for i in range(count))
     ]

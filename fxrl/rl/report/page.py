@@ -320,7 +320,25 @@ def _sample(line: Table) -> Table:
         "rewards": [(name, _short(number(rewards, name))) for name in rewards],
         "question": _cut(line.get("question", "")),
         "completion": _cut(line.get("completion", "")),
+        "turns": [*_turns(line.get("turns"))],
     }
+
+
+MOST_TURNS = 40
+"""Of a completion; ``completions.jsonl`` has all of them."""
+
+
+def _turns(given: Any) -> Iterator[tuple[str, str]]:
+    """Who says what in a completion of several turns; calls of tools as JSON."""
+    turns = given if isinstance(given, list) else []
+    for turn in turns[:MOST_TURNS]:
+        if isinstance(turn, dict):
+            words = [str(turn.get(name) or "") for name in ("reasoning_content", "content")]
+            if calls := turn.get("tool_calls"):
+                words.append(json.dumps(calls))
+            yield _cut(turn.get("role", "")), _cut("\n".join(filter(None, words)))
+    if (more := len(turns) - MOST_TURNS) > 0:
+        yield "", f"... ({more} more turns)"
 
 
 def _remarks(given: Any) -> list[Remark]:

@@ -107,11 +107,14 @@ class Chat:
         # Of an implied syntax nothing refers to the stop token; a given one may need it.
         given = ids[:-1] if ended and self._is_derived else ids
         prefix = self.tokenizer.decode(list(prompt[-PREFIX_TOKENS:]))
+        words = self.tokenizer.decode(list(given))
         try:
             found = self.tokenizer.parse_response(
-                self.tokenizer.decode(list(given)), self._syntax, prefix=prefix, tools=list(schemas)
+                words, self._syntax, prefix=prefix, tools=list(schemas)
             )
             calls = list(_calls(found.pop("tool_calls", None)))
+            if self._is_derived:
+                self._check_closed(words, len(calls))
         except (ValueError, TypeError, KeyError):  # the parser's, of what the model wrote
             text = self.tokenizer.decode(list(ids), skip_special_tokens=True)
             return {"role": "assistant", "content": text}
@@ -120,6 +123,17 @@ class Chat:
         if calls:
             message["tool_calls"] = [_call(number, *call) for number, call in enumerate(calls)]
         return message
+
+    def _check_closed(self, words: str, num_calls: int) -> None:
+        """Half of a JSON text is none; tags that break off leave arguments out.
+
+        Raises:
+            ValueError: the last call has no end.
+        """
+        field = self._syntax["fields"]["tool_calls"]
+        tagged = field["content"] == "xml-inline"
+        if tagged and len(re.findall(field["close_pattern"], words)) < num_calls:
+            raise ValueError("a call breaks off")
 
     def answered(
         self, said: Message, answers: Sequence[Message], stop: int, schemas: Sequence[Schema]

@@ -390,6 +390,7 @@ class Tools:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             output = await self._output(episode, name, arguments)
             text = output if isinstance(output, str) else _json(output)
+            text = text.encode(errors="replace").decode()  # tokenizers take no half characters
             answer = {"role": "tool", "name": name, "tool_call_id": call["id"], "content": text}
             messages.append(answer)
         return messages

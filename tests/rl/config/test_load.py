@@ -137,8 +137,10 @@ def test_a_long_value_is_shown_in_part(config_file):
 def test_missing_tables_are_named(tmp_path):
     file = tmp_path / "empty.toml"
     file.write_text("steps = 3\n")
-    missing = {"model", "data", "reward"}
-    assert {line.partition(":")[0] for line in problems(file)} == missing
+    assert {line.partition(":")[0] for line in problems(file)} == {"model", "data"}
+    file.write_text('steps = 3\nmodel.id = "tiny:llama"\ndata.reasoning_gym = "chain_sum"\n')
+    [line] = problems(file)
+    assert line.startswith("reward.functions is empty; name at least one")
 
 
 @pytest.mark.parametrize("text", ["steps = ", "[a]\n[a]"])

@@ -112,14 +112,17 @@ def test_a_bar_that_is_cut_says_how_high_it_is(tmp_path):
 
 def test_completions_are_text(tmp_path):
     sample = {"step": 1, "question": EVIL, "completion": EVIL, "reward": EVIL, f"rewards/{EVIL}": 1}
+    turns = [{"role": EVIL, "content": EVIL, "tool_calls": [EVIL]}, EVIL, {"role": 1}] * 30
     record = {"step": 1, "reward": 0.5, f"rewards/{EVIL}/mean": 1.0, "rewards/b/mean": 0.1}
     remark = {"kind": "applied", "reason": EVIL, "site": EVIL, "saved_bytes": EVIL}
     notes = {"versions": {EVIL: EVIL}, "outlook": [EVIL], "report": [remark]}
     config = {"steps": EVIL, "model": {"id": EVIL}, EVIL: [EVIL]}
-    page = page_of(a_run(tmp_path / "run", [record], [sample], run=notes, config=config))
+    samples = [sample, sample | {"turns": turns}]
+    page = page_of(a_run(tmp_path / "run", [record], samples, run=notes, config=config))
     assert page.elements.count("script") == 1
     assert "img" not in page.elements
-    assert page.text.count("document.title='taken'") >= 7
+    assert page.text.count("document.title='taken'") >= 7 + 3 * 14
+    assert "(50 more turns)" in page.text
 
 
 def test_a_long_run_stays_a_small_file(tmp_path):
