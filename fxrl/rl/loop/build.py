@@ -258,6 +258,9 @@ def build_parts(
     )
     model, tokenizer, engine = build_engine(config.engine, spec)
     try:
+        if questions.conversation is not None:
+            size = 1 if ranks is None else ranks.size
+            questions.conversation.tools.check_ranks(questions.rewards, size)
         player = questions.conversation or rollout_function(
             config.rollout.rollout_func, questions.builder, engine, ranks
         )
