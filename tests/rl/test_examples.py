@@ -84,3 +84,19 @@ def test_the_callback_of_the_python_example():
             stop(None, None, control, logs={"reward": reward})
             asked.append(control.should_training_stop)
     assert asked == [False, False, True, True]
+
+
+def test_the_tools_example(tmp_path, monkeypatch):
+    """Shorter, and without the compiler: the tool is called, and its words are context."""
+    monkeypatch.chdir(tmp_path)
+    example = runpy.run_path(str(EXAMPLES / "tools.py"))
+    quick = {"steps": 1, "optimize": False, "tensorboard": False, "log_completions": 32}
+    sampling = {"sampling": {"max_tokens": 100, "num_generations": 8}}
+    example["main"](example["CONFIG"] | quick | sampling, shown=50)
+    [line] = numbers(tmp_path / "runs" / "tools")
+    assert line["tools/call_frequency"] > 0
+    lines = (tmp_path / "runs" / "tools" / "completions.jsonl").read_text().splitlines()
+    called = [turns for text in lines if len(turns := json.loads(text)["turns"]) > 1]
+    assert [turn["role"] for turn in called[0][:2]] == ["assistant", "tool"]
+    page = (tmp_path / "runs" / "tools" / "run.html").read_text()
+    assert '<p class="dim">tool</p>' in page

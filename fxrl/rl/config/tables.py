@@ -350,7 +350,7 @@ class RolloutConfig(Table):
     """
 
     tools: tuple[str | Callable[..., Any], ...] = ()
-    environment_factory: str | Callable[..., Any] | Mapping[str, Any] | None = None
+    environment_factory: Mapping[str, Any] | str | Callable[..., Any] | None = None
     rollout_func: str | Callable[..., Any] | None = None
     max_tool_calling_iterations: Positive | None = None
     timeout_s: Seconds | None = None

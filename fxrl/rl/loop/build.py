@@ -83,6 +83,8 @@ class Questions:
     ) -> Rollouter:
         """What draws and judges completions of them."""
         function = config.rollout.rollout_func
+        if self.conversation is not None:
+            self.conversation.tools.check_ranks(self.rewards, ranks.size)
         player = self.conversation or rollout_function(function, self.builder, engine, ranks)
         judges = (self.builder, self.rewards, config, tokenizer, stage, ranks, player)
         return Rollouter(engine, *judges, self.longest)

@@ -299,9 +299,18 @@ class Tools:
         schemas = [tool(getattr(environment, name)).schema for name in names]
         return Kind(factory, cls, names, schemas, [environment])
 
-    @property
-    def are_any(self) -> bool:
-        return bool(self.tools or self.kinds)
+    def check_ranks(self, rewards: Sequence[Reward], num_ranks: int) -> None:
+        """An environment does not leave the rank that played in it.
+
+        Raises:
+            BadConfigError: a reward that is called on rank 0 asks for those of all.
+        """
+        for reward in rewards if self.kinds and num_ranks > 1 else ():
+            if not reward.per_group and "environments" in (accepted(reward.function) or ()):
+                raise BadConfigError(
+                    f"reward {reward.name!r} asks for environments, which stay on the rank that "
+                    "played in them; set reward.per_group=true"
+                )
 
     def schemas_of(self, row: Row) -> list[Schema]:
         """Of the tools that a row's prompt tells of.

@@ -44,5 +44,5 @@ def test_a_prompt_that_fits_by_its_own_limit_alone():
 @pytest.mark.parametrize("limits", [[0, 9, 9], [9, 9, 10], [9]])
 def test_wrong_limits(model, limits):
     engine = TorchEngine.from_tokenizer(*model)
-    with pytest.raises(PromptError, match=r"give each a number from 1 to params\.max_tokens=9"):
+    with pytest.raises(PromptError, match="give each a number from 1"):
         engine.generate(PROMPTS, PARAMS, max_tokens=limits)

@@ -36,13 +36,12 @@ ARGUMENTS = {"near": 7, "word": '<two> "words"'}
 FUNCTION = {"name": "find", "arguments": ARGUMENTS}
 ASKED = [{"role": "user", "content": "where?"}]
 
-TOLD = json.dumps(ARGUMENTS)
-JSON = f'<tool_call>\n{{"name": "find", "arguments": {TOLD}}}\n</tool_call>'
+JSON = f"<tool_call>\n{json.dumps(FUNCTION)}\n</tool_call>"
 TAGS = (
     "<tool_call>\n<function=find>\n<parameter=near>\n7\n</parameter>\n<parameter=word>\n"
     '<two> "words"\n</parameter>\n</function>\n</tool_call>'
 )
-BARE = f'{{"name": "find", "parameters": {TOLD}}}'
+BARE = json.dumps({"name": "find", "parameters": ARGUMENTS})
 GLM = (
     "\n<tool_call>find\n<arg_key>near</arg_key>\n<arg_value>7</arg_value>\n<arg_key>word</arg_key>"
     '\n<arg_value><two> "words"</arg_value>\n</tool_call>'
@@ -52,24 +51,23 @@ MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content
 {%- elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ c.function | tojson }}
 {%- if not loop.last %}, {% endif %}{% endfor %}]</s>{% else %}{{ m.content }}</s>{% endif %}
 {%- endfor %}"""
-MISTRAL_CALLS = f'[TOOL_CALLS] [{{"name": "find", "arguments": {TOLD}}}]'
+MISTRAL_CALLS = f"[TOOL_CALLS] {json.dumps([FUNCTION])}"
 
-USER = "\n<|im_start|>user\n<tool_response>\n42\n</tool_response>"
-ANSWER = "<|im_start|>assistant\n"
-LLAMA_ANSWER = (
-    '<|start_header_id|>ipython<|end_header_id|>\n\n"42"<|eot_id|>'
-    "<|start_header_id|>assistant<|end_header_id|>\n\n"
-)
+TOLD = "\n<|im_start|>user\n<tool_response>\n42\n</tool_response>"
+NEXT = "<|im_end|>\n<|im_start|>assistant\n"
+LLAMA_TOLD = '<|start_header_id|>ipython<|end_header_id|>\n\n"42"<|eot_id|>'
+LLAMA_NEXT = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+
 # name of the template: what its model writes, its stop token, and what follows an answered call
 FAMILIES = {
-    "qwen2_5": (JSON, "<|im_end|>", f"{USER}<|im_end|>\n{ANSWER}"),
-    "qwen3": (JSON, "<|im_end|>", f"{USER}<|im_end|>\n{ANSWER}"),
-    "qwen3_6": (TAGS, "<|im_end|>", f"{USER}<|im_end|>\n{ANSWER}<think>\n"),
-    "nemotron_3_nano": (TAGS, "<|im_end|>", f"{USER}\n<|im_end|>\n{ANSWER}<think>\n"),
-    "llama3_1": (BARE, "<|eot_id|>", LLAMA_ANSWER),
+    "qwen2_5": (JSON, "<|im_end|>", TOLD + NEXT),
+    "qwen3": (JSON, "<|im_end|>", TOLD + NEXT),
+    "qwen3_6": (TAGS, "<|im_end|>", TOLD + NEXT + "<think>\n"),
+    "nemotron_3_nano": (TAGS, "<|im_end|>", TOLD + "\n" + NEXT + "<think>\n"),
+    "llama3_1": (BARE, "<|eot_id|>", LLAMA_TOLD + LLAMA_NEXT),
     "glm4moe": (GLM, "<|observation|>", "\n<tool_response>\n42\n</tool_response><|assistant|>"),
     "mistral": (MISTRAL_CALLS, "</s>", "[TOOL_RESULTS] 42[/TOOL_RESULTS]"),
-}  # fmt: skip
+}
 
 
 def chat_of(name, stop="<|im_end|>", **given):

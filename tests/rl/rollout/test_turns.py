@@ -9,9 +9,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from fxrl.engines import Completion, GenerateTimeoutError
+from fxrl.engines import Completion, GenerateTimeoutError, SamplingParams
+from fxrl.errors import ConfigError
 from fxrl.models import tiny_tokenizer
 from fxrl.rl.config.load import config_of
+from fxrl.rl.data.rewards import Reward
 from fxrl.rl.errors import ToolError
 from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.build import read_questions
@@ -376,6 +378,40 @@ def test_a_turn_that_takes_too_long_is_drawn_again():
     again, other = rolled(adds_then_answers, {"tools": [add]})
     assert policy.seeds == other.seeds
     assert [one.completion for one in rollout.drawn] == [one.completion for one in again.drawn]
+
+
+def test_each_rank_plays_its_share_as_one_would_all():
+    def played(mine):
+        config = config_of(
+            {
+                "model": {"id": "tiny:qwen3"},
+                "data": {"rows": ROWS},
+                "rollout": {"environment_factory": Game},
+            },
+            "test",
+            "unused",
+        )
+        questions = read_questions(config, TOKENIZER, print)
+        policy = Policy(guesses_on)
+        params = SamplingParams(n=2, max_tokens=300)
+
+        def generate(prompts, params, only, most):
+            return policy.generate(prompts, params, only=only, max_tokens=most)
+
+        groups = questions.conversation.play(ROWS, mine, params, 7, STATE, generate)
+        found = {row: completions for row, (completions, *_) in groups}
+        return found, policy, questions
+
+    whole, policy, questions = played([0, 1])
+    parts = [played([row]) for row in (0, 1)]
+    assert whole == parts[0][0] | parts[1][0]
+    assert parts[1][1].calls[0] == [2, 3]
+    for _, part, _ in parts:
+        assert part.seeds == policy.seeds[: len(part.seeds)]
+    asks = [Reward("mine", lambda environments: [], 1.0)]
+    questions.conversation.tools.check_ranks(asks, 1)
+    with pytest.raises(ConfigError, match="reward 'mine' asks for environments"):
+        questions.conversation.tools.check_ranks(asks, 2)
 
 
 def plays(prompts, trainer):
