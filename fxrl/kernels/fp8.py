@@ -25,10 +25,10 @@ from fxrl.ops.fp8 import (
     LEAST,
     MOST,
     dequantized,
+    factors_out,
     quantized_rows,
     rows_in_e4m3,
     scaled_mm,
-    scales_rows,
 )
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -146,7 +146,7 @@ def product(
     ``torch._scaled_mm`` scales rows alone, and wants b's rows along the contraction. A weight with
     scales by block is widened, a tile at a time, and multiplied in bf16.
     """
-    if scale_a.shape[1] != 1 or not (scale_b is None or scales_rows(scale_b, b)):
+    if not factors_out(scale_a, b, scale_b):
         assert scale_b is not None
         wide = dequantized(a, scale_a, torch.bfloat16)
         widened: Tensor = torch.ops.fxrl.dequantized_mm.default(wide, [b, scale_b], "fp8", False)

@@ -113,6 +113,11 @@ def scales_rows(scale: Tensor, weight: Tensor) -> bool:
     return scale.shape[1] == 1 and (scale.shape[0] == 1 or scale.shape[0] == weight.shape[0])
 
 
+def factors_out(scale_a: Tensor, b: Tensor, scale_b: Tensor | None) -> bool:
+    """Whether a product's scales can be multiplied into its result: none varies along a row."""
+    return scale_a.shape[1] == 1 and (scale_b is None or scales_rows(scale_b, b))
+
+
 def dequantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``values * scale`` in ``dtype``; the scale of rows, of blocks or of all."""
     wide = values.to(torch.promote_types(dtype, torch.float32))
@@ -236,7 +241,7 @@ def scaled_mm(
     The reference, for every device: FP8 values are exact in float32.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    if scale_a.shape[1] != 1 or not (scale_b is None or scales_rows(scale_b, b)):
+    if not factors_out(scale_a, b, scale_b):
         a, scale_a = dequantized(a, scale_a, wide), scale_a.new_ones(1, 1)
         b, scale_b = dequantized(b, torch.ones(1, 1) if scale_b is None else scale_b, wide), None
     product = a.to(wide) @ (b.to(wide) if transpose else b.to(wide).t())

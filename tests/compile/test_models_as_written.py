@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.ir.on_miss import open_misses
-from fxrl.step import optimize
+from fxrl.step import TrainStep, optimize
 from tests.capture.mixer import (
     CONFIG,
     VOCAB,
@@ -158,15 +158,21 @@ def test_a_use(answer: Any, loss_fn: Any, batches: tuple[Any, ...]) -> None:
     eager = copy.deepcopy(model)
     step = optimize(model, loss_fn, CONFIG)
     for batch in batches:
-        losses = step(batch), loss_fn(eager, batch)
-        for loss in losses:
-            loss.backward()
-        assert_same(losses[0].detach(), losses[1].detach())
-        assert_same(grads(model), grads(eager))
+        assert_same_update(step, model, loss_fn, eager, batch)
         assert_same(model.state_dict(), eager.state_dict())
     assert {remark.pass_name for remark in step.report.of_kind("applied")} & HEADS
     assert not open_misses(step.report)
     assert not any(capture.graph_breaks for capture in step.captures)
+
+
+def assert_same_update(
+    step: TrainStep, model: nn.Module, loss_fn: Any, eager: nn.Module, batch: Any
+) -> None:
+    losses = step(batch), loss_fn(eager, batch)
+    for loss in losses:
+        loss.backward()
+    assert_same(losses[0].detach(), losses[1].detach())
+    assert_same(grads(model), grads(eager))
 
 
 def llama() -> nn.Module:
@@ -193,11 +199,7 @@ def test_hidden_states_that_hooks_of_the_library_collect() -> None:
     eager = copy.deepcopy(model)
     step = optimize(model, hidden_states_loss, CONFIG)
     for batch in DRAWS:
-        losses = step(batch), hidden_states_loss(eager, batch)
-        for loss in losses:
-            loss.backward()
-        assert_same(losses[0].detach(), losses[1].detach())
-        assert_same(grads(model), grads(eager))
+        assert_same_update(step, model, hidden_states_loss, eager, batch)
     assert_same(hidden_states_loss(model, DRAWS[0]), hidden_states_loss(eager, DRAWS[0]))
     assert fused(step)
     assert len(step.captures) == 1

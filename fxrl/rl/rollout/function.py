@@ -169,10 +169,8 @@ class RolloutFunction:
         self, number: int, prompt: Any, tokens: Any, logprobs: Any, mask: Any
     ) -> Completion:
         where = f"for prompt {number}"
-        prompt, tokens = (
-            _ints(prompt, f"prompt_ids {where}"),
-            _ints(tokens, f"completion_ids {where}"),
-        )
+        prompt = _ints(prompt, f"prompt_ids {where}")
+        tokens = _ints(tokens, f"completion_ids {where}")
         sampled = (True,) * len(tokens) if mask is None else tuple(bool(each) for each in mask)
         # vLLM's are lists, of the likeliest tokens; the first is the one that was drawn.
         flat = [each[0] if isinstance(each, list | tuple) else each for each in logprobs]
@@ -183,10 +181,8 @@ class RolloutFunction:
             )
         if not any(sampled):
             raise ValueError(f"env_mask {where} without a 1: no token that the policy has drawn")
-        known, size = (
-            prompt + tuple(t for t, s in zip(tokens, sampled, strict=True) if not s),
-            len(self.builder.tokenizer),
-        )
+        size = len(self.builder.tokenizer)
+        known = prompt + tuple(t for t, s in zip(tokens, sampled, strict=True) if not s)
         if wrong := [token for token in known if not 0 <= token < size]:
             raise ValueError(f"token id {wrong[0]} {where}; the tokenizer has {size}")
         return Completion(
