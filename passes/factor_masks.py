@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxrl.analysis.attention import aten, before_repeat, calls_with_masks, options_of
+from fxrl.analysis.attention import aten, before_repeat, calls_by_mask, options_of
 from fxrl.analysis.masks import Axes, FactoredMask, factored, is_square
 from fxrl.config import Config
 from fxrl.ir.build import Builder
@@ -76,10 +76,7 @@ class FactorMasks(Pass[MaskSite]):
         return cls() if cls.name in (config.passes or ()) else cls(dict(_LEAST_MASK))
 
     def match(self, gm: fx.GraphModule) -> Iterator[MaskSite | Miss]:
-        readers: dict[fx.Node, list[fx.Node]] = {}
-        for call, mask in calls_with_masks(gm):
-            readers.setdefault(mask, []).append(call)
-        for mask, calls in readers.items():
+        for mask, calls in calls_by_mask(gm).items():
             if not is_square(mask):
                 continue
             try:
