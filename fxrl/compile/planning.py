@@ -37,7 +37,7 @@ from fxrl.ir.graph import (
     shape_of,
     val_of,
 )
-from fxrl.ir.plan import Choice, CutLayer, Moment, Plan
+from fxrl.ir.plan import Choice, CutLayer, Plan
 from fxrl.ir.region import Region, region_at
 from fxrl.ir.remark import format_bytes
 from fxrl.ir.sizes import measure_by
@@ -46,7 +46,6 @@ from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, MADE_IN_FORWARD, p
 from fxrl.passes.offload import own_inputs
 from fxrl.passes.recompute import OutlinedLayer, outlined_layers
 from fxrl.passes.tile_tokens import tile_widest
-from fxrl.planner import chain as chain_of
 from fxrl.planner.budget import Budget
 from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes, step_seconds
 from fxrl.planner.eager_profile import CallCost
@@ -133,7 +132,7 @@ class Planner:
             peak_host_bytes=host_bytes(best),
             step_seconds=round(step_seconds(chain, best), 4),
             max_context=step.longest(self.budget) if self.with_context else None,
-            timeline=tuple(_told(moment) for moment in moments(chain, best)),
+            timeline=tuple(moments(chain, best)),
         )
 
     def fits(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes) -> bool:
@@ -154,7 +153,7 @@ class Planner:
         """Why no plan fits: what is largest, and what would fit."""
         best, needed = step.smallest(self.budget.host_bytes)
         chain = step.chain([[option] for option in best])
-        top = _told(max(moments(chain, best), key=lambda moment: moment.bytes))
+        top = max(moments(chain, best), key=lambda moment: moment.bytes)
         largest = max(top.parts, key=lambda part: top.parts[part])
         longest = step.longest(self.budget)
         cure = f"{longest} tokens would fit" if longest else "no length fits"
@@ -401,21 +400,6 @@ def symbols_of(gm: fx.GraphModule) -> dict[Any, Callable[[Sequence[Any]], Any]]:
 
 def _size(place: int, dim: int | None, args: Sequence[Any]) -> Any:
     return args[place] if dim is None else args[place].shape[dim]
-
-
-_PARTS = {
-    "base": "weights and states",
-    "kept": "kept for the backward",
-    "moving": "on the way to or from the host",
-    "gradients": "gradients",
-    "running": "the running layer",
-}
-
-
-def _told(moment: chain_of.Moment) -> Moment:
-    """A moment of the chain, in words."""
-    parts = {text: int(getattr(moment, name, 0)) for name, text in _PARTS.items()}
-    return Moment(moment.phase, moment.layer, parts)
 
 
 def known_profiles(options: InductorOptions | None, plan: Plan) -> Profiles:
