@@ -32,6 +32,7 @@ from fxrl.ir.graph import (
     CHECKPOINT,
     OpOverload,
     Size,
+    as_node,
     body_of,
     bound,
     draws_random,
@@ -275,9 +276,7 @@ class _Walk:
 
 
 def _ids(embedding: fx.Node) -> fx.Node:
-    found = embedding.args[1]
-    assert isinstance(found, fx.Node)
-    return found
+    return as_node(embedding.args[1])
 
 
 def _seed(node: fx.Node) -> Step:

@@ -17,6 +17,7 @@ from fxrl.analysis.layers import layer_path, signature
 from fxrl.capture.opaque import under
 from fxrl.ir.graph import (
     CALL_LAYER,
+    as_node,
     body_of,
     clone,
     is_call,
@@ -61,9 +62,8 @@ def _give_body(
     """Let a call run a copy of ``body`` that knows which inputs need a gradient here."""
     marks = tuple(map(needs_grad, call.args[1:]))
     if not is_call(call, CALL_LAYER):
-        own, held = _marked(body, marks, known), call.args[0]
-        assert isinstance(held, fx.Node)
-        setattr(gm, str(held.target), own)
+        own = _marked(body, marks, known)
+        setattr(gm, str(as_node(call.args[0]).target), own)
         return own
     if (body, marks) not in known:
         known[body, marks] = _marked(body, marks, known)

@@ -33,6 +33,7 @@ from fxrl.ir.graph import (
     is_call,
     is_tensor,
     is_view,
+    memory_like,
     needs_grad,
     shape_of,
     val_of,
@@ -449,9 +450,7 @@ def _off_meta(region: Region) -> Region:
 def _on_cpu(fake: Any) -> torch.Tensor:
     if fake not in _TWINS:
         with fake.fake_mode:
-            _TWINS[fake] = torch.empty_strided(
-                fake.shape, fake.stride(), dtype=fake.dtype, device="cpu"
-            )
+            _TWINS[fake] = memory_like(fake, device="cpu")
     return _TWINS[fake]
 
 
