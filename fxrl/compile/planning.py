@@ -206,8 +206,7 @@ class StepChain:
         for layer in self.layers:
             key = tuple(call.meta["region"].id_without_grads for call in layer.calls)
             groups.setdefault(key, []).append(layer)
-        most = {layer.name: max(group, key=_wanted) for group in groups.values() for layer in group}
-        return most
+        return {layer.name: max(group, key=_wanted) for group in groups.values() for layer in group}
 
     # -- solving
     def fastest(self, budget: Budget) -> tuple[Option, ...] | None:
@@ -337,7 +336,7 @@ class StepChain:
             assert chosen is not None
             found = self.profiles(chosen).at(values, self.measure, self.target)
             own = own_inputs(call, layer.calls)
-            here, away = _kept(found, chosen, own, choice, count=len(call.meta["val"]))
+            here, away = _kept(found, own, choice, count=len(call.meta["val"]))
             gpu, host = gpu + here, host + away
             parts.append(found)
         return Option(
@@ -454,9 +453,7 @@ def _on_cpu(fake: Any) -> torch.Tensor:
     return _TWINS[fake]
 
 
-def _kept(
-    figures: Figures, region: Region, own: Sequence[int], choice: CutLayer, *, count: int
-) -> tuple[int, int]:
+def _kept(figures: Figures, own: Sequence[int], choice: CutLayer, *, count: int) -> tuple[int, int]:
     """Bytes that a region keeps for its backward, on the GPU and on the host.
 
     Its own outputs are the next layer's inputs, and what several layers read is no layer's.

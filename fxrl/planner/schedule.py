@@ -159,7 +159,7 @@ class _Schedule:
         buffers = set(self._called)
         given = set(map(owner, self._output.all_input_nodes))
         for node in self._nodes:
-            readers = [n for n in _readers(node)]
+            readers = list(_readers(node))
             if node not in buffers and (
                 node in given or _is_reduction(node) or any(r in self._called for r in readers)
             ):
