@@ -37,16 +37,11 @@ from fxrl.ir.sizes import SizeTable
 aten = torch.ops.aten
 #: fxrl's ops that are kernels like others, with a backward of their own kind.
 _KERNELS = (
-    *(
-        f"fxrl.{name}.default"
-        for name in (
-            "masked_attention",
-            "mask_blocks",
-            "seq_to_head",
-            "head_to_seq",
-            "shard_tokens",
-        )
-    ),
+    "fxrl.masked_attention.default",
+    "fxrl.mask_blocks.default",
+    "fxrl.seq_to_head.default",
+    "fxrl.head_to_seq.default",
+    "fxrl.shard_tokens.default",
     DEQUANTIZED_MM,
 )
 

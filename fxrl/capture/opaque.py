@@ -89,7 +89,7 @@ class OpaqueCalls:
         sizes = [leaf for leaf in flat if isinstance(leaf, torch.SymInt)]
         self._calls[key] = (node, spec, flat, autocasts())
         outputs, out_spec = pytree.tree_flatten(self._example(node))
-        _EXAMPLES[key] = [output for output in outputs if _is_tensor(output)]
+        _EXAMPLES[key] = [output for output in outputs if isinstance(output, torch.Tensor)]
         try:
             results = list(torch.ops.fxrl.stand_in(tensors, sizes, key))
         finally:
@@ -148,9 +148,11 @@ class OpaqueCalls:
     def _rewire(call: fx.Node, original: fx.Node, example: Any) -> None:
         """Point the stand-in's outputs at the original's (one tensor, or a flat tuple)."""
         vals = call.meta["val"]
-        single = _is_tensor(example)
+        single = isinstance(example, torch.Tensor)
         original.meta["val"] = vals[0] if single else tuple(vals)
-        positions = [i for i, o in enumerate([example] if single else example) if _is_tensor(o)]
+        positions = [
+            i for i, o in enumerate([example] if single else example) if isinstance(o, torch.Tensor)
+        ]
         for item in list(call.users):
             assert item.target is operator.getitem
             index: Any = item.args[1]
@@ -188,7 +190,3 @@ def _autocast(operand: torch.Tensor) -> torch.Tensor:
     return (
         operand.to(dict(autocasts()).get(operand.device.type, operand.dtype)) if narrow else operand
     )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)

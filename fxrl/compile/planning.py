@@ -123,7 +123,7 @@ class Planner:
             if self.budget.given:
                 raise PlanError(self.too_large(step))
             best, _ = step.smallest(self.budget.host_bytes)
-        chain = step.chain([[option] for option in best])
+        chain = step.chain_of(best)
         names = (layer.name for layer in step.layers)
         chosen: dict[str, Choice] = {n: o.choice for n, o in zip(names, best, strict=True)}
         return replace(
@@ -153,8 +153,7 @@ class Planner:
     def too_large(self, step: StepChain) -> str:
         """Why no plan fits: what is largest, and what would fit."""
         best, needed = step.smallest(self.budget.host_bytes)
-        chain = step.chain([[option] for option in best])
-        top = max(moments(chain, best), key=lambda moment: moment.bytes)
+        top = max(moments(step.chain_of(best), best), key=lambda moment: moment.bytes)
         largest = max(top.parts, key=lambda part: top.parts[part])
         longest = step.longest(self.budget)
         cure = f"{longest} tokens would fit" if longest else "no length fits"
@@ -295,6 +294,10 @@ class StepChain:
             self.target.link,
             (ahead, *map(self._gradients, self.layers), behind),
         )
+
+    def chain_of(self, options: Sequence[Option]) -> Chain:
+        """Each layer with the one option that was chosen."""
+        return self.chain([[option] for option in options])
 
     @cached_property
     def _outer(self) -> _Outer:

@@ -138,8 +138,8 @@ class WhatIf:
         for tokens, rows in sorted(self._sizes()):
             step = self.step.at(tokens=tokens, rows=rows)
             if (best := step.fastest(self.budget)) is not None:
-                chain = step.chain([[option] for option in best])
-                yield Fit(tokens, rows, step_seconds(chain, best), host_bytes(best))
+                seconds = step_seconds(step.chain_of(best), best)
+                yield Fit(tokens, rows, seconds, host_bytes(best))
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
         """Tokens and rows on the frontier."""
@@ -181,8 +181,8 @@ class WhatIf:
             return
         step = self.step.at(tokens=tokens // 2)
         if (best := step.fastest(self.budget)) is not None:
-            chain = step.chain([[option] for option in best])
-            yield Change("half the context, twice as many steps", 2 * step_seconds(chain, best))
+            seconds = 2 * step_seconds(step.chain_of(best), best)
+            yield Change("half the context, twice as many steps", seconds)
 
 
 def _seconds(chain: Chain, gpu: int, host: int) -> float | None:

@@ -158,11 +158,11 @@ def spelled_alike(left: Iterable[Size], right: Iterable[Size]) -> bool:
     return [*map(str, left)] == [*map(str, right)]
 
 
-def memory_like(like: torch.Tensor, **changed: Any) -> torch.Tensor:
-    """A tensor with the sizes, strides, dtype and device of another one, or with others of these;
-    what is in it is undefined."""
-    kind = {"dtype": like.dtype, "device": like.device}
-    return torch.empty_strided(like.shape, like.stride(), **(kind | changed))
+def memory_like(like: torch.Tensor, device: str | None = None) -> torch.Tensor:
+    """A tensor with another one's sizes, strides and dtype, and by default its device; what is in
+    it is undefined."""
+    where = like.device if device is None else device
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=where)
 
 
 def numel_hint(node: fx.Node) -> int:

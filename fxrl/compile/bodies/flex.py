@@ -310,4 +310,5 @@ def attach_flex() -> None:
     attach("cuda", _ON_GPU)
 
 
+#: With fxrl's own options alone: the op serves every step of the process.
 _ON_GPU = FlexAttention(InductorOptions.of(None))
