@@ -59,6 +59,7 @@ from fxrl.ir.graph import (
     is_tensor,
     last_input,
     needs_grad,
+    replace_by,
     shape_of,
     val_of,
 )
@@ -175,12 +176,7 @@ class _Sharing:
     def _unread(self, node: fx.Node) -> None:
         """A size is still that of the whole value."""
         with node.graph.inserting_before(node):
-            size = self._size(node.graph, node.meta["val"])
-        if isinstance(size, fx.Node):
-            node.replace_all_uses_with(size)
-        for user in list(node.users):
-            user.args = fx.map_arg(user.args, lambda arg: size if arg is node else arg)
-            user.kwargs = fx.map_arg(user.kwargs, lambda arg: size if arg is node else arg)
+            replace_by(node, self._size(node.graph, node.meta["val"]))
 
     def _take(self, here: SharedGraph, node: fx.Node, step: Step) -> None:
         for arg in node.all_input_nodes:

@@ -27,6 +27,7 @@ from fxrl.ir.graph import (
     is_call,
     is_tensor,
     needs_grad,
+    replace_by,
     tensor_val,
     topological_sort,
 )
@@ -221,7 +222,7 @@ def _replace(gm: fx.GraphModule, found: Outline, region: Region) -> None:
     fits = not readers and all(node < found.outputs[0] for node in found.inputs)
     with gm.graph.inserting_before(found.outputs[0]):
         for reader in readers:
-            _substitute(reader, _elsewhere(reader, sizes))
+            replace_by(reader, _elsewhere(reader, sizes))
         vals = [tensor_val(node) for node in found.outputs]
         values = call_region(gm.graph, region, list(found.inputs), 0, vals)
     call: Any = values[0].args[0]
@@ -246,12 +247,3 @@ def _elsewhere(reader: fx.Node, sizes: SizeTable) -> fx.Node | int:
     if value is None:
         raise Refusal(f"%{reader} is known from inside only", at=reader)
     return value
-
-
-def _substitute(node: fx.Node, value: fx.Node | int) -> None:
-    if isinstance(value, fx.Node):
-        node.replace_all_uses_with(value)
-        return
-    for user in list(node.users):
-        user.args = fx.map_arg(user.args, lambda n: value if n is node else n)
-        user.kwargs = fx.map_arg(user.kwargs, lambda n: value if n is node else n)

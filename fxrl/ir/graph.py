@@ -364,6 +364,17 @@ def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None)
     return seen
 
 
+def replace_by(node: fx.Node, value: fx.Node | int) -> None:
+    """Let all that read a size read another value of the graph, or a number."""
+    if isinstance(value, fx.Node):
+        node.replace_all_uses_with(value)
+        return
+    for user in list(node.users):
+        user.args, user.kwargs = fx.map_arg(
+            (user.args, user.kwargs), lambda arg: value if arg is node else arg
+        )
+
+
 def last_input(graph: fx.Graph) -> fx.Node:
     """The last placeholder: new values may go right after it, for a sort to place them."""
     last: fx.Node = graph.find_nodes(op="placeholder")[-1]
