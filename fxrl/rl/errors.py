@@ -104,7 +104,7 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, FxrlError):
         text = str(error)
     elif isinstance(error, KeyboardInterrupt):
-        text = "interrupted"
+        text = str(error) or "interrupted"
     elif isinstance(error, SystemExit):
         text = f"sys.exit({shown(error.code)}) was called{raised_at(error)}"
     else:
