@@ -55,6 +55,30 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def words(text: str) -> list[str]:
+    """``a,b``, as an argument's type."""
+    return text.split(",")
+
+
+def numbers(text: str) -> list[int]:
+    """``1,2``, likewise."""
+    return [int(number) for number in text.split(",")]
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on, likewise."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def results(
+    args: argparse.Namespace, title: str, columns: Sequence[str], notes: Sequence[str] = ()
+) -> Results:
+    """Those of a benchmark, written and printed as the arguments of its ``parser`` say."""
+    return Results(title, columns, args.out, notes, as_json=args.json)
+
+
 def synchronize(device: str) -> None:
     """Waits for the GPU; nothing on the CPU."""
     if device == "cuda":
@@ -131,8 +155,7 @@ def error_text(error: BaseException) -> str:
 
 def _program() -> str:
     """As it was started: by ``python -m bench.NAME``, which is also what ``fxrl bench`` runs."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    name = spec.name if spec is not None else ""
+    name = _module_name()
     return f"fxrl bench {name.removeprefix('bench.')}" if name.startswith("bench.") else "bench"
 
 
@@ -234,6 +257,22 @@ class Results:
         given = {name: value for name, value in values.items() if value is not None}
         self.say("ROW " + ", ".join(f"{name}={_short(value)}" for name, value in given.items()))
         self.write()
+
+    @contextlib.contextmanager
+    def row(self, **values: Any) -> Iterator[dict[str, Any]]:
+        """One row, added when the block that fills it in ends; what cannot run is a result too, so
+        an exception becomes its ``error``."""
+        row = dict(values)
+        try:
+            yield row
+        except Exception as error:
+            row["error"] = error_text(error)
+        self.add(**row)
+
+    def failed(self, variants: str = "") -> bool:
+        """Whether a row has an error, of those whose ``variant`` begins so."""
+        rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+        return any(r["error"] and str(r.get("variant", "")).startswith(variants) for r in rows)
 
     def note(self, text: str) -> None:
         """One more sentence below the table, once."""
