@@ -35,6 +35,7 @@ _PACKAGES = (
     "cut-cross-entropy", "nvidia-cutlass-dsl", "verl", "unsloth", "unsloth_zoo",
 )  # fmt: skip
 _WIDEST = 400  # columns of a table that goes to a file: nothing wraps
+_LINE = 150  # of a file, in characters; rows may be longer
 _STANDARD = ("title", "command", "machine", "versions", "date", "columns", "rows", "notes")
 
 
@@ -309,14 +310,14 @@ class Results:
         path = Path(self.out)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(as_json(self.record) + "\n", encoding="utf-8")
         partial.replace(path)  # a run that is killed while it writes leaves the file whole
 
     def finish(self) -> None:
         """Writes the file and prints the table, or the JSON record, last."""
         self.write()
         if self._as_json:
-            print(json.dumps(self.record, indent=1), flush=True)
+            print(as_json(self.record), flush=True)
             return
         shown = [
             name for i, name in enumerate(self.columns) if any(r[i] is not None for r in self.rows)
@@ -333,6 +334,24 @@ class Results:
         for text in self.notes:
             print(f"note: {text}")
         sys.stdout.flush()
+
+
+def as_json(value: Any, indent: str = "") -> str:
+    """Indented JSON in which a row is a line."""
+    inner, line = indent + " ", json.dumps(value)
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {as_json(one, inner)}" for key, one in value.items()]
+    elif isinstance(value, list | tuple) and _is_long(value, line):
+        parts = [as_json(one, inner) for one in value]
+    else:
+        return line
+    return line[0] + f"\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}" + line[-1]
+
+
+def _is_long(values: Sequence[Any], line: str) -> bool:
+    """Whether each has a line of its own: lists and tables have, and texts that fill one."""
+    nested = any(isinstance(one, dict | list | tuple) for one in values)
+    return nested or (len(line) > _LINE and all(isinstance(one, str) for one in values))
 
 
 def machine() -> str:
