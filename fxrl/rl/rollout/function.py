@@ -17,7 +17,7 @@ from fxrl.engines import Completion, Engine
 from fxrl.errors import FxrlError
 from fxrl.losses.own_code import load_function
 from fxrl.rl.data.questions import PromptBuilder
-from fxrl.rl.errors import ToolError, defined_at, raised_at, shown
+from fxrl.rl.errors import ToolError, defined_at, name_of, raised_at, shown
 from fxrl.rl.rollout.turns import Assignment, Group, check_sampled, turn_seed
 from fxrl.rl.types import Told
 
@@ -129,8 +129,7 @@ class RolloutFunction:
             ) from error
 
     def _named(self) -> str:
-        name = getattr(self.function, "__name__", type(self.function).__name__)
-        return f"rollout.rollout_func {name!r}{defined_at(self.function)}"
+        return f"rollout.rollout_func {name_of(self.function)!r}{defined_at(self.function)}"
 
     def _read(self, output: Any, num: int) -> tuple[list[Completion], dict[str, Sequence[Any]]]:
         if not isinstance(output, Mapping) or (lacking := [k for k in NEEDED if k not in output]):
@@ -188,11 +187,9 @@ def rollout_function(
     """``rollout.rollout_func``, played with ``engine``; ``None`` where there is none."""
     if given is None:
         return None
-    function = load_function(given) if isinstance(given, str) else given
     eos = getattr(engine, "eos_token_ids", None) or {builder.tokenizer.eos_token_id}
-    return RolloutFunction(
-        function, builder, frozenset(eos), lambda: engine.policy_version, ranks or Ranks()
-    )
+    function, version = load_function(given), lambda: engine.policy_version
+    return RolloutFunction(function, builder, frozenset(eos), version, ranks or Ranks())
 
 
 def _ints(given: Any, what: str) -> tuple[int, ...]:
