@@ -17,8 +17,8 @@ from torch import nn
 from fxrl.capture._torch import never_captured
 from fxrl.capture.captured_loss import CapturedLoss
 from fxrl.capture.wrappers import Wrapper
+from fxrl.compile._torch import start_inductor_workers
 from fxrl.compile.backend import Backend
-from fxrl.compile.bodies.inductor import start_workers
 from fxrl.config import Config
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.inspect.compare import VerifyReport
@@ -242,5 +242,5 @@ def optimize(
         )
     config = config or Config()
     if config.compile_regions and any(weight.is_cuda for weight in model.parameters()):
-        start_workers()
+        start_inductor_workers()
     return TrainStep(model, loss_fn, config, plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 if __name__ != "fxrl.passes":
     raise ImportError("import this package as 'fxrl.passes', not 'passes'")
 
+from dataclasses import replace
 from typing import Any
 
 from fxrl.config import Config
@@ -85,7 +86,9 @@ def pipeline(config: Config) -> Pipeline:
         if name not in REGISTRY:
             known = ", ".join(REGISTRY)
             raise ConfigError(f"passes: {name!r} is unknown; the passes are {known}")
-    named = set(REGISTRY if config.passes is None else config.passes)
-    named |= {needed for name in named for needed in REGISTRY[name].requires}
+    if config.passes is not None:  # what a named pass requires is asked for, too
+        needed = [other for name in config.passes for other in REGISTRY[name].requires]
+        config = replace(config, passes=(*config.passes, *needed))
+    named = REGISTRY if config.passes is None else config.passes
     chosen = [one for name, one in REGISTRY.items() if name in named or one.respells()]
     return Pipeline(tuple(one.of(config) for one in sorted(chosen, key=lambda one: one.stage)))

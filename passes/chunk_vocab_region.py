@@ -13,9 +13,10 @@ are not projected. The region recomputes its tile in the backward.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar, final
 
 from torch import fx
 
@@ -26,8 +27,9 @@ from fxrl.analysis.rows.emit import Feeds, RowEmitter, body_graph
 from fxrl.config import Config, parse_bytes
 from fxrl.ir.graph import last_input, needs_grad, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
-from fxrl.ir.plan import Choice, choose_head, tokens_per_tile
+from fxrl.ir.plan import Choice, Keep, TileHead, describe
 from fxrl.ir.region import InputSpec, Region, call_region
+from fxrl.ir.remark import Refusal, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,12 @@ class HeadCluster(Site):
     head: HeadSite
 
 
+H = TypeVar("H", bound=HeadCluster)
+
+
 @dataclass(frozen=True)
-class ChunkVocabRegion(Pass[HeadCluster]):
-    """General: any row-local loss, in tiles of rows.
+class HeadPass(Pass[H]):
+    """Base of the passes over loss heads, which take those that save enough.
 
     Attributes:
         tile_tokens: rows per tile; 0 lets the tile's bytes decide.
@@ -49,6 +54,57 @@ class ChunkVocabRegion(Pass[HeadCluster]):
     tile_tokens: int = 0
     min_saved_bytes: int = 0
 
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Tiles and threshold as configured."""
+        return cls(config.chunk_tokens or 0, parse_bytes(config.min_saved_bytes))
+
+    @final
+    def match(self, gm: fx.GraphModule) -> Iterator[H | Miss]:
+        for found in analyse(gm.graph):
+            if isinstance(found, Miss):
+                yield found
+                continue
+            try:
+                yield self.site(found)
+            except Refusal as refusal:
+                yield Miss(found.anchor, refusal)
+
+    @abstractmethod
+    def site(self, head: HeadSite) -> H:
+        """A cluster that analysis found legal, as this pass takes it; or a Refusal."""
+
+    def decide(self, site: H) -> Choice:
+        """Worth it by the bytes it saves."""
+        if site.saved_bytes >= self.min_saved_bytes:
+            return TileHead(self.name, self.tile_tokens)
+        least = f"min_saved_bytes={format_bytes(self.min_saved_bytes)}"
+        return Keep(f"it would save {format_bytes(site.saved_bytes)}, below {least}")
+
+    @final
+    def rewrite(self, gm: fx.GraphModule, site: H, choice: Choice) -> Applied:
+        if not isinstance(choice, TileHead):
+            raise Refusal(f"the plan says {describe(choice)!r}, which is for another kind of site")
+        per_row = row_bytes(site.head)
+        tile = tile_rows(per_row, val_of(site.anchor).device, choice.tile_tokens)
+        shape = " x ".join(str(size) for size in shape_of(site.anchor))
+        did = self.replace(gm, site, choice.tile_tokens, tile)
+        return Applied(f"logits [{shape}] {did}", max(0, site.saved_bytes - 3 * tile * per_row))
+
+    @abstractmethod
+    def replace(self, gm: fx.GraphModule, site: H, tile_tokens: int, tile: int) -> str:
+        """Rewrite one cluster; what becomes of its logits, in words.
+
+        Args:
+            tile_tokens: rows per tile that are asked for, 0 for none.
+            tile: rows per tile that fit.
+        """
+
+
+@dataclass(frozen=True)
+class ChunkVocabRegion(HeadPass[HeadCluster]):
+    """General: any row-local loss, in tiles of rows."""
+
     name: ClassVar[str] = "chunk-vocab-region"
     doc: ClassVar[PassDoc] = PassDoc(
         "`lm_head` and any row-local PyTorch after it that ends without a vocabulary dim",
@@ -57,32 +113,12 @@ class ChunkVocabRegion(Pass[HeadCluster]):
         "logits escape (returned, hooked, stored, sampled from) or tokens are mixed",
     )
 
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        """Tiles and threshold as configured."""
-        return cls(config.chunk_tokens or 0, parse_bytes(config.min_saved_bytes))
+    def site(self, head: HeadSite) -> HeadCluster:
+        return HeadCluster(head.anchor, eager_bytes(head), head)
 
-    def match(self, gm: fx.GraphModule) -> Iterator[HeadCluster | Miss]:
-        for found in analyse(gm.graph):
-            if isinstance(found, Miss):
-                yield found
-            else:
-                yield HeadCluster(found.anchor, eager_bytes(found), found)
-
-    def decide(self, site: HeadCluster) -> Choice:
-        """Worth it by the bytes it saves."""
-        return choose_head(self.name, site.saved_bytes, self.tile_tokens, self.min_saved_bytes)
-
-    def rewrite(self, gm: fx.GraphModule, site: HeadCluster, choice: Choice) -> Applied:
-        tile_tokens = tokens_per_tile(choice)
-        per_row = row_bytes(site.head)
-        tile = tile_rows(per_row, val_of(site.anchor).device, tile_tokens)
+    def replace(self, gm: fx.GraphModule, site: HeadCluster, tile_tokens: int, tile: int) -> str:
         run_by_tiles(gm, site.head, tile)
-        shape = " x ".join(str(size) for size in shape_of(site.anchor))
-        return Applied(
-            f"logits [{shape}] live in tiles of {tile} rows",
-            max(0, site.saved_bytes - 3 * tile * per_row),
-        )
+        return f"live in tiles of {tile} rows"
 
 
 def run_by_tiles(gm: fx.GraphModule, head: HeadSite, tile: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import bound, graphs_of, hint, shape_of, val_of
+from fxrl.ir.graph import bound, graphs_of, hint, shape_of, spelled_alike, val_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
@@ -64,7 +64,7 @@ def _written(builder: Builder, copy: fx.Node) -> fx.Node:
     }
     if kind:
         value = builder.call(aten._to_copy.default, value, **kind)
-    if [*map(str, have.shape)] != [*map(str, wanted.shape)]:
+    if not spelled_alike(have.shape, wanted.shape):
         table = SizeTable(copy.graph)
         sizes = [table.arg(size) for size in wanted.shape]
         if None in sizes:
@@ -75,7 +75,7 @@ def _written(builder: Builder, copy: fx.Node) -> fx.Node:
 
 def _laid_out(builder: Builder, value: fx.Node, like: torch.Tensor) -> fx.Node:
     """``value`` with the strides of ``like``: views of it may follow, which other ones forbid."""
-    if [*map(str, val_of(value).stride())] == [*map(str, like.stride())]:
+    if spelled_alike(val_of(value).stride(), like.stride()):
         return value
     rank = len(shape_of(value))
     order = sorted(range(rank), key=lambda dim: -hint(like.stride()[dim]))

@@ -31,7 +31,7 @@ class DropUnusedInputs(Normalisation[Site]):
 
     def match(self, gm: fx.GraphModule) -> Iterator[Site]:
         for call in gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
-            body = body_of(gm, call)  # each call has its own: ``capture.bodies``
+            body = body_of(gm, call)  # each call has its own: ``capture.lower``
             if body is not None and not all(n.users for n in _inputs(body)):
                 yield Site(call, 0)
 

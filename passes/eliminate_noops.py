@@ -19,7 +19,15 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxrl.ir.graph import RESHAPES, graphs_of, is_call, shape_of, tensor_val
+from fxrl.ir.graph import (
+    RESHAPES,
+    graphs_of,
+    is_call,
+    is_tensor,
+    shape_of,
+    spelled_alike,
+    tensor_val,
+)
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
 
@@ -94,9 +102,7 @@ class EliminateNoops(Normalisation[Noop]):
 
 
 def _same_shape(node: fx.Node, value: Any) -> bool:
-    return tensor_val(value) is not None and [*map(str, shape_of(node))] == [
-        *map(str, shape_of(value))
-    ]
+    return is_tensor(value) and spelled_alike(shape_of(node), shape_of(value))
 
 
 def _before_column(node: fx.Node) -> fx.Node | None:

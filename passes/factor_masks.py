@@ -22,11 +22,20 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxrl.analysis.attention import aten, before_repeat, calls_with_masks, options_of
+from fxrl.analysis.attention import aten, before_repeat, calls_by_mask, options_of
 from fxrl.analysis.masks import Axes, FactoredMask, factored, is_square
 from fxrl.config import Config
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import body_of, modules_of, nbytes, needs_grad, shape_of, val_of
+from fxrl.ir.graph import (
+    add_input,
+    as_node,
+    body_of,
+    modules_of,
+    nbytes,
+    needs_grad,
+    shape_of,
+    val_of,
+)
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
 from fxrl.ir.plan import Choice, Keep, Rewrite
 from fxrl.ir.remark import Refusal, format_bytes
@@ -76,10 +85,7 @@ class FactorMasks(Pass[MaskSite]):
         return cls() if cls.name in (config.passes or ()) else cls(dict(_LEAST_MASK))
 
     def match(self, gm: fx.GraphModule) -> Iterator[MaskSite | Miss]:
-        readers: dict[fx.Node, list[fx.Node]] = {}
-        for call, mask in calls_with_masks(gm):
-            readers.setdefault(mask, []).append(call)
-        for mask, calls in readers.items():
+        for mask, calls in calls_by_mask(gm).items():
             if not is_square(mask):
                 continue
             try:
@@ -154,7 +160,7 @@ def _check(gm: fx.GraphModule, mask: fx.Node, calls: Sequence[fx.Node]) -> None:
     for call in calls:
         if options_of(call).get("dropout_p"):
             raise Refusal("attention has dropout", at=call)
-        query, _, value = map(val_of, map(_node, call.args[:3]))
+        query, _, value = map(val_of, map(as_node, call.args[:3]))
         if query.is_cuda and not can_be_fast(query, value):
             kind = f"heads of {value.shape[-1]} features in {query.dtype}"
             raise Refusal(f"FlexAttention has no kernel for {kind}", at=call)
@@ -185,10 +191,10 @@ def _parts(build: Builder, target: Any, *args: Any) -> list[fx.Node]:
 
 
 def _replace(call: fx.Node, lent: list[fx.Node], vectors: int, text: str) -> None:
-    query, key, value = map(_node, call.args[:3])
+    query, key, value = map(as_node, call.args[:3])
     ungrouped = before_repeat(key), before_repeat(value)
     if None not in ungrouped:
-        key, value = map(_node, ungrouped)
+        key, value = map(as_node, ungrouped)
     scale = options_of(call).get("scale")
     scale = float(shape_of(query)[-1]) ** -0.5 if scale is None else float(scale)
     with Builder(call.graph).before(call) as build:
@@ -197,11 +203,6 @@ def _replace(call: fx.Node, lent: list[fx.Node], vectors: int, text: str) -> Non
     out.meta = {**call.meta, "val": out.meta["val"]}
     call.replace_all_uses_with(out)
     call.graph.erase_node(call)
-
-
-def _node(arg: Any) -> fx.Node:
-    assert isinstance(arg, fx.Node)
-    return arg
 
 
 class _Lender:
@@ -220,15 +221,8 @@ class _Lender:
                     if body is not None and body.graph is graph:
                         values = self.to(owner.graph)
                         call.args = (*call.args, *values)
-            self._lent[graph] = _inputs_like(graph, values)
+            self._lent[graph] = [
+                add_input(graph, value.name, val_of(value), requires_grad=needs_grad(value))
+                for value in values
+            ]
         return self._lent[graph]
-
-
-def _inputs_like(graph: fx.Graph, values: list[fx.Node]) -> list[fx.Node]:
-    """New inputs of a graph."""
-    made = []
-    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        for value in reversed(values):
-            made.append(graph.placeholder(value.name))
-            made[-1].meta = {"val": val_of(value), "requires_grad": needs_grad(value)}
-    return made[::-1]

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import RESHAPES, graphs_of, is_call, is_tensor, shape_of
+from fxrl.ir.graph import RESHAPES, graphs_of, is_call, is_tensor, shape_of, spelled_alike
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
@@ -73,7 +73,7 @@ def _expanded(node: fx.Node) -> fx.Node | None:
     if sizes[0] == 1 and not isinstance(sizes[0], torch.SymInt):
         return right  # type: ignore[no-any-return]
     while is_call(right, *RESHAPES):
-        if [str(s) for s in shape_of(right)] != [str(s) for s in sizes]:
+        if not spelled_alike(shape_of(right), sizes):
             return None
         right = right.args[0]
     if not is_call(right, aten.expand.default) or not is_tensor(right.args[0]):

@@ -40,13 +40,14 @@ from fxrl.ir.graph import (
     COPIES,
     RESHAPES,
     TRANSPOSES,
+    add_input,
     body_of,
     clone,
     hint,
     is_call,
-    last_input,
     needs_grad,
     shape_of,
+    spelled_alike,
     tensor_val,
     val_of,
 )
@@ -491,7 +492,7 @@ def _is_same(one: Any, other: Any) -> bool:
         looks = is_call(one, *RESHAPES, *COPIES) and is_call(other, *RESHAPES, *COPIES)
         if not looks or (one.target, one.kwargs) != (other.target, other.kwargs):
             return False
-        if [*map(str, shape_of(one))] != [*map(str, shape_of(other))]:
+        if not spelled_alike(shape_of(one), shape_of(other)):
             return False
         one, other = one.args[0], other.args[0]
     return True
@@ -517,10 +518,4 @@ def _handed(call: fx.Node, values: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _more_inputs(gm: fx.GraphModule, values: Sequence[fx.Node]) -> list[fx.Node]:
     """Inputs for values of another graph, behind those that there are."""
-    made = []
-    for value in values:
-        with gm.graph.inserting_after(last_input(gm.graph)):
-            made.append(gm.graph.placeholder("fp8"))
-        made[-1].target = made[-1].name  # which is its own
-        made[-1].meta |= {"val": value.meta["val"], "requires_grad": False}
-    return made
+    return [add_input(gm.graph, "fp8", value.meta["val"]) for value in values]

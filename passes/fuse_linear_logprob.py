@@ -17,25 +17,23 @@ the first step's ratio is exactly 1, since scoring and training take the same ro
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from fxrl.analysis.logprob.algebra import LogprobAlgebra
 from fxrl.analysis.logprob.forms import Transform
-from fxrl.analysis.rows.analysis import HeadSite, RowProgram, analyse
-from fxrl.analysis.rows.cost import eager_bytes, row_bytes, tile_rows
+from fxrl.analysis.rows.analysis import HeadSite, RowProgram
+from fxrl.analysis.rows.cost import eager_bytes
 from fxrl.analysis.rows.emit import RowEmitter, as_argument
 from fxrl.analysis.rows.expr import RowExpr, walk
-from fxrl.config import Config, parse_bytes
 from fxrl.ir.graph import hint, last_input, shape_of, val_of
-from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
-from fxrl.ir.plan import Choice, choose_head, tokens_per_tile
+from fxrl.ir.graph_pass import PassDoc
 from fxrl.ir.remark import Refusal
 from fxrl.ops.linear_logprob import OUTPUTS, LossHead
+from fxrl.passes.chunk_vocab_region import HeadCluster, HeadPass
 
 aten = torch.ops.aten
 
@@ -50,24 +48,15 @@ class FusedProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobSite(Site):
+class LogprobSite(HeadCluster):
     """Heads of one cluster, every program of which the op can serve."""
 
-    head: HeadSite
     fused: tuple[FusedProgram, ...]
 
 
 @dataclass(frozen=True)
-class FuseLinearLogprob(Pass[LogprobSite]):
-    """The fast path of the loss head.
-
-    Attributes:
-        tile_tokens: rows per tile; 0 lets the op decide.
-        min_saved_bytes: a head predicted to save less stays.
-    """
-
-    tile_tokens: int = 0
-    min_saved_bytes: int = 0
+class FuseLinearLogprob(HeadPass[LogprobSite]):
+    """The fast path of the loss head."""
 
     name: ClassVar[str] = "fuse-linear-logprob"
     doc: ClassVar[PassDoc] = PassDoc(
@@ -82,30 +71,11 @@ class FuseLinearLogprob(Pass[LogprobSite]):
         "that pass's reasons",
     )
 
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        """Tiles and threshold as configured."""
-        return cls(config.chunk_tokens or 0, parse_bytes(config.min_saved_bytes))
+    def site(self, head: HeadSite) -> LogprobSite:
+        fused = tuple(recognise(head, program) for program in head.programs)
+        return LogprobSite(head.anchor, eager_bytes(head), head, fused)
 
-    def match(self, gm: fx.GraphModule) -> Iterator[LogprobSite | Miss]:
-        for found in analyse(gm.graph):
-            if isinstance(found, Miss):
-                yield found
-                continue
-            try:
-                fused = tuple(recognise(found, program) for program in found.programs)
-            except Refusal as refusal:
-                yield Miss(found.anchor, refusal)
-            else:
-                yield LogprobSite(found.anchor, eager_bytes(found), found, fused)
-
-    def decide(self, site: LogprobSite) -> Choice:
-        """Worth it by the bytes it saves."""
-        return choose_head(self.name, site.saved_bytes, self.tile_tokens, self.min_saved_bytes)
-
-    def rewrite(self, gm: fx.GraphModule, site: LogprobSite, choice: Choice) -> Applied:
-        tile_tokens = tokens_per_tile(choice)
-        per_row = row_bytes(site.head)
+    def replace(self, gm: fx.GraphModule, site: LogprobSite, tile_tokens: int, tile: int) -> str:
         with gm.graph.inserting_after(last_input(gm.graph)):
             emitter = RowEmitter(gm.graph)
             for fused in site.fused:
@@ -113,11 +83,8 @@ class FuseLinearLogprob(Pass[LogprobSite]):
             for fused in site.fused:
                 _Emission(emitter, fused, tile_tokens).run()
             emitter.count_rows(site.head.wide)
-        tile = tile_rows(per_row, val_of(site.anchor).device, tile_tokens)
         stats = sorted({name for fused in site.fused for name in fused.algebra.stats})
-        shape = " x ".join(str(size) for size in shape_of(site.anchor))
-        what = f"logits [{shape}] never exist; computes {', '.join(stats)}"
-        return Applied(what, max(0, site.saved_bytes - 3 * tile * per_row))
+        return f"never exist; computes {', '.join(stats)}"
 
 
 def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:

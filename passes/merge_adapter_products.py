@@ -22,10 +22,12 @@ from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     RESHAPES,
     TRANSPOSES,
+    as_node,
     hint,
     is_call,
     nbytes,
     shape_of,
+    spelled_alike,
     tensor_val,
     val_of,
 )
@@ -123,15 +125,11 @@ class _Product:
 
     @property
     def left(self) -> fx.Node:
-        left = self.node.args[0]
-        assert isinstance(left, fx.Node)
-        return left
+        return as_node(self.node.args[0])
 
     @property
     def right(self) -> fx.Node:
-        right = self.node.args[1]
-        assert isinstance(right, fx.Node)
-        return right
+        return as_node(self.node.args[1])
 
 
 def _merge_sums(graph: fx.Graph) -> int:
@@ -167,7 +165,7 @@ def _is_sum(node: object) -> bool:
     left, right = map(tensor_val, node.args)
     if left is None or right is None or node.args[0] is node.args[1]:
         return False
-    return [*map(str, left.shape)] == [*map(str, right.shape)]
+    return spelled_alike(left.shape, right.shape)
 
 
 def _summands(root: fx.Node) -> list[_Product]:
@@ -293,6 +291,5 @@ def _drop(top: fx.Node) -> None:
     """Take one summand out of the sum that reads it."""
     (add,) = top.users
     (other,) = (arg for arg in add.args if arg is not top)
-    assert isinstance(other, fx.Node)
-    add.replace_all_uses_with(other)
+    add.replace_all_uses_with(as_node(other))
     add.graph.erase_node(add)

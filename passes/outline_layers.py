@@ -101,10 +101,8 @@ class OutlineLayers(Pass[LayerSite]):
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Layers too small to pay are left alone, unless the configuration asks for them."""
-        if {"outline-layers", "outline-norms", "recompute", "tile-tokens", "offload"} & {
-            *(config.passes or ())
-        }:
+        """Layers too small to pay are left alone, unless the configuration asks for the pass."""
+        if cls.name in (config.passes or ()):
             return cls()
         return cls(dict(_LEAST_HIDDEN), config.compile_regions)
 

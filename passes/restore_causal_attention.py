@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxrl.analysis.attention import calls_with_masks, data_of, set_options
+from fxrl.analysis.attention import calls_by_mask, data_of, set_options
 from fxrl.analysis.masks import is_causal
 from fxrl.ir.graph import nbytes
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
@@ -54,10 +54,7 @@ class RestoreCausalAttention(Normalisation[CausalMask]):
     )
 
     def match(self, gm: fx.GraphModule) -> Iterator[CausalMask | Miss]:
-        readers: dict[fx.Node, list[fx.Node]] = {}
-        for call, mask in calls_with_masks(gm):
-            readers.setdefault(mask, []).append(call)
-        for mask, calls in readers.items():
+        for mask, calls in calls_by_mask(gm).items():
             if is_causal(mask):
                 yield CausalMask(mask, nbytes(mask), tuple(calls))
             else:

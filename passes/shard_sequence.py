@@ -51,6 +51,8 @@ from fxrl.ir.graph import (
     PRODUCTS,
     OpOverload,
     Size,
+    add_input,
+    as_node,
     graphs_of,
     hint,
     is_call,
@@ -233,7 +235,7 @@ class _Sharing:
         share = here.share(node)
         assert share is not None
         options, build = options_of(node), self._builders[node.graph]
-        query, key, value = (_node(arg) for arg in node.args[:3])
+        query, key, value = (as_node(arg) for arg in node.args[:3])
         key, value = ungrouped(here, key, value)
         heads, groups = (hint(shape_of(arg)[1]) for arg in (query, key))
         each = self._ranks // gcd(groups, self._ranks)  # with fewer heads of keys than ranks
@@ -384,7 +386,7 @@ class _Sharing:
         """An input more of a graph: what is made of the one that there is, where it is called."""
         graph = node.graph
         index = graph.find_nodes(op="placeholder").index(node) + 1
-        given = {call: made(_node(call.args[index])) for call in self._calls[graph]}
+        given = {call: made(as_node(call.args[index])) for call in self._calls[graph]}
         if all(new is call.args[index] for call, new in given.items()):
             return node
         for call, new in given.items():
@@ -404,11 +406,8 @@ class _Sharing:
         return self._known["lent", graph, value]
 
     def _placeholder(self, graph: fx.Graph, like: fx.Node) -> fx.Node:
-        with graph.inserting_after(last_input(graph)):
-            made = graph.placeholder(like.name)
-        made.meta = {"val": val_of(like), "requires_grad": needs_grad(like)}
         self._tables.pop(graph, None)
-        return made
+        return add_input(graph, like.name, val_of(like), requires_grad=needs_grad(like))
 
     def _builder(self, graph: fx.Graph) -> Builder:
         return self._builders.setdefault(graph, Builder(graph))
@@ -444,11 +443,6 @@ def _one_source(node: fx.Node, dim: int) -> tuple[fx.Node | None, int]:
 def _behind(node: fx.Node) -> fx.Node:
     """Where a value made of ``node`` may stand: behind all inputs."""
     return last_input(node.graph) if node.op == "placeholder" else node
-
-
-def _node(arg: Any) -> fx.Node:
-    assert isinstance(arg, fx.Node)
-    return arg
 
 
 def _val(arg: Any) -> Any:

@@ -40,18 +40,20 @@ def set_options(call: fx.Node, **options: Any) -> None:
     call.args, call.kwargs = call.args[:3], options_of(call) | options
 
 
-def calls_with_masks(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Attention calls under a mask, and the mask, as often as the model makes the call.
+def calls_by_mask(gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    """Masks, each with the attention calls under it, as often as the model makes them.
 
     The mask of a call in a body is the value that the outer graph gives it; where several calls of
     one body give several, it is the body's own input.
     """
-    found: dict[fx.Node, list[fx.Node]] = {}
+    masks_of: dict[fx.Node, list[fx.Node]] = {}
     for call, mask in _calls(gm):
-        found.setdefault(call, []).append(mask)
-    for call, masks in found.items():
+        masks_of.setdefault(call, []).append(mask)
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for call, masks in masks_of.items():
         one = masks[0] if len(set(masks)) == 1 else options_of(call)["attn_mask"]
-        yield from [(call, one)] * len(masks)
+        found.setdefault(one, []).extend([call] * len(masks))
+    return found
 
 
 def _calls(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -32,6 +32,7 @@ from fxrl.ir.graph import (
     CHECKPOINT,
     OpOverload,
     Size,
+    as_node,
     body_of,
     bound,
     draws_random,
@@ -275,9 +276,7 @@ class _Walk:
 
 
 def _ids(embedding: fx.Node) -> fx.Node:
-    found = embedding.args[1]
-    assert isinstance(found, fx.Node)
-    return found
+    return as_node(embedding.args[1])
 
 
 def _seed(node: fx.Node) -> Step:
@@ -336,6 +335,12 @@ def _share_in(step: Step) -> Share:
     return step.shares
 
 
+def _of_each(node: fx.Node, share: Share) -> Shares:
+    """The same of each tensor that a node returns."""
+    val = node.meta["val"]
+    return share if isinstance(val, torch.Tensor) else (share,) * len(val)
+
+
 def _is_one(size: Size) -> bool:
     return hint(size) == 1
 
@@ -347,9 +352,7 @@ def _pointwise(into: SharedGraph, node: fx.Node) -> Step:
     rank = (val if isinstance(val, torch.Tensor) else val[0]).dim()
     operands = _tensors((node.args, node.kwargs))
     step = _aligned(into, node, {arg: rank - len(shape_of(arg)) for arg in operands})
-    if isinstance(val, torch.Tensor):
-        return step
-    return replace(step, shares=(_share_in(step),) * len(val))
+    return replace(step, shares=_of_each(node, _share_in(step)))
 
 
 def _same_dims(into: SharedGraph, node: fx.Node) -> Step:
@@ -358,8 +361,7 @@ def _same_dims(into: SharedGraph, node: fx.Node) -> Step:
     share = _of(into, given["self"])
     dims = given["dim"] if "dim" in given else given["dims"]
     _apart(node, share, dims_of(dims, len(shape_of(given["self"]))))
-    val = node.meta["val"]
-    return Step(share if isinstance(val, torch.Tensor) else (share,) * len(val))
+    return Step(_of_each(node, share))
 
 
 def _reduction(into: SharedGraph, node: fx.Node) -> Step:
@@ -369,8 +371,7 @@ def _reduction(into: SharedGraph, node: fx.Node) -> Step:
     _apart(node, share, dims)
     if not given.get("keepdim"):
         share = replace(share, dim=share.dim - sum(dim < share.dim for dim in dims))
-    val = node.meta["val"]
-    return Step(share if isinstance(val, torch.Tensor) else (share,) * len(val))
+    return Step(_of_each(node, share))
 
 
 def _layer_norm(into: SharedGraph, node: fx.Node) -> Step:
@@ -378,7 +379,7 @@ def _layer_norm(into: SharedGraph, node: fx.Node) -> Step:
     share = _of(into, given["input"])
     rank = len(shape_of(given["input"]))
     _apart(node, share, range(rank - len(given["normalized_shape"]), rank))
-    return Step((share,) * len(node.meta["val"]))
+    return Step(_of_each(node, share))
 
 
 def _product(into: SharedGraph, node: fx.Node) -> Step:
@@ -526,7 +527,7 @@ def _split(into: SharedGraph, node: fx.Node) -> Step:
     _apart(node, share, [dim])
     if is_call(node, aten.unbind.int):
         share = replace(share, dim=share.dim - (dim < share.dim))
-    return Step((share,) * len(node.meta["val"]))
+    return Step(_of_each(node, share))
 
 
 def _join(into: SharedGraph, node: fx.Node) -> Step:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,7 @@ from torch import fx
 from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
+from fxrl.analysis.layers import layer_path, signature
 from fxrl.capture._torch import (
     SET_GRAD,
     STATIC_INPUT,
@@ -36,17 +36,24 @@ from fxrl.capture._torch import (
     sync,
     without_functionalize_key,
 )
-from fxrl.capture.bodies import lower_bodies
-from fxrl.capture.opaque import OpaqueCalls, is_opaque
+from fxrl.capture.opaque import OpaqueCalls, is_opaque, under
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
+    CALL_LAYER,
+    as_node,
+    body_of,
+    clone,
     eliminate_dead_code,
     is_call,
     needs_grad,
     propagate_requires_grad,
+    save_as,
+    set_body,
     shape_of,
+    what_it_saves,
 )
 from fxrl.ir.remark import Refusal
+from fxrl.ir.site import rename_site
 
 aten = torch.ops.aten
 
@@ -109,7 +116,7 @@ def lower(
         _check_gradients(gm, lowered)
         _keep_what_is_saved(lowered.graph)
     known = {} if known is None else known
-    lower_bodies(lowered, partial(lower, grad_enabled=grad_enabled, known=known), known)
+    _lower_bodies(lowered, grad_enabled, known)
     _equate_gathers(lowered.graph)
     lowered.recompile()
     return lowered
@@ -325,3 +332,98 @@ def _equate_gathers(graph: fx.Graph) -> None:
 
 def _has_hints(*sizes: Any) -> bool:
     return all(isinstance(size, int) or size.node.has_hint() for size in sizes)
+
+
+# ---------------------------------------------------------------------------- bodies of calls
+def _lower_bodies(gm: fx.GraphModule, grad_enabled: bool, known: dict[Any, fx.GraphModule]) -> None:
+    """Lower the body of each call of a lowered graph, in place, so that passes see into it.
+
+    Dynamo's graph holds one body per checkpointed call, and one for all layers that are equal
+    (``repeated``). Bodies that are alike are lowered once. Checkpointed calls get a copy each, so
+    that a pass may treat each on its own; calls of a layer share a body where they need the same
+    gradients.
+
+    Args:
+        known: bodies that were lowered already, by what they were.
+
+    Raises:
+        Exception: a layer cannot be lowered. A checkpointed body then stays as it is.
+    """
+    for call in list(gm.graph.nodes):
+        if (body := body_of(gm, call)) is None:
+            continue
+        is_layer = is_call(call, CALL_LAYER)
+        casts, path = call.meta["autocasts"], _path(body, call)
+        key = "lowered", body if is_layer else _key(body), casts
+        if key not in known:
+            with under(casts):
+                known[key] = _lowered(body, grad_enabled, known, must=is_layer)
+            known[key].meta["layer_path"] = path
+        own = _give_body(gm, call, known[key], known)
+        if not is_layer:
+            _move(own, path)
+
+
+def _give_body(
+    gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, known: dict[Any, fx.GraphModule]
+) -> fx.GraphModule:
+    """Let a call run a copy of ``body`` that knows which inputs need a gradient here."""
+    marks = tuple(map(needs_grad, call.args[1:]))
+    if not is_call(call, CALL_LAYER):
+        own = _marked(body, marks, known)
+        setattr(gm, str(as_node(call.args[0]).target), own)
+        return own
+    if (body, marks) not in known:
+        known[body, marks] = _marked(body, marks, known)
+    set_body(gm, call, known[body, marks])
+    return known[body, marks]
+
+
+def _marked(
+    body: fx.GraphModule, marks: tuple[bool, ...], known: dict[Any, fx.GraphModule]
+) -> fx.GraphModule:
+    """A copy with these marks; the calls inside get theirs."""
+    inside = (body_of(body, call) for call in body.graph.nodes)
+    own = clone(body, {inner: inner for inner in inside if inner is not None})
+    for node, mark in zip(own.graph.find_nodes(op="placeholder"), marks, strict=True):
+        node.meta["requires_grad"] = mark
+    propagate_requires_grad(own.graph)
+    for call in list(own.graph.nodes):
+        if (inner := body_of(own, call)) is not None:
+            _give_body(own, call, inner, known)
+    return own
+
+
+def _lowered(
+    body: fx.GraphModule, grad_enabled: bool, known: dict[Any, fx.GraphModule], *, must: bool
+) -> fx.GraphModule:
+    try:
+        lowered = lower(body, grad_enabled=grad_enabled, known=known)
+    except Exception as error:
+        if must:
+            raise
+        # The body can hold anything that PyTorch can; it then runs as the user wrote it.
+        body.meta["not_lowered"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        return body
+    save_as(lowered, body)
+    return lowered
+
+
+def _key(body: fx.GraphModule) -> Any:
+    """Equal for checkpointed bodies that compute and save the same."""
+    return signature(body.graph.nodes), what_it_saves(body)
+
+
+def _path(body: fx.GraphModule, call: fx.Node) -> str:
+    """The layer that a body is of."""
+    inside = (found for node in body.graph.nodes if (found := layer_path(node)))
+    return str(body.meta.get("layer_path") or next(inside, call.name))
+
+
+def _move(own: fx.GraphModule, path: str) -> None:
+    """Let a copy of a checkpointed body be the one of the layer at ``path``."""
+    theirs = str(own.meta["layer_path"])
+    if theirs != path:
+        own.meta["layer_path"] = path
+        for node in own.graph.nodes:
+            rename_site(node, theirs, path)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxrl.ir.graph import HigherOrderOperator, is_view
+from fxrl.ir.graph import HigherOrderOperator, is_view, memory_like
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 
@@ -54,10 +54,7 @@ _EXAMPLES: dict[int, Any] = {}
 
 @_stand_in.register_fake
 def _(tensors: list[torch.Tensor], sizes: list[int], key: int) -> list[torch.Tensor]:
-    return [
-        torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device)
-        for o in _EXAMPLES[key]
-    ]
+    return [memory_like(output) for output in _EXAMPLES[key]]
 
 
 def is_opaque(node: fx.Node) -> bool:

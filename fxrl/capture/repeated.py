@@ -40,7 +40,18 @@ from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import guarded_names, in_graph, written_by_trace
 from fxrl.capture.opaque import autocasts
-from fxrl.ir.graph import CALL_LAYER, body_of, clone, graph_module, inline, modules_of, set_body
+from fxrl.ir.graph import (
+    CALL_LAYER,
+    as_node,
+    body_of,
+    clone,
+    graph_module,
+    inline,
+    last_input,
+    memory_like,
+    modules_of,
+    set_body,
+)
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path, rename_site
 
@@ -274,10 +285,7 @@ def again(token: int, args: Any, kwargs: Any) -> Any:
     def like(value: Tensor) -> Tensor:
         # Weights of its own may be read by nobody, such as those of an adapter that is off.
         live = torch.is_grad_enabled() and (fed or (own and value.requires_grad))
-        made = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
-        )
-        return made.requires_grad_(live and value.is_floating_point())
+        return memory_like(value).requires_grad_(live and value.is_floating_point())
 
     return pytree.tree_map_only(Tensor, like, first.result)
 
@@ -410,9 +418,7 @@ class _Frame:
         if self.outer is None or self.call is None or node.op != "placeholder":
             return node
         inputs = self.gm.graph.find_nodes(op="placeholder")
-        given = self.call.args[1 + inputs.index(node)]
-        assert isinstance(given, fx.Node)
-        return self.outer.outermost(given)
+        return self.outer.outermost(as_node(self.call.args[1 + inputs.index(node)]))
 
     def bring(self, node: fx.Node) -> fx.Node:
         """A value of the outermost graph, as an input of this one."""
@@ -552,9 +558,7 @@ class _Sharing:
         if id(tensor) not in self._inputs:
             fake: Any = _example(like)
             with fake.fake_mode:
-                made = torch.empty_strided(
-                    fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
-                )
+                made = memory_like(fake)
             name = re.sub(r"\W+", "_", f"l_model_{layer.path}_{layer.name_of(tensor)}_")
             node = _new_input(self._graph, name, made.requires_grad_(tensor.requires_grad))
             self._inputs[id(tensor)] = node
@@ -572,8 +576,7 @@ def _input_name(node: fx.Node) -> str:
 
 
 def _new_input(graph: fx.Graph, name: str, example: Any) -> fx.Node:
-    last = graph.find_nodes(op="placeholder")[-1]
-    with graph.inserting_after(last):
+    with graph.inserting_after(last_input(graph)):
         node = graph.placeholder(name)
     node.meta["example_value"] = example
     return node

@@ -10,7 +10,8 @@ Inductor does so when it is called: that takes a second, and a step on a CPU may
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
@@ -67,6 +68,13 @@ def holds(mode: FakeTensorMode, sizes: Mapping[str, Size], given: Mapping[str, i
 
 
 # ---------------------------------------------------------------------------- Inductor
+@contextmanager
+def _given(gm: fx.GraphModule, mode: FakeTensorMode) -> Iterator[list[Any]]:
+    """The inputs of a graph traced in ``mode``, whose shape environment takes what is assumed."""
+    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+        yield [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+
+
 def inductor_compile(gm: fx.GraphModule, mode: FakeTensorMode, options: Mapping[str, Any]) -> Callable[..., Sequence[Tensor]]:
     """A graph traced in ``mode``, compiled with these options and no others, by way of AOTAutograd,
     which decomposes it.
@@ -77,8 +85,7 @@ def inductor_compile(gm: fx.GraphModule, mode: FakeTensorMode, options: Mapping[
     """
     from torch._inductor import standalone_compile
 
-    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+    with _given(gm, mode) as values:
         compiled: Callable[..., Sequence[Tensor]] = standalone_compile(gm, values, dynamic_shapes="from_tracing_context", options={"config_patches": dict(options)})
     return compiled
 
@@ -94,12 +101,11 @@ def inductor_lower(gm: fx.GraphModule, mode: FakeTensorMode, options: Mapping[st
     from torch._inductor.virtualized import V
 
     gm = copy.deepcopy(gm)  # Inductor changes it
-    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     output = gm.graph.output_node()
     results: Any = output.args[0]  # whose strides are told, and so must stay
     output.meta["user_visible_output_idxs"] = [i for i, result in enumerate(results) if isinstance(result, fx.Node)]
     first: dict[str, Any] = {"post_grad_custom_pre_pass": _JointPasses()}
-    with torch._guards.tracing(torch._guards.TracingContext(mode)), V.set_fake_mode(mode), config.patch(first | dict(options)):
+    with _given(gm, mode) as values, V.set_fake_mode(mode), config.patch(first | dict(options)):
         compiled: Any = compile_fx_inner(gm, values, is_inference=True)
     return lambda *args: compiled(list(args))
 
@@ -131,7 +137,11 @@ def inductor_decompositions() -> Any:
 
 
 def start_inductor_workers() -> None:
-    """Begin to start the processes in which Triton kernels are compiled."""
+    """Start the processes in which Triton kernels are compiled, and do not wait for them.
+
+    NOTE [Why early]: ``torch.compile(backend="inductor")`` does the same; a compile call of its own
+    does not. Until they are up, kernels are compiled in this process, one after the other.
+    """
     from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()

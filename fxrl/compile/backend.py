@@ -7,7 +7,7 @@ report, dump and verify.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,13 +24,13 @@ from fxrl.compile._torch import without_autocast
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.by_plan import ByPlan, random_state
-from fxrl.compile.outer import restore_checkpoints, run_outer
+from fxrl.compile.outer import calls_higher_order, restore_checkpoints, run_outer
 from fxrl.compile.planning import Planner, Sizes, known_profiles
 from fxrl.config import Config
 from fxrl.errors import FxrlError, did_you_mean
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
-from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, body_of, clone
+from fxrl.ir.graph import CHECKPOINT, body_of, clone
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.printer import print_graph
@@ -133,13 +133,13 @@ class Backend:
             return None
         name_sites(lowered, str(capture.index))
         if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs):
-            capture.remarks += _attach_kernels()  # before passes measure them
+            _attach_kernels(capture)  # before passes measure them
         capture.lowered, capture.pipeline = lowered, self._pipeline.measured(inputs)
         with without_autocast():  # the graph already holds its casts
             planner = self._planner(capture)
             capture.rewritten = capture.pipeline.run(lowered, self.plan, planner=planner)
         capture.given = capture.rewritten.given
-        capture.remarks += _not_found(self.plan, capture.index, capture.rewritten.plan)
+        _note_not_found(capture, self.plan)
         return capture.rewritten.gm
 
     def _lowered(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -167,8 +167,7 @@ class Backend:
                 raise
             except Exception as error:
                 why = f"no plan was made, every layer does what it does by itself: {_line(error)}"
-                site = f"{capture.index}:graph"
-                capture.remarks += Report((Remark(RemarkKind.MISSED, "plan", site, "", why),))
+                capture.note(RemarkKind.MISSED, "plan", why)
                 capture.planner = None
                 return plan
 
@@ -213,8 +212,7 @@ class Backend:
             plan = self._made(capture.planner, capture.found, self.plan, sizes)
             capture.rewritten = capture.pipeline.run(capture.lowered, plan)
         capture.given = plan
-        site = f"{capture.index}:graph"
-        capture.remarks += Report((Remark(RemarkKind.ANALYSIS, "plan", site, "", why),))
+        capture.note(RemarkKind.ANALYSIS, "plan", why)
         return self._compile(capture, capture.rewritten.gm, examples)
 
     def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
@@ -228,8 +226,10 @@ class Backend:
                 owned[region.id] = self._built(capture, region)
             call.update_arg(1, owned[region.id].key)
         capture.kernels |= owned  # those of another plan run, too
-        attention = _attention(owned.values()).remarks
-        capture.remarks += Report(tuple(r for r in attention if r not in capture.remarks.remarks))
+        for one in owned.values():
+            if one.attention:
+                told = f"attention: {one.attention}"
+                capture.note(RemarkKind.ANALYSIS, "kernels", told, site=one.region.layer or "graph")
         capture.body_rewrites = [pair for one in owned.values() for pair in one.traced.rewrites]
         log.info("running the step for the first time")
         asked, values = derived_inputs(gm), self._derived.of
@@ -245,9 +245,8 @@ class Backend:
             built.compile()
         except Exception as error:
             why = f"a body of it runs op by op, as it could not be compiled: {_line(error)}"
-            site = region.layer or f"{capture.index}:graph"
-            missed = Report((Remark(RemarkKind.MISSED, "kernels", site, "", why),))
-            capture.remarks += missed
+            site = region.layer or "graph"
+            missed = capture.note(RemarkKind.MISSED, "kernels", why, site=site)
             judge_misses(missed, self.config.on_miss)
             return build_region(region, None, self.plan)
         return built
@@ -255,10 +254,8 @@ class Backend:
     def _fall_back(self, capture: Capture, refusal: Refusal) -> None:
         """Say that the user's own graph runs, as ``on_miss`` wants it said."""
         capture.running = False
-        site, why = f"{capture.index}:graph", refusal.reason
-        source = "" if refusal.at is None else user_source(refusal.at)
-        missed = Report((Remark(RemarkKind.MISSED, "capture", site, source, why, refusal.cure),))
-        capture.remarks += missed
+        why, source = refusal.reason, "" if refusal.at is None else user_source(refusal.at)
+        missed = capture.note(RemarkKind.MISSED, "capture", why, refusal.cure, source=source)
         if capture.rewritten is not None:  # what was applied does not run
             rewritten = tuple(_taken_back(r, why) for r in capture.rewritten.report.remarks)
             capture.rewritten = replace(
@@ -319,45 +316,23 @@ def _taken_back(remark: Remark, why: str) -> Remark:
     return replace(remark, kind=RemarkKind.MISSED, reason=why, saved_bytes=0)
 
 
-def _not_found(given: Plan, index: int, made: Plan) -> Report:
-    """What a plan says of sites that graph ``index`` has not: it was made for another."""
-    known = made.choices
-    here = [s for s in given.choices if s.startswith(f"{index}:") and s not in known]
-    return Report(
-        tuple(
-            Remark(
-                RemarkKind.MISSED,
-                "plan",
-                site,
-                "",
-                f"the plan names this site, and there is none{did_you_mean(site, known)}",
-                "print(step.plan) shows the sites that there are",
-            )
-            for site in here
-        )
-    )
+def _note_not_found(capture: Capture, given: Plan) -> None:
+    """What a plan says of sites that this graph has not: it was made for another."""
+    known = {} if capture.rewritten is None else capture.rewritten.plan.choices
+    here = [s for s in given.choices if s.startswith(f"{capture.index}:") and s not in known]
+    for site in here:
+        reason = f"the plan names this site, and there is none{did_you_mean(site, known)}"
+        cure = "print(step.plan) shows the sites that there are"
+        capture.note(RemarkKind.MISSED, "plan", reason, cure, site=site)
 
 
-def _attach_kernels() -> Report:
+def _attach_kernels(capture: Capture) -> None:
     """Attach the GPU kernels of fxrl's ops; say so when they cannot be."""
-    if kernels.register():
-        return Report()
-    reason = "the fused head runs as plain PyTorch on this GPU: Triton is not installed"
-    cure = "pip install triton"
-    return Report((Remark(RemarkKind.ANALYSIS, "kernels", "linear_logprob", "", reason, cure),))
-
-
-def _attention(regions: Iterable[CompiledRegion]) -> Report:
-    """By which kernels the layers' attention runs."""
-    return Report(
-        tuple(
-            Remark(
-                RemarkKind.ANALYSIS, "kernels", one.region.layer, "", f"attention: {one.attention}"
-            )
-            for one in regions
-            if one.attention
+    if not kernels.register():
+        reason = "the fused head runs as plain PyTorch on this GPU: Triton is not installed"
+        capture.note(
+            RemarkKind.ANALYSIS, "kernels", reason, "pip install triton", site="linear_logprob"
         )
-    )
 
 
 def _is_rewritten(capture: Capture) -> bool:
@@ -367,9 +342,7 @@ def _is_rewritten(capture: Capture) -> bool:
     """
     if capture.report.of_kind(RemarkKind.APPLIED):
         return True
-    calls = capture.dynamo.graph.nodes
-    own = (node.target for node in calls if node.target is not CALL_LAYER)
-    return any(isinstance(target, HigherOrderOperator) for target in own)
+    return calls_higher_order(capture.dynamo)
 
 
 def _checkpoints(gm: fx.GraphModule) -> Iterator[fx.Node]:
@@ -386,6 +359,5 @@ def _note_checkpoints(capture: Capture) -> None:
     calls = list(_checkpoints(capture.dynamo))
     if calls:
         reason = f"{len(calls)} checkpointed calls taken over: run again in the captured backward"
-        site, source = f"{capture.index}:checkpoints", user_source(calls[0])
-        fact = Remark(RemarkKind.ANALYSIS, "capture", site, source, reason)
-        capture.remarks += Report((fact,))
+        source = user_source(calls[0])
+        capture.note(RemarkKind.ANALYSIS, "capture", reason, site="checkpoints", source=source)

@@ -222,10 +222,15 @@ def _within(sizes: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
     return all(size <= most for (_, size), (_, most) in zip(sizes, known, strict=True))
 
 
+def torch_random_states() -> list[torch.Tensor]:
+    """Those of PyTorch's generators: the CPU's, and of GPUs that are in use."""
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if used else ())]
+
+
 def random_state() -> Callable[[], None]:
     """Puts the random generators back to where they are now."""
-    cpu = torch.get_rng_state()
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    cpu, *gpus = torch_random_states()
 
     def restore() -> None:
         torch.set_rng_state(cpu)

@@ -31,10 +31,15 @@ def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]
     """A callable for a rewritten graph: eager autograd, or AOT where an op asks for it."""
     attach_flex()
     restore_checkpoints(gm)
-    own = (node.target for node in gm.graph.nodes if node.target is not CALL_LAYER)
-    if any(isinstance(target, HigherOrderOperator) for target in own):
+    if calls_higher_order(gm):
         return _with_sums(gm, compile_by_aot(gm, examples, {}))
     return _with_sums(gm, _without_autocast(gm))
+
+
+def calls_higher_order(gm: fx.GraphModule) -> bool:
+    """Whether an op of the graph has a graph for a body; fxrl's own calls of layers apart."""
+    own = (node.target for node in gm.graph.nodes if node.target is not CALL_LAYER)
+    return any(isinstance(target, HigherOrderOperator) for target in own)
 
 
 def _with_sums(gm: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,11 +33,12 @@ from fxrl.ir.graph import (
     is_call,
     is_tensor,
     is_view,
+    memory_like,
     needs_grad,
     shape_of,
     val_of,
 )
-from fxrl.ir.plan import Choice, CutLayer, Moment, Plan
+from fxrl.ir.plan import Choice, CutLayer, Plan
 from fxrl.ir.region import Region, region_at
 from fxrl.ir.remark import format_bytes
 from fxrl.ir.sizes import measure_by
@@ -46,7 +47,6 @@ from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, MADE_IN_FORWARD, p
 from fxrl.passes.offload import own_inputs
 from fxrl.passes.recompute import OutlinedLayer, outlined_layers
 from fxrl.passes.tile_tokens import tile_widest
-from fxrl.planner import chain as chain_of
 from fxrl.planner.budget import Budget
 from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes, step_seconds
 from fxrl.planner.eager_profile import CallCost
@@ -133,7 +133,7 @@ class Planner:
             peak_host_bytes=host_bytes(best),
             step_seconds=round(step_seconds(chain, best), 4),
             max_context=step.longest(self.budget) if self.with_context else None,
-            timeline=tuple(_told(moment) for moment in moments(chain, best)),
+            timeline=tuple(moments(chain, best)),
         )
 
     def fits(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes) -> bool:
@@ -154,7 +154,7 @@ class Planner:
         """Why no plan fits: what is largest, and what would fit."""
         best, needed = step.smallest(self.budget.host_bytes)
         chain = step.chain([[option] for option in best])
-        top = _told(max(moments(chain, best), key=lambda moment: moment.bytes))
+        top = max(moments(chain, best), key=lambda moment: moment.bytes)
         largest = max(top.parts, key=lambda part: top.parts[part])
         longest = step.longest(self.budget)
         cure = f"{longest} tokens would fit" if longest else "no length fits"
@@ -206,8 +206,7 @@ class StepChain:
         for layer in self.layers:
             key = tuple(call.meta["region"].id_without_grads for call in layer.calls)
             groups.setdefault(key, []).append(layer)
-        most = {layer.name: max(group, key=_wanted) for group in groups.values() for layer in group}
-        return most
+        return {layer.name: max(group, key=_wanted) for group in groups.values() for layer in group}
 
     # -- solving
     def fastest(self, budget: Budget) -> tuple[Option, ...] | None:
@@ -337,7 +336,7 @@ class StepChain:
             assert chosen is not None
             found = self.profiles(chosen).at(values, self.measure, self.target)
             own = own_inputs(call, layer.calls)
-            here, away = _kept(found, chosen, own, choice, count=len(call.meta["val"]))
+            here, away = _kept(found, own, choice, count=len(call.meta["val"]))
             gpu, host = gpu + here, host + away
             parts.append(found)
         return Option(
@@ -403,21 +402,6 @@ def _size(place: int, dim: int | None, args: Sequence[Any]) -> Any:
     return args[place] if dim is None else args[place].shape[dim]
 
 
-_PARTS = {
-    "base": "weights and states",
-    "kept": "kept for the backward",
-    "moving": "on the way to or from the host",
-    "gradients": "gradients",
-    "running": "the running layer",
-}
-
-
-def _told(moment: chain_of.Moment) -> Moment:
-    """A moment of the chain, in words."""
-    parts = {text: int(getattr(moment, name, 0)) for name, text in _PARTS.items()}
-    return Moment(moment.phase, moment.layer, parts)
-
-
 def known_profiles(options: InductorOptions | None, plan: Plan) -> Profiles:
     """Profiles of bodies as they will be compiled, each made once.
 
@@ -465,15 +449,11 @@ def _off_meta(region: Region) -> Region:
 def _on_cpu(fake: Any) -> torch.Tensor:
     if fake not in _TWINS:
         with fake.fake_mode:
-            _TWINS[fake] = torch.empty_strided(
-                fake.shape, fake.stride(), dtype=fake.dtype, device="cpu"
-            )
+            _TWINS[fake] = memory_like(fake, device="cpu")
     return _TWINS[fake]
 
 
-def _kept(
-    figures: Figures, region: Region, own: Sequence[int], choice: CutLayer, *, count: int
-) -> tuple[int, int]:
+def _kept(figures: Figures, own: Sequence[int], choice: CutLayer, *, count: int) -> tuple[int, int]:
     """Bytes that a region keeps for its backward, on the GPU and on the host.
 
     Its own outputs are the next layer's inputs, and what several layers read is no layer's.

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fxrl.compile.by_plan import random_state, torch_random_states
 from fxrl.errors import FxrlError
 from fxrl.ir.remark import format_bytes
+from fxrl.planner.budget import host_free
 
 LossFn = Callable[[Any, Any], Any]
 Step = Callable[[Any], Any]
-_MEMINFO = Path("/proc/meminfo")
 _HEADROOM = 2  # free bytes wanted for each byte of the copies: activations come on top
 
 
@@ -85,11 +85,11 @@ def evaluate(step: Step, model: nn.Module, params: Mapping[str, Tensor], batch: 
     wanted = {**params, **leaves}
     versions = [(name, t, t._version) for name, t in _tensors(batch)]
     with preserved(model, wanted.values()) as buffers:
-        before = [torch.get_rng_state(), *_device_rng_states()]
+        before = torch_random_states()
         loss, metrics = split_result(step(batch))
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-        after = [torch.get_rng_state(), *_device_rng_states()]
+        after = torch_random_states()
         outcome = Outcome(
             loss=_copy(loss),
             metrics={name: _copy(value) for name, value in metrics.items()},
@@ -131,7 +131,7 @@ def preserved(model: nn.Module, leaves: Any = ()) -> Iterator[dict[str, Tensor]]
     owners = [(m, n, b) for m in model.modules() for n, b in m._buffers.items() if b is not None]
     copies = {id(b): b.detach().clone() for _, _, b in owners}
     names = {name: copies[id(b)] for name, b in model.named_buffers()}
-    rng = (torch.get_rng_state(), _device_rng_states(), random.getstate(), np.random.get_state())
+    restore, python, numpy = random_state(), random.getstate(), np.random.get_state()
     for tensor, _ in grads:
         tensor.grad = None
     try:
@@ -146,11 +146,9 @@ def preserved(model: nn.Module, leaves: Any = ()) -> Iterator[dict[str, Tensor]]
                 if not _equal(buffer, copies[id(buffer)]):
                     buffer.copy_(copies[id(buffer)])
                 module._buffers[name] = buffer
-        torch.set_rng_state(rng[0])
-        if rng[1]:
-            torch.cuda.set_rng_state_all(rng[1])
-        random.setstate(rng[2])
-        np.random.set_state(rng[3])
+        restore()
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager
@@ -222,11 +220,6 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def _copy(tensor: Tensor) -> Tensor:
     """On the CPU, so that two sets of gradients never meet on the device."""
     return tensor.detach().to("cpu", copy=True)
-
-
-def _device_rng_states() -> list[Tensor]:
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.cuda.get_rng_state_all() if used else []
 
 
 def _refuse_optimizer_in_backward(model: nn.Module) -> None:
@@ -327,9 +320,4 @@ def _free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    if device.type != "cpu" or not _MEMINFO.exists():
-        return None
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return host_free() if device.type == "cpu" else None

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxrl.ir.pipeline import Pipeline, Rewritten
 from fxrl.ir.plan import Plan
-from fxrl.ir.remark import Report
+from fxrl.ir.remark import Remark, RemarkKind, Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,28 @@ class Capture:
         """All that was said about this capture."""
         passes = Report() if self.rewritten is None else self.rewritten.report
         return self.remarks + passes
+
+    def note(
+        self,
+        kind: RemarkKind,
+        about: str,
+        reason: str,
+        cure: str = "",
+        *,
+        site: str = "graph",
+        source: str = "",
+    ) -> Report:
+        """Say something of the capture that is no pass's word, once.
+
+        Args:
+            about: ``"capture"``, ``"plan"`` or ``"kernels"``.
+            site: a layer's name; or what of this capture it is about.
+        """
+        where = site if ":" in site else f"{self.index}:{site}"
+        said = Report((Remark(kind, about, where, source, reason, cure),))
+        if said.remarks[0] not in self.remarks.remarks:
+            self.remarks += said
+        return said
 
     @property
     def rewrites(self) -> tuple[tuple[str, str], ...]:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxrl.ir.graph import last_input, val_of
+from fxrl.ir.graph import add_input, val_of
 
 Make = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -48,9 +48,8 @@ def add_derived(gm: fx.GraphModule, source: fx.Node, make: Make) -> list[fx.Node
     for index, part in enumerate(made):
         where = Derived(place, make, index)
         if where not in known:
-            with gm.graph.inserting_after(last_input(gm.graph)):
-                node = known[where] = gm.graph.placeholder(f"{source.name}_{index}")
-            node.meta |= {"val": part, "requires_grad": False, "derived": where}
+            known[where] = add_input(gm.graph, f"{source.name}_{index}", part)
+            known[where].meta["derived"] = where
         found.append(known[where])
     return found
 

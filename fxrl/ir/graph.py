@@ -107,6 +107,12 @@ def val_of(node: object) -> torch.Tensor:
     return val
 
 
+def as_node(arg: Any) -> fx.Node:
+    """An argument that is known to be a value of the graph."""
+    assert isinstance(arg, fx.Node)
+    return arg
+
+
 def is_tensor(node: object) -> TypeGuard[fx.Node]:
     """Whether ``node`` is a graph value holding one tensor."""
     return tensor_val(node) is not None
@@ -145,6 +151,18 @@ def equal_sizes(left: Size, right: Size) -> bool:
     differ are captured anew. Only while a graph is captured; later guards are checked by nobody."""
     known = all(isinstance(size, int) or size.node.has_hint() for size in (left, right))
     return str(left) == str(right) or (known and hint(left) == hint(right) and bool(left == right))
+
+
+def spelled_alike(left: Iterable[Size], right: Iterable[Size]) -> bool:
+    """Whether two lists of sizes are the same for all batches; asks no guard."""
+    return [*map(str, left)] == [*map(str, right)]
+
+
+def memory_like(like: torch.Tensor, **changed: Any) -> torch.Tensor:
+    """A tensor with the sizes, strides, dtype and device of another one, or with others of these;
+    what is in it is undefined."""
+    kind = {"dtype": like.dtype, "device": like.device}
+    return torch.empty_strided(like.shape, like.stride(), **(kind | changed))
 
 
 def numel_hint(node: fx.Node) -> int:
@@ -350,6 +368,15 @@ def last_input(graph: fx.Graph) -> fx.Node:
     """The last placeholder: new values may go right after it, for a sort to place them."""
     last: fx.Node = graph.find_nodes(op="placeholder")[-1]
     return last
+
+
+def add_input(graph: fx.Graph, name: str, val: Any, *, requires_grad: bool = False) -> fx.Node:
+    """One more input of a graph, behind those that there are."""
+    with graph.inserting_after(last_input(graph)):
+        node = graph.placeholder(name)
+    node.target = node.name  # which is its own
+    node.meta |= {"val": val, "requires_grad": requires_grad}
+    return node
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:

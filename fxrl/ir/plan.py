@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from fxrl.errors import PlanError
 from fxrl.ir.region import Cut
-from fxrl.ir.remark import Refusal, format_bytes
+from fxrl.ir.remark import format_bytes
 
 Place = Literal["gpu", "host"]
 _VERSION = 1
@@ -67,27 +67,6 @@ class CutLayer:
 
 Choice = Keep | Rewrite | TileHead | CutLayer
 _KINDS: dict[str, Any] = {"keep": Keep, "rewrite": Rewrite, "head": TileHead, "layer": CutLayer}
-
-
-def choose_head(by: str, saved_bytes: int, tile_tokens: int, min_saved_bytes: int) -> Choice:
-    """A loss head is rewritten where that saves enough."""
-    if saved_bytes >= min_saved_bytes:
-        return TileHead(by, tile_tokens)
-    return Keep(
-        f"it would save {format_bytes(saved_bytes)}, below "
-        f"min_saved_bytes={format_bytes(min_saved_bytes)}"
-    )
-
-
-def tokens_per_tile(choice: Choice) -> int:
-    """Rows per tile of a loss head.
-
-    Raises:
-        Refusal: the plan's choice is one for another kind of site.
-    """
-    if not isinstance(choice, TileHead):
-        raise Refusal(f"the plan says {describe(choice)!r}, which is for another kind of site")
-    return choice.tile_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from fxrl.ir.graph import HigherOrderOperator, graphs_of, hint
+from fxrl.ir.graph import HigherOrderOperator, graphs_of, hint, memory_like
 from fxrl.ir.region import region_at
 
 
@@ -133,7 +133,7 @@ def _operand(node: fx.Node) -> Any:
     held = getattr(node.graph.owning_module, str(node.target), None)
     if not isinstance(held, Tensor):
         return None
-    return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
+    return memory_like(held)
 
 
 def _flat(value: Any) -> list[Any]:

@@ -26,6 +26,8 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 
+from fxrl.ir.graph import memory_like
+
 T = TypeVar("T")
 
 
@@ -155,7 +157,7 @@ def _moved(ctx: Any, movable: Sequence[bool], device: torch.device) -> int:
     def to_host(x: Tensor) -> Tensor:
         nonlocal moved
         moved += x.nbytes
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+        return memory_like(x, device="cpu").copy_(x)
 
     for one, may in zip(saved, movable, strict=False):
         if may:

@@ -27,7 +27,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fxrl.ir.graph import Size
+from fxrl.ir.graph import Size, memory_like
 from fxrl.ir.region import Region
 from fxrl.ops import once_differentiable
 from fxrl.ops.host_memory import can_wait, pool_of
@@ -143,10 +143,7 @@ def region(inputs: list[Tensor], key: str, tile: int, host: Sequence[int]) -> li
 
 @region.register_fake
 def _(inputs: list[Tensor], key: str, tile: int, host: Sequence[int]) -> list[Tensor]:
-    return [
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        for x in lookup(key).fake_outputs(inputs)
-    ]
+    return [*map(memory_like, lookup(key).fake_outputs(inputs))]
 
 
 def fresh(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -155,14 +152,11 @@ def fresh(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     result = []
     for output in outputs:
         pointer = output.untyped_storage().data_ptr()
-        result.append(_copy(output) if pointer in seen and output.numel() else output)
+        shared = pointer in seen and output.numel()
+        # in the same layout, as the op says: a clone of a slice would have another
+        result.append(memory_like(output).copy_(output) if shared else output)
         seen.add(result[-1].untyped_storage().data_ptr())
     return result
-
-
-def _copy(x: Tensor) -> Tensor:
-    """In the same layout, as the op says: a clone of a slice would have another."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _as_traced(x: Tensor, strides: Strides) -> Tensor:

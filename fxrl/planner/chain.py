@@ -14,14 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Literal
 
-from fxrl.ir.plan import CutLayer
+from fxrl.ir.plan import CutLayer, Moment
 
 #: What was sent to the host stays on the GPU until it has arrived: the last stores may be on their
 #: way (``ops.host_memory``).
 ON_THEIR_WAY = 2
-Phase = Literal["forward", "head", "backward", "end"]
+#: What the GPU's bytes are for at any moment.
+_PARTS = (
+    "weights and states",
+    "kept for the backward",
+    "on the way to or from the host",
+    "gradients",
+    "the running layer",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,45 +72,23 @@ class Chain:
     gradients: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """Bytes on the GPU at one moment.
-
-    Attributes:
-        layer: its number; that of layers for the head.
-        kept: what layers keep there.
-        moving: what is on its way to the host, or back.
-        gradients: those of weights whose backward runs or ran.
-        running: what the layer or head that runs needs.
-    """
-
-    phase: Phase
-    layer: int
-    base: int
-    kept: int
-    moving: int
-    gradients: int
-    running: int
-
-    @property
-    def bytes(self) -> int:
-        """All of them."""
-        return self.base + self.kept + self.moving + self.gradients + self.running
-
-
 def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
     """Every moment of a step in which each layer has one of its options."""
     kept = [0, *accumulate(option.gpu_bytes for option in options)]
-    sent, base, count = [option.host_bytes for option in options], chain.base_bytes, len(options)
+    sent, count = [option.host_bytes for option in options], len(options)
+
+    def moment(phase: str, layer: int, *sizes: int) -> Moment:
+        return Moment(phase, layer, dict(zip(_PARTS, (chain.base_bytes, *sizes), strict=True)))
+
     for i, option in enumerate(options):
-        yield Moment("forward", i, base, kept[i], _going(sent[:i]), 0, option.forward_bytes)
+        yield moment("forward", i, kept[i], _going(sent[:i]), 0, option.forward_bytes)
     made = gradients_made(chain)
-    yield Moment("head", count, base, kept[count], _going(sent), made[count + 1], chain.head_bytes)
+    yield moment("head", count, kept[count], _going(sent), made[count + 1], chain.head_bytes)
     for i, option in reversed(list(enumerate(options))):
         asked = any(sent[i:])  # a fetch was the first to see what had arrived
         moving = sent[i] + _last(sent[:i], 1) if asked else _going(sent)
-        yield Moment("backward", i, base, kept[i + 1], moving, made[i + 1], option.backward_bytes)
-    yield Moment("end", 0, base, 0, 0, made[0], 0)
+        yield moment("backward", i, kept[i + 1], moving, made[i + 1], option.backward_bytes)
+    yield moment("end", 0, 0, 0, made[0], 0)
 
 
 def _going(sent: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import DEQUANTIZED_MM, PRODUCTS, is_call, is_view, tensor_val
+from fxrl.ir.graph import DEQUANTIZED_MM, PRODUCTS, as_node, is_call, is_view, tensor_val
 
 aten = torch.ops.aten
 #: A size, or a product of sizes, as an expression: comparing it adds no guard to a graph.
@@ -159,7 +159,7 @@ class _Schedule:
         buffers = set(self._called)
         given = set(map(owner, self._output.all_input_nodes))
         for node in self._nodes:
-            readers = [n for n in _readers(node)]
+            readers = list(_readers(node))
             if node not in buffers and (
                 node in given or _is_reduction(node) or any(r in self._called for r in readers)
             ):
@@ -212,9 +212,7 @@ class _Schedule:
 
     def _iterates(self, node: fx.Node) -> Volume:
         """Elements that a kernel goes over for a value: all that a reduction reads."""
-        arg = node.args[0] if _is_reduction(node) else node
-        assert isinstance(arg, fx.Node)
-        return volume(tensors(arg)[0])
+        return volume(tensors(as_node(node.args[0]) if _is_reduction(node) else node)[0])
 
     def _ordered(self, groups: Sequence[Sequence[fx.Node]]) -> list[Sequence[fx.Node]]:
         """Each group behind all that it reads, otherwise as early as its first value."""

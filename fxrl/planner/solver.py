@@ -239,16 +239,3 @@ class Runs:
         host = one.host[first] + two.host[second] + three.host
         seconds = self.chain.head_s + one.seconds[first] + two.seconds[second] + three.seconds
         return seconds, self.chain.base_bytes + peak + ON_THEIR_WAY * sent, host
-
-
-def fits(chain: Chain, options: Sequence[Option], gpu_bytes: int, host_bytes: int) -> bool:
-    """Whether a plan is within the budgets, transfers charged as ``fastest`` does."""
-    sent, kept = max(option.host_bytes for option in options), 0
-    always, made = chain.base_bytes + ON_THEIR_WAY * sent, gradients_made(chain)
-    for option, ours in zip(options, made[1:], strict=False):
-        running = max(option.forward_bytes, option.gpu_bytes + option.backward_bytes + ours)
-        if always + kept + running > gpu_bytes:
-            return False
-        kept += option.gpu_bytes
-    at_ends = always + max(kept + made[-1] + chain.head_bytes, made[0])
-    return at_ends <= gpu_bytes and sum(option.host_bytes for option in options) <= host_bytes

@@ -9,6 +9,8 @@ from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes, s
 from fxrl.planner.eager_profile import CallCost, peak
 from tests.passes.lowered import lowered
 
+KEPT, MOVING = "kept for the backward", "on the way to or from the host"
+
 
 def option(kept="products", *, gpu=0, host=0, forward_s=1.0, backward_s=2.0, running=10):
     choice = CutLayer(kept, "gpu", "host" if host else "gpu")
@@ -25,23 +27,23 @@ def test_what_is_kept_is_gone_behind_its_layer():
     assert [(m.phase, m.layer) for m in found] == [
         ("forward", 0), ("forward", 1), ("head", 2), ("backward", 1), ("backward", 0), ("end", 0)
     ]  # fmt: skip
-    assert [m.kept for m in found] == [0, 100, 300, 300, 100, 0]
+    assert [m.parts[KEPT] for m in found] == [0, 100, 300, 300, 100, 0]
     assert peak_bytes(chain_of(options), options) == 1000 + 300 + 50
 
 
 def test_the_last_stores_are_held_until_a_fetch():
     options = [option(host=h) for h in (30, 40, 0, 50, 0)]
     found = list(moments(chain_of(options), options))
-    assert [m.moving for m in found if m.phase == "forward"] == [0, 30, 70, 70, 90]
-    assert [m.moving for m in found if m.phase == "head"] == [90]
-    assert [m.moving for m in found if m.phase == "backward"] == [90, 90, 40, 70, 30]
+    assert [m.parts[MOVING] for m in found if m.phase == "forward"] == [0, 30, 70, 70, 90]
+    assert [m.parts[MOVING] for m in found if m.phase == "head"] == [90]
+    assert [m.parts[MOVING] for m in found if m.phase == "backward"] == [90, 90, 40, 70, 30]
     assert host_bytes(options) == 120
 
 
 def test_gradients_stay_when_they_are_made():
     options = [option(), option()]
     found = moments(chain_of(options, gradients=(1, 10, 100, 1000)), options)
-    assert [m.gradients for m in found] == [0, 0, 1000, 1100, 1110, 1111]
+    assert [m.parts["gradients"] for m in found] == [0, 0, 1000, 1100, 1110, 1111]
 
 
 def test_a_slow_link_is_waited_for():

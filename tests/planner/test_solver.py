@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 
 from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer
-from fxrl.planner.chain import Chain, Option, host_bytes, peak_bytes, step_seconds
-from fxrl.planner.solver import fastest, fits, least_peak
+from fxrl.planner.chain import (
+    ON_THEIR_WAY,
+    Chain,
+    Option,
+    gradients_made,
+    host_bytes,
+    peak_bytes,
+    step_seconds,
+)
+from fxrl.planner.solver import fastest, least_peak
 
 SIZES = st.integers(0, 12)
 TIMES = st.integers(1, 20).map(float)
@@ -50,6 +58,19 @@ def in_runs(chain, runs=3):
         names = [key for key, _ in itertools.groupby(o.choice for o in options)]
         if len(names) <= runs:
             yield options
+
+
+def fits(chain, options, gpu, host):
+    """Whether a plan is within the budgets, transfers charged as ``fastest`` does."""
+    sent, kept = max(option.host_bytes for option in options), 0
+    always, made = chain.base_bytes + ON_THEIR_WAY * sent, gradients_made(chain)
+    for option, ours in zip(options, made[1:], strict=False):
+        running = max(option.forward_bytes, option.gpu_bytes + option.backward_bytes + ours)
+        if always + kept + running > gpu:
+            return False
+        kept += option.gpu_bytes
+    at_ends = always + max(kept + made[-1] + chain.head_bytes, made[0])
+    return at_ends <= gpu and host_bytes(options) <= host
 
 
 @settings(max_examples=200, deadline=None)

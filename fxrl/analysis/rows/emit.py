@@ -17,7 +17,7 @@ from torch import fx
 
 from fxrl.analysis.rows.expr import Leaf, RowExpr, RowStep, RowValue, walk
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import Size, hint, is_call, shape_of, val_of
+from fxrl.ir.graph import Size, hint, is_call, shape_of, spelled_alike, val_of
 from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
@@ -104,7 +104,7 @@ class RowEmitter:
     def _regroup(self, node: fx.Node, old: tuple[Any, ...], new: tuple[Any, ...]) -> fx.Node:
         """Reshape the token dims; the rows and their order stay."""
         have = shape_of(node)
-        if list(map(str, have[: len(new)])) == list(map(str, new)) == list(map(str, old)):
+        if spelled_alike(have[: len(new)], new) and spelled_alike(new, old):
             return node
         rest = have[_token_rank(have, old) :]
         return self.call(aten.reshape.default, node, self.shape(new, rest))

@@ -23,7 +23,17 @@ from fxrl.analysis.rows.rules import (
     sole_row,
     static,
 )
-from fxrl.ir.graph import COPIES, Size, bound, hint, is_call, shape_of, tensor_val, val_of
+from fxrl.ir.graph import (
+    COPIES,
+    Size,
+    bound,
+    hint,
+    is_call,
+    shape_of,
+    spelled_alike,
+    tensor_val,
+    val_of,
+)
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -521,6 +531,6 @@ def write_part(rules: RowRules, node: fx.Node) -> RowValue:
 
 def _covers(node: fx.Node, value: RowValue) -> bool:
     """Whether a write into a slice overwrites everything (as functionalised writes often do)."""
-    whole = list(map(str, shape_of(bound(node)["src"]))) == list(map(str, value.sizes))
+    whole = spelled_alike(shape_of(bound(node)["src"]), value.sizes)
     bounds = slice_bounds(node)
     return whole and bounds[0] == 0 and len(bounds) < 3

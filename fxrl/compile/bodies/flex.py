@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from fxrl.capture._torch import enable_python_dispatcher, make_fx
 from fxrl.compile._torch import holds, new_size, symbolic_mode
 from fxrl.compile.bodies.inductor import InductorOptions, compile_body
-from fxrl.ir.graph import Size
+from fxrl.ir.graph import Size, memory_like
 from fxrl.ops.masked_attention import BLOCK, Problem, attach, expression
 
 aten = torch.ops.aten
@@ -280,12 +280,7 @@ class _Compiled:
 
     def _traced(self, function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphModule:
         with self._mode, enable_python_dispatcher(), torch.no_grad():
-            # a mode traces one tensor as one value
-            own = [
-                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-                for x in examples
-            ]
-            gm = make_fx(function)(*own)
+            gm = make_fx(function)(*map(memory_like, examples))  # a mode traces one as one value
         gm.graph.eliminate_dead_code()
         gm.recompile()
         return gm

@@ -13,12 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxrl.capture._torch import FakeTensorMode
-from fxrl.compile._torch import (
-    inductor_compile,
-    inductor_lower,
-    inductor_source,
-    start_inductor_workers,
-)
+from fxrl.compile._torch import inductor_compile, inductor_lower, inductor_source
 
 #: Options for every region body, spelled out so that nothing set globally leaks in.
 #: NOTE [Why all of them are off]: measured on an H200 for a loss head, an MLP and a decoder layer
@@ -85,15 +80,6 @@ def compile_body(
     """
     build = inductor_lower if decomposed and not options.need_aot else inductor_compile
     return build(gm, mode, dict(options.options))
-
-
-def start_workers() -> None:
-    """Start the processes in which Inductor compiles Triton kernels, and do not wait for them.
-
-    NOTE [Why early]: ``torch.compile(backend="inductor")`` does the same; a compile call of its own
-    does not. Until they are up, kernels are compiled in this process, one after the other.
-    """
-    start_inductor_workers()
 
 
 def generated_source(compiled: object) -> str:

@@ -132,7 +132,10 @@ class TracedBody:
     def _trace_joint(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
         """Inputs and gradients of these outputs -> outputs and gradients of the inputs."""
         tiled = self.region.tiled
-        self.grad_examples = [self._like(output, contiguous=tiled) for output in outputs]
+        self.grad_examples = [
+            self._empty(output, output.shape, None if tiled else output.stride())
+            for output in outputs
+        ]
         self.input_examples = self._inputs()  # a mode traces one tensor as one value
         values = [self.input_examples, self.grad_examples]
         return self._passed(JOINT_PIPELINE, self._trace(self._both(), values))
@@ -181,9 +184,6 @@ class TracedBody:
         dense = self._empty(example, [sizes[d] for d in order], None)
         with self.mode:
             return dense.permute([order.index(d) for d in range(len(sizes))])
-
-    def _like(self, value: Tensor, *, contiguous: bool = False) -> Tensor:
-        return self._empty(value, value.shape, None if contiguous else value.stride())
 
     def _empty(self, like: Tensor, shape: Sequence[Size], strides: Sequence[Size] | None) -> Tensor:
         with self.mode:

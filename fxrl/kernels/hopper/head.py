@@ -50,9 +50,9 @@ from fxrl.ops.linear_logprob.arguments import (
     Gradients,
     LossHead,
     Rows,
-    slices,
 )
 from fxrl.ops.linear_logprob.checks import LinearLogprobError
+from fxrl.ops.linear_logprob.matmul import slices
 from fxrl.ops.linear_logprob.op import Forward
 
 _LOG2E = 1 / math.log(2)

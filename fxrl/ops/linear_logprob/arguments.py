@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, get_type_hints
 import torch
 from torch import Tensor
 
-from fxrl.ops.linear_logprob.matmul import accumulation_dtype
+from fxrl.ops.linear_logprob.matmul import accumulation_dtype, slices
 
 OUTPUTS = ("logprob", "lse", "entropy", "argmax_hit", "sum_p2", "mean_logit", "max_logit")
 DIFFERENTIABLE = ("logprob", "lse", "entropy", "sum_p2", "mean_logit")
@@ -25,12 +25,6 @@ Rows: TypeAlias = slice | Tensor
 _CPU_TILE_BYTES = 32 * 2**20
 _GPU_TILE_BYTES = 320 * 2**20
 _GPU_TILE_STEP = 128  # a GEMM's tile: rows beyond a multiple of it cost as much as a full one
-
-
-def slices(length: int, step: int) -> Iterator[slice]:
-    """``range(length)``, ``step`` at a time."""
-    for start in range(0, length, step):
-        yield slice(start, min(start + step, length))
 
 
 class LossHead(NamedTuple):

@@ -21,6 +21,12 @@ from torch import Tensor
 _BLOCK_BYTES = 16 * 2**20
 
 
+def slices(length: int, step: int) -> Iterator[slice]:
+    """``range(length)``, ``step`` at a time."""
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, float32 for everything narrower."""
     return torch.promote_types(dtype, torch.float32)
@@ -147,6 +153,4 @@ def accumulate_weight_grad(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
 def _vocab_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[slice]:
     """Slices of vocabulary rows whose copy in ``dtype`` stays within ``_BLOCK_BYTES``."""
     vocab, width = weight.shape
-    step = max(1, _BLOCK_BYTES // (max(width, 1) * dtype.itemsize))
-    for start in range(0, vocab, step):
-        yield slice(start, min(start + step, vocab))
+    return slices(vocab, max(1, _BLOCK_BYTES // (max(width, 1) * dtype.itemsize)))

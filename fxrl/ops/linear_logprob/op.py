@@ -75,7 +75,7 @@ from fxrl.ops.linear_logprob.checks import (
     check_target,
     checked_names,
 )
-from fxrl.ops.linear_logprob.matmul import full_precision
+from fxrl.ops.linear_logprob.matmul import full_precision, slices
 from fxrl.ops.linear_logprob.reference import reference_backward, reference_forward
 from fxrl.ops.out_of_memory import join, with_room
 
@@ -240,8 +240,7 @@ def linear_logprob_scale(grads: Tensor, vectors: Tensor, dtype: torch.dtype) -> 
     _, num_rows, width = vectors.shape
     out = vectors.new_empty(num_rows, width, dtype=dtype)
     step = max(1, _SCALE_BYTES // max(1, width * grads.element_size()))
-    for start in range(0, num_rows, step):
-        rows = slice(start, start + step)
+    for rows in slices(num_rows, step):
         out[rows] = (vectors[:, rows] * grads[:, rows, None]).sum(0).to(dtype)
     return out
 
