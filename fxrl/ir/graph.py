@@ -161,7 +161,7 @@ def spelled_alike(left: Iterable[Size], right: Iterable[Size]) -> bool:
 def memory_like(like: torch.Tensor, **changed: Any) -> torch.Tensor:
     """A tensor with the sizes, strides, dtype and device of another one, or with others of these;
     what is in it is undefined."""
-    kind = {"dtype": like.dtype, "device": like.device}
+    kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     return torch.empty_strided(like.shape, like.stride(), **(kind | changed))
 
 

@@ -30,12 +30,11 @@ from torch import nn
 from fxrl.errors import FxrlError, optional
 from fxrl.files import refuse_links, replacing_folder
 from fxrl.models.hf import ModelError, no_progress_bars, save_pretrained, why_no_hub
-from fxrl.models.quantized import linears_of, load_quantized, note_format, quantize
+from fxrl.models.quantized import Asked, as_quantization, load_quantized, note_format, quantize
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
 from fxrl.models.stored import stored_format
 from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config, tiny_tokenizer
 from fxrl.models.trust import check_config, check_folder, read_json
-from fxrl.ops.dequantized import Format
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -175,7 +174,7 @@ def load_model(
     device: str | torch.device = "cpu",
     *,
     seed: int = 0,
-    quantization: Format | None = None,
+    quantization: Asked | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> tuple[nn.Module, Any]:
     """Loads a causal LM and its tokenizer (see the table in the module's docstring).
@@ -186,9 +185,9 @@ def load_model(
             checkpoint's own (fp32 for random weights).
         device: where the weights go; ``"meta"`` for random weights only.
         seed: of random weights; those of tiny models do not depend on the device.
-        quantization: ``"fp8"``, ``"int4"`` or ``"nf4"``: the Linears' weights are frozen in so many
-            bits (``QuantizedLinear``), each as it is read. A checkpoint in FP8 or NF4 has its
-            Linears so in any case.
+        quantization: ``"fp8"``, ``"int4"``, ``"nf4"`` or a ``Quantization``: the Linears' weights
+            are frozen in so many bits (``QuantizedLinear``), each as it is read. A checkpoint in
+            FP8 or NF4 has its Linears so in any case.
         on_progress: is told, in words, of a download or a conversion under way.
 
     Returns:
@@ -203,19 +202,20 @@ def load_model(
     source = resolve(model_id)
     if source in (Source.TINY, Source.CONFIG):
         model, tokenizer = _random(source, model_id, dtype, device, seed)
-        return _in_bits(model.eval(), quantization), tokenizer
+        return in_bits(model.eval(), quantization), tokenizer
     wanted = "auto" if dtype == "auto" else as_dtype(dtype)
     load = functools.partial(_pretrained, dtype=wanted, device=device, quantization=quantization)
     model, tokenizer = _from_place(model_id, source, load, on_progress)
     return model.to(device), tokenizer
 
 
-def _in_bits(model: nn.Module, quantization: Format | None) -> nn.Module:
+def in_bits(model: nn.Module, quantization: Asked | None) -> nn.Module:
     """A model that was made whole, its Linears in so few bits; as it is without."""
     if quantization is not None:
-        for _, linear in linears_of(model):
+        how = as_quantization(quantization)
+        for linear in how.chosen(model, trained=True).values():
             linear.weight.requires_grad_(False)
-        note_format(quantize(model, quantization), quantization)
+        note_format(quantize(model, how), how)
     return model
 
 
@@ -290,7 +290,7 @@ def _pretrained(
     local: bool,
     dtype: Any,
     device: Any,
-    quantization: Format | None,
+    quantization: Asked | None,
 ) -> tuple[Any, Any]:
     hf = optional("transformers", f"loading {place}")
     tokenizer = _tokenizer(place, local=local)
@@ -324,7 +324,7 @@ def _pretrained(
     return model, tokenizer
 
 
-def _is_quantised(place: str, config: Path | None, quantization: Format | None) -> bool:
+def _is_quantised(place: str, config: Path | None, quantization: Asked | None) -> bool:
     """Whether the Linears are to be, or are stored in a way that is read here."""
     found = {} if config is None else read_json(config).get("quantization_config") or {}
     held = stored_format(found)
