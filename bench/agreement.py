@@ -43,12 +43,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.lib.child import measured
+
+MARK = "CHILD "
 COLUMNS = (
     "model",
     "compared",
@@ -96,7 +98,7 @@ def main() -> None:
         "fp32 head: the head's product of bf16 operands stays in fp32 and is not rounded to bf16",
         "1 ulp: embeddings of the fp32 model multiplied by 1 +- 2^-9 at random",
     ]
-    results = common.Results("Agreement of log-probs", COLUMNS, args.out, notes, as_json=args.json)
+    results = common.results(args, "Agreement of log-probs", COLUMNS, notes)
     for model in args.models:
         with tempfile.TemporaryDirectory(prefix="fxrl-agreement-") as folder:
             _compare(args, results, model, Path(folder))
@@ -117,21 +119,21 @@ def _arguments(common: Any) -> argparse.Namespace:
 def _compare(args: argparse.Namespace, results: Any, model: str, folder: Path) -> None:
     path = _checkpoint(model, folder)
     prompts = _prompts(path, args.prompts)
-    sampled: dict[str, tuple[list[list[int]], list[list[float]]]] = {}
+    sampled: dict[str, dict[str, Any]] = {}
     for engine in args.engines:
         task = {"path": str(path), "prompts": prompts, "tokens": args.tokens, **ENGINES[engine]}
-        task |= {"device": args.device, "eager": args.eager, "out": str(folder / "out.json")}
-        try:
-            sampled[engine] = _in_process(task, folder, args.timeout)
-        except (subprocess.SubprocessError, OSError, ValueError) as error:
-            results.add(model=model, compared=engine, error=str(error)[-300:])
-    drawn = {engine: tokens for engine, (tokens, _) in sampled.items()}
+        found = _in_process(task | {"device": args.device, "eager": args.eager}, folder, args)
+        if "error" in found:
+            results.add(model=model, compared=engine, error=found["error"])
+        else:
+            sampled[engine] = found
+    drawn = {engine: found["tokens"] for engine, found in sampled.items()}
     drawn = drawn or {"": _random_tokens(path, args.prompts, args.tokens)}
     for engine, tokens in drawn.items():
         reference = _HuggingFace(path, args.device, prompts, tokens)
         values = {name: reference.logps(name) for name in _HuggingFace.VARIANTS}
         if engine:
-            values[engine] = [p for row in sampled[engine][1] for p in row]
+            values[engine] = [p for row in sampled[engine]["logps"] for p in row]
         for left, right in PAIRS:
             engine_pair = left.startswith("vllm")
             if left in values and right in values and (engine_pair or engine == next(iter(drawn))):
@@ -255,9 +257,7 @@ def _random_tokens(path: Path, count: int, length: int) -> list[list[int]]:
     return torch.randint(3, vocab, (count, length), generator=generator).tolist()
 
 
-def _in_process(
-    task: dict[str, Any], folder: Path, timeout: float
-) -> tuple[list[list[int]], list[list[float]]]:
+def _in_process(task: dict[str, Any], folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """vLLM in a process of its own, since it leaves memory and global state behind."""
     (folder / "task.json").write_text(json.dumps(task))
     settings = {
@@ -267,17 +267,8 @@ def _in_process(
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "HF_HUB_OFFLINE": "1",
     } | ({"TORCHDYNAMO_DISABLE": "1"} if task["device"] == "cpu" else {})
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.agreement", "--child", str(folder / "task.json")],
-        env=os.environ | settings,
-        stdout=sys.stderr,
-        timeout=timeout,
-        check=False,
-    )
-    if done.returncode:
-        raise ValueError(f"vLLM failed with exit code {done.returncode}; its words are above")
-    out = json.loads(Path(task["out"]).read_text())
-    return out["tokens"], out["logps"]
+    command = [sys.executable, "-m", "bench.agreement", "--child", str(folder / "task.json")]
+    return measured(command, MARK, environment=os.environ | settings, limit_s=args.timeout)
 
 
 def _sample(task: dict[str, Any]) -> None:
@@ -319,7 +310,7 @@ def _sample(task: dict[str, Any]) -> None:
         [places[token].logprob for places, token in zip(row.logprobs, row.token_ids, strict=True)]
         for row in rows
     ]
-    Path(task["out"]).write_text(json.dumps({"tokens": tokens, "logps": logps}))
+    print(MARK + json.dumps({"tokens": tokens, "logps": logps}), flush=True)
 
 
 if __name__ == "__main__":

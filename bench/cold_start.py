@@ -57,7 +57,7 @@ def main() -> None:
         "fxrl with min_saved_bytes=0, so that the tiny head is rewritten as well",
         f"GRPO step (forward and backward) of {args.rows} x {args.length} tokens, LoRA",
     ]
-    results = common.Results("Cold start", COLUMNS, args.out, notes, as_json=args.json)
+    results = common.results(args, "Cold start", COLUMNS, notes)
     for layers in args.layers:
         for variant in args.variants:
             with tempfile.TemporaryDirectory(prefix="fxrl-cold-") as cache:
@@ -165,14 +165,12 @@ def _arguments() -> argparse.Namespace:
 
     parser = common.parser(__doc__)
     parser.add_argument("--shape", default="tiny")
-    parser.add_argument(
-        "--layers", default=[2], type=lambda text: [int(number) for number in text.split(",")]
-    )
+    parser.add_argument("--layers", default=[2], type=common.numbers)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=64, help="tokens a row; half are completion")
     parser.add_argument("--warm", type=int, default=2, help="warm processes after the cold one")
     parser.add_argument("--attention", default="any", choices=("cudnn", "flash", "math", "any"))
-    parser.add_argument("--variants", default="fxrl", type=lambda text: text.split(","))
+    parser.add_argument("--variants", default="fxrl", type=common.words)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--spawned", type=float, default=0.0, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -43,9 +43,7 @@ LENGTHS: dict[str, list[int]] = {
 
 def main() -> None:
     args = _arguments()
-    results = common.Results(
-        "Kernels of the decode step", COLUMNS, args.out, _notes(), as_json=args.json
-    )
+    results = common.results(args, "Kernels of the decode step", COLUMNS, _notes())
     bandwidth = copy_bandwidth()
     results.extra["copy_bytes_per_s"] = bandwidth
     for label, lengths in LENGTHS.items():
@@ -265,11 +263,7 @@ def _notes() -> list[str]:
 def _arguments() -> argparse.Namespace:
     parser = common.parser(__doc__)
     parser.add_argument("--only", default="", choices=("", "attention", "sample"))
-    parser.add_argument(
-        "--sample-rows",
-        default=[32, 256],
-        type=lambda text: [int(number) for number in text.split(",")],
-    )
+    parser.add_argument("--sample-rows", default=[32, 256], type=common.numbers)
     return parser.parse_args()
 
 

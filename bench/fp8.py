@@ -79,18 +79,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--scale-down", type=int, default=1, help="divides the features")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--variants", default=",".join(VARIANTS), type=lambda s: s.split(","))
+    parser.add_argument("--variants", default=",".join(VARIANTS), type=common.words)
     args = parser.parse_args(argv)
     notes = [
         f"bf16, LoRA r={args.rank}, rows and weights drawn from a normal distribution; "
         "speedup is against peft; fxrl with on_miss=error",
     ]
-    results = common.Results("A LoRA Linear in FP8", COLUMNS, args.out, notes, as_json=args.json)
+    results = common.results(args, "A LoRA Linear in FP8", COLUMNS, notes)
     for name, sizes in SHAPES.items():
         _measure(args, results, name, *(size // args.scale_down for size in sizes))
     results.finish()
-    error = COLUMNS.index("error")
-    return int(any(row[error] and str(row[4]).startswith("fxrl") for row in results.rows))
+    return int(results.failed("fxrl"))
 
 
 def _measure(
@@ -104,9 +103,7 @@ def _measure(
     truth = _gradients(exact, exact, x.float(), grad.float())
     baseline = None
     for variant in args.variants:
-        row: dict[str, Any] = {"layer": name, "K": features, "N": out, "M": args.tokens}
-        row["variant"] = variant
-        try:
+        with results.row(layer=name, K=features, N=out, M=args.tokens, variant=variant) as row:
             work = partial(_gradients, make_step(variant, model), model, x, grad)
             row["first_call_s"] = common.wall_s(work, args.device)
             row["cosine"] = min(map(_cosine, work(), truth))
@@ -114,9 +111,6 @@ def _measure(
             row["ms"] = common.median_ms(many, args.device, repeats=args.repeats) / _AT_ONCE
             baseline = row["ms"] if variant == "peft" else baseline
             row["speedup"] = baseline and baseline / row["ms"]
-        except Exception as error:  # a variant that fails is a result, not the end of the run
-            row["error"] = common.error_text(error)
-        results.add(**row)
         torch.compiler.reset()
 
 

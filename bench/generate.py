@@ -37,12 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{args.prompts} prompts of {_PROMPT // 2} to {_PROMPT} random tokens, {args.samples} "
         f"completions each, temperature 1, {args.dtype} on {args.device}",
     ]
-    results = common.Results("Rollouts without vLLM", COLUMNS, args.out, notes, as_json=args.json)
+    results = common.results(args, "Rollouts without vLLM", COLUMNS, notes)
     count = args.prompts * args.samples
-    failed = False
+    same = {"model": args.model, "sequences": count, "tokens": args.tokens}
     for name, make in _VARIANTS.items():
-        row = {"variant": name, "model": args.model, "sequences": count, "tokens": args.tokens}
-        try:
+        with results.row(variant=name, **same) as row:
             work = make(model, tokenizer, prompts, args)
             made = work()
             if made != count * args.tokens:
@@ -50,12 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             fastest, ms, _ = common.spread_ms(work, args.device, warmup=0, repeats=args.repeats)
             row |= {"s": ms / 1e3, "s_min": fastest / 1e3}
             row |= {"tokens_per_s": count * args.tokens / ms * 1e3}
-        except Exception as error:  # a variant that cannot run is a result
-            row["error"] = common.error_text(error)
-            failed |= name == "fxrl TorchEngine"
-        results.add(**row)
     results.finish()
-    return int(failed)
+    return int(results.failed("fxrl"))
 
 
 def _fxrl(model: Any, tokenizer: Any, prompts: list[list[int]], args: Any) -> Callable[[], int]:
@@ -101,15 +96,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model", default="tiny:qwen3", help="id, folder or tiny:KIND (tiny:qwen3)"
     )
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=4, help="completions of each prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="of each completion")
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args(argv)
-    for name in ("prompts", "samples", "tokens", "repeats"):
-        if (value := getattr(args, name)) < 1:
-            parser.error(f"--{name} {value} is below 1")
-    return args
+    count = common.positive
+    parser.add_argument("--prompts", type=count, default=4)
+    parser.add_argument("--samples", type=count, default=4, help="completions of each prompt")
+    parser.add_argument("--tokens", type=count, default=64, help="of each completion")
+    parser.add_argument("--repeats", type=count, default=3)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

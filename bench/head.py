@@ -329,8 +329,10 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
         help=f"of {', '.join(MODES)}; or all (all but the last)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--repeats", type=_positive, default=9, help="timed calls a row (9)")
-    parser.add_argument("--sets", type=_positive, default=3, help="input sets, used in turn (3)")
+    parser.add_argument("--repeats", type=common.positive, default=9, help="timed calls a row (9)")
+    parser.add_argument(
+        "--sets", type=common.positive, default=3, help="input sets, used in turn (3)"
+    )
     parser.add_argument(
         "--error-rows", type=int, default=0, help="check so many tokens instead of all"
     )
@@ -364,12 +366,6 @@ def _names(known: Collection[str], what: str) -> Callable[[str], list[str]]:
         return names
 
     return parse_names
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
 
 
 # -- what the file says below its table, and how it is shown

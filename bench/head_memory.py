@@ -60,9 +60,7 @@ def main() -> None:
         f"is {logits:.0f} MiB, the head's gradient {weight:.1f} MiB",
         f"{torch.get_num_threads()} threads; each variant in a process of its own",
     ]
-    results = common.Results(
-        "Loss head on the CPU: peak over base", COLUMNS, args.out, notes, as_json=args.json
-    )
+    results = common.results(args, "Loss head on the CPU: peak over base", COLUMNS, notes)
     for variant in args.variants:
         results.add(variant=variant, **_in_process(variant))
     results.finish()
@@ -143,7 +141,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=50000)
-    parser.add_argument("--variants", default="eager,fxrl", type=lambda text: text.split(","))
+    parser.add_argument("--variants", default="eager,fxrl", type=common.words)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 

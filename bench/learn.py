@@ -55,7 +55,7 @@ def main() -> None:
         f"{config}, overrides: {' '.join(args.overrides) or 'none'}; {args.parallel} runs at once",
         "accuracy: held-out questions, none of which is trained on",
     ]
-    results = common.Results("GRPO learning run", COLUMNS, args.out, notes, as_json=args.json)
+    results = common.results(args, "GRPO learning run", COLUMNS, notes)
     results.extra["config"] = config.read_text()
     curves: dict[str, Any] = {}
     for runs in _batches(args.seeds, args.parallel):
@@ -208,9 +208,7 @@ def _arguments() -> argparse.Namespace:
     parser = common.parser(__doc__)
     parser.add_argument("config", help="the TOML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument(
-        "--seeds", default=[0, 1, 2], type=lambda text: [int(number) for number in text.split(",")]
-    )
+    parser.add_argument("--seeds", default=[0, 1, 2], type=common.numbers)
     parser.add_argument("--run-dir", default="runs/learn")
     parser.add_argument("--parallel", type=int, default=3, help="runs at the same time")
     parser.add_argument("--time-limit", type=float, default=540, help="seconds for each group")

@@ -71,7 +71,7 @@ CASES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures; 1 if a case failed."""
     parser = common.parser(__doc__)
-    parser.add_argument("--cases", default=CASES, type=lambda text: text.split(","), metavar="A,B")
+    parser.add_argument("--cases", default=CASES, type=common.words, metavar="A,B")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps, see above")
     args = parser.parse_args(argv)
     notes = [
@@ -81,22 +81,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "included; fxrl counts 3 % of gpu_memory as fragments; PYTORCH_CUDA_ALLOC_CONF="
         f"{os.environ.get('PYTORCH_CUDA_ALLOC_CONF', '')!r}",
     ]
-    results = common.Results(
-        "Plans: predicted and measured", COLUMNS, args.out, notes, as_json=args.json
-    )
+    results = common.results(args, "Plans: predicted and measured", COLUMNS, notes)
     for case in args.cases:
-        results.add(**_row(case, args))
+        _measure(case, args, results)
         torch.compiler.reset()
         common.free_memory(args.device)
         host_memory.drop_free_pages()
     results.finish()
-    return int(any(row[-1] for row in results.rows))
+    return int(results.failed())
 
 
-def _row(case: str, args: argparse.Namespace) -> dict[str, Any]:
+def _measure(case: str, args: argparse.Namespace, results: common.Results) -> None:
     shape, *numbers, gpu, host = case.split(":")
     rank, layers, rows, tokens = map(int, numbers)
-    row: dict[str, Any] = {
+    asked: dict[str, Any] = {
         "shape": shape,
         "trained": f"LoRA r={rank}" if rank else "all",
         "layers": layers,
@@ -114,11 +112,9 @@ def _row(case: str, args: argparse.Namespace) -> dict[str, Any]:
             if size != "-"
         },
     )
-    try:
+    with results.row(**asked) as row:
         model = qwen.make_model(shape, args.device, layers=layers, rank=rank, checkpointing=False)
-        return row | _measured(model, config, (rows, tokens), args)
-    except Exception as error:  # a case that fails is a result, not the end of the run
-        return row | {"error": common.error_text(error)}
+        row |= _measured(model, config, (rows, tokens), args)
 
 
 def _measured(

@@ -75,9 +75,7 @@ def main() -> None:
         "empty caches, compile workers already running; times are medians",
         "difference: largest relative L2 distance of an output or gradient to the default flags'",
     ]
-    results = common.Results(
-        "Inductor options for region bodies", COLUMNS, args.out, notes, as_json=args.json
-    )
+    results = common.results(args, "Inductor options for region bodies", COLUMNS, notes)
     deadline = time.monotonic() + args.time_limit
     with qwen.attention(args.attention), torch.no_grad():
         _warm_up_compiler(args.device)
@@ -92,13 +90,11 @@ def _sweep(args: argparse.Namespace, results: common.Results, body: Body, deadli
     for flags in args.flags:
         if FLAGS[flags] is None and not InductorOptions.of(None).options:
             continue  # fxrl changes nothing: the row would be a second "default"
-        row: dict[str, Any] = {"body": body.name, "tokens": body.inputs[0].shape[-2]}
-        row |= {"flags": flags}
-        if time.monotonic() > deadline:
-            row["error"] = f"not run: --time-limit {args.time_limit} s was over"
-            results.add(**row)
-            continue
-        try:
+        tokens = body.inputs[0].shape[-2]
+        with results.row(body=body.name, tokens=tokens, flags=flags) as row:
+            if time.monotonic() > deadline:
+                row["error"] = f"not run: --time-limit {args.time_limit} s was over"
+                continue
             measured, outputs = _measure(args, body, FLAGS[flags])
             row |= measured
             total = measured["forward_ms"] + measured["vjp_ms"]
@@ -106,9 +102,6 @@ def _sweep(args: argparse.Namespace, results: common.Results, body: Body, deadli
                 base = (total, outputs)
             if base is not None:
                 row |= {"speedup": base[0] / total, "difference": _difference(outputs, base[1])}
-        except Exception as error:  # an option that fails is a result
-            row["error"] = common.error_text(error)
-        results.add(**row)
         torch.compiler.reset()
         common.free_memory(args.device)
 
@@ -155,15 +148,11 @@ def _warm_up_compiler(device: str) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    words = lambda text: text.split(",")  # noqa: E731
     parser = common.parser(__doc__)
     parser.add_argument("--shape", default="qwen3-8b", choices=sorted(qwen.SHAPES))
-    parser.add_argument("--bodies", default=["head", "mlp", "layer"], type=words)
+    parser.add_argument("--bodies", default=["head", "mlp", "layer"], type=common.words)
     parser.add_argument(
-        "--tokens",
-        default=[4096, 8192, 8192],
-        type=lambda text: [int(number) for number in text.split(",")],
-        help="tokens of each body",
+        "--tokens", default=[4096, 8192, 8192], type=common.numbers, help="tokens of each body"
     )
     parser.add_argument("--flags", default=list(FLAGS), type=lambda text: text.split(";"))
     parser.add_argument("--attention", default="cudnn", choices=("cudnn", "flash", "math", "any"))

@@ -58,7 +58,7 @@ def main() -> None:
         f"medians over the steps after the first {args.skip}; rest_s = step_s - generate_s",
         "peak: memory of the whole GPU (driver), sampled every 20 ms",
     ]
-    results = common.Results("GRPO step with rollouts", COLUMNS, args.out, notes, as_json=args.json)
+    results = common.results(args, "GRPO step with rollouts", COLUMNS, notes)
     folder = Path(args.work)
     rl_job.make_model(folder)
     for variant in args.variants:
@@ -253,9 +253,7 @@ def _trl(args: argparse.Namespace) -> dict[str, Any]:
 
 def _arguments() -> argparse.Namespace:
     parser = common.parser(__doc__)
-    parser.add_argument(
-        "--variants", default="plain,fxrl,trl", type=lambda text: text.split(","), metavar="A,B"
-    )
+    parser.add_argument("--variants", default="plain,fxrl,trl", type=common.words, metavar="A,B")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each completion")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--skip", type=int, default=1, help="steps that are warm-up")

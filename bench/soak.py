@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "updates, TensorBoard; every 5th a checkpoint and run.html, every 10th an evaluation",
         f"resident_mib after a garbage collection; the first {WARM_UP} rows are warm-up",
     ]
-    results = common.Results("Soak", COLUMNS, args.out, notes, as_json=args.json)
+    results = common.results(args, "Soak", COLUMNS, notes)
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:

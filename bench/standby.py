@@ -31,10 +31,9 @@ def main() -> None:
     from fxrl.engines.vllm.options import VllmOptions
     from fxrl.models import lora
 
-    results = common.Results(
-        "vLLM standby, shared weights, LoRA hand-over", COLUMNS, args.out, as_json=args.json
-    )
-    results.notes.append("Qwen3-1.7B shape, random bf16 weights, LoRA r=32 on all linear layers")
+    notes = ["Qwen3-1.7B shape, random bf16 weights, LoRA r=32 on all linear layers"]
+    title = "vLLM standby, shared weights, LoRA hand-over"
+    results = common.results(args, title, COLUMNS, notes)
     path = rl_job.make_model(Path(args.work))
     context = torch.cuda.mem_get_info()
     options = VllmOptions(

@@ -48,6 +48,7 @@ OTHERS = {
 JUDGES = {"tiny-Qwen2ForSequenceClassification-2.5": "qwen2"}
 JUDGES |= {"tiny-Qwen3ForSequenceClassification": "qwen3"}
 TRAINERS = ("GRPO", "RLOO", "SFT", "DPO", "KTO")
+COLUMNS = ("trainer", "tests", "trl_passed", "fxrl_passed", "skipped", "only_trl", "only_fxrl")
 
 
 def make_hub(folder: Path, checkout: Path) -> None:
@@ -168,12 +169,7 @@ def outcomes(file: Path) -> Iterator[tuple[str, str]]:
 
 def compare(given: Namespace) -> None:
     """One row for each trainer that both runs are there of."""
-    results = common.Results(
-        "TRL's own tests, with its trainers and with fxrl's",
-        ("trainer", "tests", "trl_passed", "fxrl_passed", "skipped", "only_trl", "only_fxrl"),
-        given.out,
-        as_json=given.json,
-    )
+    results = common.results(given, "TRL's own tests, with its trainers and with fxrl's", COLUMNS)
     for name in TRAINERS:
         files = [given.runs / f"{name}-{who}.xml" for who in ("trl", "fxrl")]
         if not all(file.exists() for file in files):

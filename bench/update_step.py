@@ -76,9 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.card:
         whole = torch.cuda.get_device_properties(0).total_memory / common.GiB
         torch.cuda.set_per_process_memory_fraction(args.card / whole)
-    results = common.Results(
-        "GRPO update: eager, fxrl, fp32 reference", COLUMNS, args.out, notes, as_json=args.json
-    )
+    results = common.results(args, "GRPO update: eager, fxrl, fp32 reference", COLUMNS, notes)
     with qwen.attention(args.attention):
         if args.repeats:
             measure_updates(args, results)
@@ -86,8 +84,7 @@ def run(args: argparse.Namespace) -> int:
             common.free_memory(args.device)
             measure_gradients(args, results, seed)
     results.finish()
-    first, error = COLUMNS.index("variant"), COLUMNS.index("error")
-    return int(any(row[error] and row[first].startswith("fxrl") for row in results.rows))
+    return int(results.failed("fxrl"))
 
 
 def make_loss(name: str = "grpo") -> LossFn:
@@ -172,17 +169,10 @@ def measure_updates(args: argparse.Namespace, results: common.Results) -> None:
         mask=args.mask,
     )
     start = {name: p.detach().clone() for name, p in qwen.trainable(model).items()}
+    layers = qwen.base_model(model).config.num_hidden_layers
     for variant in args.variants:
-        row: dict[str, Any] = {
-            "variant": variant,
-            "layers": qwen.base_model(model).config.num_hidden_layers,
-            "tokens": args.tokens,
-        }
-        try:
+        with results.row(variant=variant, layers=layers, tokens=args.tokens) as row:
             row |= _one_variant(args, variant, model, batch, results)
-        except Exception as error:  # a variant that fails is a result, not the end of the run
-            row["error"] = common.error_text(error)
-        results.add(**row)
         with torch.no_grad():
             for name, parameter in qwen.trainable(model).items():
                 parameter.copy_(start[name])
@@ -353,7 +343,7 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--host-memory", metavar="SIZE")
     parser.add_argument("--repeats", type=int, default=7, help="0 leaves the timing out")
-    parser.add_argument("--variants", default="eager,fxrl", type=lambda text: text.split(","))
+    parser.add_argument("--variants", default="eager,fxrl", type=common.words)
     parser.add_argument("--ref-layers", type=int, default=12)
     parser.add_argument("--ref-tokens", type=int, default=4096)
     parser.add_argument("--ref-seeds", type=int, default=3, help="0 leaves the gradients out")

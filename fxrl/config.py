@@ -55,6 +55,8 @@ class Config:
         inductor: extra Inductor options for region bodies, on top of fxrl's own.
         passes: names of the passes to run, in whatever order: the pipeline has its own. ``None``
             runs all.
+        pass_options: name of a pass -> its options by name, which are its fields: ``{"fp8-lora":
+            {"recipe": "block", "skip": ["k_proj"]}}``. They win over what the other keys say.
         context_parallel: how many consecutive ranks share each sequence. All of them are given the
             same whole batch, and have the whole loss and gradients afterwards. More than 1 needs
             ``torch.distributed``, and as many processes or a multiple.
@@ -69,6 +71,7 @@ class Config:
     on_miss: Literal["warn", "error", "ignore"] = "warn"
     inductor: Mapping[str, Any] | None = None
     passes: tuple[str, ...] | None = None
+    pass_options: Mapping[str, Any] | None = None
     context_parallel: int = 1
 
     def __new__(cls, *args: Any, **options: Any) -> Config:
@@ -112,6 +115,12 @@ class Config:
             raise ConfigError(
                 f"inductor={self.inductor!r} is no mapping of options, such as "
                 "{'max_autotune': True}"
+            )
+        told = {} if self.pass_options is None else self.pass_options
+        if not isinstance(told, Mapping) or not all(isinstance(v, Mapping) for v in told.values()):
+            raise ConfigError(
+                f"pass_options={told!r} is no mapping of passes to their options, such as "
+                "{'fp8-lora': {'recipe': 'block'}}"
             )
         if isinstance(self.passes, str) or not isinstance(self.passes, Iterable | None):
             raise ConfigError(

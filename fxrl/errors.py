@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -40,6 +40,10 @@ class MissingPackageError(FxrlError, ImportError):
         install: str = "'fxrl[demo]'",
     ) -> None:
         super().__init__(f"{needed_for} needs {package} ({why}); pip install {install} brings it")
+
+
+TESTED: Mapping[str, tuple[str, ...]] = {"trl": ("1.16.0",), "vllm": ("0.25.1", "0.32.0")}
+"""Versions that tests and benchmarks ran with, of packages whose insides fxrl uses."""
 
 
 def optional(package: str, purpose: str, install: str = "'fxrl[demo]'") -> Any:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fxrl.config import Config
-from fxrl.errors import ConfigError
+from fxrl.errors import ConfigError, did_you_mean
 from fxrl.ir.graph_pass import Pass
 from fxrl.ir.pipeline import Pipeline
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
@@ -80,15 +80,18 @@ def pipeline(config: Config) -> Pipeline:
     Those that only respell the graph always run, and those that a named one requires.
 
     Raises:
-        ConfigError: ``config.passes`` names an unknown pass.
+        ConfigError: ``config.passes`` or ``config.pass_options`` names an unknown pass, or an
+            option that the pass does not have, or a value that it does not take.
     """
-    for name in config.passes or ():
-        if name not in REGISTRY:
-            known = ", ".join(REGISTRY)
-            raise ConfigError(f"passes: {name!r} is unknown; the passes are {known}")
+    told = config.pass_options or {}
+    for key, names in (("passes", config.passes or ()), ("pass_options", told)):
+        for name in names:
+            if name not in REGISTRY:
+                raise ConfigError(f"{key}: {name!r} is unknown{did_you_mean(name, REGISTRY)}")
     if config.passes is not None:  # what a named pass requires is asked for, too
         needed = [other for name in config.passes for other in REGISTRY[name].requires]
         config = replace(config, passes=(*config.passes, *needed))
     named = REGISTRY if config.passes is None else config.passes
     chosen = [one for name, one in REGISTRY.items() if name in named or one.respells()]
-    return Pipeline(tuple(one.of(config) for one in sorted(chosen, key=lambda one: one.stage)))
+    made = {one.name: one.of(config).told(told.get(one.name, {})) for one in REGISTRY.values()}
+    return Pipeline(tuple(made[one.name] for one in sorted(chosen, key=lambda one: one.stage)))

@@ -13,7 +13,7 @@ a region), a detach is nothing as well.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,7 @@ from fxrl.ir.graph import (
     spelled_alike,
     tensor_val,
 )
-from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
+from fxrl.ir.graph_pass import SETTLED, Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ class EliminateNoops(Normalisation[Noop]):
         differentiated: the graph holds its own gradients, so a detach is a no-op.
     """
 
-    differentiated: bool = False
+    differentiated: bool = field(default=False, metadata=SETTLED)
 
     name: ClassVar[str] = "eliminate-noops"
     stage: ClassVar[Stage] = Stage.CLEAN

@@ -41,7 +41,7 @@ from fxrl.ir.graph import (
     numel_hint,
     tensor_val,
 )
-from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site, tidy
+from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice, CutLayer, Keep, Plan, Rewrite
 from fxrl.ir.region import Region, region_calls, set_region
 from fxrl.ir.remark import Refusal
@@ -86,7 +86,7 @@ class OutlineLayers(Pass[LayerSite]):
     """
 
     least_hidden: Mapping[str, int] = field(default_factory=dict)
-    compile_regions: bool = True
+    compile_regions: bool = field(default=True, metadata=SETTLED)
 
     name: ClassVar[str] = "outline-layers"
     doc: ClassVar[PassDoc] = PassDoc(

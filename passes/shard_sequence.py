@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any, ClassVar, Self
 
@@ -63,7 +63,7 @@ from fxrl.ir.graph import (
     shape_of,
     val_of,
 )
-from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
+from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal, RemarkKind
 from fxrl.ir.sizes import SizeTable
@@ -86,7 +86,7 @@ class ShardSequence(Normalisation[Sequences]):
         ranks: P, how many ranks share a sequence.
     """
 
-    ranks: int = 1
+    ranks: int = field(default=1, metadata=SETTLED)
 
     name: ClassVar[str] = "shard-sequence"
     applied: ClassVar[RemarkKind] = RemarkKind.APPLIED

@@ -35,6 +35,7 @@ _PACKAGES = (
     "cut-cross-entropy", "nvidia-cutlass-dsl", "verl", "unsloth", "unsloth_zoo",
 )  # fmt: skip
 _WIDEST = 400  # columns of a table that goes to a file: nothing wraps
+_LINE = 150  # of a file, in characters; rows may be longer
 _STANDARD = ("title", "command", "machine", "versions", "date", "columns", "rows", "notes")
 
 
@@ -53,6 +54,30 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     made.add_argument("--device", default=default, choices=("cuda", "cpu"))
     return made
+
+
+def words(text: str) -> list[str]:
+    """``a,b``, as an argument's type."""
+    return text.split(",")
+
+
+def numbers(text: str) -> list[int]:
+    """``1,2``, likewise."""
+    return [int(number) for number in text.split(",")]
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on, likewise."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def results(
+    args: argparse.Namespace, title: str, columns: Sequence[str], notes: Sequence[str] = ()
+) -> Results:
+    """Those of a benchmark, written and printed as the arguments of its ``parser`` say."""
+    return Results(title, columns, args.out, notes, as_json=args.json)
 
 
 def synchronize(device: str) -> None:
@@ -131,8 +156,7 @@ def error_text(error: BaseException) -> str:
 
 def _program() -> str:
     """As it was started: by ``python -m bench.NAME``, which is also what ``fxrl bench`` runs."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    name = spec.name if spec is not None else ""
+    name = _module_name()
     return f"fxrl bench {name.removeprefix('bench.')}" if name.startswith("bench.") else "bench"
 
 
@@ -235,6 +259,22 @@ class Results:
         self.say("ROW " + ", ".join(f"{name}={_short(value)}" for name, value in given.items()))
         self.write()
 
+    @contextlib.contextmanager
+    def row(self, **values: Any) -> Iterator[dict[str, Any]]:
+        """One row, added when the block that fills it in ends; what cannot run is a result too, so
+        an exception becomes its ``error``."""
+        row = dict(values)
+        try:
+            yield row
+        except Exception as error:
+            row["error"] = error_text(error)
+        self.add(**row)
+
+    def failed(self, variants: str = "") -> bool:
+        """Whether a row has an error, of those whose ``variant`` begins so."""
+        rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+        return any(r["error"] and str(r.get("variant", "")).startswith(variants) for r in rows)
+
     def note(self, text: str) -> None:
         """One more sentence below the table, once."""
         if text not in self.notes:
@@ -270,14 +310,14 @@ class Results:
         path = Path(self.out)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(as_json(self.record) + "\n", encoding="utf-8")
         partial.replace(path)  # a run that is killed while it writes leaves the file whole
 
     def finish(self) -> None:
         """Writes the file and prints the table, or the JSON record, last."""
         self.write()
         if self._as_json:
-            print(json.dumps(self.record, indent=1), flush=True)
+            print(as_json(self.record), flush=True)
             return
         shown = [
             name for i, name in enumerate(self.columns) if any(r[i] is not None for r in self.rows)
@@ -294,6 +334,24 @@ class Results:
         for text in self.notes:
             print(f"note: {text}")
         sys.stdout.flush()
+
+
+def as_json(value: Any, indent: str = "") -> str:
+    """Indented JSON in which a row is a line."""
+    inner, line = indent + " ", json.dumps(value)
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {as_json(one, inner)}" for key, one in value.items()]
+    elif isinstance(value, list | tuple) and _is_long(value, line):
+        parts = [as_json(one, inner) for one in value]
+    else:
+        return line
+    return line[0] + f"\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}" + line[-1]
+
+
+def _is_long(values: Sequence[Any], line: str) -> bool:
+    """Whether each has a line of its own: lists and tables have, and texts that fill one."""
+    nested = any(isinstance(one, dict | list | tuple) for one in values)
+    return nested or (len(line) > _LINE and all(isinstance(one, str) for one in values))
 
 
 def machine() -> str:

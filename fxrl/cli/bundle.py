@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -36,6 +35,7 @@ from fxrl.files import replacing
 from fxrl.inspect.timeline import plot
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import format_bytes
+from fxrl.rl.report.page import pages
 from fxrl.step import TrainStep
 
 _STEPS = 4  # the first of which compiles
@@ -215,18 +215,15 @@ def _kind(leaf: Any) -> str:
 
 
 def _page(made: Bundle, setup: Mapping[str, Any]) -> str:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     drawing = made.files.get("memory.svg")
-    return environment.get_template("bundle.html").render(
-        made=made,
-        setup={name: json.dumps(value, indent=1, default=str) for name, value in setup.items()},
-        drawing=None if drawing is None else base64.b64encode(drawing).decode(),
+    return (
+        pages(Path(__file__).parent)
+        .get_template("bundle.html")
+        .render(
+            made=made,
+            setup={name: json.dumps(value, indent=1, default=str) for name, value in setup.items()},
+            drawing=None if drawing is None else base64.b64encode(drawing).decode(),
+        )
     )
 
 

@@ -21,8 +21,9 @@ from fxrl.losses import by_name, completion_logits, token_stats
 from fxrl.losses.own_code import importable_from, load_function
 from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model, lora, tiny_config
 from fxrl.models.hf import why_no_hub
-from fxrl.models.load import Source, find_file, read_config, resolve
+from fxrl.models.load import Source, find_file, in_bits, read_config, resolve
 from fxrl.models.tiny import parse_tiny
+from fxrl.ops.dequantized import Format
 from fxrl.planner.target import TARGETS, Target
 from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
 
@@ -68,7 +69,8 @@ def empty_model(args: argparse.Namespace, *, as_trained: bool = False) -> nn.Mod
     Args:
         as_trained: as ``fxrl train`` runs it: an adapter on bf16 weights under autocast.
     """
-    model = _trainable(build_from_config(_hf_config(args.model), args.dtype, "meta"), args)
+    whole = build_from_config(_hf_config(args.model), args.dtype, "meta")
+    model = _trainable(in_bits(whole, _quantization(args)), args)
     for module in model.modules() if as_trained and args.lora and args.dtype == "bf16" else ():
         if type(module) is nn.Linear and module.weight.dtype == torch.float32:
             module.__class__ = _Autocast
@@ -86,7 +88,10 @@ class _Autocast(nn.Linear):
 def real_model(args: argparse.Namespace, on_progress: Callable[[str], None]) -> nn.Module:
     """The model with its weights on ``--device``, likewise."""
     device = check_device(args.device)
-    model, _ = load_model(args.model, args.dtype, device, seed=args.seed, on_progress=on_progress)
+    bits = _quantization(args)
+    model, _ = load_model(
+        args.model, args.dtype, device, seed=args.seed, quantization=bits, on_progress=on_progress
+    )
     return _trainable(model, args)
 
 
@@ -128,6 +133,21 @@ def check_device(name: str) -> torch.device:
     if (device.index or 0) >= count:
         raise ConfigError(f"--device {name}: there are {count} of them here; see `fxrl doctor`")
     return device
+
+
+def _quantization(args: argparse.Namespace) -> Format | None:
+    """``--quantization``, which is of frozen weights.
+
+    Raises:
+        ConfigError: without an adapter all weights are trained.
+    """
+    asked: Format | None = args.quantization
+    if asked is not None and not args.lora:
+        raise ConfigError(
+            f"--quantization {asked} is of frozen weights, and without an adapter all are trained; "
+            "add --lora RANK"
+        )
+    return asked
 
 
 def _trainable(model: nn.Module, args: argparse.Namespace) -> nn.Module:

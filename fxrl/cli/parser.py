@@ -92,6 +92,11 @@ def _model_and_loss(
     )
     sub.add_argument("--lora", type=_positive, metavar="RANK", help="PEFT LoRA on all linears")
     sub.add_argument(
+        "--quantization",
+        choices=["fp8", "int4", "nf4"],
+        help="of the frozen weights under --lora (none); products in FP8: --config precision=fp8",
+    )
+    sub.add_argument(
         "--dtype",
         default=dtype,
         choices=["fp64", "fp32", "bf16", "fp16"],
@@ -137,6 +142,7 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
         + MODEL_HELP,
         examples="  fxrl plan Qwen/Qwen3-8B --context 131072 --lora 32 --gpu-memory 80GiB\n"
         "  fxrl plan Qwen/Qwen3-8B --context 16384 --lora 32 --target h100 --rollout 64 --fit\n"
+        "  fxrl plan Qwen/Qwen3-8B --context 262144 --lora 16 --quantization nf4 --target h100\n"
         "  fxrl plan ./config.json --context 16384 --batch 4 --target a100 --plot memory.png\n"
         "  fxrl plan Qwen/Qwen3-8B --loss dpo --host-memory 128GiB --json > a.json\n"
         "  fxrl plan diff a.json b.json",

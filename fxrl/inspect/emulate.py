@@ -20,7 +20,8 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Rounds the products with these weights for the time of a block, backward included.
 
     A weight is known by where it lies, so that views and, while they live, copies of it (autocast,
-    a run in a wider dtype) are the same weight.
+    a run in a wider dtype) are the same weight. Each product is made in full, too, and how near
+    the rounded one comes is noted in ``RoundedWeight.seen``.
     """
 
     def __init__(self, weights: Sequence[RoundedWeight]) -> None:
@@ -49,7 +50,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
             rows, (values, _), _, transpose = args
             known = self._known.get(_place(values if transpose else values.t()))
             if known is not None:
-                return known(rows)
+                return _seen(known, known(rows), func(*args))
         made = func(*args, **(kwargs or {}))
         if func in COPIES:
             self._follow(args[0], made)
@@ -65,15 +66,23 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *bias, rows, right = args
         whole = right[0] if right.dim() == 3 and (len(right) == 1 or not right.stride(0)) else right
         if (known := self._known.get(_place(whole))) is not None:
-            made: Tensor = known(rows.flatten(0, -2))
+            flat = rows.flatten(0, -2)
+            made = _seen(known, known(flat), flat @ whole)
             made = made.view(*rows.shape[:-1], made.shape[-1])
             return made + bias[0] if bias else made
         # Autograd's spelling of a gradient whose rows are the columns of what they lie in.
         left: Any = self._known.get(_place(rows)) if func is aten.mm.default else None
         if left is not None and left == left.__self__.product:
-            turned: Tensor = left.__self__.rows_gradient(right.t()).t()
-            return turned
+            gradient = left.__self__.rows_gradient
+            return _seen(gradient, gradient(right.t()), (rows @ right).t()).t()
         return None
+
+
+def _seen(rounded: Any, made: Tensor, full: Tensor) -> Tensor:
+    """What a rounded product made, noted beside the same in full."""
+    weight: RoundedWeight = rounded.__self__
+    weight.seen.add("product" if rounded == weight.product else "gradient", made, full)
+    return made
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

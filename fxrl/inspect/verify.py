@@ -36,6 +36,7 @@ from fxrl.inspect.evaluate import (
     watch_precision,
 )
 from fxrl.ir.capture_record import Capture
+from fxrl.ops.rounded import RoundedWeight
 
 Reference = Literal["auto", "eager", "float32", "float64"]
 Rewrite = tuple[str, str]
@@ -123,19 +124,44 @@ class _References:
         key = frozenset(pair for one in captures for pair in one.rewrites if weights)
         if key not in self.known:
             with Emulation(weights) if weights else nullcontext():
-                self.known[key] = self._run(bool(weights))
+                self.known[key] = self._run(weights)
         return self.known[key]
 
-    def _run(self, rounded: bool) -> _Reference:
-        model, loss_fn, batch = self.model, self.loss_fn, self.batch
+    def _run(self, weights: Sequence[RoundedWeight]) -> _Reference:
+        model, loss_fn, batch, rounded = self.model, self.loss_fn, self.batch, bool(weights)
         eager, precision = _evaluate_eager(model, loss_fn, self.params, batch)
         wider = _reference_run(model, loss_fn, batch, self.asked, eager, precision, rounded)
         truth, used, notes = wider
         if rounded:
             used = f"{used}, rounded as the step is"
+            notes = [*notes, *_agreement(weights)]
         terms = _longest_reduction(self.params, batch)
         tolerances = Tolerances(precision.dtype, precision.calls, terms, rounded)
         return eager, truth, used, tuple(notes), tolerances
+
+
+#: A product in FP8 whose gradient's cosine with the one in full is less, ``verify`` names.
+LEAST_COSINE = 0.999
+
+
+def _agreement(weights: Sequence[RoundedWeight]) -> list[str]:
+    """How near the products in FP8 came to those in full, each of the very same rows."""
+    cosines = {}
+    for weight in weights:
+        seen = (weight.seen.cosine(what) for what in ("product", "gradient"))
+        if known := [cosine for cosine in seen if cosine is not None]:
+            cosines[weight.site] = min(known)
+    if not cosines:
+        return []
+    ordered = sorted(cosines, key=cosines.__getitem__)
+    low, middle = cosines[ordered[0]], cosines[ordered[len(ordered) // 2]]
+    told = f"{len(cosines)} products in FP8: cosine with those in full {low:.4f} at the least"
+    told = f"{told}, {middle:.4f} in the middle"
+    if not (below := [site for site in ordered if cosines[site] < LEAST_COSINE]):
+        return [told]
+    paths = [site.partition(":")[2].rpartition("/")[0] for site in below]
+    cure = f"Config(pass_options={{'fp8-lora': {{'skip': {paths}}}}})"
+    return [told, f"{len(below)} of them are below {LEAST_COSINE}; {cure} leaves these as they are"]
 
 
 def _search(judge: Callable[[Step], VerifyReport], step: Any) -> tuple[tuple[str, ...], str]:

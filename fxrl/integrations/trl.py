@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from fxrl import TrainStep, optimize
 from fxrl.config import Config
 from fxrl.engines import Engine, SamplingParams
-from fxrl.errors import ConfigError, FxrlError, optional
+from fxrl.errors import TESTED, ConfigError, FxrlError, optional
 from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.losses.logprobs import at_least_float32, token_stats
@@ -49,9 +49,6 @@ _utils = optional("trl.trainer.utils", _PURPOSE, _EXTRA)
 _accelerate = optional("accelerate.utils", _PURPOSE, _EXTRA)
 
 log = logging.getLogger(__name__)
-
-TESTED = ("1.16.0",)
-"""Versions of TRL that the tests have run with."""
 
 _IGNORED = -100
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -65,7 +62,7 @@ def _check(holds: bool, what: str) -> None:
     if not holds:
         raise TRLVersionError(
             f"trl {trl.__version__}: {what}, which fxrl.integrations.trl relies on; "
-            f"pip install 'trl=={TESTED[-1]}' (tested: {', '.join(TESTED)})"
+            f"pip install 'trl=={TESTED['trl'][-1]}' (tested: {', '.join(TESTED['trl'])})"
         )
 
 

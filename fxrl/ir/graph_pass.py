@@ -8,14 +8,26 @@ the only silent path is "not this idiom" in ``match``. Any part of a pass says n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Any, ClassVar, Generic, Self, TypeVar, final
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    Self,
+    TypeVar,
+    final,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from torch import fx
 
 from fxrl.config import Config
+from fxrl.errors import ConfigError, did_you_mean
 from fxrl.ir.graph import (
     eliminate_dead_code,
     graphs_of,
@@ -91,6 +103,8 @@ class Applied:
 
 
 S = TypeVar("S", bound=Site)
+#: Metadata of a field that is no user's option: ``of`` settles it, or ``measured`` finds it out.
+SETTLED = {"settled": True}
 
 
 @dataclass(slots=True)
@@ -134,6 +148,26 @@ class Pass(ABC, Generic[S]):
     def of(cls, config: Config) -> Self:
         """The pass with the options that a configuration asks for."""
         return cls()
+
+    @final
+    def told(self, options: Mapping[str, Any]) -> Self:
+        """The pass with a user's options.
+
+        Raises:
+            ConfigError: it has no such option, or none of that type; names the nearest.
+        """
+        hints = get_type_hints(type(self))
+        known = [f.name for f in fields(self) if not f.metadata.get("settled")]  # type: ignore[arg-type]
+        where = f"pass_options: {self.name}"
+        for name in options:
+            if name not in known:
+                near = did_you_mean(name, known) if known else ""
+                raise ConfigError(f"{where} has no option {name!r}{near}")
+        values = {
+            name: _as_option(f"{where}.{name}", hints[name], getattr(self, name), value)
+            for name, value in options.items()
+        }
+        return replace(self, **values)  # type: ignore[type-var]
 
     def measured(self, inputs: Sequence[Any]) -> Self:
         """The pass with what only the graph's real inputs and their device tell as options.
@@ -223,6 +257,23 @@ class Pass(ABC, Generic[S]):
         self, kind: RemarkKind, at: fx.Node, name: str, reason: str, cure: str = "", saved: int = 0
     ) -> Remark:
         return Remark(kind, self.name, name, user_source(at), reason, cure, saved)
+
+
+def _as_option(where: str, hint: Any, present: Any, value: Any) -> Any:
+    """A value of a field's type, which a file may spell otherwise: a list, or 1 for 1.0."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            allowed = ", ".join(map(repr, get_args(hint)))
+            raise ConfigError(f"{where}={value!r} is not one of {allowed}")
+        return value
+    kind: Any = Mapping if isinstance(present, Mapping) else type(present)
+    made: Any = float(value) if kind is float and type(value) is int else value
+    made = tuple(made) if kind is tuple and isinstance(made, list) else made
+    words = {tuple: "a list of texts", Mapping: "a table"}.get(kind, f"of type {kind.__name__}")
+    fits = isinstance(made, kind) and isinstance(made, bool) == (kind is bool)
+    if not fits or (kind is tuple and not all(isinstance(one, str) for one in made)):
+        raise ConfigError(f"{where}={value!r} is not {words}")
+    return made
 
 
 class Normalisation(Pass[S]):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from fnmatch import fnmatchcase
 
 from torch import fx
 
@@ -64,6 +65,15 @@ def rename_site(node: fx.Node, path: str, own: str) -> None:
         inside = plain == path or plain.startswith(f"{path}.")
         stack[key] = (f"L['model'].{own}{plain.removeprefix(path)}" if inside else module, kind)
     node.meta["nn_module_stack"] = stack
+
+
+def names_module(pattern: str, path: str) -> bool:
+    """Whether a pattern names a module or one that it is in: its whole path, or a part of it.
+
+    Args:
+        pattern: dotted names; ``*`` stands for anything.
+    """
+    return any(fnmatchcase(path, f"{a}{pattern}{b}") for a in ("", "*.") for b in ("", ".*"))
 
 
 def site_name(node: fx.Node) -> str:

@@ -90,12 +90,14 @@ def importable_from(*folders: Path) -> Iterator[None]:
             sys.meta_path.remove(_FINDER)
 
 
-def load_function(path: str) -> Callable[..., Any]:
-    """What ``module:function`` or ``file.py:function`` names.
+def load_function(path: str | Callable[..., Any]) -> Callable[..., Any]:
+    """What ``module:function`` or ``file.py:function`` names; a function itself is given back.
 
     Raises:
         LossConfigError: there is no such file, module or function, or importing it failed.
     """
+    if not isinstance(path, str):
+        return path
     home, _, attribute = path.rpartition(":")
     file = _file(home) if home.endswith(".py") else None
     try:

@@ -13,10 +13,12 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor
 
+from fxrl.losses.advantages import ScaleRewards
 from fxrl.losses.batch import LossConfigError, LossFn, Metrics, Tokens, check_choice, check_positive
 from fxrl.losses.logprobs import bounded_exp
 from fxrl.losses.options import PolicyKeywords, PolicyOptions, loss_factory
 from fxrl.losses.reduce import (
+    Reduction,
     fixed_length_mean,
     masked_max,
     masked_mean,
@@ -118,9 +120,20 @@ def clip_metrics(
 _CLIP_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
 
 
-def sequence_metrics(level: Level) -> tuple[str, ...]:
-    """Those of ``clipped_surrogate``'s metrics that are means over sequences."""
-    return () if level == "token" else _CLIP_MEANS
+def _clipped_loss(
+    reduction: Reduction,
+    clip: tuple[float, float | None, float | None, Level],
+    common: PolicyKeywords,
+    scale_rewards: ScaleRewards = "group",
+) -> LossFn:
+    """``clipped_surrogate(*clip)`` under a reduction."""
+    return policy_loss(
+        clipped_surrogate(*clip),
+        reduction,
+        PolicyOptions(**common),
+        per_sequence=() if clip[-1] == "token" else _CLIP_MEANS,
+        scale_rewards=scale_rewards,
+    )
 
 
 @loss_factory
@@ -151,11 +164,8 @@ def grpo(
     Raises:
         LossConfigError: a value is out of range.
     """
-    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
-    per_sequence = sequence_metrics(importance_sampling_level)
-    return policy_loss(
-        surrogate, sequence_mean_token_mean, PolicyOptions(**common), per_sequence=per_sequence
-    )
+    clip = epsilon, epsilon_high, delta, importance_sampling_level
+    return _clipped_loss(sequence_mean_token_mean, clip, common)
 
 
 @loss_factory
@@ -173,9 +183,8 @@ def bnpo(
     Source: TRL's ``loss_type="bnpo"``. It depends on how the update is cut into batches; ``dapo``
     with ``num_items_in_batch`` does not.
     """
-    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
-    per_sequence = sequence_metrics(importance_sampling_level)
-    return policy_loss(surrogate, token_mean, PolicyOptions(**common), per_sequence=per_sequence)
+    clip = epsilon, epsilon_high, delta, importance_sampling_level
+    return _clipped_loss(token_mean, clip, common)
 
 
 @loss_factory
@@ -195,13 +204,8 @@ def dr_grpo(
     divided by their standard deviation: ``group_advantages(scale_rewards="none")``).
     """
     check_positive("max_completion_length", max_completion_length)
-    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
-    reduction = fixed_length_mean(max_completion_length)
-    per_sequence = sequence_metrics(importance_sampling_level)
-    options = PolicyOptions(**common)
-    return policy_loss(
-        surrogate, reduction, options, per_sequence=per_sequence, scale_rewards="none"
-    )
+    clip = epsilon, epsilon_high, delta, importance_sampling_level
+    return _clipped_loss(fixed_length_mean(max_completion_length), clip, common, "none")
 
 
 @loss_factory
@@ -218,11 +222,8 @@ def dapo(
 
     Source: DAPO, arXiv:2503.14476 eq. 8.
     """
-    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
-    per_sequence = sequence_metrics(importance_sampling_level)
-    return policy_loss(
-        surrogate, token_mean_of_update, PolicyOptions(**common), per_sequence=per_sequence
-    )
+    clip = epsilon, epsilon_high, delta, importance_sampling_level
+    return _clipped_loss(token_mean_of_update, clip, common)
 
 
 @loss_factory
@@ -241,11 +242,8 @@ def gspo(
     Source: arXiv:2507.18071, clip ranges of its section 5.1. For advantages or weights
     that differ from token to token take its GSPO-token, ``"sequence_token"``.
     """
-    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
-    per_sequence = sequence_metrics(importance_sampling_level)
-    return policy_loss(
-        surrogate, sequence_mean_token_mean, PolicyOptions(**common), per_sequence=per_sequence
-    )
+    clip = epsilon, epsilon_high, delta, importance_sampling_level
+    return _clipped_loss(sequence_mean_token_mean, clip, common)
 
 
 @loss_factory
@@ -262,11 +260,8 @@ def luspo(
 
     Source: arXiv:2602.05261, clip ranges of its section 5.1.
     """
-    surrogate = clipped_surrogate(epsilon, epsilon_high, delta, importance_sampling_level)
-    per_sequence = sequence_metrics(importance_sampling_level)
-    return policy_loss(
-        surrogate, sequence_mean_token_sum, PolicyOptions(**common), per_sequence=per_sequence
-    )
+    clip = epsilon, epsilon_high, delta, importance_sampling_level
+    return _clipped_loss(sequence_mean_token_sum, clip, common)
 
 
 @loss_factory

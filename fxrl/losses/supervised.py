@@ -5,6 +5,7 @@ Shapes: B sequences (or pairs), T tokens, C completion tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -128,15 +129,8 @@ def dpo(
         mask = completion_mask(batch)
         if mask.shape[0] % 2:
             raise BatchError(f"dpo needs pairs, chosen then rejected, not {mask.shape[0]} rows")
-        logits, _ = completion_logits(model, batch, mask.shape[1])
-        tokens = batch["input_ids"][:, -mask.shape[1] :]
-        logps = reduce_tokens(token_stats(logits, tokens).logps, mask)  # [2B]
-        ref_logps = torch.zeros_like(logps)
-        if not reference_free:
-            given = need(batch, "ref_logps", "dpo compares with; reference_free=True goes without")
-            per_sequence = given.dim() == 1
-            ref_logps = given if per_sequence else reduce_tokens(per_token(given, mask), mask)
-        rewards = logps - ref_logps.detach()
+        why = "" if reference_free else "dpo compares with; reference_free=True goes without"
+        logps, rewards = _sequence_logps(model, batch, mask, reduce_tokens, why)  # [2B] each
         chosen, rejected = _pairs(rewards)
         losses = _preference_losses(chosen - rejected, beta, loss_type, label_smoothing)
         return losses.mean(), _preference_metrics(beta * rewards, logps)
@@ -180,24 +174,16 @@ def kto(
     check_positive("desirable_weight", desirable_weight, or_zero=True)
     check_positive("undesirable_weight", undesirable_weight, or_zero=True)
     estimated = loss_type == "kto"
-    info = LossInfo(
-        "sequences",
-        KTO_METRICS,
-        reads="labelled",
-        reference=True,
-        mismatched_kl=estimated,
-    )
 
-    @tells(info)
+    @tells(
+        LossInfo(
+            "sequences", KTO_METRICS, reads="labelled", reference=True, mismatched_kl=estimated
+        )
+    )
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         mask = completion_mask(batch)
-        logits, _ = completion_logits(model, batch, mask.shape[1])
-        tokens = batch["input_ids"][:, -mask.shape[1] :]
-        logps = masked_sum(token_stats(logits, tokens).logps, mask)  # [B]
-        given = need(batch, "ref_logps", "kto compares with")
-        ref_logps = given if given.dim() == 1 else masked_sum(per_token(given, mask), mask)
+        logps, rewards = _sequence_logps(model, batch, mask, masked_sum, "kto compares with")
         desirable = need(batch, "desirable", "says which answers are good") != 0
-        rewards = logps - ref_logps.detach()
         gain = rewards
         if estimated:
             gain = rewards - need(batch, "kl", "kto compares rewards with").detach()
@@ -213,6 +199,29 @@ def kto(
         return losses.mean(), metrics
 
     return loss_fn
+
+
+def _sequence_logps(
+    model: nn.Module,
+    batch: Batch,
+    mask: Tensor,
+    reduce_tokens: Callable[[Tensor, Tensor], Tensor],
+    why: str,
+) -> tuple[Tensor, Tensor]:
+    """log pi(y | x) of each sequence [B], and how far it is above the reference's.
+
+    Args:
+        reduce_tokens: of log-probs [B, C] and ``mask``.
+        why: ``ref_logps`` are needed; where it is empty they count as 0.
+    """
+    logits, _ = completion_logits(model, batch, mask.shape[1])
+    tokens = batch["input_ids"][:, -mask.shape[1] :]
+    logps = reduce_tokens(token_stats(logits, tokens).logps, mask)
+    if not why:
+        return logps, logps
+    given = need(batch, "ref_logps", why)
+    ref_logps = given if given.dim() == 1 else reduce_tokens(per_token(given, mask), mask)
+    return logps, logps - ref_logps.detach()
 
 
 def _labelled_metrics(rewards: Tensor, logps: Tensor, desirable: Tensor, batch: Batch) -> Metrics:

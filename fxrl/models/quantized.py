@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from fxrl.errors import ConfigError, did_you_mean
+from fxrl.ir.site import names_module
 from fxrl.models.checkpoint import CheckpointTensors, build_skeleton, owner_of, parameter_groups
 from fxrl.models.hf import ModelError
 from fxrl.models.stored import (
@@ -21,6 +24,92 @@ from fxrl.models.stored import (
     to_store,
 )
 from fxrl.ops.dequantized import FORMATS, GROUP, Format, dequantized_mm, quantized
+from fxrl.ops.fp8 import RECIPES, Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a model's frozen Linears are held.
+
+    Attributes:
+        format: ``"fp8"`` (e4m3), ``"int4"`` or ``"nf4"`` (a scale for 64 entries of a row).
+        recipe: a weight's scales in FP8: one for each output ``"row"``, for each ``"block"`` of
+            128 x 128, or for the whole ``"tensor"``.
+        skip: module paths, or parts of them, that stay; ``*`` stands for anything.
+        least_values: entries of a weight below which it stays.
+
+    Raises:
+        ConfigError: a value is unknown, or the format has no such recipe.
+    """
+
+    format: Format
+    recipe: Recipe = "row"
+    skip: tuple[str, ...] = ()
+    least_values: int = 0
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            known = ", ".join(map(repr, FORMATS))
+            raise ConfigError(f"quantization={self.format!r} is not one of {known}")
+        if self.recipe not in RECIPES:
+            known = ", ".join(map(repr, RECIPES))
+            raise ConfigError(f"recipe={self.recipe!r} is not one of {known}")
+        if self.recipe != "row" and self.format != "fp8":
+            raise ConfigError(
+                f"recipe={self.recipe!r} is of FP8's scales, and {self.format} has one for "
+                f"{GROUP} entries; leave it out"
+            )
+
+    def chosen(self, model: nn.Module, *, trained: bool = False) -> dict[str, nn.Linear]:
+        """The Linears of a model that are to be held so, by path.
+
+        Args:
+            trained: those whose weight requires a gradient, too.
+
+        Raises:
+            ModelError: ``skip`` names none, or one's inputs are no multiple of 64, in 4 bits.
+        """
+        found = dict(linears_of(model))
+        for pattern in self.skip:
+            if not any(names_module(pattern, path) for path in found):
+                leaves = {path.removesuffix(".base_layer").rpartition(".")[2] for path in found}
+                near = did_you_mean(pattern, leaves)
+                raise ModelError(f"skip={pattern!r} names no Linear of the model{near}")
+        chosen = {
+            path: linear
+            for path, linear in found.items()
+            if (trained or not linear.weight.requires_grad)
+            and linear.weight.numel() >= self.least_values
+            and not any(names_module(pattern, path) for pattern in self.skip)
+        }
+        for path, linear in chosen.items():
+            if self.format != "fp8" and linear.in_features % GROUP:
+                raise ModelError(
+                    f"{path} has {linear.in_features} inputs; {self.format} takes multiples of "
+                    f"{GROUP}; use 'fp8', or name it in skip"
+                )
+        return chosen
+
+    def made(self, linear: nn.Linear, weight: Tensor) -> QuantizedLinear:
+        """What takes a Linear's place, with a weight of its dtype."""
+        values = quantized(weight, self.format, self.recipe)
+        return QuantizedLinear(*values, self.format, linear.bias, linear.weight.dtype)
+
+
+#: How a caller says it: the format alone leaves the rest at its defaults.
+Asked = Format | Quantization
+
+
+def as_quantization(asked: Asked) -> Quantization:
+    """A format by name is that with its defaults.
+
+    Raises:
+        ModelError: there is no such format.
+    """
+    try:
+        return asked if isinstance(asked, Quantization) else Quantization(asked)
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
 
 
 class QuantizedLinear(nn.Linear):
@@ -102,33 +191,23 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, format={self.format!r}"
 
 
-def quantize(model: nn.Module, format: Format) -> nn.Module:
+def quantize(model: nn.Module, format: Asked) -> nn.Module:
     """Replace each frozen ``nn.Linear`` of a model, one at a time, by one that holds 8 or 4 bits.
 
     A layer's weight in more goes as soon as its values are made. The output layer stays, and so
     does what is trained. ``load_model`` does it while it reads.
 
     Args:
-        model: changed in place.
-        format: ``"fp8"`` (e4m3, a scale for each output), ``"int4"`` or ``"nf4"`` (a scale for 64
-            entries of a row).
+        model: changed in place; as it was where this raises.
+        format: a name, or all options.
 
     Raises:
-        ModelError: no such format, or a Linear's inputs are no multiple of 64, in 4 bits.
+        ModelError: there is no such format; or see ``Quantization.chosen``.
     """
-    check_format(format)
-    for path, child in linears_of(model):
-        if not child.weight.requires_grad:
-            _check_columns(path, child, format)
-            values = quantized(child.weight.detach(), format)
-            _put(model, path, QuantizedLinear(*values, format, child.bias, child.weight.dtype))
+    how = as_quantization(format)
+    for path, child in how.chosen(model).items():
+        _put(model, path, how.made(child, child.weight.detach()))
     return model
-
-
-def check_format(format: str) -> None:
-    """Raises ``ModelError`` for what is none of ``FORMATS``."""
-    if format not in FORMATS:
-        raise ModelError(f"quantization={format!r} is not one of {', '.join(map(repr, FORMATS))}")
 
 
 def linears_of(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -139,14 +218,6 @@ def linears_of(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield path, module
 
 
-def _check_columns(path: str, linear: nn.Linear, format: Format) -> None:
-    if format != "fp8" and linear.in_features % GROUP:
-        raise ModelError(
-            f"{path} has {linear.in_features} inputs; {format} takes multiples of {GROUP}; "
-            "use 'fp8'"
-        )
-
-
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, name = owner_of(model, path)
     setattr(parent, name, module)
@@ -155,7 +226,7 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> None:
 # ---------------------------------------------------------------------------- from a checkpoint
 def load_quantized(
     folder: Path,
-    format: Format | None,
+    format: Asked | None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
@@ -178,7 +249,8 @@ def load_quantized(
     """
     model: Any = build_skeleton(folder, dtype)
     held = stored_format(quantization_of(model.config))
-    if held is not None and format not in (None, held):
+    how = None if format is None else as_quantization(format)
+    if held is not None and how not in (None, Quantization(held)):
         raise ModelError(
             f"model {str(folder)!r} is quantised already, as {held}: quantization={format!r} needs "
             f"the checkpoint in bf16; leave it out, or set {held!r}"
@@ -186,9 +258,8 @@ def load_quantized(
     checkpoint = CheckpointTensors(folder, model)
     if held is not None:
         _take_stored(model, checkpoint, held, device)
-    elif format is not None:
-        check_format(format)
-        _take_quantized(model, checkpoint, format, device)
+    elif how is not None:
+        _take_quantized(model, checkpoint, how, device)
     for names in parameter_groups(model):
         owner, name = owner_of(model, names[0])
         empty = getattr(owner, name)
@@ -210,22 +281,19 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 
 def _take_quantized(
-    model: Any, checkpoint: CheckpointTensors, format: Format, device: torch.device | str
+    model: Any, checkpoint: CheckpointTensors, how: Quantization, device: torch.device | str
 ) -> None:
-    chosen = dict(linears_of(model))
-    for path, linear in chosen.items():
-        _check_columns(path, linear, format)
-        dtype = linear.weight.dtype
-        weight = checkpoint.get([f"{path}.weight"], linear.weight.shape).to(device, dtype)
-        made = QuantizedLinear(*quantized(weight, format), format, linear.bias, dtype)
-        _put(model, path, made)
-    note_format(model, format)
+    for path, linear in how.chosen(model, trained=True).items():
+        shape, dtype = linear.weight.shape, linear.weight.dtype
+        weight = checkpoint.get([f"{path}.weight"], shape).to(device, dtype)
+        _put(model, path, how.made(linear, weight))
+    note_format(model, how)
 
 
-def note_format(model: Any, format: Format) -> None:
+def note_format(model: Any, how: Quantization) -> None:
     """Writes into a model's configuration what ``save_pretrained`` shall say of its Linears."""
     wide = [path for path, module in model.named_modules() if type(module) is nn.Linear]
-    model.config.quantization_config = config_of(format, wide)
+    model.config.quantization_config = config_of(how.format, how.recipe, wide)
 
 
 def _take_stored(

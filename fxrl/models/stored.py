@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fxrl.models.hf import ModelError
 from fxrl.ops.dequantized import GROUP, NF4, Format
-from fxrl.ops.fp8 import BLOCK, E4M3, read_scale
+from fxrl.ops.fp8 import BLOCK, E4M3, Recipe, read_scale
 
 #: A Linear's tensors in a checkpoint, by their names behind its own.
 Stored = dict[str, Tensor]
@@ -171,7 +171,15 @@ def _nf4_state(values: Tensor, scale: Tensor) -> Stored:
     return {"weight.absmax": scale.flatten(), "weight.quant_map": table, _STATE: told}
 
 
-def config_of(format: Format, wide: list[str]) -> dict[str, Any]:
+#: A recipe's scales in compressed-tensors' words.
+_STRATEGIES: dict[Recipe, dict[str, Any]] = {
+    "row": {"strategy": "channel"},
+    "tensor": {"strategy": "tensor"},
+    "block": {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
+}
+
+
+def config_of(format: Format, recipe: Recipe, wide: list[str]) -> dict[str, Any]:
     """The ``quantization_config`` of a model that was quantised here.
 
     Args:
@@ -185,8 +193,10 @@ def config_of(format: Format, wide: list[str]) -> dict[str, Any]:
     if format == "int4":
         weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
     else:
-        weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+        weights = {"num_bits": 8, "type": "float", **_STRATEGIES[recipe]}
         rows = {"num_bits": 8, "type": "float", "strategy": "token"}
+        if recipe == "block":
+            rows |= {"strategy": "group", "group_size": BLOCK}
         group["input_activations"] = {**rows, "symmetric": True, "dynamic": True}
     group["weights"] = {**weights, "symmetric": True, "dynamic": False}
     return {

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fxrl.ops.fp8 import BLOCK, dequantized, quantized_weight
+from fxrl.ops.fp8 import BLOCK, Recipe, dequantized, quantized_weight
 
 Format = Literal["fp8", "int4", "nf4"]
 FORMATS: tuple[Format, ...] = ("fp8", "int4", "nf4")
@@ -41,10 +41,14 @@ NF4 = (
 # fmt: on
 
 
-def quantized(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Values and scales of a weight [N, K]; FP8 with a scale for each output row.
+def quantized(weight: Tensor, format: Format, recipe: Recipe = "row") -> tuple[Tensor, Tensor]:
+    """Values and scales of a weight [N, K].
 
-    Takes some rows at a time: beside the result, little is alive in float32.
+    Takes some rows at a time: beside the result, little is alive in float32, but where one scale
+    is for all of them.
+
+    Args:
+        recipe: how the scales lie, in FP8.
 
     Raises:
         ValueError: K is no multiple of what shares a scale, in 4 bits.
@@ -53,14 +57,16 @@ def quantized(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     if format != "fp8" and columns % GROUP:
         raise ValueError(f"a weight of {columns} columns is no multiple of {GROUP}")
     step = max(1, _PART // max(1, columns))
-    parts = [_quantized(rows, format) for rows in torch.split(weight, step)]
+    if format == "fp8" and recipe != "row":
+        step = len(weight) if recipe == "tensor" else -(-step // BLOCK) * BLOCK
+    parts = [_quantized(rows, format, recipe) for rows in torch.split(weight, step)]
     values, scales = zip(*parts, strict=True)
     return torch.cat(values), torch.cat(scales)
 
 
-def _quantized(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+def _quantized(weight: Tensor, format: Format, recipe: Recipe) -> tuple[Tensor, Tensor]:
     if format == "fp8":
-        return quantized_weight(weight, "row")
+        return quantized_weight(weight, recipe)
     rows, columns = weight.shape
     groups = weight.float().view(rows, -1, GROUP)
     most = groups.abs().amax(2)

@@ -7,7 +7,8 @@ no kernel of it runs here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,6 +16,24 @@ from torch import Tensor
 from fxrl.ops.fp8 import BLOCK, dequantized, scales_rows
 
 ops = torch.ops.fxrl
+
+
+class Agreement:
+    """The cosine of two tensors that come in parts, by what they are called."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
+
+    def add(self, what: str, one: Tensor, other: Tensor) -> None:
+        """A part of both."""
+        wide = torch.promote_types(one.dtype, torch.float32)
+        a, b = (each.detach().to(wide).flatten() for each in (one, other))
+        self._sums[what] += torch.stack([a @ b, a @ a, b @ b]).double().cpu()
+
+    def cosine(self, what: str) -> float | None:
+        """Of all parts; None where one of the two is zero, or no part came."""
+        dot, *squares = self._sums[what].tolist()
+        return dot / (squares[0] * squares[1]) ** 0.5 if all(squares) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +44,8 @@ class RoundedWeight:
         source: as the model has it: [N, K], [K, N] where ``turned``, or the values themselves.
         values, scale: in FP8, as ``fxrl.ops.fp8`` has them.
         gradient: ``"fp8"`` or ``"bf16"``, as ``fp8_linear`` takes it.
+        site: of the product, as reports name it.
+        seen: how near its products came to those in full.
     """
 
     source: Tensor
@@ -32,6 +53,8 @@ class RoundedWeight:
     values: Tensor
     scale: Tensor
     gradient: str
+    site: str = ""
+    seen: Agreement = field(default_factory=lambda: Agreement())
 
     def product(self, rows: Tensor) -> Tensor:
         """[T, K] -> [T, N]."""

@@ -75,6 +75,11 @@ def raised_at(error: BaseException) -> str:
     return "".join(f" at {_place(f.filename, f.lineno)}" for f in (own or foreign)[-1:])
 
 
+def name_of(function: Any) -> str:
+    """Of a function; of an object that is called like one, its class's."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def defined_at(function: Any) -> str:
     """`` (defined at rewards.py:3)``; empty where that is unknown."""
     function = inspect.unwrap(getattr(function, "func", function))
@@ -104,7 +109,7 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, FxrlError):
         text = str(error)
     elif isinstance(error, KeyboardInterrupt):
-        text = "interrupted"
+        text = str(error) or "interrupted"
     elif isinstance(error, SystemExit):
         text = f"sys.exit({shown(error.code)}) was called{raised_at(error)}"
     else:

@@ -25,6 +25,7 @@ from rich.console import Console
 
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.rl.errors import StorageError, in_words
+from fxrl.rl.loop.interrupt import Terminated, unwound_by_sigterm
 from fxrl.rl.report.output import LOG, Output, silent
 from fxrl.rl.report.progress import reporter_on
 
@@ -59,7 +60,8 @@ def main(
     """
     output = Output(_message_event if json else str)
     rank = os.environ.get("RANK", "0")
-    with output.kept(), nullcontext() if rank == "0" else silent():
+    quiet = nullcontext() if rank == "0" else silent()
+    with unwound_by_sigterm(), output.kept(), quiet:
         # Of these very streams: user code may put others into ``sys`` and forget them there.
         console, errors = Console(file=sys.stdout), Console(file=sys.stderr)
         code = BAD_CONFIG
@@ -85,7 +87,7 @@ def main(
                 console, errors = Console(file=sys.__stdout__), Console(file=sys.__stderr__)
             _tell_error(error, console if json else errors, json=json, traceback=traceback)
             if isinstance(error, KeyboardInterrupt):
-                return INTERRUPTED
+                return error.exit_code if isinstance(error, Terminated) else INTERRUPTED
             told = isinstance(error, FxrlError | ImportError)
             return code if told and not isinstance(error, StorageError) else FAILED
 

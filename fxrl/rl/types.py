@@ -72,15 +72,13 @@ class Drawn(NamedTuple):
     Attributes:
         completion: as the engine gave it.
         text: of it, without special tokens.
-        prompt: as the rewards saw it, a text or chat messages.
         values: of each reward function; ``None`` where it does not apply.
         total: their weighted sum, NaN where none applied.
-        told: what it says besides its tokens.
+        told: what it says besides its tokens, and the prompt as the rewards saw it.
     """
 
     completion: Completion
     text: str
-    prompt: Any
     values: dict[str, float | None]
     total: float
     told: Told = Told(None)
@@ -233,8 +231,8 @@ class Rollout:
         count = min(wanted, len(pairs))
         return [
             {
-                "question": last_text(drawn.prompt),
-                "prompt": drawn.prompt,
+                "question": last_text(drawn.told.prompt),
+                "prompt": drawn.told.prompt,
                 "completion": drawn.text,
                 "reward": drawn.total if math.isfinite(drawn.total) else None,
                 "advantage": advantage,

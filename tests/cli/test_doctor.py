@@ -9,7 +9,6 @@ from packaging.requirements import Requirement
 
 from fxrl import doctor
 from fxrl.cli import main
-from fxrl.engines.vllm.options import TESTED
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -165,7 +164,3 @@ def test_the_link_to_host_memory(monkeypatch):
     )  # fmt: skip
     assert "host_memory=0" in check.cure
     assert doctor._offload(None, smoke=True).status == "not here"
-
-
-def test_the_tested_versions_of_vllm_are_those_that_the_engine_names():
-    assert doctor.TESTED_VLLM == TESTED

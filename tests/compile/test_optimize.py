@@ -15,6 +15,21 @@ def loss_fn(model, batch):
     return model(batch).sum()
 
 
+#: Options that a pass does not take, for each what is said of them.
+PASS_OPTIONS = (
+    ({"fp8-lore": {}}, "pass_options: 'fp8-lore' is unknown; did you mean 'fp8-lora'"),
+    ({"fp8-lora": {"recip": "row"}}, "fp8-lora has no option 'recip'; did you mean 'recipe'"),
+    ({"fp8-lora": {"enabled": True}}, "fp8-lora has no option 'enabled'"),
+    ({"recompute": {"enabled": True}}, "recompute has no option 'enabled'$"),
+    ({"fp8-lora": {"recipe": "rows"}}, "recipe='rows' is not one of 'row', 'block', 'tensor'"),
+    ({"fp8-lora": {"skip": "k_proj"}}, "fp8-lora.skip='k_proj' is not a list of texts"),
+    ({"fp8-lora": {"skip": [1]}}, r"fp8-lora.skip=\[1\] is not a list of texts"),
+    ({"fp8-lora": {"heads": 1}}, "fp8-lora.heads=1 is not of type bool"),
+    ({"fp8-lora": {"least_values": True}}, "least_values=True is not of type int"),
+    ({"factor-masks": {"least_mask": 3}}, "least_mask=3 is not a table"),
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -23,7 +38,11 @@ def loss_fn(model, batch):
         ((torch.nn.Linear(2, 2), loss_fn, {}), r"config is a dict; .* fxrl\.Config\("),
         (
             (torch.nn.Linear(2, 2), loss_fn, fxrl.Config(passes=("fuse-logprob",))),
-            "'fuse-logprob' is unknown; the passes are",
+            "passes: 'fuse-logprob' is unknown; did you mean 'fuse-linear-logprob'",
+        ),
+        *(
+            ((torch.nn.Linear(2, 2), loss_fn, fxrl.Config(pass_options=told)), words)
+            for told, words in PASS_OPTIONS
         ),
     ],
 )

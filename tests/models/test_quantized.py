@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import fxrl
+from fxrl.errors import ConfigError
 from fxrl.ir.plan import CutLayer, Plan
-from fxrl.models import ModelError, QuantizedLinear, quantize
+from fxrl.models import ModelError, Quantization, QuantizedLinear, quantize
 from fxrl.ops import dequantized as op
 from fxrl.ops.dequantized import FORMATS, quantized, widened
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
@@ -123,10 +124,34 @@ def test_casting_and_moving_a_model_leave_the_weight_alone():
     )
 
 
+@pytest.mark.parametrize(
+    ("recipe", "shape"), [("row", [256, 1]), ("tensor", [1, 1]), ("block", [2, 2])]
+)
+def test_options_say_how_and_which(recipe, shape):
+    """Scales as asked for; what is skipped or small stays."""
+    sizes = {"a": (256, 256), "b": (256, 384), "c": (16, 16)}
+    model = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
+    weight, rows = model["a"].weight.detach(), torch.randn(5, 256)
+    expected = model["a"](rows).detach()
+    quantize(
+        model.requires_grad_(False), Quantization("fp8", recipe, skip=("b",), least_values=2**10)
+    )
+    assert [type(m) for m in model.values()] == [QuantizedLinear, nn.Linear, nn.Linear]
+    assert [*model["a"].weight_scale.shape] == shape
+    assert not torch.equal(model["a"](rows), expected)
+    torch.testing.assert_close(model["a"](rows), expected, rtol=0, atol=0.1)
+    values, scale = quantized(weight, "fp8", recipe), (model["a"].weight, model["a"].weight_scale)
+    assert all(torch.equal(x.float(), y.float()) for x, y in zip(values, scale, strict=True))
+
+
 def test_refused():
     with pytest.raises(ModelError, match="quantization='fp7' is not one of 'fp8', 'int4', 'nf4'"):
         quantize(nn.Linear(64, 64), "fp7")
     model = nn.Sequential(nn.Linear(96, 64)).requires_grad_(False)
+    with pytest.raises(ModelError, match="'1' names no Linear of the model; known: 0"):
+        quantize(nn.Sequential(nn.Linear(64, 64)), Quantization("fp8", skip=("1",)))
+    with pytest.raises(ConfigError, match="recipe='block' is of FP8's scales, and nf4 has one for"):
+        Quantization("nf4", "block")
     with pytest.raises(ModelError, match="0 has 96 inputs; nf4 takes multiples of 64; use 'fp8'"):
         quantize(model, "nf4")
     assert type(model[0]) is nn.Linear

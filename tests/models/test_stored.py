@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fxrl.models import ModelError, QuantizedLinear, load_model, lora
+from fxrl.models import ModelError, Quantization, QuantizedLinear, load_model, lora
 from fxrl.models.stored import read_stored
 from fxrl.ops import dequantized as dequantized_op
 from fxrl.ops.dequantized import FORMATS, NF4, quantized, widened
-from fxrl.ops.fp8 import dequantized, quantized_weight
+from fxrl.ops.fp8 import RECIPES, dequantized, quantized_weight
 
 IDS = torch.randint(3, 250, (2, 9), generator=torch.Generator().manual_seed(0))
 SIZES = "tiny:qwen3:hidden=128,intermediate=320,heads=4,head_dim=32"
@@ -274,6 +274,22 @@ def test_what_is_quantised_here_is_saved_and_read_again(wide, tmp_path, format):
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_and_exceptions_are_saved_and_read_again(wide, tmp_path, recipe):
+    how = Quantization("fp8", recipe, skip=("layers.0.self_attn",))
+    model, tokenizer = load_model(wide, quantization=how)
+    assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again, _ = load_model(tmp_path)
+    assert bits(again.model.layers[1].mlp.up_proj.weight_scale) == bits(
+        model.model.layers[1].mlp.up_proj.weight_scale
+    )
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    with pytest.raises(ModelError, match="is quantised already, as fp8: quantization="):
+        load_model(tmp_path, quantization=how)
 
 
 class Peak(TorchDispatchMode):

@@ -46,7 +46,8 @@ from torch import Tensor
 
 from fxrl.engines.engine import EngineError
 from fxrl.engines.vllm.build import EngineLoadError
-from fxrl.engines.vllm.options import TESTED, VllmOptions
+from fxrl.engines.vllm.options import VllmOptions
+from fxrl.errors import TESTED
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def unknown(place: str, what: str) -> Iterator[None]:
     problem = (
         f"this vLLM chooses its attention in a way that fxrl does not know ({what}), so fxrl's "
         "decode attention cannot be kept to one engine; set decode_attention='vllm' or use a "
-        f"tested version: {', '.join(TESTED)}"
+        f"tested version: {', '.join(TESTED['vllm'])}"
     )
     if place != "FLASH_ATTN":
         raise EngineLoadError(problem)

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
 from fxrl.engines.ledger import Tags
-from fxrl.engines.vllm.options import TESTED
 from fxrl.engines.vllm.requests import EngineFailedError, step
 from fxrl.engines.vllm.standby import tag_bytes
 from fxrl.engines.weights.lora.sites import PEFT_PREFIX, LoraSite
+from fxrl.errors import TESTED
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class VllmHandle:
         if not hasattr(worker, "model_runner"):
             raise EngineError(
                 "this vLLM keeps no worker at llm_engine.model_executor.driver_worker; use a "
-                f"tested version: {', '.join(TESTED)}"
+                f"tested version: {', '.join(TESTED['vllm'])}"
             )
         return worker
 
@@ -294,7 +294,7 @@ def adapter_manager(worker: Any) -> Any:
         raise EngineError(
             f"this vLLM's LoRA manager lacks {', '.join(lacking)} at model_runner.lora_manager."
             "_adapter_manager; train with folded adapters (max_lora_rank=None), or use a "
-            f"tested version: {', '.join(TESTED)}"
+            f"tested version: {', '.join(TESTED['vllm'])}"
         )
     return inner
 

@@ -63,8 +63,6 @@ _NAMED_BY_VLLM = (
 )
 
 
-TESTED = ("0.25.1", "0.32.0")
-"""The versions of vLLM that tests and benchmarks ran with."""
 MOST_SEQUENCES = 1024
 """Of a run at once: beyond it a decode step's time and the sampler's memory grow with them."""
 

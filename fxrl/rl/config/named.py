@@ -16,6 +16,7 @@ from fxrl.losses.options import accepted
 from fxrl.losses.own_code import load_function
 from fxrl.rl.builtin_rewards import BUILT_IN, PROVIDED
 from fxrl.rl.config import trl
+from fxrl.rl.errors import name_of
 
 
 def wrong_keywords(
@@ -176,7 +177,7 @@ def code_problem(given: str | Callable[..., Any]) -> str | None:
 
 def reward_name(given: str | Callable[..., Any]) -> str:
     """A reward as the configuration names it, one that Python gives by its function's name."""
-    return given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+    return given if isinstance(given, str) else name_of(given)
 
 
 def _builtin_problems(name: str, keywords: Mapping[str, Any]) -> list[str]:

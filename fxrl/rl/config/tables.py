@@ -23,6 +23,7 @@ from fxrl.engines.vllm.options import VllmOptions
 from fxrl.losses import FACTORIES, LossInfo, loss_info
 from fxrl.models.hf import ModelError
 from fxrl.models.load import Source, resolve
+from fxrl.models.quantized import Quantization
 from fxrl.models.tiny import parse_tiny
 from fxrl.rl.config import trl
 from fxrl.rl.config.binding import (
@@ -90,8 +91,9 @@ class ModelConfig(Table):
         quantization: bits of the frozen weights under the adapter, for ``engine = "torch"``: e4m3
             (``fp8``, whose products run in FP8 where ``fxrl.precision`` is ``fp8``), ``int4`` or
             ``nf4``. Each is quantised when it is read, held once, and widened a part at a time
-            where it is multiplied. A checkpoint in FP8, int4 (compressed-tensors) or NF4
-            (bitsandbytes) is loaded as it is without this.
+            where it is multiplied. As a table it says more: ``format`` is the word, ``recipe`` how
+            FP8's scales lie, ``skip`` which modules stay. A checkpoint in FP8, int4
+            (compressed-tensors) or NF4 (bitsandbytes) is loaded as it is without this.
     """
 
     id: str | nn.Module
@@ -100,7 +102,7 @@ class ModelConfig(Table):
     device: str = "auto"
     gradient_checkpointing: bool = False
     lora: LoraConfig | None = None
-    quantization: Literal["fp8", "int4", "nf4"] | None = None
+    quantization: Quantization | Literal["fp8", "int4", "nf4"] | None = None
 
     def problems(self) -> Iterator[str]:
         """Decided by the text and the file system; nothing is loaded."""

@@ -310,8 +310,7 @@ def build_rewards(config: RewardConfig, answer: str, score: ScoreAnswer | None) 
             function = factory(**{k: v for k, v in ours.items() if k in takes}, **keywords)
             rewards.append(Reward(name, function, weight, True, *rules))
         else:
-            own = load_function(given) if isinstance(given, str) else given
-            function = functools.partial(own, **keywords)
+            function = functools.partial(load_function(given), **keywords)
             short = name.rpartition(":")[2]
             if short in config.functions or short in {reward.name for reward in rewards}:
                 # "a:f" and "b:f", or two lambdas

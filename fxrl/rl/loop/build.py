@@ -445,7 +445,8 @@ def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
             dropout=wanted.lora.dropout,
             seed=config.seed,
         )
-    if wanted.quantization is not None:
+    loaded_so = isinstance(wanted.id, str) and not _is_only_here(wanted)
+    if wanted.quantization is not None and not loaded_so:
         model = quantize(model, wanted.quantization)
     if wanted.gradient_checkpointing:
         _checkpoint(model)

@@ -1,4 +1,5 @@
-"""SIGINT and SIGTERM: the first asks the loop to stop after its step, the second kills.
+"""SIGINT and SIGTERM: the first asks the loop to stop after its step, the second kills. Before the
+loop there is nothing to save: both unwind at once.
 
 NOTE [Heard at once]
 Python calls a signal's handler in its main thread, between two of its own instructions: not before
@@ -34,6 +35,29 @@ class StopRequest:
     def exit_code(self) -> int:
         """The shell's convention: 128 + the signal's number (130 for Ctrl-C)."""
         return 128 + (self.signum or 0)
+
+
+class Terminated(KeyboardInterrupt):
+    """What SIGTERM raises, as Ctrl-C does, so that the terminal is left as it was found."""
+
+    exit_code = 128 + signal.SIGTERM
+
+
+@contextmanager
+def unwound_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises ``Terminated`` in the main thread; elsewhere nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def unwind(signum: int, frame: FrameType | None) -> None:
+        raise Terminated("ended by SIGTERM")
+
+    former = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 @contextmanager

@@ -133,17 +133,22 @@ def write_page(run_dir: Path, *, work: str = "writing") -> Path:
     return run_dir / PAGE
 
 
-@functools.cache
-def _template() -> Template:
-    """The page without a run: layout, style, script, and a policy that knows the script's hash."""
-    folder = Path(__file__).parent
-    environment = Environment(
+def pages(folder: Path) -> Environment:
+    """The templates of a folder: all that they show is escaped, and nothing may be missing."""
+    return Environment(
         loader=FileSystemLoader(folder),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+@functools.cache
+def _template() -> Template:
+    """The page without a run: layout, style, script, and a policy that knows the script's hash."""
+    folder = Path(__file__).parent
+    environment = pages(folder)
     environment.filters["bytes"] = format_bytes
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = (folder / "page.js").read_text(encoding="utf-8")

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from fxrl.distributed import Ranks
-from fxrl.engines import Completion, Engine, SamplingParams
+from fxrl.engines import Completion, Engine
 from fxrl.errors import FxrlError
 from fxrl.losses.own_code import load_function
 from fxrl.rl.data.questions import PromptBuilder
-from fxrl.rl.errors import ToolError, defined_at, raised_at, shown
-from fxrl.rl.rollout.turns import Generate, Group, check_sampled, turn_seed
-from fxrl.rl.types import Row, Told, TrainerState
+from fxrl.rl.errors import ToolError, defined_at, name_of, raised_at, shown
+from fxrl.rl.rollout.turns import Assignment, Group, check_sampled, turn_seed
+from fxrl.rl.types import Told
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 """What the function must return; ``env_mask`` and further columns for the rewards it may."""
@@ -36,15 +36,8 @@ class RolloutTrainer:
         draws: what ``generate`` has drawn.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        state: TrainerState,
-        params: SamplingParams,
-        seed: str,
-        generate: Generate,
-    ) -> None:
-        self.processing_class, self.state = tokenizer, state
+    def __init__(self, tokenizer: Any, asked: Assignment, rank: int) -> None:
+        self.processing_class, self.state, params = tokenizer, asked.state, asked.params
         self.args = SimpleNamespace(
             max_completion_length=params.max_tokens,
             num_generations=params.n,
@@ -54,7 +47,8 @@ class RolloutTrainer:
             min_p=params.min_p,
         )
         self.draws: list[Completion] = []
-        self._params, self._seed, self._generate, self._calls = params, seed, generate, 0
+        self._params, self._generate, self._calls = params, asked.generate, 0
+        self._seed = f"{params.seed}/{rank}"
 
     def generate(
         self, prompt_ids: Sequence[Sequence[int]], max_tokens: int | None = None
@@ -100,23 +94,13 @@ class RolloutFunction:
     version: Callable[[], int]
     ranks: Ranks
 
-    def play(
-        self,
-        rows: Sequence[Row],
-        mine: Sequence[int],
-        params: SamplingParams,
-        seed: str | int,
-        state: TrainerState,
-        generate: Generate,
-    ) -> Iterator[tuple[int, Group]]:
+    def play(self, asked: Assignment) -> Iterator[tuple[int, Group]]:
         """See ``Player.play``; all groups are over at once."""
-        n, prompts = params.n, [self.builder.prompt(rows[row]) for row in mine]
+        n, prompts = asked.params.n, [self.builder.prompt(asked.rows[row]) for row in asked.mine]
         repeated = [prompt for prompt in prompts for _ in range(n)]
         if not repeated:
             return
-        trainer = RolloutTrainer(
-            self.builder.tokenizer, state, params, f"{seed}/{self.ranks.rank}", generate
-        )
+        trainer = RolloutTrainer(self.builder.tokenizer, asked, self.ranks.rank)
         output = self._called(repeated, trainer)
         try:
             completions, columns = self._read(output, len(repeated))
@@ -128,7 +112,7 @@ class RolloutFunction:
             Told(prompt, None, {name: values[i] for name, values in columns.items()})
             for i, prompt in enumerate(repeated)
         ]
-        for number, row in enumerate(mine):
+        for number, row in enumerate(asked.mine):
             span = slice(number * n, number * n + n)
             yield row, (completions[span], told[span], [None] * n)
 
@@ -145,8 +129,7 @@ class RolloutFunction:
             ) from error
 
     def _named(self) -> str:
-        name = getattr(self.function, "__name__", type(self.function).__name__)
-        return f"rollout.rollout_func {name!r}{defined_at(self.function)}"
+        return f"rollout.rollout_func {name_of(self.function)!r}{defined_at(self.function)}"
 
     def _read(self, output: Any, num: int) -> tuple[list[Completion], dict[str, Sequence[Any]]]:
         if not isinstance(output, Mapping) or (lacking := [k for k in NEEDED if k not in output]):
@@ -204,11 +187,9 @@ def rollout_function(
     """``rollout.rollout_func``, played with ``engine``; ``None`` where there is none."""
     if given is None:
         return None
-    function = load_function(given) if isinstance(given, str) else given
     eos = getattr(engine, "eos_token_ids", None) or {builder.tokenizer.eos_token_id}
-    return RolloutFunction(
-        function, builder, frozenset(eos), lambda: engine.policy_version, ranks or Ranks()
-    )
+    function, version = load_function(given), lambda: engine.policy_version
+    return RolloutFunction(function, builder, frozenset(eos), version, ranks or Ranks())
 
 
 def _ints(given: Any, what: str) -> tuple[int, ...]:

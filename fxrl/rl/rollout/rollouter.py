@@ -53,7 +53,7 @@ from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
 from fxrl.rl.data.rewards import Background, Reward, call_all, combine
 from fxrl.rl.report.progress import Stage, jsonable, told
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.rollout.turns import Player
+from fxrl.rl.rollout.turns import Assignment, Player
 from fxrl.rl.types import (
     Drawn,
     Experience,
@@ -290,18 +290,11 @@ class Rollouter:
         clock.move("generate", "sync", sum(new.get(name, 0.0) for name in ENGINE_SYNC))
         with clock.phase("reward"), self.stage(f"judging: {total} completions"):
             completions, texts, by_function = judge.verdict(groups)
-            besides = judge.told()
         columns = list(by_function.values())
-        each = zip(
-            completions,
-            texts,
-            (one.prompt for one in besides),
-            (dict(zip(by_function, row, strict=True)) for row in zip(*columns, strict=True)),
-            combine(columns, [reward.weight for reward in self.rewards]),
-            besides,
-            strict=True,
-        )
-        return [Drawn(*parts) for parts in each]
+        values = (dict(zip(by_function, row, strict=True)) for row in zip(*columns, strict=True))
+        totals = combine(columns, [reward.weight for reward in self.rewards])
+        parts = zip(completions, texts, values, totals, judge.told(), strict=True)
+        return [Drawn(*each) for each in parts]
 
     def _generate(
         self,
@@ -352,8 +345,8 @@ class Rollouter:
         mine = deal([1.0] * len(rows), self.ranks.size)[self.ranks.rank]
         groups: list[list[Completion]] = [[] for _ in rows]
         try:
-            played = player.play(rows, mine, params, params.seed, state, generate)
-            for row, (group, told, environments) in played:
+            asked = Assignment(rows, mine, params, state, generate)
+            for row, (group, told, environments) in player.play(asked):
                 groups[row] = list(group)
                 judge.finished(row, group, told, environments)
         except BaseException:

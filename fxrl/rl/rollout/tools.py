@@ -44,7 +44,15 @@ from fxrl.losses.options import accepted
 from fxrl.losses.own_code import load_function
 from fxrl.rl.config.tables import RewardConfig, RolloutConfig
 from fxrl.rl.data.rewards import GRACE_S, Reward, TimeLimitError, awaited, stack_of
-from fxrl.rl.errors import BadConfigError, DataError, ToolError, defined_at, raised_at, shown
+from fxrl.rl.errors import (
+    BadConfigError,
+    DataError,
+    ToolError,
+    defined_at,
+    name_of,
+    raised_at,
+    shown,
+)
 from fxrl.rl.process_state import ProcessState
 from fxrl.rl.rollout.chat import Message, Schema
 from fxrl.rl.types import Row, last_text
@@ -256,13 +264,13 @@ class Tools:
     def __init__(self, config: RolloutConfig) -> None:
         self.on_error: Literal["tell", "stop"] = config.on_error
         self.caller = Caller(config.timeout_s)
-        tools = [*map(tool, map(_loaded, config.tools))]
+        tools = [*map(tool, map(load_function, config.tools))]
         self.tools = {one.name: one for one in tools}
         factories = config.environment_factory
         self._named = isinstance(factories, Mapping)
         given = factories if isinstance(factories, Mapping) else {None: factories}
         self.kinds: dict[str | None, Kind] = {
-            name: self._kind(_loaded(factory))
+            name: self._kind(load_function(factory))
             for name, factory in given.items()
             if factory is not None
         }
@@ -280,7 +288,7 @@ class Tools:
         # User code may raise anything.
         except Exception as error:
             raise BadConfigError(
-                f"rollout.environment_factory: {_name(factory)!r} raised {shown(error, 1000)}"
+                f"rollout.environment_factory: {name_of(factory)!r} raised {shown(error, 1000)}"
                 f"{raised_at(error)}; it is called without arguments and makes an environment"
             ) from error
         cls = type(environment)
@@ -350,7 +358,7 @@ class Tools:
         what = f"{kind.type.__name__}.reset"
         try:
             if environment is None:
-                what = f"{_name(kind.factory)}, the environment factory,"
+                what = f"{name_of(kind.factory)}, the environment factory,"
                 environment = await self.caller.call(kind.factory)
                 what = f"{kind.type.__name__}.reset"
             takes = accepted(environment.reset)
@@ -463,19 +471,11 @@ def user_code(config: RolloutConfig) -> dict[str, Callable[..., Any]]:
     """Whatever of the user's code a rollout runs, by what it is."""
     factories = config.environment_factory
     named = factories if isinstance(factories, Mapping) else {"": factories}
-    functions = {f"tool {_name(one)}": one for one in map(_loaded, config.tools)}
-    functions |= {f"environment {k}".strip(): _loaded(one) for k, one in named.items() if one}
+    functions = {f"tool {name_of(one)}": one for one in map(load_function, config.tools)}
+    functions |= {f"environment {k}".strip(): load_function(one) for k, one in named.items() if one}
     if config.rollout_func is not None:
-        functions["rollout_func"] = _loaded(config.rollout_func)
+        functions["rollout_func"] = load_function(config.rollout_func)
     return functions
-
-
-def _loaded(given: str | Callable[..., Any]) -> Callable[..., Any]:
-    return load_function(given) if isinstance(given, str) else given
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _json(value: Any) -> str:

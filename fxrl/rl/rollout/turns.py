@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -42,29 +42,32 @@ Group = tuple[Sequence[Completion], Sequence[Told], Sequence[Any]]
 """All completions of a prompt, and their environments, ``None`` where there is none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one call of a player is to play.
+
+    Attributes:
+        rows: of the step.
+        mine: numbers of those to play, ``params.n`` rollouts each.
+        params: of each turn; ``max_tokens`` of all turns together, ``seed`` of the call.
+        state: of the run.
+        generate: draws.
+    """
+
+    rows: Sequence[Row]
+    mine: Sequence[int]
+    params: SamplingParams
+    state: TrainerState
+    generate: Generate
+
+
 class Player(Protocol):
     """Plays rollouts of several turns."""
 
-    def play(
-        self,
-        rows: Sequence[Row],
-        mine: Sequence[int],
-        params: SamplingParams,
-        seed: str | int,
-        state: TrainerState,
-        generate: Generate,
-    ) -> Iterator[tuple[int, Group]]:
+    def play(self, asked: Assignment) -> Iterator[tuple[int, Group]]:
         """Numbers of rows and their completions, each as soon as the last of them is over.
 
         What a row's environments hold can be asked until the next call.
-
-        Args:
-            rows: of the step.
-            mine: numbers of those to play, ``params.n`` rollouts each.
-            params: of each turn; ``max_tokens`` of all turns together.
-            seed: of this call.
-            state: of the run.
-            generate: draws.
 
         Raises:
             ToolError: a tool, an environment or a function failed.
@@ -168,7 +171,7 @@ def check_sampled(whole: Completion, draws: Iterable[Completion], who: str) -> N
             )
 
 
-def turn_seed(base: str | int, turn: int) -> int:
+def turn_seed(base: str | int | None, turn: int) -> int:
     """NOTE [Random numbers of a turn]."""
     return random.Random(f"{base}/{turn}").getrandbits(63)
 
@@ -186,57 +189,43 @@ class Conversation:
     builder: PromptBuilder
     most_calls: int | None
 
-    def play(
-        self,
-        rows: Sequence[Row],
-        mine: Sequence[int],
-        params: SamplingParams,
-        seed: str | int,
-        state: TrainerState,
-        generate: Generate,
-    ) -> Iterator[tuple[int, Group]]:
+    def play(self, asked: Assignment) -> Iterator[tuple[int, Group]]:
         """See ``Player.play``."""
-        every = [row for row in mine for _ in range(params.n)]
-        given = [rows[row] for row in every]
+        num = asked.params.n
+        given = [asked.rows[row] for row in asked.mine for _ in range(num)]
+        places = [row * num + i for row in asked.mine for i in range(num)]
+        groups = {row: range(at * num, at * num + num) for at, row in enumerate(asked.mine)}
         episodes = self.tools.begin(given, [self.builder.prompt(row) for row in given])
         try:
             prompts = [self.builder.encode(one.prompt, one.schemas) for one in episodes]
-            transcripts = [Transcript(prompt, params.max_tokens) for prompt in prompts]
-            places = [row * params.n + i for row in mine for i in range(params.n)]
-            groups = {row: [i for i, one in enumerate(every) if one == row] for row in mine}
+            transcripts = [Transcript(prompt, asked.params.max_tokens) for prompt in prompts]
             for turn in itertools.count():
                 live = [i for i, one in enumerate(transcripts) if not one.over]
                 if not live:
                     return
-                drawn = self._turn(
-                    [transcripts[i] for i in live],
-                    [places[i] for i in live],
-                    len(rows) * params.n,
-                    replace(params, n=1, seed=turn_seed(seed, turn)),
-                    generate,
-                )
+                playing = {places[i]: transcripts[i] for i in live}
+                drawn = self._turn(asked, playing, turn)
                 self._respond([(episodes[i], transcripts[i]) for i in live], drawn, turn)
-                for row in [row for row, group in groups.items() if _over(transcripts, group)]:
+                over = [r for r, group in groups.items() if all(transcripts[i].over for i in group)]
+                for row in over:
                     group = groups.pop(row)
                     yield row, self._told([(episodes[i], transcripts[i]) for i in group])
         finally:
             self.tools.end(episodes)
 
     def _turn(
-        self,
-        live: Sequence[Transcript],
-        places: Sequence[int],
-        total: int,
-        params: SamplingParams,
-        generate: Generate,
+        self, asked: Assignment, playing: Mapping[int, Transcript], turn: int
     ) -> list[Completion]:
-        """The next turn of each, drawn in one call of the engine."""
-        prompts: list[Sequence[int]] = [live[0].prompt] * total  # those not in ``only`` do not run
+        """The next turn of each, by its place in the step, drawn in one call of the engine."""
+        params = replace(asked.params, n=1, seed=turn_seed(asked.params.seed, turn))
+        total = len(asked.rows) * asked.params.n
+        first = next(iter(playing.values()))
+        prompts: list[Sequence[int]] = [first.prompt] * total  # those not in ``only`` do not run
         most = [params.max_tokens] * total
-        for place, one in zip(places, live, strict=True):
+        for place, one in playing.items():
             prompts[place], most[place] = [*one.prompt, *one.tokens], one.room
-        found = generate(prompts, params, places, most)
-        return [found[place][0] for place in places]
+        found = asked.generate(prompts, params, list(playing), most)
+        return [found[place][0] for place in playing]
 
     def _respond(
         self,
@@ -277,7 +266,3 @@ class Conversation:
             for episode, transcript in group
         ]
         return completions, told, [episode.environment for episode, _ in group]
-
-
-def _over(transcripts: Sequence[Transcript], group: Sequence[int]) -> bool:
-    return all(transcripts[i].over for i in group)

@@ -21,6 +21,7 @@ from fxrl.rl.report.progress import Reporter
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.rollout.function import rollout_function
 from fxrl.rl.rollout.rollouter import Rollouter
+from fxrl.rl.rollout.turns import Assignment
 from fxrl.rl.types import TrainerState
 
 TOKENIZER = tiny_tokenizer()
@@ -393,12 +394,12 @@ def test_each_rank_plays_its_share_as_one_would_all():
         )
         questions = read_questions(config, TOKENIZER, print)
         policy = Policy(guesses_on)
-        params = SamplingParams(n=2, max_tokens=300)
+        params = SamplingParams(n=2, max_tokens=300, seed=7)
 
         def generate(prompts, params, only, most):
             return policy.generate(prompts, params, only=only, max_tokens=most)
 
-        groups = questions.conversation.play(ROWS, mine, params, 7, STATE, generate)
+        groups = questions.conversation.play(Assignment(ROWS, mine, params, STATE, generate))
         found = {row: completions for row, (completions, *_) in groups}
         return found, policy, questions
 
