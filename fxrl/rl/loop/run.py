@@ -22,7 +22,6 @@ from fxrl.errors import FxrlError, did_you_mean
 from fxrl.files import refuse_links, remove, rename, replacing_folder, write_text
 from fxrl.models import load_tokenizer
 from fxrl.models.hf import save_pretrained
-from fxrl.rl.config.dtype import settle
 from fxrl.rl.config.load import as_table, differences
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.data.examples import Examples
@@ -35,6 +34,7 @@ from fxrl.rl.loop.build import (
     read_data,
     seed_everything,
 )
+from fxrl.rl.loop.dtype import settle
 from fxrl.rl.loop.fingerprint import check_unchanged, of_tensors
 from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
 from fxrl.rl.loop.lock import LOCK, hold
