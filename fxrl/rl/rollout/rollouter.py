@@ -407,11 +407,12 @@ class Rollouter:
             metrics["completions/num_trained"] = float(len(kept))
         lengths = [len(d.completion.prompt_token_ids + d.completion.token_ids) for d in drawn]
         return Rollout(
-            kept,
-            advantages=advantages,
-            metrics=metrics,
+            [of_completion(d.completion, a) for d, a in zip(kept, advantages, strict=True)],
+            metrics,
             num_tokens=sum(lengths),
             num_completion_tokens=sum(d.completion.num_sampled for d in drawn),
+            drawn=kept,
+            advantages=advantages,
         )
 
     def _training_params(self, state: TrainerState, refills: int) -> SamplingParams:
