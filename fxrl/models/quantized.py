@@ -9,7 +9,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fxrl.models.checkpoint import CheckpointTensors, build_skeleton, owner_of, parameter_groups
+from fxrl.models.checkpoint import (
+    CheckpointTensors,
+    build_skeleton,
+    owner_of,
+    parameter_groups,
+    put_parameter,
+)
 from fxrl.models.hf import ModelError
 from fxrl.models.stored import (
     WEIGHTS,
@@ -121,7 +127,8 @@ def quantize(model: nn.Module, format: Format) -> nn.Module:
         if not child.weight.requires_grad:
             _check_columns(path, child, format)
             values = quantized(child.weight.detach(), format)
-            _put(model, path, QuantizedLinear(*values, format, child.bias, child.weight.dtype))
+            made = QuantizedLinear(*values, format, child.bias, child.weight.dtype)
+            setattr(*owner_of(model, path), made)
     return model
 
 
@@ -145,11 +152,6 @@ def _check_columns(path: str, linear: nn.Linear, format: Format) -> None:
             f"{path} has {linear.in_features} inputs; {format} takes multiples of {GROUP}; "
             "use 'fp8'"
         )
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, name = owner_of(model, path)
-    setattr(parent, name, module)
 
 
 # ---------------------------------------------------------------------------- from a checkpoint
@@ -190,15 +192,10 @@ def load_quantized(
         check_format(format)
         _take_quantized(model, checkpoint, format, device)
     for names in parameter_groups(model):
-        owner, name = owner_of(model, names[0])
-        empty = getattr(owner, name)
-        if not empty.is_meta:
-            continue
-        tensor = checkpoint.get(names, empty.shape).to(device, empty.dtype, copy=True)
-        parameter = nn.Parameter(tensor)
-        for alias in names:
-            owner, name = owner_of(model, alias)
-            setattr(owner, name, parameter)
+        empty = getattr(*owner_of(model, names[0]))
+        if empty.is_meta:
+            tensor = checkpoint.get(names, empty.shape).to(device, empty.dtype, copy=True)
+            put_parameter(model, names, tensor)
     checkpoint.fill_buffers()
     return model.to(device).eval()  # type: ignore[no-any-return]
 
@@ -218,7 +215,7 @@ def _take_quantized(
         dtype = linear.weight.dtype
         weight = checkpoint.get([f"{path}.weight"], linear.weight.shape).to(device, dtype)
         made = QuantizedLinear(*quantized(weight, format), format, linear.bias, dtype)
-        _put(model, path, made)
+        setattr(*owner_of(model, path), made)
     note_format(model, format)
 
 
@@ -245,4 +242,4 @@ def _take_stored(
         made = QuantizedLinear(
             values.to(device), scale.to(device), format, linear.bias, linear.weight.dtype, kept
         )
-        _put(model, path, made)
+        setattr(*owner_of(model, path), made)
