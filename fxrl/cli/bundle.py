@@ -216,14 +216,11 @@ def _kind(leaf: Any) -> str:
 
 def _page(made: Bundle, setup: Mapping[str, Any]) -> str:
     drawing = made.files.get("memory.svg")
-    return (
-        pages(Path(__file__).parent)
-        .get_template("bundle.html")
-        .render(
-            made=made,
-            setup={name: json.dumps(value, indent=1, default=str) for name, value in setup.items()},
-            drawing=None if drawing is None else base64.b64encode(drawing).decode(),
-        )
+    template = pages(Path(__file__).parent).get_template("bundle.html")
+    return template.render(
+        made=made,
+        setup={name: json.dumps(value, indent=1, default=str) for name, value in setup.items()},
+        drawing=None if drawing is None else base64.b64encode(drawing).decode(),
     )
 
 

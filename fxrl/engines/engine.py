@@ -373,6 +373,27 @@ def check_prompts(
     return most
 
 
+_CURES = {
+    "standby": "leave its block or call wake()",
+    "closed": "make a new one",
+    "failed": "vLLM failed earlier; close() it and make a new one",
+}
+
+
+def check_awake(state: str, what: str) -> None:
+    """Refuses what only an engine that is awake can do."""
+    if state != "awake":
+        raise EngineError(f"{what}: the engine is {state}; {_CURES[state]}")
+
+
+def eos_ids(tokenizer: Any, generation: Any) -> frozenset[int]:
+    """Ids that end a completion: the tokenizer's, and those of a generation configuration."""
+    found: set[int] = set()
+    for ids in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None)):
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(found)
+
+
 def newer(policy_version: int, present: int) -> int:
     """``policy_version``, if it is none that the engine has left behind."""
     if policy_version < present:

@@ -182,20 +182,16 @@ def policy_loss(
         advantages, scale_rewards: see ``LossInfo``.
     """
     over = is_mean_over(reduction)
-    sequence_metrics = frozenset(per_sequence)
+    over_sequences = frozenset(per_sequence)
     if _is_per_sequence(options):
-        sequence_metrics |= {"sampling/importance_sampling_ratio/mean"}
+        over_sequences |= {"sampling/importance_sampling_ratio/mean"}
 
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         mask = completion_mask(batch)
         model_options = extra.model_options(model, batch) if extra is not None else {}
         logits, output = completion_logits(model, batch, mask.shape[1], **model_options)
-        stats = token_stats(
-            logits,
-            batch["input_ids"][:, -mask.shape[1] :],
-            temperature=options.temperature,
-            entropy=_entropy_use(options),
-        )
+        ids, use = batch["input_ids"][:, -mask.shape[1] :], _entropy_use(options)
+        stats = token_stats(logits, ids, temperature=options.temperature, entropy=use)
         tokens = _tokens(stats.logps, batch, mask)
         losses, metrics = surrogate(tokens)
         kept = mask
@@ -221,14 +217,8 @@ def policy_loss(
             loss, metrics = loss + term, metrics | term_metrics
         return loss, metrics
 
-    info = LossInfo(
-        over,
-        sequence_metrics,
-        advantages,
-        scale_rewards,
-        options,
-        reference=options.beta != 0.0,
-    )
+    has_kl = options.beta != 0.0
+    info = LossInfo(over, over_sequences, advantages, scale_rewards, options, reference=has_kl)
     return tells(info)(loss_fn)
 
 

@@ -83,6 +83,13 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), attribute
 
 
+def put_parameter(model: nn.Module, names: Sequence[str], value: Tensor) -> None:
+    """One parameter of ``value``, under each of the names that are tied to it."""
+    parameter = nn.Parameter(value)
+    for name in names:
+        setattr(*owner_of(model, name), parameter)
+
+
 _INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 

@@ -69,29 +69,30 @@ def lora(
         task_type="CAUSAL_LM",
         fan_in_fan_out=_stores_transposed(model),
     )
-    # Without weights there is nothing to draw; PEFT makes such an adapter in fp32 and casts none.
-    empty = fp32_adapter and all(w.is_meta and w.itemsize <= 4 for w in model.parameters())
-    with torch.random.fork_rng(enabled=seed is not None), warnings.catch_warnings():
+    with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        # PEFT reads this attribute of every model, and transformers has another name for it.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
-        # PEFT's own patterns for experts, of which a model may have none.
-        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         try:
-            wrapped = peft.get_peft_model(
-                model,
-                config,
-                autocast_adapter_dtype=fp32_adapter,
-                low_cpu_mem_usage=empty,
-            )
+            return _wrapped(model, config, fp32_adapter)
         except ValueError as error:
             raise ModelError(
                 f"lora: target_modules={target_modules!r} does not work here "
                 f"({str(error).splitlines()[0][:200]}); 'all-linear' fits every model"
             ) from error
-    assert isinstance(wrapped, nn.Module)
-    return wrapped
+
+
+def _wrapped(model: nn.Module, config: Any, fp32_adapter: bool) -> nn.Module:
+    # Without weights there is nothing to draw; PEFT makes such an adapter in fp32 and casts none.
+    empty = fp32_adapter and all(w.is_meta and w.itemsize <= 4 for w in model.parameters())
+    with warnings.catch_warnings():
+        # PEFT reads this attribute of every model, and transformers has another name for it.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
+        # PEFT's own patterns for experts, of which a model may have none.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+        made: nn.Module = optional("peft", "LoRA").get_peft_model(
+            model, config, autocast_adapter_dtype=fp32_adapter, low_cpu_mem_usage=empty
+        )
+    return made
 
 
 def _linear_layers(model: nn.Module) -> list[str]:

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from fxrl.errors import ConfigError, did_you_mean
 from fxrl.ir.site import names_module
-from fxrl.models.checkpoint import CheckpointTensors, build_skeleton, owner_of, parameter_groups
+from fxrl.models.checkpoint import (
+    CheckpointTensors,
+    build_skeleton,
+    owner_of,
+    parameter_groups,
+    put_parameter,
+)
 from fxrl.models.hf import ModelError
 from fxrl.models.stored import (
     WEIGHTS,
@@ -206,7 +212,7 @@ def quantize(model: nn.Module, format: Asked) -> nn.Module:
     """
     how = as_quantization(format)
     for path, child in how.chosen(model).items():
-        _put(model, path, how.made(child, child.weight.detach()))
+        setattr(*owner_of(model, path), how.made(child, child.weight.detach()))
     return model
 
 
@@ -216,11 +222,6 @@ def linears_of(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not head:
             yield path, module
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, name = owner_of(model, path)
-    setattr(parent, name, module)
 
 
 # ---------------------------------------------------------------------------- from a checkpoint
@@ -261,15 +262,10 @@ def load_quantized(
     elif how is not None:
         _take_quantized(model, checkpoint, how, device)
     for names in parameter_groups(model):
-        owner, name = owner_of(model, names[0])
-        empty = getattr(owner, name)
-        if not empty.is_meta:
-            continue
-        tensor = checkpoint.get(names, empty.shape).to(device, empty.dtype, copy=True)
-        parameter = nn.Parameter(tensor)
-        for alias in names:
-            owner, name = owner_of(model, alias)
-            setattr(owner, name, parameter)
+        empty = getattr(*owner_of(model, names[0]))
+        if empty.is_meta:
+            tensor = checkpoint.get(names, empty.shape).to(device, empty.dtype, copy=True)
+            put_parameter(model, names, tensor)
     checkpoint.fill_buffers()
     return model.to(device).eval()  # type: ignore[no-any-return]
 
@@ -286,7 +282,7 @@ def _take_quantized(
     for path, linear in how.chosen(model, trained=True).items():
         shape, dtype = linear.weight.shape, linear.weight.dtype
         weight = checkpoint.get([f"{path}.weight"], shape).to(device, dtype)
-        _put(model, path, how.made(linear, weight))
+        setattr(*owner_of(model, path), how.made(linear, weight))
     note_format(model, how)
 
 
@@ -313,4 +309,4 @@ def _take_stored(
         made = QuantizedLinear(
             values.to(device), scale.to(device), format, linear.bias, linear.weight.dtype, kept
         )
-        _put(model, path, made)
+        setattr(*owner_of(model, path), made)

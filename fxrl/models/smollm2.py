@@ -149,17 +149,8 @@ def _fetch(
 def _pip_download(package: Package, folder: Path) -> Path:
     name = package.requirement
     # -P: a pip.py in the working folder is not pip.
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--dest",
-        str(folder),
-        name,
-    ]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--dest"]
+    command += [str(folder), name]
     cure = (
         "check the network and pip's index, or download the wheel elsewhere and pass it as "
         f"wheel=FILE (pip download --no-deps {name})"

@@ -49,38 +49,13 @@ class Control:
 class Callback:
     """Base of callbacks; an event whose method is not overridden does nothing."""
 
-    def on_train_begin(
+    def _nothing(
         self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
     ) -> None:
-        """See the module's docstring, as for all events."""
+        """See the module's docstring, for all events."""
 
-    def on_step_begin(
-        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
-    ) -> None: ...
-
-    def on_rollout_end(
-        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
-    ) -> None: ...
-
-    def on_step_end(
-        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
-    ) -> None: ...
-
-    def on_evaluate(
-        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
-    ) -> None: ...
-
-    def on_log(
-        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
-    ) -> None: ...
-
-    def on_save(
-        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
-    ) -> None: ...
-
-    def on_train_end(
-        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
-    ) -> None: ...
+    on_train_begin = on_step_begin = on_rollout_end = on_step_end = _nothing
+    on_evaluate = on_log = on_save = on_train_end = _nothing
 
 
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))

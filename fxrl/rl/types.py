@@ -102,42 +102,61 @@ class TrainerState:
         return self  # frozen, of plain numbers
 
 
-class Experience(Protocol):
-    """What one step trains on."""
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What one step trains on.
 
-    @property
-    def rows(self) -> Sequence[TokenRow]:
-        """Those of one unit next to each other; none where there is nothing to train on."""
-        ...
+    Attributes:
+        rows: those of one unit next to each other; none where there is nothing to train on.
+        metrics: what there is to say of them before anything is trained.
+        num_tokens: prompt and completion tokens, tools' output included, without padding.
+        num_completion_tokens: those that are learned from.
+        unit: so many rows stay in one micro-batch; all first ones of it, then all second ones.
+        counts: further numbers of the whole step, which each micro-batch has as 0-d tensors.
+    """
 
-    @property
-    def unit(self) -> int:
-        """So many rows stay in one micro-batch; all first ones of it, then all second ones."""
-        ...
-
-    @property
-    def metrics(self) -> Metrics:
-        """What there is to say of them before anything is trained."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and completion tokens, without padding."""
-        ...
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """Those of the completions."""
-        ...
-
-    @property
-    def counts(self) -> Mapping[str, float]:
-        """Further numbers of the whole step, which each micro-batch has as 0-d tensors."""
-        ...
+    rows: Sequence[TokenRow]
+    metrics: Metrics
+    num_tokens: int
+    num_completion_tokens: int
+    unit: int = 1
+    counts: Mapping[str, float] = field(default_factory=dict)
 
     def samples(self, wanted: int) -> list[dict[str, Any]]:
-        """So many lines of ``completions.jsonl``, or fewer."""
-        ...
+        """``wanted`` lines of ``completions.jsonl``, or fewer; none of data that are known."""
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout(Experience):
+    """The completions that one step trains on, prompt by prompt; its metrics are over all that were
+    drawn, dropped ones included.
+
+    Attributes:
+        drawn: those of one prompt next to each other; none where dynamic sampling or
+            ``mask_truncated_completions`` left out all.
+        advantages: one per completion.
+    """
+
+    drawn: Sequence[Drawn] = ()
+    advantages: Sequence[float] = ()
+
+    def samples(self, wanted: int) -> list[dict[str, Any]]:
+        """Spread over the step's prompts."""
+        pairs = list(zip(self.drawn, self.advantages, strict=True))
+        count = min(wanted, len(pairs))
+        return [
+            {
+                "question": last_text(drawn.told.prompt),
+                "prompt": drawn.told.prompt,
+                "completion": drawn.text,
+                "reward": drawn.total if math.isfinite(drawn.total) else None,
+                "advantage": advantage,
+                **{f"rewards/{name}": value for name, value in drawn.values.items()},
+                **({} if drawn.told.messages is None else {"turns": drawn.told.messages}),
+            }
+            for drawn, advantage in (pairs[i * len(pairs) // count] for i in range(count))
+        ]
 
 
 class Source(Protocol):
@@ -195,52 +214,6 @@ class Source(Protocol):
     def failures(self) -> list[str]:
         """What was retried or skipped since the last call, in words."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """The completions that one step trains on, prompt by prompt.
-
-    Attributes:
-        drawn: those of one prompt next to each other; none where dynamic sampling or
-            ``mask_truncated_completions`` left out all.
-        advantages: one per completion.
-        metrics: reward and length statistics over all completions drawn, dropped ones included.
-        num_tokens: prompt and completion tokens, tools' output included, without padding.
-        num_completion_tokens: sampled tokens.
-        unit, counts: see ``Experience``.
-    """
-
-    drawn: Sequence[Drawn]
-    advantages: Sequence[float]
-    metrics: Metrics
-    num_tokens: int
-    num_completion_tokens: int
-    unit: int = field(default=1, init=False)
-    counts: Mapping[str, float] = field(default_factory=dict, init=False)
-
-    @property
-    def rows(self) -> list[TokenRow]:
-        """See ``Experience``."""
-        pairs = zip(self.drawn, self.advantages, strict=True)
-        return [of_completion(drawn.completion, advantage) for drawn, advantage in pairs]
-
-    def samples(self, wanted: int) -> list[dict[str, Any]]:
-        """``wanted`` completions, or all, spread over the step's prompts."""
-        pairs = list(zip(self.drawn, self.advantages, strict=True))
-        count = min(wanted, len(pairs))
-        return [
-            {
-                "question": last_text(drawn.told.prompt),
-                "prompt": drawn.told.prompt,
-                "completion": drawn.text,
-                "reward": drawn.total if math.isfinite(drawn.total) else None,
-                "advantage": advantage,
-                **{f"rewards/{name}": value for name, value in drawn.values.items()},
-                **({} if drawn.told.messages is None else {"turns": drawn.told.messages}),
-            }
-            for drawn, advantage in (pairs[i * len(pairs) // count] for i in range(count))
-        ]
 
 
 def of_completion(completion: Completion, advantage: float) -> TokenRow:

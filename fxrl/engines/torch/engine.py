@@ -25,8 +25,10 @@ from fxrl.engines.engine import (
     OnFinished,
     PromptError,
     SamplingParams,
+    check_awake,
     check_prompts,
     check_state,
+    eos_ids,
     newer,
 )
 from fxrl.engines.torch.sampling import sample
@@ -133,7 +135,7 @@ def decode(
     pad_id: int,
     device: torch.device,
     drawing: Drawing,
-    limits: Sequence[int] | None = None,
+    limits: Sequence[int],
 ) -> Decoded:
     """Draws ``counts[i]`` completions of ``prompts[i]``; rows are ordered by prompt.
 
@@ -142,7 +144,7 @@ def decode(
         stop_ids: tokens that end a completion.
         pad_id: fills prompts on the left; any valid id, its positions are masked.
         drawing: hears of each step's tokens.
-        limits: most tokens of each prompt's completions, where that is not ``params.max_tokens``.
+        limits: most tokens of each prompt's completions.
     """
     expand = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts)).to(device)
     ids, mask = left_pad(prompts, pad_id)
@@ -161,7 +163,6 @@ def decode(
     if num_rows != len(prompts):
         cache.reorder_cache(expand)  # the cache's own index_select over the batch, any layer kind
     next_position = positions[expand, -1:] + 1
-    limits = [params.max_tokens] * len(prompts) if limits is None else limits
     last = torch.tensor(limits, device=device)[expand] - 1  # the step that ends a row at the latest
     mask = torch.cat([mask[expand], mask.new_ones(num_rows, max(limits))], 1)
     before = num_rows
@@ -255,14 +256,8 @@ class TorchEngine:
         Raises:
             EngineError: the tokenizer has neither a padding nor an EOS token.
         """
-        eos: set[int] = set()
-        generation = getattr(model, "generation_config", None)
-        for ids in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None)):
-            eos.update([ids] if isinstance(ids, int) else ids or [])
-        pad = (
-            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=None)
-        )
-        if pad is None:
+        eos = eos_ids(tokenizer, getattr(model, "generation_config", None))
+        if (pad := tokenizer.pad_token_id) is None and (pad := min(eos, default=None)) is None:
             raise EngineError(
                 "the tokenizer has neither pad_token nor eos_token; set one, or give "
                 "eos_token_ids and pad_token_id to TorchEngine"
@@ -278,11 +273,7 @@ class TorchEngine:
         on_finished: OnFinished | None = None,
         max_tokens: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
-        if self._state != "awake":
-            cure = (
-                "leave its block or call wake()" if self._state == "standby" else "make a new one"
-            )
-            raise EngineError(f"generate: the engine is {self._state}; {cure}")
+        check_awake(self._state, "generate")
         if params.extra:
             raise EngineError(
                 f"generate: extra sampling parameters {', '.join(params.extra)} are vLLM's, and "
@@ -381,8 +372,7 @@ class TorchEngine:
     def standby(self) -> Iterator[None]:
         """The KV cache dies with each call; what is given back here is the
         GPU memory that PyTorch's allocator still holds for it."""
-        if self._state != "awake":
-            raise EngineError(f"standby: the engine is {self._state}; enter it once, when awake")
+        check_awake(self._state, "standby")
         self._state = "standby"
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -24,8 +24,10 @@ from fxrl.engines.engine import (
     OnFinished,
     SamplingParams,
     SamplingParamsError,
+    check_awake,
     check_prompts,
     check_state,
+    eos_ids,
     newer,
 )
 from fxrl.engines.ledger import CpuProbe, CudaProbe, MemoryLedger
@@ -124,7 +126,7 @@ class VllmEngine:
             EngineFailedError: vLLM failed; the engine cannot be used any more.
             RestoreError: folded weights did not come back; the run must end.
         """
-        self._must_be_awake("generate")
+        check_awake(self._state, "generate")
         given = [tuple(map(int, prompt)) for prompt in prompts]
         if not given:
             return []
@@ -184,15 +186,6 @@ class VllmEngine:
             self._calls += 1
         return requests
 
-    def _must_be_awake(self, what: str) -> None:
-        cures = {
-            "standby": "leave its block or call wake()",
-            "closed": "make a new one",
-            "failed": "vLLM failed earlier; close() it and make a new one",
-        }
-        if self._state != "awake":
-            raise EngineError(f"{what}: the engine is {self._state}; {cures[self._state]}")
-
     def shared_model(self, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, SharingReport]:
         """The trainer's model, made of this engine's weights, and what is shared and what not.
 
@@ -206,7 +199,7 @@ class VllmEngine:
         Raises:
             SharingError, EngineError: see there.
         """
-        self._must_be_awake("shared_model")
+        check_awake(self._state, "shared_model")
         model, report = share(
             self._handle.model_to_share(),
             self.model_path,
@@ -230,7 +223,7 @@ class VllmEngine:
         Raises:
             RouteError: the route is not possible, or none is.
         """
-        self._must_be_awake("attach")
+        check_awake(self._state, "attach")
         self.weight_sync.attach(model, route=route)
         self._handle.reset_prefix_cache()
 
@@ -246,7 +239,7 @@ class VllmEngine:
             WakeError: at the end, if the memory is not free again; the engine stays in standby. It
                 is a note of what the block itself has raised, if it has.
         """
-        self._must_be_awake("standby")
+        check_awake(self._state, "standby")
         try:
             self._standby.release()
         except BaseException:  # what is mapped and what not is vLLM's secret then
@@ -280,7 +273,7 @@ class VllmEngine:
         self._update(policy_version, lora=True)
 
     def _update(self, version: int, *, lora: bool) -> None:
-        self._must_be_awake("update_lora" if lora else "update_weights")
+        check_awake(self._state, "update_lora" if lora else "update_weights")
         newer(version, self.policy_version)
         try:
             self.weight_sync.update(lora=lora)
@@ -312,7 +305,12 @@ def build(spec: EngineSpec) -> Built:
     folder, tokenizer = spec.folder()
     options = _options_of(spec)
     sizes = f"max_model_len={options.max_model_len}, max_num_seqs={options.max_num_seqs}"
-    eos = _eos_ids(folder, tokenizer)
+    generation = None
+    if (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        generation = GenerationConfig.from_pretrained(str(folder))
+    eos = eos_ids(tokenizer, generation)
     with spec.stage(f"starting vLLM: {sizes}, {options.dtype}"):
         engine = VllmEngine(folder, options, eos_token_ids=eos, seed=spec.seed)
     try:
@@ -346,14 +344,3 @@ def _options_of(spec: EngineSpec) -> VllmOptions:
         dtype = str(spec.autocast or spec.dtype).removeprefix("torch.")
         options = dataclasses.replace(options, dtype=dtype)
     return options
-
-
-def _eos_ids(folder: Path, tokenizer: Any) -> Iterable[int]:
-    """Ids that end a completion: the tokenizer's, and those of the checkpoint's generation."""
-    from transformers import GenerationConfig
-
-    found = {tokenizer.eos_token_id}
-    if (folder / "generation_config.json").is_file():
-        also = GenerationConfig.from_pretrained(str(folder)).eos_token_id
-        found |= set(also) if isinstance(also, list | tuple) else {also}
-    return sorted(found - {None})

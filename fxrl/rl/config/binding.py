@@ -61,8 +61,17 @@ class Table:
     @classmethod
     def own_keys(cls) -> tuple[str, ...]:
         """The table's own keys, without those that ``REST`` takes."""
-        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
-        return tuple(field.name for field in fields if not field.metadata.get("rest"))
+        return tuple(keys_of(cls))
+
+
+def keys_of(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a dataclass by name, without that which takes the rest."""
+    return {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("rest")}
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """``MISSING`` where there is none."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -193,7 +202,7 @@ def bind(
     """
     suggest = suggest or _suggester(cls)
     before = len(problems)
-    fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("rest")}  # type: ignore[arg-type]
+    fields = keys_of(cls)
     rest = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("rest")), None)  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {rest: {}} if rest else {}
@@ -214,8 +223,8 @@ def bind(
             except TypeError:
                 cure = suggest(name) if inner else ""  # optim="adamw": optim.name
                 problems.append(f"{name}={shown(_plain(value))} is not {_spell(hints[key])}{cure}")
-    required = (key for key, f in fields.items() if f.default is f.default_factory is MISSING)
-    missing = [key for key in required if key not in values]
+    unset = (key for key in fields if key not in values)
+    missing = [key for key in unset if default_of(fields[key]) is MISSING]
     problems += [f"{path}{key}: missing; it has no default" for key in missing if key not in table]
     if missing:
         return None
@@ -230,12 +239,10 @@ def bind(
 def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
     """Every key of the tree, such as ``optim.lr``."""
     hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if field.metadata.get("rest"):
-            continue
-        yield f"{path}{field.name}"
-        if inner := dataclass_in(hints[field.name]):
-            yield from dotted_names(inner, f"{path}{field.name}.")
+    for key in keys_of(cls):
+        yield f"{path}{key}"
+        if inner := dataclass_in(hints[key]):
+            yield from dotted_names(inner, f"{path}{key}.")
 
 
 def _suggester(cls: type[Any]) -> Callable[[str], str]:

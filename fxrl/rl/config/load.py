@@ -19,6 +19,7 @@ from fxrl.rl.config.binding import (
     TOO_DEEP,
     bind,
     dataclass_in,
+    default_of,
     merge_override,
     parse_override,
     unfit,
@@ -132,8 +133,7 @@ def with_defaults(
         name, inner = field.name, dataclass_in(hints[field.name])
         old, new = saved.get(name), present.get(name)
         if name in present and name not in saved:
-            made = field.default_factory
-            default = made() if made is not dataclasses.MISSING else field.default
+            default = default_of(field)
             filled[name] = None if default is dataclasses.MISSING else _plain(default)
         elif inner is not None and isinstance(old, Mapping) and isinstance(new, Mapping):
             filled[name] = with_defaults(old, new, inner)

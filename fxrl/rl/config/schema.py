@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any, Literal
 
-from fxrl.rl.config.binding import Check, in_files
+from fxrl.rl.config.binding import Check, default_of, in_files, keys_of
 from fxrl.rl.config.tables import TrainConfig
 
 Schema = dict[str, Any]
@@ -37,22 +37,19 @@ def _table(cls: type[Any], definitions: dict[str, Schema]) -> Schema:
     """A dataclass; its fields' tables go into ``definitions``."""
     about, described = documented(cls)
     hints = typing.get_type_hints(cls, include_extras=True)
-    fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("rest")]
+    defaults = {name: default_of(field) for name, field in keys_of(cls).items()}
     properties = {}
-    for field in fields:
-        found = _typed(hints[field.name], definitions)
-        default = field.default
-        if default is MISSING and field.default_factory is not MISSING:
-            default = field.default_factory()
+    for name, default in defaults.items():
+        found = _typed(hints[name], definitions)
         if default is not MISSING and default is not None and not dataclasses.is_dataclass(default):
             found["default"] = list(default) if isinstance(default, tuple) else default
-        properties[field.name] = {"description": described[field.name], **found}
+        properties[name] = {"description": described[name], **found}
     return {
         "type": "object",
         "description": about,
         "properties": properties,
-        "required": [f.name for f in fields if f.default is f.default_factory is MISSING],
-        "additionalProperties": len(fields) < len(dataclasses.fields(cls)),
+        "required": [name for name, default in defaults.items() if default is MISSING],
+        "additionalProperties": len(defaults) < len(dataclasses.fields(cls)),
     }
 
 

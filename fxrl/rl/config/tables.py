@@ -11,7 +11,7 @@ import functools
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -32,6 +32,8 @@ from fxrl.rl.config.binding import (
     Table,
     above,
     at_least,
+    default_of,
+    keys_of,
     regular_expression,
     within,
 )
@@ -710,9 +712,7 @@ class TrainConfig(Table):
         for path in paths:
             *outer, key = path.split(".")
             table: Any = functools.reduce(getattr, outer, self)
-            unset = {f.name: f for f in dataclasses.fields(table)}[key]
-            default = unset.default if unset.default_factory is MISSING else unset.default_factory()
-            if (value := getattr(table, key)) != default:
+            if (value := getattr(table, key)) != default_of(keys_of(type(table))[key]):
                 yield (
                     f"{path}={value!r} {why}, but loss.name={self.loss.name!r} learns from "
                     f"{self.form}; leave it out"

@@ -295,41 +295,6 @@ FORMS: Mapping[str, Form] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """The units of one step, as its ``Experience``."""
-
-    rows: Sequence[TokenRow]
-    unit: int
-
-    @property
-    def metrics(self) -> Metrics:
-        """How long they are, as completions are told."""
-        lengths = [len(row.completion) for row in self.rows]
-        found = {"mean": sum(lengths) / len(lengths), "min": min(lengths), "max": max(lengths)}
-        return {f"completions/{name}_length": float(value) for name, value in found.items()}
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all rows."""
-        return sum(sum(row.lengths) for row in self.rows)
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """That are learned from."""
-        return sum(row.num_counted for row in self.rows)
-
-    @property
-    def counts(self) -> Mapping[str, float]:
-        """The number of desirable rows, where rows are labelled."""
-        labels = [row.per_row["desirable"] for row in self.rows if "desirable" in row.per_row]
-        return {"num_desirable_in_batch": sum(labels)} if labels else {}
-
-    def samples(self, wanted: int) -> list[dict[str, Any]]:
-        """None: the data are known."""
-        return []
-
-
-@dataclass(frozen=True, slots=True)
 class Examples:
     """Training data as they are, and the ``Source`` of steps on them.
 
@@ -358,7 +323,7 @@ class Examples:
         take: Callable[[int], Sequence[Unit]],
         state: Callable[[], TrainerState],
         clock: Clock,
-    ) -> Chosen:
+    ) -> Experience:
         """The next units."""
         return self._chosen(take(self.per_step))
 
@@ -368,8 +333,19 @@ class Examples:
         """The loss and its metrics of held-out units."""
         return {f"eval/{name}": value for name, value in measure(self._chosen(data)).items()}
 
-    def _chosen(self, units: Sequence[Unit]) -> Chosen:
-        return Chosen([row for unit in units for row in unit], self.rows_each)
+    def _chosen(self, units: Sequence[Unit]) -> Experience:
+        rows = [row for unit in units for row in unit]
+        lengths = [len(row.completion) for row in rows]  # told as those of completions are
+        told = {"mean": sum(lengths) / len(lengths), "min": min(lengths), "max": max(lengths)}
+        labels = [row.per_row["desirable"] for row in rows if "desirable" in row.per_row]
+        return Experience(
+            rows,
+            {f"completions/{name}_length": float(value) for name, value in told.items()},
+            num_tokens=sum(sum(row.lengths) for row in rows),
+            num_completion_tokens=sum(row.num_counted for row in rows),
+            unit=self.rows_each,
+            counts={"num_desirable_in_batch": sum(labels)} if labels else {},
+        )
 
     @property
     def longest(self) -> int:

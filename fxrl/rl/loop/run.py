@@ -22,7 +22,6 @@ from fxrl.errors import FxrlError, did_you_mean
 from fxrl.files import refuse_links, remove, rename, replacing_folder, write_text
 from fxrl.models import load_tokenizer
 from fxrl.models.hf import save_pretrained
-from fxrl.rl.config.dtype import settle
 from fxrl.rl.config.load import as_table, differences
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.data.examples import Examples
@@ -35,6 +34,7 @@ from fxrl.rl.loop.build import (
     read_data,
     seed_everything,
 )
+from fxrl.rl.loop.dtype import settle
 from fxrl.rl.loop.fingerprint import check_unchanged, of_tensors
 from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
 from fxrl.rl.loop.lock import LOCK, hold
@@ -117,15 +117,7 @@ def prepare(
         raise BadConfigError("--accept-changes says nothing without --resume")
     with ExitStack() as held:
         ranks = held.enter_context(joined(in_words))
-        if changed := differences(ranks.broadcast(as_table(config)), as_table(config)):
-            lines = "\n  ".join(changed)
-            raise BadConfigError(f"it has another configuration than rank 0:\n  {lines}")
-        if ranks.size % (sharing := config.fxrl.context_parallel):
-            raise BadConfigError(
-                f"fxrl.context_parallel={sharing} lets {sharing} ranks share each sequence, and "
-                f"{ranks.size} run; start them by torchrun --nproc-per-node {sharing} -m fxrl "
-                "train, or a multiple"
-            )
+        _check_ranks(config, ranks)
         called: list[object] = []
         found = None
         if ranks.primary:
@@ -152,12 +144,7 @@ def prepare(
         for warning in config.warnings():
             tell(warning)
         if tokenizer is None:
-            with reporter.stage(f"loading the tokenizer: {model.name}") as say:
-                tokenizer = load_tokenizer(model.name, say)
-        if tokenizer is None:
-            raise BadConfigError(
-                f"model.id={model.name!r} has no tokenizer; give a folder with one"
-            )
+            tokenizer = _tokenizer(model.name, reporter)
         with reporter.stage("reading the data"):
             data = read_data(config, tokenizer, tell)
         if config.epochs is not None:
@@ -167,6 +154,27 @@ def prepare(
             check_unchanged(found, saved["fingerprints"], data.fingerprints, accept=accept_changes)
         ranks.check_same("data, rewards and loss", dict(data.fingerprints))
         yield Task(config, data, found, accept_changes, tuple(called), overwrite, ranks)
+
+
+def _check_ranks(config: TrainConfig, ranks: Ranks) -> None:
+    """Raises where ranks have other configurations, or are too few to share a sequence."""
+    if changed := differences(ranks.broadcast(as_table(config)), as_table(config)):
+        lines = "\n  ".join(changed)
+        raise BadConfigError(f"it has another configuration than rank 0:\n  {lines}")
+    if ranks.size % (sharing := config.fxrl.context_parallel):
+        raise BadConfigError(
+            f"fxrl.context_parallel={sharing} lets {sharing} ranks share each sequence, and "
+            f"{ranks.size} run; start them by torchrun --nproc-per-node {sharing} -m fxrl "
+            "train, or a multiple"
+        )
+
+
+def _tokenizer(model: str, reporter: Reporter) -> Any:
+    with reporter.stage(f"loading the tokenizer: {model}") as say:
+        found = load_tokenizer(model, say)
+    if found is None:
+        raise BadConfigError(f"model.id={model!r} has no tokenizer; give a folder with one")
+    return found
 
 
 def _by_epochs(config: TrainConfig, num_questions: int, tell: Tell) -> TrainConfig:

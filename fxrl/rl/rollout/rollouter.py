@@ -138,10 +138,8 @@ class Judge:
         """
         self._worker.result()
 
-    def verdict(
-        self, groups: Sequence[Sequence[Completion]]
-    ) -> tuple[list[Completion], list[str], dict[str, Values]]:
-        """The step's completions, their texts and each function's values; waits for the rest.
+    def verdict(self, groups: Sequence[Sequence[Completion]]) -> list[Drawn]:
+        """The step's completions and what every function says of them; waits for the rest.
 
         Args:
             groups: of each prompt; empty where another rank has drawn them.
@@ -172,11 +170,14 @@ class Judge:
                 arguments = self._arguments(order, counts, texts, completions)
                 found = call_all(late, len(texts), arguments)
             values |= self.ranks.broadcast(found)
-        return completions, texts, {reward.name: values[reward.name] for reward in self.rewards}
-
-    def told(self) -> list[Told]:
-        """What the completions of ``verdict`` say besides their tokens."""
-        return [told for prompt in range(len(self.prompts)) for told in self._told[prompt]]
+        names = [reward.name for reward in self.rewards]
+        columns = [values[name] for name in names]
+        by_name = (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
+        totals = combine(columns, [reward.weight for reward in self.rewards])
+        told = (one for i in order for one in self._told[i])
+        return [
+            Drawn(*each) for each in zip(completions, texts, by_name, totals, told, strict=True)
+        ]
 
     def _work(self) -> None:
         early = [reward for reward in self.rewards if reward.per_group]
@@ -289,12 +290,7 @@ class Rollouter:
         new = {k: v for k, v in self.engine.timings.items() if before.get(k) != v}
         clock.move("generate", "sync", sum(new.get(name, 0.0) for name in ENGINE_SYNC))
         with clock.phase("reward"), self.stage(f"judging: {total} completions"):
-            completions, texts, by_function = judge.verdict(groups)
-        columns = list(by_function.values())
-        values = (dict(zip(by_function, row, strict=True)) for row in zip(*columns, strict=True))
-        totals = combine(columns, [reward.weight for reward in self.rewards])
-        parts = zip(completions, texts, values, totals, judge.told(), strict=True)
-        return [Drawn(*each) for each in parts]
+            return judge.verdict(groups)
 
     def _generate(
         self,
@@ -407,11 +403,12 @@ class Rollouter:
             metrics["completions/num_trained"] = float(len(kept))
         lengths = [len(d.completion.prompt_token_ids + d.completion.token_ids) for d in drawn]
         return Rollout(
-            kept,
-            advantages=advantages,
-            metrics=metrics,
+            [of_completion(d.completion, a) for d, a in zip(kept, advantages, strict=True)],
+            metrics,
             num_tokens=sum(lengths),
             num_completion_tokens=sum(d.completion.num_sampled for d in drawn),
+            drawn=kept,
+            advantages=advantages,
         )
 
     def _training_params(self, state: TrainerState, refills: int) -> SamplingParams:

@@ -50,10 +50,12 @@ def judged(early, late, finish=()):
 @pytest.mark.parametrize("finish", [(), (1,), (1, 0)], ids=["at the end", "one early", "both"])
 def test_values_are_in_order_whenever_they_were_made(finish):
     early, late = Spy(), Spy()
-    _, texts, by_function = judged(early, late, finish)
-    assert texts == ["ones", "one", "threes", "three"]
-    assert list(by_function) == ["late", "early"]
-    assert by_function["early"] == by_function["late"] == [4.0, 3.0, 6.0, 5.0]
+    drawn = judged(early, late, finish)
+    assert [one.text for one in drawn] == ["ones", "one", "threes", "three"]
+    assert [list(one.values) for one in drawn] == [["late", "early"]] * 4
+    lengths = [4.0, 3.0, 6.0, 5.0]
+    assert [one.values for one in drawn] == [{"early": n, "late": n} for n in lengths]
+    assert [one.total for one in drawn] == [2 * n for n in lengths]
     [(thread, completions, prompts, rest)] = late.calls  # once, with everything
     assert thread is threading.main_thread()
     assert completions[:2] == ["ones", "one"]
@@ -82,7 +84,7 @@ def test_a_reward_runs_while_others_are_drawn():
     )
     judge.finished(0, GROUPS[0])
     assert called.wait(5), "before the second prompt has finished"
-    assert judge.verdict(GROUPS)[2]["early"] == [0.0] * 4
+    assert [one.values["early"] for one in judge.verdict(GROUPS)] == [0.0] * 4
 
 
 def test_a_reward_that_raises_early_is_told_at_the_end():

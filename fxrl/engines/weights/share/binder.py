@@ -36,7 +36,13 @@ from fxrl.engines.weights.share.layout import (
     find_by_content,
 )
 from fxrl.models import ModelError, QuantizedLinear
-from fxrl.models.checkpoint import CheckpointTensors, build_skeleton, owner_of, parameter_groups
+from fxrl.models.checkpoint import (
+    CheckpointTensors,
+    build_skeleton,
+    owner_of,
+    parameter_groups,
+    put_parameter,
+)
 
 log = logging.getLogger(__name__)
 
@@ -237,8 +243,7 @@ class SharingReport:
             )
 
     def _why_no_alias(self, binding: Binding) -> str:
-        path, _, leaf = binding.vllm_name.rpartition(".")
-        owner = getattr(self.vllm_model.get_submodule(path), leaf, None)
+        owner = getattr(*owner_of(self.vllm_model, binding.vllm_name), None)
         if not isinstance(owner, Tensor):
             return f"vLLM has dropped {binding.vllm_name}"
         here = binding.tensor()
@@ -272,13 +277,6 @@ class SharingReport:
         for warning in self.warnings:
             console.print(f"warning: {warning}")
         return out.getvalue().rstrip()
-
-
-def _tensor(module: nn.Module, name: str) -> Tensor:
-    path, _, leaf = name.rpartition(".")
-    value = getattr(module.get_submodule(path), leaf)
-    assert isinstance(value, Tensor)
-    return value
 
 
 def _any_layer(reason: str) -> str:
@@ -319,8 +317,7 @@ class WeightBinder:
         linears = [n for n, m in self.model.named_modules() if type(m) is nn.Linear]
         why_no_fp8 = {f"{name}.weight": self._bind_fp8(name) for name in linears}
         for names in parameter_groups(self.model):
-            module, attribute = owner_of(self.model, names[0])
-            if getattr(module, attribute).is_meta:
+            if getattr(*owner_of(self.model, names[0])).is_meta:
                 self._bind(names, why_no_fp8.get(names[0], ""))
         self.checkpoint.fill_buffers()
 
@@ -338,10 +335,7 @@ class WeightBinder:
         else:
             value = reference.to(self.device, wanted.dtype, copy=True)
             self.rows.append(SharingRow(names[0], "", value.nbytes, False, place, names[1:]))
-        parameter = nn.Parameter(value)
-        for name in names:
-            owner, leaf = owner_of(self.model, name)
-            setattr(owner, leaf, parameter)
+        put_parameter(self.model, names, value)
 
     def _mirror(self, names: tuple[str, ...], wanted: Tensor, reference: Tensor) -> str:
         """Notes where vLLM has the same values in another dtype: fp32 master weights beside it.
@@ -415,8 +409,7 @@ class WeightBinder:
         if why := why_not_quantized(view, scale, reference):
             return f"vLLM's {place.name}: {why}"
         module = QuantizedLinear(view, scale, "fp8", linear.bias, linear.weight.dtype).eval()
-        parent, _, child = path.rpartition(".")
-        setattr(self.model.get_submodule(parent), child, module)
+        setattr(*owner_of(self.model, path), module)
         self._record((name,), module, "weight", place, module.weight)
         self._record_scale(f"{path}.weight_scale", scale_name, module, place)
         return ""
@@ -444,7 +437,7 @@ class WeightBinder:
             found = find_scale(self.vllm_model, weight, place)
             return module.weight_scale.new_empty(0) if isinstance(found, str) else found[1]
 
-        scale, owner = module.weight_scale, _tensor(self.vllm_model, vllm_name)
+        scale, owner = module.weight_scale, getattr(*owner_of(self.vllm_model, vllm_name))
         how = "FP8 scales"
         if scale.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr():
             self.bindings.append(Binding(name, module, "weight_scale", vllm_name, view))

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fxrl.errors import ConfigError
-from fxrl.rl.config import dtype as precision
-from fxrl.rl.config.dtype import faster, product_times, settle
 from fxrl.rl.config.load import load_config
 from fxrl.rl.config.tables import LoraConfig, ModelConfig
+from fxrl.rl.loop import dtype as precision
+from fxrl.rl.loop.dtype import faster, product_times, settle
 from fxrl.rl.train import main
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
