@@ -42,10 +42,12 @@ def plan(args: Args) -> int:
         show.plan_difference(before, after, as_json=args.json)
         return 0
     with show.working(_IMPORTING) as say:
+        from fxrl.inspect.timeline import check_picture, plot
+
+        if args.plot:
+            check_picture(args.plot)
         outlook = _outlook(args, say)
     if args.plot:
-        from fxrl.inspect.timeline import plot
-
         what = f"{args.model}, {args.batch} x {args.tokens} tokens, {args.loss}"
         show.status(f"written to {plot(outlook.plan, args.plot, what)}")
     show.outlook(outlook, as_json=args.json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -25,9 +26,7 @@ def plot(plan: Plan, path: str | Path, title: str) -> Path:
     """
     if not plan.timeline:
         raise PlanError("the plan predicts no memory, so there is nothing to draw")
-    purpose = "drawing a plan"
-    figure = optional("matplotlib.figure", purpose).Figure(figsize=(9, 4.5), layout="constrained")
-    optional("matplotlib.backends.backend_agg", purpose).FigureCanvasAgg(figure)
+    figure = _figure()
     axis = figure.subplots()
     _draw(axis, plan.timeline)
     host = (plan.peak_host_bytes or 0) / _GIB
@@ -40,6 +39,28 @@ def plot(plan: Plan, path: str | Path, title: str) -> Path:
     except (OSError, ValueError) as error:  # such as an ending that is no format
         raise PlanError(f"{path} cannot be drawn: {error}; choose another file") from error
     return Path(path)
+
+
+def check_picture(path: str | Path) -> None:
+    """Whether ``plot`` will be able to write there: a plan takes long.
+
+    Raises:
+        PlanError: its ending is no format, or its folder cannot be written.
+    """
+    ending, formats = Path(path).suffix[1:], _figure().canvas.get_supported_filetypes()
+    try:
+        if ending and ending not in formats:
+            raise ValueError(f"{ending!r} is none of {', '.join(sorted(formats))}")
+        tempfile.TemporaryFile(dir=Path(path).absolute().parent).close()
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path} cannot be drawn: {error}; choose another file") from error
+
+
+def _figure() -> Any:
+    purpose = "drawing a plan"
+    figure = optional("matplotlib.figure", purpose).Figure(figsize=(9, 4.5), layout="constrained")
+    optional("matplotlib.backends.backend_agg", purpose).FigureCanvasAgg(figure)
+    return figure
 
 
 def _draw(axis: Any, moments: Sequence[Moment]) -> None:

@@ -131,7 +131,9 @@ def test_a_dump_that_cannot_be_written_costs_no_time(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("picture", ["/proc/foo.png", "plan.nothing"])
-def test_a_picture_that_cannot_be_drawn_is_named(capsys, picture):
+def test_a_picture_that_cannot_be_drawn_costs_no_time(capsys, monkeypatch, picture):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("fxrl.cli.inputs.empty_model", lambda *_: pytest.fail("a model was made"))
     assert main(["plan", *TINY, "--plot", picture]) == 1
     assert f"{picture} cannot be drawn: " in capsys.readouterr().err
 

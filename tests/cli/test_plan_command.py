@@ -4,10 +4,25 @@ import json
 
 import pytest
 
-from fxrl.cli import main
+from fxrl.cli import commands, main
 from fxrl.ir.plan import Plan
 
 TINY = ["plan", "tiny:qwen3", "--context", "4096"]
+PLANNED = {}
+
+
+@pytest.fixture(autouse=True)
+def _planned_once(monkeypatch):
+    """The same plan is shown in several ways."""
+    plan = commands._outlook
+
+    def known(args, say):
+        asked = repr({**vars(args), "json": None, "plot": None})
+        if asked not in PLANNED:
+            PLANNED[asked] = plan(args, say)
+        return PLANNED[asked]
+
+    monkeypatch.setattr(commands, "_outlook", known)
 
 
 def run(capsys, *words, code=0):

@@ -13,7 +13,7 @@ from fxrl.ir.plan import CutLayer, Plan
 from fxrl.models import lora, tiny_config
 from fxrl.planner.target import TARGETS
 from tests.compile.region_cases import assert_same
-from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
+from tests.passes.layered import GatedBlock, make_stack, square_loss
 
 PASSES = ("recompute", "offload", "tile-tokens")
 MiB = 2**20
@@ -169,26 +169,3 @@ def test_a_model_without_layers_has_predictions():
     weights = 3 * 4 * (64 * 8 + 8)  # and AdamW's states
     assert plan.peak_gpu_bytes > weights
     assert [moment.phase for moment in plan.timeline] == ["head", "end"]
-
-
-#: What is kept, where the inputs and the rest of it wait, tokens of a tile: every pair of values.
-MIXTURES = [
-    [("products", "gpu", "gpu", 0), ("attention", "gpu", "host", 3), ("inputs", "host", "host", 0)],
-    [
-        ("fewest", "host", "gpu", 3),
-        ("products", "host", "host", 3),
-        ("attention", "host", "gpu", 0),
-    ],
-    [("inputs", "gpu", "gpu", 3), ("fewest", "gpu", "host", 0), ("products", "host", "gpu", 0)],
-]
-
-
-@pytest.mark.parametrize("mixture", MIXTURES)
-def test_any_mixture_of_choices_has_eagers_gradients(mixture):
-    choices = [CutLayer(*choice) for choice in mixture]
-    torch.manual_seed(0)
-    model = make_stack(3, block=GatedBlock)
-    plan = Plan({f"0:blocks.{i}": choice for i, choice in enumerate(choices)})
-    step = fxrl.optimize(model, square_loss, config(), plan=plan)
-    assert_same(step, square_loss, model, ids_batch(2, 7), tolerance=1e-10)
-    assert cuts(step.plan) == choices

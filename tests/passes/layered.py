@@ -63,19 +63,20 @@ class GatedBlock(Block):
 
 
 class Stack(nn.Module):
-    """Embedding, blocks (each checkpointed, if asked for), a small head."""
+    """Embedding, blocks (each checkpointed, or those that are told), a small head."""
 
     def __init__(self, blocks, *, width=8, vocab=11, checkpointed=False):
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(width, 3)
-        self.checkpointed = checkpointed
+        every = isinstance(checkpointed, bool)
+        self.checkpointed = [checkpointed] * len(blocks) if every else checkpointed
 
     def forward(self, ids):
         x = self.embed(ids)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        for block, again in zip(self.blocks, self.checkpointed, strict=True):
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
         return self.head(x)
 
 

@@ -127,30 +127,31 @@ def test_missed_by_a_plan_for_another_site():
 
 
 # ---------------------------------------------------------------------------- numbers
-CHOICES = [
-    CutLayer(cut, inputs_on, kept_on, tile)
-    for tile, cut, inputs_on, kept_on in itertools.product(
-        (0, 3), ("products", "fewest", "attention", "inputs"), ("gpu", "host"), ("gpu", "host")
-    )
+CUTS = ("products", "fewest", "attention", "inputs")
+PLACES = ("gpu", "host")
+#: Every value beside every other: whether there are tiles, cuts, where inputs and the rest wait,
+#: whether the model checkpoints.
+MIXTURE = [
+    (CutLayer(cut, PLACES[t ^ (i & 1)], PLACES[t ^ (i >> 1)], 3 * t), bool(t ^ (i & 1) ^ (i >> 1)))
+    for t, (i, cut) in itertools.product((0, 1), enumerate(CUTS))
 ]
 
 
-@pytest.mark.parametrize("first", range(0, len(CHOICES), 4))
-def test_every_combination_of_choices_has_eagers_numbers(first):
-    """Four layers a model, each with a choice of its own; every other model checkpoints."""
-    choices = {f"0:blocks.{i}": c for i, c in enumerate(CHOICES[first : first + 4])}
-    model = make_stack(4, block=GatedBlock, checkpointed=first % 8 == 0)
+def test_any_mixture_of_choices_has_eagers_numbers():
+    choices = {f"0:blocks.{i}": choice for i, (choice, _) in enumerate(MIXTURE)}
+    checkpointed = [again for _, again in MIXTURE]
+    model = make_stack(len(choices), block=GatedBlock, checkpointed=checkpointed)
     step = fxrl.optimize(model, square_loss, ONE_BY_ONE, plan=Plan(choices))
     for shape in ((2, 5), (1, 4)):
         assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
     assert {name: step.plan.choices[name] for name in choices} == choices
 
 
-@pytest.mark.parametrize("tile", [1, 7, 1000])
-def test_tiles_of_any_size(tile):
-    model = make_stack(2)
-    plan = Plan({f"0:blocks.{i}": CutLayer("attention", tile_tokens=tile) for i in range(2)})
-    step = fxrl.optimize(model, square_loss, ONE_BY_ONE, plan=plan)
+def test_tiles_of_any_size():
+    tiles = (1, 7, 1000)
+    model = make_stack(len(tiles))
+    plan = {f"0:blocks.{i}": CutLayer("attention", tile_tokens=t) for i, t in enumerate(tiles)}
+    step = fxrl.optimize(model, square_loss, ONE_BY_ONE, plan=Plan(plan))
     for shape in ((2, 5), (3, 7), (1, 4), (1, 1)):
         assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
 
@@ -161,6 +162,8 @@ def test_compiled():
     step = fxrl.optimize(model, square_loss, fxrl.Config(**OPTIONS), plan=plan)
     for shape in ((2, 5), (3, 8)):
         assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-5)
+    for kernels in step.captures[0].kernels.values():
+        assert "def call" in kernels.generated()["forward.py"]
     assert step.verify(ids_batch()).ok
 
 
