@@ -1,6 +1,7 @@
 """``fxrl plan``: what a person sees, what a script reads, what is refused."""
 
 import json
+import re
 
 import pytest
 
@@ -29,6 +30,17 @@ def test_json(capsys):
     assert found.peak_gpu_bytes == max(moment.bytes for moment in found.timeline)
     assert found.max_context > 4096
     assert found.peak_host_bytes == 0
+
+
+def test_quantised_weights_take_their_bytes(capsys):
+    words = [*TINY, "--lora", "4", "--json"]
+    wide, small = (
+        json.loads(run(capsys, *words, *more))["timeline"][0]["parts"]["weights and states"]
+        for more in ((), ("--quantization", "nf4"))
+    )
+    assert small < wide
+    why = "--quantization nf4 is of frozen weights, .* add --lora RANK"
+    assert re.search(why, run(capsys, *TINY, "--quantization", "nf4", code=2))
 
 
 def test_the_target_counts(capsys):
