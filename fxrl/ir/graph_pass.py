@@ -266,8 +266,8 @@ def _as_option(where: str, hint: Any, present: Any, value: Any) -> Any:
             allowed = ", ".join(map(repr, get_args(hint)))
             raise ConfigError(f"{where}={value!r} is not one of {allowed}")
         return value
-    kind = Mapping if isinstance(present, Mapping) else type(present)
-    made = float(value) if kind is float and type(value) is int else value
+    kind: Any = Mapping if isinstance(present, Mapping) else type(present)
+    made: Any = float(value) if kind is float and type(value) is int else value
     made = tuple(made) if kind is tuple and isinstance(made, list) else made
     words = {tuple: "a list of texts", Mapping: "a table"}.get(kind, f"of type {kind.__name__}")
     fits = isinstance(made, kind) and isinstance(made, bool) == (kind is bool)

@@ -4,8 +4,10 @@ import json
 import re
 
 import pytest
+import torch
 
-from fxrl.cli import main
+from fxrl.cli import inputs, main, parse
+from fxrl.config import MiB
 from fxrl.ir.plan import Plan
 
 TINY = ["plan", "tiny:qwen3", "--context", "4096"]
@@ -33,12 +35,15 @@ def test_json(capsys):
 
 
 def test_quantised_weights_take_their_bytes(capsys):
-    words = [*TINY, "--lora", "4", "--json"]
-    wide, small = (
-        json.loads(run(capsys, *words, *more))["timeline"][0]["parts"]["weights and states"]
-        for more in ((), ("--quantization", "nf4"))
-    )
-    assert small < wide
+    size = "tiny:qwen3:layers=1,hidden=512,intermediate=2048"
+    words = ["plan", size, "--context", "256", "--lora", "4", "--quantization", "nf4"]
+    parts = json.loads(run(capsys, *words, "--json"))["timeline"][0]["parts"]
+    parameters = [*inputs.empty_model(parse(words)).parameters()]
+    states = 2 * sum(p.nbytes for p in parameters if p.requires_grad)
+    held = sum(p.nbytes for p in parameters) + states
+    assert 0 < parts["weights and states"] - held < 65 * MiB, "the batch, and what CUDA takes"
+    wide = [p for p in parameters if p.dtype == torch.uint8]
+    assert sum(4 * p.nbytes for p in wide) > 6 * MiB, "which they would be in bf16"
     why = "--quantization nf4 is of frozen weights, .* add --lora RANK"
     assert re.search(why, run(capsys, *TINY, "--quantization", "nf4", code=2))
 

@@ -287,6 +287,14 @@ def test_a_run_from_a_quantised_checkpoint(config_file, capsys):
     )
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+    adapter = next(Path("whole", "checkpoints", "step-00000003").rglob("adapter_model*")).parent
+    tokenizer.save_pretrained(adapter)
+    ids, (again, _) = torch.arange(3, 12)[None], load_model(adapter)
+    assert not torch.equal(again(ids).logits, model(ids).logits)
+    loaded = {name.removesuffix(".default.weight"): p for name, p in again.named_parameters()}
+    for name, factor in first.items():
+        path = name.removeprefix("base_model.model.").removesuffix(".weight")
+        assert torch.equal(loaded[path], factor), path
     changed = load_model("tiny:qwen3:layers=1", "fp32", quantization="fp8")[0]
     changed.save_pretrained("held")
     capsys.readouterr()
