@@ -260,11 +260,19 @@ def test_group_advantages_reach_the_batch(config_file, monkeypatch):
     torch.testing.assert_close(advantages, expected.reshape(-1))
 
 
-@pytest.mark.parametrize("options", [("nf4", "bf16"), ("fp8", "fp8")])
-def test_a_run_over_quantised_weights(config_file, options):
+TABLE = '{format="fp8", recipe="tensor", skip=["k_proj"]}'
+
+
+@pytest.mark.parametrize(
+    ("quantization", "options"),
+    [
+        ("nf4", ("optimize=false",)),
+        (TABLE, ("optimize=true", "fxrl.precision=fp8", "fxrl.pass_options.fp8-lora.heads=true")),
+    ],
+)
+def test_a_run_over_quantised_weights(config_file, quantization, options):
     """Weights of 4 bits as they are; of 8 with their products in FP8, too."""
-    quantization, precision = options
-    extra = (f"model.quantization={quantization}", f"fxrl.precision={precision}", "steps=2")
+    extra = (f"model.quantization={quantization}", "steps=2", *options)
     assert train(config_file, "out", *extra, "model.id=tiny:qwen3:layers=1") == 0
     assert len(metrics("out")) == 2
     assert json.loads(metrics("out")[0])["grad_norm"] > 0
