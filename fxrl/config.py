@@ -55,11 +55,11 @@ class Config:
         inductor: extra Inductor options for region bodies, on top of fxrl's own.
         passes: names of the passes to run, in whatever order: the pipeline has its own. ``None``
             runs all.
-        pass_options: name of a pass -> its options by name, which are its fields: ``{"fp8-lora":
-            {"recipe": "block", "skip": ["k_proj"]}}``. They win over what the other keys say.
         context_parallel: how many consecutive ranks share each sequence. All of them are given the
             same whole batch, and have the whole loss and gradients afterwards. More than 1 needs
             ``torch.distributed``, and as many processes or a multiple.
+        pass_options: name of a pass -> its options by name, which are its fields: ``{"fp8-lora":
+            {"recipe": "block", "skip": ["k_proj"]}}``. They win over what the other keys say.
     """
 
     chunk_tokens: int | None = None
@@ -71,8 +71,8 @@ class Config:
     on_miss: Literal["warn", "error", "ignore"] = "warn"
     inductor: Mapping[str, Any] | None = None
     passes: tuple[str, ...] | None = None
-    pass_options: Mapping[str, Any] | None = None
     context_parallel: int = 1
+    pass_options: Mapping[str, Any] | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> Config:
         """Refuse an unknown option by name, before ``__init__`` would.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import takewhile
@@ -17,6 +18,7 @@ from fxrl.models.hf import ModelError
 from fxrl.ops.fp8 import dequantized, read_scale
 
 _PURPOSE = "reading a checkpoint"
+log = logging.getLogger(__name__)
 
 
 def build_skeleton(checkpoint_dir: Path, dtype: torch.dtype | None) -> nn.Module:
@@ -194,6 +196,12 @@ class CheckpointTensors:
 
     def _convert(self) -> dict[str, Tensor]:
         loader = type(self._skeleton)
+        log.warning(
+            "checkpoint %r names tensors otherwise than the model, or is not in safetensors, so "
+            "transformers loads all of it on the host; what save_pretrained writes of it is read "
+            "tensor by tensor",
+            str(self.folder),
+        )
         assert hasattr(loader, "from_pretrained")
         try:
             model, info = loader.from_pretrained(

@@ -295,18 +295,24 @@ def _pretrained(
     hf = optional("transformers", f"loading {place}")
     tokenizer = _tokenizer(place, local=local)
     config = find_file(place, "config.json", local=local)
+    source = place  # of the weights under an adapter, if there is one
     if (adapter := find_file(place, "adapter_config.json", local=local)) is not None:
         base = read_json(adapter).get("base_model_name_or_path")
         if base is not None and config is None:
-            _check(str(base), local=local)
-    if _is_quantised(place, config, quantization):
-        if adapter is not None:
+            source = str(base)
+            _check(source, local=local)
+            config = find_file(source, "config.json", local=local)
+    if _is_quantised(source, config, quantization):
+        if adapter is not None and source == place:
             raise ModelError(
-                f"model {place!r}: an adapter on quantised weights is not loaded; merge it "
-                "into its base model, or load the base and train a new one"
+                f"model {place!r}: quantised weights and an adapter in one folder are not loaded; "
+                "merge it into its base model, or load the base and train a new one"
             )
-        folder, wanted = _folder(place, local=local), None if dtype == "auto" else dtype
-        return load_quantized(folder, quantization, wanted, device), tokenizer
+        folder, wanted = _folder(source, local=local), None if dtype == "auto" else dtype
+        made: Any = load_quantized(folder, quantization, wanted, device)
+        if adapter is not None:
+            made.load_adapter(place)
+        return made, tokenizer
     with no_progress_bars():
         model, found = hf.AutoModelForCausalLM.from_pretrained(
             place,

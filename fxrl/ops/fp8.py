@@ -124,6 +124,11 @@ def dequantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return wide.mul_(_spread(scale, values.shape)).to(dtype)
 
 
+def requantized(weight: Tensor, scale: Tensor) -> Tensor:
+    """A weight [N, K] as e4m3 of scales that there are: ``dequantized`` the other way round."""
+    return _rounded(weight, _spread(scale, weight.shape))
+
+
 def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
     """A scale for each row or value."""
     for dim in (0, 1):

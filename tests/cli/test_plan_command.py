@@ -1,10 +1,13 @@
 """``fxrl plan``: what a person sees, what a script reads, what is refused."""
 
 import json
+import re
 
 import pytest
+import torch
 
-from fxrl.cli import commands, main
+from fxrl.cli import commands, inputs, main, parse
+from fxrl.config import MiB
 from fxrl.ir.plan import Plan
 
 TINY = ["plan", "tiny:qwen3", "--context", "4096"]
@@ -44,6 +47,20 @@ def test_json(capsys):
     assert found.peak_gpu_bytes == max(moment.bytes for moment in found.timeline)
     assert found.max_context > 4096
     assert found.peak_host_bytes == 0
+
+
+def test_quantised_weights_take_their_bytes(capsys):
+    size = "tiny:qwen3:layers=1,hidden=512,intermediate=2048"
+    words = ["plan", size, "--context", "256", "--lora", "4", "--quantization", "nf4"]
+    parts = json.loads(run(capsys, *words, "--json"))["timeline"][0]["parts"]
+    parameters = [*inputs.empty_model(parse(words)).parameters()]
+    states = 2 * sum(p.nbytes for p in parameters if p.requires_grad)
+    held = sum(p.nbytes for p in parameters) + states
+    assert 0 < parts["weights and states"] - held < 65 * MiB, "the batch, and what CUDA takes"
+    wide = [p for p in parameters if p.dtype == torch.uint8]
+    assert sum(4 * p.nbytes for p in wide) > 6 * MiB, "which they would be in bf16"
+    why = "--quantization nf4 is of frozen weights, .* add --lora RANK"
+    assert re.search(why, run(capsys, *TINY, "--quantization", "nf4", code=2))
 
 
 def test_the_target_counts(capsys):

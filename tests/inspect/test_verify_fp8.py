@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fxrl
+from fxrl.inspect import verify
 from fxrl.inspect.emulate import Emulation
 from fxrl.ir.graph import shape_of
 from fxrl.models import quantize
@@ -47,6 +48,26 @@ def test_a_right_step(dtype, held):
     assert ("rounded as the step is" in found.reference) == (held != "nf4")
     if dtype == torch.float64:
         assert max(row.rel for row in found.rows) < 1e-9, "the very same roundings"
+
+
+def told(note):
+    return note.partition(" products in FP8: cosine with those in full ")
+
+
+def test_how_near_each_product_comes_and_how_to_leave_those_that_are_far(monkeypatch):
+    model = gated(1).float()
+    note = verified(model).notes[0]
+    count, _, cosines = told(note)
+    least, middle = (float(words.partition(" ")[0]) for words in cosines.split(", "))
+    assert (count, 0.99 < least <= middle < 0.9999) == ("7", True), note
+    monkeypatch.setattr(verify, "LEAST_COSINE", 0.99999)
+    note, below = verified(model).notes
+    assert "7 of them are below 0.99999; Config(pass_options={'fp8-lora': {'skip': [" in below
+    assert "'blocks.0.qkv.q'" in below
+    skip = {"fp8-lora": {"skip": ["blocks.0.qkv"]}}
+    found = verified(model, pass_options=skip)
+    assert found.ok
+    assert told(found.notes[0])[0] == "4"
 
 
 #: By what a product may be off at least for a step of so many roundings to be wrong.

@@ -33,10 +33,12 @@ from fxrl.engines.weights.lora.fold import Fold, folded, require_sound
 from fxrl.engines.weights.lora.sites import (
     AdapterError,
     LoraSite,
+    Merge,
     adapted_layers,
     check_storages,
     lora_sites,
     merged_weights,
+    why_lost,
     why_not_mergeable,
 )
 
@@ -179,6 +181,9 @@ class WeightSync:
         if not is_shared:
             return "the trainer's base weights are not the engine's"
         if why := _why_not(lambda: check_storages(model, lora_sites(model))):
+            return why
+        merges = {site.name: Merge.of(site) for site in lora_sites(model)}
+        if why := why_lost(merges, zero_too=True):
             return why
         apart = sorted(self._adapted(model) & self._copied)
         return f"{len(apart)} adapted weights are not shared ({apart[0]}, ...)" if apart else ""

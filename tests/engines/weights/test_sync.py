@@ -6,7 +6,7 @@ import torch
 from fxrl.engines import EngineError
 from fxrl.engines.weights.lora.sites import merged_weights
 from fxrl.engines.weights.sync import RouteError, WeightSync
-from fxrl.models import load_model, lora
+from fxrl.models import load_model, lora, quantize
 
 
 class Engine:
@@ -37,11 +37,11 @@ def adapted_model(model=None, **options):
     return model
 
 
-def move_adapter(model):
+def move_adapter(model, size=0.1):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+                parameter.add_(torch.randn_like(parameter) * size)
 
 
 def test_nothing_attached_cannot_be_updated():
@@ -142,6 +142,26 @@ def test_slots_then_a_fold_then_a_copy(slots, shared, asked, way, reason):
     sync.attach(adapted_model(base), route=asked)
     assert sync.way == way
     assert reason in sync.reason
+
+
+def test_weights_in_fp8_take_slots_and_a_fold_only_where_it_loses_little():
+    base = quantize(base_model().requires_grad_(False), "fp8")
+    model = lora(base, r=4, alpha=6, seed=0).eval()
+    (sync, engine), (bare, _) = make(slots=""), make()
+    for one in (sync, bare):
+        one.share(base)
+    sync.attach(model)
+    with sync.rollout():
+        pass
+    assert (sync.way, len(engine.adapters)) == ("slots", 1)
+    why = r"fold: .* in FP8 .* is zero yet, .*LoRA slots.*; copy: copying would"
+    with pytest.raises(RouteError, match=why):
+        bare.attach(model)
+    move_adapter(model, 1e-3)
+    with pytest.raises(RouteError, match=r"fold: 14 of 14 weights are in FP8.*loses \d+% of its"):
+        bare.attach(model)
+    with pytest.raises(RouteError, match=r"its weight is fp8, and a merge would round it again"):
+        make()[0].attach(model)
 
 
 def test_a_route_that_is_not_there_names_those_that_are():

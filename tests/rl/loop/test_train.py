@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from fxrl.models import Quantization, load_model
 from fxrl.rl.loop.trainer import TrainingLoop
 from fxrl.rl.rollout import rollouter as rollout_module
 from fxrl.rl.train import main
@@ -258,14 +260,54 @@ def test_group_advantages_reach_the_batch(config_file, monkeypatch):
     torch.testing.assert_close(advantages, expected.reshape(-1))
 
 
-@pytest.mark.parametrize("options", [("nf4", "bf16"), ("fp8", "fp8")])
-def test_a_run_over_quantised_weights(config_file, options):
+TABLE = '{format="fp8", recipe="tensor", skip=["k_proj"]}'
+
+
+@pytest.mark.parametrize(
+    ("quantization", "options"),
+    [
+        ("nf4", ("optimize=false",)),
+        (TABLE, ("optimize=true", "fxrl.precision=fp8", "fxrl.pass_options.fp8-lora.heads=true")),
+    ],
+)
+def test_a_run_over_quantised_weights(config_file, quantization, options):
     """Weights of 4 bits as they are; of 8 with their products in FP8, too."""
-    quantization, precision = options
-    extra = (f"model.quantization={quantization}", f"fxrl.precision={precision}", "steps=2")
+    extra = (f"model.quantization={quantization}", "steps=2", *options)
     assert train(config_file, "out", *extra, "model.id=tiny:qwen3:layers=1") == 0
     assert len(metrics("out")) == 2
     assert json.loads(metrics("out")[0])["grad_norm"] > 0
+
+
+def test_a_run_from_a_quantised_checkpoint(config_file, capsys):
+    """Its Linears are read as they are stored; the run resumes exactly, and its base is known."""
+    how = Quantization("fp8", "block", skip=("k_proj",))
+    model, tokenizer = load_model("tiny:qwen3:layers=1", "fp32", quantization=how)
+    for part in (model, tokenizer):
+        part.save_pretrained("held")
+    held = ("model.id=held", "steps=3", "save_every=1")
+    assert train(config_file, "whole", *held) == 0
+    assert train(config_file, "parts", *held[:1], "steps=1", "save_every=1") == 0
+    assert train(config_file, "parts", *held, resume="") == 0
+    assert metrics("parts") == metrics("whole")
+    first, second = (
+        load_file(next(Path(run, "checkpoints", "step-00000003").rglob("adapter_model*")))
+        for run in ("parts", "whole")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    adapter = next(Path("whole", "checkpoints", "step-00000003").rglob("adapter_model*")).parent
+    tokenizer.save_pretrained(adapter)
+    ids, (again, _) = torch.arange(3, 12)[None], load_model(adapter)
+    assert not torch.equal(again(ids).logits, model(ids).logits)
+    loaded = {name.removesuffix(".default.weight"): p for name, p in again.named_parameters()}
+    for name, factor in first.items():
+        path = name.removeprefix("base_model.model.").removesuffix(".weight")
+        assert torch.equal(loaded[path], factor), path
+    changed = load_model("tiny:qwen3:layers=1", "fp32", quantization="fp8")[0]
+    changed.save_pretrained("held")
+    capsys.readouterr()
+    assert train(config_file, "parts", *held[:1], "steps=4", resume="") != 0
+    assert "base model" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from fxrl.engines.weights.lora.sites import (
     check_storages,
     lora_sites,
     merge_all,
+    why_lost,
 )
 
 # By layer, so that it is found through every wrapper of the model: folded, or why it is lost.
@@ -106,7 +107,8 @@ class Fold:
         """Backs up and folds the adapters that are active now.
 
         Raises:
-            FoldError: already applied, by this or another ``Fold`` of the model.
+            FoldError: already applied, by this or another ``Fold`` of the model; or a weight in
+                FP8 would lose too much of its adapter.
             BackupError: no memory for the backup; nothing has changed.
             RestoreError: an earlier restore failed.
             AdapterError: the active adapters have changed into something that cannot be folded.
@@ -115,6 +117,8 @@ class Fold:
         start = time.perf_counter()
         merges = self._merges()
         self._check_addresses()
+        if why := why_lost(dict(zip(self.names, merges, strict=True))):
+            raise FoldError(f"fold: {why}")
         try:
             sums = self._sums.measure()
             self._backup.save(sums)
@@ -175,10 +179,8 @@ class Fold:
                 f"lora: the active adapters now change {len(current)} modules, not the "
                 f"{len(self.names)} that this Fold was made for; make a new Fold"
             )
-        return [
-            Merge(weight, tuple(site.factors()), site.is_transposed)
-            for site, weight in zip(current, self._weights, strict=True)
-        ]
+        pairs = zip(current, self._weights, strict=True)
+        return [Merge.of(site, weight) for site, weight in pairs]
 
     def _check_addresses(self) -> None:
         for site, weight in zip(self._sites, self._weights, strict=True):

@@ -16,20 +16,28 @@ cuBLAS promises a float32 accumulator, not that the product meets W before it is
 the product is rounded to W's dtype first. 9 to 12 % of the entries (for usual factors) are then not
 the exact sum's nearest, off by at most half a unit in the product's last place and half one in the
 sum's. The restore brings back every bit in any case.
+
+NOTE [Why a fold into FP8 may be refused]
+Neighbours in e4m3 lie 2^-3 to 2^-4 apart, relative to them, and a LoRA's change of a weight is
+often less: W + delta W is then rounded back to W, the engine would serve the base model, and
+nothing would say so. What is lost is measured, as a share of the change's norm.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
+from fxrl.models import QuantizedLinear
+from fxrl.ops.fp8 import dequantized, requantized
 
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the names of the model that it wraps."""
@@ -71,6 +79,13 @@ class LoraSite:
         """The frozen weight: [out, in], or [in, out] where ``is_transposed``."""
         weight: Tensor = self.layer.get_base_layer().weight
         return weight.detach()
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The scales of a weight in FP8 (``fxrl.ops.fp8``); None of others."""
+        base = self.layer.get_base_layer()
+        is_fp8 = isinstance(base, QuantizedLinear) and base.format == "fp8"
+        return base.weight_scale.detach() if is_fp8 else None
 
     @property
     def is_transposed(self) -> bool:
@@ -169,7 +184,10 @@ def _why_not_plain(layer: Any) -> str | None:
 
 
 def _why_not_a_weight(layer: Any) -> str | None:
-    weight = getattr(layer.get_base_layer(), "weight", None)
+    base = layer.get_base_layer()
+    weight = getattr(base, "weight", None)
+    if isinstance(base, QuantizedLinear) and weight is not None and not weight.is_meta:
+        return None  # what it holds is no obstacle to slots
     if getattr(layer, "quantization_backend", None) is not None or weight is None:
         return f"its base layer {type(layer.get_base_layer()).__name__} is quantized"
     if weight.dim() != 2 or not weight.is_floating_point() or weight.dtype.itemsize < 2:
@@ -189,6 +207,9 @@ def check_storages(model: nn.Module, sites: Sequence[LoraSite]) -> None:
     _check_owners(model, sites)
     device = sites[0].weight.device
     for site in sites:
+        if site.weight.dtype.itemsize < 2 and site.scale is None:
+            kind = site.layer.get_base_layer().format
+            raise AdapterError(f"lora: {site.name}: its weight is {kind}, cannot be folded into")
         if not site.weight.is_contiguous():
             raise AdapterError(f"lora: {site.name}: its weight is not contiguous, cannot be folded")
         if site.weight.device != device:
@@ -227,23 +248,85 @@ class Merge:
     Attributes:
         weight: [out, in] (or [in, out] where ``is_transposed``), overwritten.
         factors: not empty.
+        scale: of a weight [out, in] in FP8, which the sum keeps.
     """
 
     weight: Tensor
     factors: tuple[Factors, ...]
     is_transposed: bool = False
+    scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, site: LoraSite, weight: Tensor | None = None) -> Merge:
+        """A site's active adapters into its weight, or another one like it."""
+        weight = site.weight if weight is None else weight
+        return cls(weight, tuple(site.factors()), site.is_transposed, site.scale)
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """The sum and the delta in float32 (float64 for a float64 weight)."""
+        if self.scale is not None:
+            total = dequantized(self.weight, self.scale, torch.float32)
+        else:
+            total = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        delta = torch.zeros_like(total)
+        with torch.autocast(self.weight.device.type, enabled=False):
+            for pair in self.factors:
+                one = pair.scaling * (pair.b.to(total.dtype) @ pair.a.to(total.dtype))
+                delta += one.t() if self.is_transposed else one
+        return total + delta, delta
+
+    def rounded(self, total: Tensor) -> Tensor:
+        """The sum as the weight holds numbers."""
+        if self.scale is None:
+            return total.to(self.weight.dtype)
+        return requantized(total, self.scale)
 
 
 @torch.no_grad()
 def merge_reference(merge: Merge) -> None:
     """The definition: the delta in float32 (float64 for a float64 weight), one rounding."""
-    wide = torch.promote_types(merge.weight.dtype, torch.float32)
-    total = merge.weight.to(wide)
-    with torch.autocast(merge.weight.device.type, enabled=False):
-        for pair in merge.factors:
-            delta = pair.scaling * (pair.b.to(wide) @ pair.a.to(wide))
-            total = total + (delta.t() if merge.is_transposed else delta)
-    merge.weight.copy_(total)
+    merge.weight.copy_(merge.rounded(merge.total()[0]))
+
+
+#: A fold into FP8 that takes a larger share off an adapter's change of a weight is refused.
+MOST_LOST = 0.25
+
+
+@torch.no_grad()
+def lost_share(merge: Merge) -> float:
+    """What rounding W + delta W to FP8 takes off it, as a share of delta W's norm (Frobenius).
+
+    NaN where delta W is zero, as before the first update: of what follows that says nothing.
+    """
+    assert merge.scale is not None, "of a weight in FP8"
+    total, delta = merge.total()
+    kept = dequantized(merge.rounded(total), merge.scale, torch.float32)
+    return float((kept - total).norm() / delta.norm())
+
+
+def why_lost(merges: Mapping[str, Merge], *, zero_too: bool = False) -> str:
+    """Which weights in FP8 cannot take their adapter; empty where all can.
+
+    Args:
+        zero_too: those whose delta is zero now, too.
+    """
+    shares = {name: lost_share(one) for name, one in merges.items() if one.scale is not None}
+    refused = {
+        name: share
+        for name, share in shares.items()
+        if share > MOST_LOST or (zero_too and isnan(share))
+    }
+    if not refused:
+        return ""
+    worst = max(refused, key=lambda name: -1.0 if isnan(refused[name]) else refused[name])
+    lost = f"loses {refused[worst]:.0%} of its change"
+    if isnan(refused[worst]):
+        lost = "is zero yet, and what it would lose is not known"
+    return (
+        f"{len(refused)} of {len(merges)} weights are in FP8 and too coarse for their adapter: at "
+        f"{worst} it {lost} (at most {MOST_LOST:.0%}); build the engine with LoRA slots "
+        "(max_lora_rank), or serve the base in bf16"
+    )
 
 
 @torch.no_grad()
@@ -316,6 +399,9 @@ def _accumulate(merge: Merge, b: Tensor, a: Tensor, alpha: float) -> None:
 def why_not_mergeable(model: nn.Module) -> str:
     """Empty, or the first thing that PEFT trains beside W + delta W."""
     for site in adapted_layers(model):
+        base = site.layer.get_base_layer() if hasattr(site.layer, "get_base_layer") else None
+        if isinstance(base, QuantizedLinear):
+            return f"{site.name}: its weight is {base.format}, and a merge would round it again"
         if not hasattr(site.layer, "merge"):
             kind = type(site.layer).__name__
             return f"{site.name}: {kind} trains the module itself and cannot be merged"
@@ -367,7 +453,7 @@ def _plain(model: nn.Module) -> set[str]:
 def _merged(site: LoraSite, is_plain: bool) -> dict[str, Tensor]:
     if is_plain:
         weight = site.weight.clone()
-        merge_reference(Merge(weight, tuple(site.factors()), site.is_transposed))
+        merge_reference(Merge.of(site, weight))
         return {"weight": weight}
     layer: Any = copy.deepcopy(site.layer)
     layer.merge()

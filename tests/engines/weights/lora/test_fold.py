@@ -16,7 +16,15 @@ from fxrl.engines.weights.lora.fold import (
     folded,
     require_sound,
 )
-from fxrl.engines.weights.lora.sites import AdapterError
+from fxrl.engines.weights.lora.sites import (
+    AdapterError,
+    Merge,
+    lora_sites,
+    lost_share,
+    merge_reference,
+)
+from fxrl.models import Quantization, quantize
+from fxrl.ops.fp8 import RECIPES, dequantized
 from tests.engines.weights.lora.lora_models import (
     assert_same_bits,
     fill,
@@ -108,6 +116,50 @@ def test_bf16_weights_round_once(fp32_adapter):
             want = before[name].double() + f.scaling * f.b.double() @ f.a.double()
             assert (site.weight != want.bfloat16()).float().mean() < 2e-3
     assert_same_bits(model, before)
+
+
+def in_fp8(recipe="row", change=1.0):
+    """Linears in FP8, and an adapter that changes them by so much of their norm."""
+    model = with_lora(
+        quantize(llama().requires_grad_(False), Quantization("fp8", recipe)),
+        target_modules=["q_proj", "down_proj"],
+    )
+    for site in lora_sites(model):
+        weight = dequantized(site.weight, site.scale, torch.float32)
+        delta = site.layer.get_delta_weight("default")
+        site.layer.lora_B["default"].weight.data.mul_(change * weight.norm() / delta.norm())
+    return model
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_large_change_of_an_fp8_weight_is_folded(recipe, backup):
+    model = in_fp8(recipe, change=0.4)
+    policy, before = logits(model), snapshot(model)
+    with folded(Fold(model)):
+        served = base_logits(model)
+    assert_same_bits(model, before)
+    near, far = (served - policy).norm(), (base_logits(model) - policy).norm()
+    assert float(near) < 0.2 * float(far)
+
+
+@pytest.mark.parametrize("change", [1e-3, 3e-2])
+def test_a_change_that_fp8_would_lose_is_refused(change):
+    """It would be served as a part of itself: the rounding error is past a share of its norm."""
+    model = in_fp8(change=change)
+    before = snapshot(model)
+    shares = [lost_share(Merge.of(site)) for site in lora_sites(model)]
+    for site, share in zip(lora_sites(model), shares, strict=True):
+        kept = Merge.of(site, site.weight.clone())
+        (total, delta), _ = kept.total(), merge_reference(kept)
+        lost = dequantized(kept.weight, kept.scale, torch.float32) - total
+        torch.testing.assert_close(share, float(lost.norm() / delta.norm()))
+    assert min(shares) > 0.25
+    with pytest.raises(
+        FoldError, match=rf"4 of 4 weights are in FP8.*loses {max(shares):.0%} of its change .*25%"
+    ):
+        Fold(model).apply()
+    assert_same_bits(model, before)
+    require_sound(model)
 
 
 def test_several_active_adapters_add_up():

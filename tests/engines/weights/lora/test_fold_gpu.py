@@ -8,7 +8,14 @@ from torch import nn
 
 from fxrl.engines.weights.lora import fold as folding
 from fxrl.engines.weights.lora.fold import BitSums, Fold, RestoreError, folded
-from fxrl.engines.weights.lora.sites import Factors, Merge, merge_all, merge_reference
+from fxrl.engines.weights.lora.sites import (
+    Factors,
+    Merge,
+    lora_sites,
+    merge_all,
+    merge_reference,
+)
+from fxrl.ops.fp8 import RECIPES, dequantized
 from tests.engines.weights.lora.lora_models import (
     assert_same_bits,
     fill,
@@ -16,6 +23,7 @@ from tests.engines.weights.lora.lora_models import (
     snapshot,
     with_lora,
 )
+from tests.engines.weights.lora.test_fold import in_fp8
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,6 +99,19 @@ def test_memory_comes_back_after_the_restore():
     with folded(fold):
         assert torch.cuda.memory_allocated() >= before + sum(w.nbytes for w in fold._weights)
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_in_fp8_take_a_large_change_and_come_back(recipe):
+    model, on_cpu = (in_fp8(recipe, change=0.4) for _ in range(2))
+    before, fold = snapshot(model.cuda()), Fold(model)
+    with folded(fold), folded(Fold(on_cpu)):
+        for ours, theirs in zip(lora_sites(model), lora_sites(on_cpu), strict=True):
+            made, expected = (
+                dequantized(s.weight.cpu(), s.scale.cpu(), torch.float32) for s in (ours, theirs)
+            )
+            torch.testing.assert_close(made, expected, rtol=2**-3, atol=1e-4)  # a step of e4m3
+    assert_same_bits(model, before)
 
 
 def test_a_bit_lost_on_the_gpu_is_seen():
