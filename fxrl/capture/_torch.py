@@ -30,6 +30,7 @@ from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # ba
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
 from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable, UserDefinedClassVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._higher_order_ops.effects import has_effects as has_effects  # ops that print, or raise by what a tensor holds
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the values of Dynamo's graphs
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # under which tensors are made that have no storage
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor  # a tensor whose writes are noted

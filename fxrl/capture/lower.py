@@ -31,6 +31,7 @@ from fxrl.capture._torch import (
     from_functional,
     get_decompositions,
     has_data_mutation,
+    has_effects,
     make_fx,
     maybe_enable_thunkify,
     sync,
@@ -150,7 +151,7 @@ def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        with without_functionalize_key(), FunctionalTensorMode(), maybe_enable_thunkify():
+        with without_functionalize_key(), _Functional(), maybe_enable_thunkify():
             wrapped = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, args)
             results = function(*wrapped)
             itself = dict(zip(map(id, wrapped), args, strict=True))  # written into, and returned
@@ -168,6 +169,21 @@ def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
         return results
 
     return run
+
+
+class _Functional(FunctionalTensorMode):
+    """Functionalisation that leaves ops with an effect where they stand.
+
+    ``torch.linalg`` checks so that a matrix had an inverse. PyTorch's own mode orders such ops by
+    tokens; in this graph nothing is reordered, and none is dead.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not has_effects(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        plain = pytree.tree_map_only(FunctionalTensor, _unwrap, (args, kwargs or {}))
+        result = func(*plain[0], **plain[1])
+        return pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, result)
 
 
 def _unwrap(value: FunctionalTensor) -> torch.Tensor:
