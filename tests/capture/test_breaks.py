@@ -51,6 +51,13 @@ def decided_by_data(model: nn.Module, batch: Any) -> Tensor:
     return -token_logps(logits, batch["ids"]).mean()
 
 
+def counted_by_data(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])
+    for row in batch["mask"].any(-1).nonzero():  # here
+        logits = logits + row.sum() * 0
+    return -token_logps(logits, batch["ids"]).mean()
+
+
 class Chunked(torch.autograd.Function):
     """Log-probs in chunks of rows, with a backward of their own: slime's way."""
 
@@ -78,6 +85,7 @@ def own_function(model: nn.Module, batch: Any) -> Tensor:
         (retained, "retain_grad"),
         (in_a_loop, "graph_break"),
         (decided_by_data, "ata-dependent"),
+        (counted_by_data, "cannot be traced"),
         (own_function, "autograd.Function"),
     ],
 )
