@@ -22,6 +22,8 @@ from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import (
+    ENTER_INFERENCE,
+    EXIT_INFERENCE,
     SET_GRAD,
     STATIC_INPUT,
     FakeTensor,
@@ -212,6 +214,8 @@ class _Lowering(fx.Interpreter):
         if is_call(n, SET_GRAD):
             self._grad_enabled = bool(n.args[0])
             return None
+        if is_call(n, ENTER_INFERENCE, EXIT_INFERENCE):
+            return self._infer(n)
         if self._ambient and _writes(n):
             return self._write(n)
         if is_opaque(n):
@@ -223,6 +227,13 @@ class _Lowering(fx.Interpreter):
         if self._ambient and not self._grad_enabled and n.op in ("call_function", "call_method"):
             return _detached(result)
         return result
+
+    def _infer(self, n: fx.Node) -> bool:
+        """``torch.inference_mode`` is no_grad; entering gives what leaving gets and puts back."""
+        (given,), _ = self.fetch_args_kwargs_from_env(n)
+        before = self._grad_enabled
+        self._grad_enabled = bool(given) != (n.target is ENTER_INFERENCE)
+        return before
 
     def _write(self, n: fx.Node) -> Any:
         """An in-place call; its result is what it wrote into, and no constant under no_grad."""
