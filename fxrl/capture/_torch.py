@@ -98,6 +98,8 @@ def written_by_trace() -> set[int]:
 
 # Dynamo says of every cached function that it traces through; whose it is nobody can change here.
 _CACHED_BY_LIBRARIES = r'(?s)Dynamo detected a call to a .functools.lru_cache.*File "[^"]*(site|dist)-packages'
+# Said of a builtin that ends a graph, which is told as a remark, with its line.
+_UNTRACED_BUILTIN = r"(?s)Dynamo does not know how to trace the builtin"
 
 
 @contextmanager
@@ -107,6 +109,7 @@ def _undisturbed() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", _CACHED_BY_LIBRARIES, UserWarning)
+            warnings.filterwarnings("ignore", _UNTRACED_BUILTIN, UserWarning)
             yield
     finally:
         if was_on:
