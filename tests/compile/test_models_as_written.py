@@ -152,6 +152,10 @@ def pairs_joined(model: nn.Module, batch: Any) -> Tensor:
     return -nn.functional.logsigmoid(logps[:pairs] - logps[pairs:]).mean()
 
 
+def lists_of_numbers(model: nn.Module, batch: Any) -> Tensor:
+    return mean_logp(model, {name: torch.tensor(rows) for name, rows in batch.items()})
+
+
 DRAWS = (make_batch(), make_batch(4, 9, seed=2))
 USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = [
     (namespace, mean_logp, DRAWS),
@@ -165,6 +169,7 @@ USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = 
     # half of two sequences is one, which only a guard tells
     (plain, pairs_in_two_forwards, (make_batch(4), make_batch(2))),
     (plain, pairs_joined, (make_batch(4), make_batch(6, 9, seed=2))),
+    (plain, lists_of_numbers, ({k: v.tolist() for k, v in DRAWS[0].items()},)),
     (rotated, mean_logp, DRAWS[:1]),
 ]
 
