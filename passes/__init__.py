@@ -22,6 +22,7 @@ from fxrl.passes.fp8_lora import Fp8Lora
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
 from fxrl.passes.group_queries import GroupQueries
 from fxrl.passes.inline_layers import InlineLayers
+from fxrl.passes.join_products import JoinProducts
 from fxrl.passes.merge_adapter_products import MergeAdapterProducts
 from fxrl.passes.offload import Offload
 from fxrl.passes.open_layer_checkpoints import OpenLayerCheckpoints
@@ -45,6 +46,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         TensorizeFloats,
         RebatchLoops,
         FoldBroadcastProducts,
+        JoinProducts,
         RestoreCausalAttention,
         GroupQueries,
         # from here on a sequence has as many tokens as a rank holds

@@ -30,6 +30,7 @@ from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # ba
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
 from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable, UserDefinedClassVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._higher_order_ops.effects import has_effects as has_effects  # ops that print, or raise by what a tensor holds
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the values of Dynamo's graphs
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # under which tensors are made that have no storage
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor  # a tensor whose writes are noted
@@ -40,6 +41,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op below autograd
 
 SET_GRAD = torch._C._set_grad_enabled  # what a Dynamo graph calls where torch.no_grad begins and ends
+ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode  # and where torch.inference_mode does
+EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
 STATIC_INPUT = "_dynamo_static_input_type"  # in an input's "tensor_dict": a module's parameter or buffer
 cache_entries = torch._dynamo.eval_frame._debug_get_cache_entry_list  # what was compiled of a function
 compile_counters = torch._dynamo.utils.counters  # ["frames"]["total"]: functions that capture was tried on
@@ -95,6 +98,8 @@ def written_by_trace() -> set[int]:
 
 # Dynamo says of every cached function that it traces through; whose it is nobody can change here.
 _CACHED_BY_LIBRARIES = r'(?s)Dynamo detected a call to a .functools.lru_cache.*File "[^"]*(site|dist)-packages'
+# Said of a builtin that ends a graph, which is told as a remark, with its line.
+_UNTRACED_BUILTIN = r"(?s)Dynamo does not know how to trace the builtin"
 
 
 @contextmanager
@@ -104,6 +109,7 @@ def _undisturbed() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", _CACHED_BY_LIBRARIES, UserWarning)
+            warnings.filterwarnings("ignore", _UNTRACED_BUILTIN, UserWarning)
             yield
     finally:
         if was_on:

@@ -21,6 +21,12 @@ from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.ir.source import source_of_trace
 
 _EXPLANATION = re.compile(r"Explanation: (.+)")
+#: Words of Dynamo's that name its own parts, and what they mean to who wrote the code.
+_PLAIN = {
+    "generic_jump": "data-dependent branching: Python decides by a tensor's value",
+    "data-dependent expression": "data-dependent size: Python counts by a tensor's value",
+    "step_unsupported": "something in it cannot be traced, and no graph can end there",
+}
 _TRIES = 4  # a break is met again as Dynamo backs out of one function after another
 _CURE = "move that code out of the loss, or write it with tensor ops"
 
@@ -73,8 +79,9 @@ def place_of(frames: Iterable[FrameSummary]) -> tuple[str, str]:
 def in_one_line(message: str) -> str:
     """Dynamo's many lines as its title and explanation."""
     title, *_ = message.strip().splitlines() or [""]
-    if title.startswith("generic_jump"):  # Dynamo's word, with the names of its own classes
-        return "data-dependent branching: Python decides by a tensor's value"
+    known = next((plain for words, plain in _PLAIN.items() if words in title), None)
+    if known is not None:
+        return known
     explanation = _EXPLANATION.search(message)
     return (f"{title}: {explanation[1]}" if explanation else title)[:300].rstrip(".")
 

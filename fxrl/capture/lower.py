@@ -22,6 +22,8 @@ from torch.utils import _pytree as pytree
 
 from fxrl.analysis.layers import layer_path, signature
 from fxrl.capture._torch import (
+    ENTER_INFERENCE,
+    EXIT_INFERENCE,
     SET_GRAD,
     STATIC_INPUT,
     FakeTensor,
@@ -31,6 +33,7 @@ from fxrl.capture._torch import (
     from_functional,
     get_decompositions,
     has_data_mutation,
+    has_effects,
     make_fx,
     maybe_enable_thunkify,
     sync,
@@ -157,7 +160,7 @@ def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        with without_functionalize_key(), FunctionalTensorMode(), maybe_enable_thunkify():
+        with without_functionalize_key(), _Functional(), maybe_enable_thunkify():
             wrapped = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, args)
             results = function(*wrapped)
             itself = dict(zip(map(id, wrapped), args, strict=True))  # written into, and returned
@@ -175,6 +178,21 @@ def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
         return results
 
     return run
+
+
+class _Functional(FunctionalTensorMode):
+    """Functionalisation that leaves ops with an effect where they stand.
+
+    ``torch.linalg`` checks so that a matrix had an inverse. PyTorch's own mode orders such ops by
+    tokens; in this graph nothing is reordered, and none is dead.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not has_effects(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        plain = pytree.tree_map_only(FunctionalTensor, _unwrap, (args, kwargs or {}))
+        result = func(*plain[0], **plain[1])
+        return pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, result)
 
 
 def _unwrap(value: FunctionalTensor) -> torch.Tensor:
@@ -203,6 +221,8 @@ class _Lowering(fx.Interpreter):
         if is_call(n, SET_GRAD):
             self._grad_enabled = bool(n.args[0])
             return None
+        if is_call(n, ENTER_INFERENCE, EXIT_INFERENCE):
+            return self._infer(n)
         if self._ambient and _writes(n):
             return self._write(n)
         if is_opaque(n):
@@ -214,6 +234,13 @@ class _Lowering(fx.Interpreter):
         if self._ambient and not self._grad_enabled and n.op in ("call_function", "call_method"):
             return _detached(result)
         return result
+
+    def _infer(self, n: fx.Node) -> bool:
+        """``torch.inference_mode`` is no_grad; entering gives what leaving gets and puts back."""
+        (given,), _ = self.fetch_args_kwargs_from_env(n)
+        before = self._grad_enabled
+        self._grad_enabled = bool(given) != (n.target is ENTER_INFERENCE)
+        return before
 
     def _write(self, n: fx.Node) -> Any:
         """An in-place call; its result is what it wrote into, and no constant under no_grad."""

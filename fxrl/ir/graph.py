@@ -393,7 +393,7 @@ def add_input(graph: fx.Graph, name: str, val: Any, *, requires_grad: bool = Fal
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase what nobody reads, and graphs that nobody calls.
 
-    Writes into inputs, assertions and random draws stay.
+    Writes into inputs, assertions, random draws and what returns nothing stay.
 
     Unlike ``fx.Graph.eliminate_dead_code`` it leaves graphs that are called as they are: the bodies
     of higher-order ops hold in-place calls whose results nobody reads.
@@ -417,7 +417,8 @@ def _has_effect(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if draws_random(node):  # later draws depend on it
         return True
-    return "assert" in str(node.target) or (schema is not None and schema.is_mutable)
+    acts = schema is not None and (schema.is_mutable or not schema.returns)
+    return acts or "assert" in str(node.target)
 
 
 def topological_sort(graph: fx.Graph) -> None:

@@ -216,7 +216,7 @@ class Pass(ABC, Generic[S]):
         for place in found:
             if (remark := self._visit(gm, place, plan, ran)) is not None:
                 ran.remarks.append(remark)
-        if ran.rewrites:
+        if ran.remarks:  # what a refused rewrite had begun is dead, too
             tidy(gm)
         return ran
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,13 @@ def decided_by_data(model: nn.Module, batch: Any) -> Tensor:
     return -token_logps(logits, batch["ids"]).mean()
 
 
+def counted_by_data(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])
+    for row in batch["mask"].any(-1).nonzero():  # here
+        logits = logits + row.sum() * 0
+    return -token_logps(logits, batch["ids"]).mean()
+
+
 class Chunked(torch.autograd.Function):
     """Log-probs in chunks of rows, with a backward of their own: slime's way."""
 
@@ -78,6 +86,7 @@ def own_function(model: nn.Module, batch: Any) -> Tensor:
         (retained, "retain_grad"),
         (in_a_loop, "graph_break"),
         (decided_by_data, "ata-dependent"),
+        (counted_by_data, "cannot be traced"),
         (own_function, "autograd.Function"),
     ],
 )
@@ -107,6 +116,23 @@ def test_a_break_that_costs_nothing_is_a_fact(capsys: pytest.CaptureFixture[str]
     assert fused(step)
     (fact,) = [r for r in step.report.of_kind("analysis") if r.pass_name == "capture"]
     assert "print" in fact.reason
+
+
+def test_a_builtin_that_breaks_is_a_fact_and_no_warning(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        begun = time.perf_counter()
+        loss = policy_loss(model, batch)
+        assert time.perf_counter() >= begun
+        return loss
+
+    model = make_model()
+    step = optimize(model, loss_fn, CONFIG)
+    assert_matches_eager(step, loss_fn, model, make_batch())
+    assert fused(step)
+    assert any("perf_counter" in r.reason for r in step.report.of_kind("analysis"))
+    assert not [one for one in recwarn if "Dynamo" in str(one.message)]
 
 
 # ---------------------------------------------------------------- what Dynamo fails at altogether

@@ -248,12 +248,13 @@ def test_dpo_with_two_forwards_fuses_both_heads() -> None:
     assert len(step.report.of_kind("applied")) == 2
 
 
-def test_reference_model_under_no_grad() -> None:
+@pytest.mark.parametrize("unwatched", [torch.no_grad, torch.inference_mode])
+def test_reference_model_under_no_grad(unwatched: Any) -> None:
     reference = make_model(seed=7)
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         logps = token_logps(model(batch["ids"]), batch["ids"])
-        with torch.no_grad():
+        with unwatched():
             ref = token_logps(reference(batch["ids"]), batch["ids"])
         return ((ref - logps).exp() - (ref - logps) - 1 - logps).mean()
 

@@ -117,6 +117,16 @@ def weighed_adapter(model: Model, ids: Tensor) -> Any:
     return Output(scale * (model.head(x) + model.lora_b(model.lora_a(x))))
 
 
+def rotated(model: Model, ids: Tensor) -> Any:
+    """As BOFT: a Cayley transform, whose solve raises where there is no solution."""
+    skew, one = model.mix.weight - model.mix.weight.T, torch.eye(WIDTH, dtype=torch.float64)
+    return Output(model.head(model.hidden(ids) @ torch.linalg.solve(one + skew, one - skew)))
+
+
+def inverted(model: Model, ids: Tensor) -> Any:
+    return Output(model.head(model.hidden(ids) @ torch.linalg.inv(model.mix.weight)))
+
+
 def mean_logp(model: nn.Module, batch: Any) -> Tensor:
     logps = token_logps(model(batch["ids"]).logits, batch["ids"])
     return -(logps * batch["adv"] * batch["mask"]).sum()
@@ -134,6 +144,18 @@ def pairs_in_two_forwards(model: nn.Module, batch: Any) -> Tensor:
     return -nn.functional.logsigmoid(good - bad).mean()
 
 
+def pairs_joined(model: nn.Module, batch: Any) -> Tensor:
+    ids = batch["ids"]
+    pairs = ids.size(0) // 2
+    logits = torch.cat([model(ids[:pairs]).logits, model(ids[pairs:]).logits])
+    logps = (token_logps(logits, ids) * batch["mask"]).sum(-1)
+    return -nn.functional.logsigmoid(logps[:pairs] - logps[pairs:]).mean()
+
+
+def lists_of_numbers(model: nn.Module, batch: Any) -> Tensor:
+    return mean_logp(model, {name: torch.tensor(rows) for name, rows in batch.items()})
+
+
 DRAWS = (make_batch(), make_batch(4, 9, seed=2))
 USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = [
     (namespace, mean_logp, DRAWS),
@@ -146,6 +168,9 @@ USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = 
     (own_activation, at_temperature, tuple(make_batch(temperature=t) for t in (0.7, 0.9))),
     # half of two sequences is one, which only a guard tells
     (plain, pairs_in_two_forwards, (make_batch(4), make_batch(2))),
+    (plain, pairs_joined, (make_batch(4), make_batch(6, 9, seed=2))),
+    (plain, lists_of_numbers, ({k: v.tolist() for k, v in DRAWS[0].items()},)),
+    (rotated, mean_logp, DRAWS[:1]),
 ]
 
 
@@ -173,6 +198,16 @@ def assert_same_update(
         loss.backward()
     assert_same(losses[0].detach(), losses[1].detach())
     assert_same(grads(model), grads(eager))
+
+
+def test_a_matrix_without_an_inverse_is_still_found() -> None:
+    model = Model(inverted)
+    step = optimize(model, mean_logp, CONFIG)
+    assert_same_update(step, model, mean_logp, copy.deepcopy(model), DRAWS[0])
+    model.mix.weight.data.zero_()
+    with pytest.raises(torch.linalg.LinAlgError, match=r"singular|inversion"):
+        step(DRAWS[0])
+    assert fused(step)
 
 
 def llama() -> nn.Module:

@@ -157,9 +157,11 @@ def _from_activations(node: fx.Node) -> bool:
 
 def _of_weights(node: fx.Node) -> bool:
     """Whether the rows are no tokens: computed from weights alone, as what weighs an adapter is."""
-    inputs = [n for n in ancestors([factors(node)[0]]) if n.op == "placeholder" and is_tensor(n)]
+    read = ancestors([factors(node)[0]])
+    inputs = [n for n in read if n.op in ("placeholder", "get_attr") and is_tensor(n)]
     return bool(inputs) and all(
-        n.meta.get("of_model") and val_of(n).is_floating_point() for n in inputs
+        val_of(n).is_floating_point() and (n.op == "get_attr" or n.meta.get("of_model"))
+        for n in inputs  # ids that the loss makes of Python's numbers are constants
     )
 
 
