@@ -1,10 +1,11 @@
-"""The losses without rewards: supervised fine-tuning, and preferences (DPO, KTO).
+"""The losses without rewards: supervised fine-tuning, distillation, preferences (DPO, KTO).
 
 Shapes: B sequences (or pairs), T tokens, C completion tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -22,11 +23,10 @@ from fxrl.losses.batch import (
     check_number,
     check_positive,
     completion_mask,
-    model_inputs,
     need,
     per_token,
 )
-from fxrl.losses.logprobs import completion_logits, token_stats
+from fxrl.losses.logprobs import at_least_float32, completion_logits, entropy_of, token_stats
 from fxrl.losses.options import LossInfo, loss_factory, tells
 from fxrl.losses.reduce import masked_mean, masked_sum, row_mean, token_mean_of_update
 
@@ -61,16 +61,8 @@ def sft(*, log_entropy: bool = True, log_accuracy: bool = True) -> LossFn:
 
     @tells(LossInfo("update", reads="sequences", reference=False))
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
-        if "labels" in batch:
-            labels = batch["labels"][:, 1:]
-            mask = labels != IGNORE_INDEX
-            logits = model(**model_inputs(batch)).logits[:, :-1]
-            tokens = torch.where(mask, labels, 0)
-        else:
-            why = "says what to learn, as does 'labels'"
-            tokens = batch["input_ids"][:, -need(batch, "completion_mask", why).shape[1] :]
-            mask = completion_mask(batch)
-            logits, _ = completion_logits(model, batch, mask.shape[1])
+        tokens, mask = _learned(batch)
+        logits, _ = completion_logits(model, batch, mask.shape[1])
         stats = token_stats(logits, tokens, entropy="log" if log_entropy else "none")
         metrics: Metrics = {}
         if stats.entropy is not None:
@@ -81,6 +73,96 @@ def sft(*, log_entropy: bool = True, log_accuracy: bool = True) -> LossFn:
         return token_mean_of_update(-stats.logps, mask, batch), metrics
 
     return loss_fn
+
+
+def _learned(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The last C tokens, and which of them are learned: int64 and bool, [B, C]."""
+    if "labels" in batch:
+        labels = batch["labels"][:, 1:]
+        mask = labels != IGNORE_INDEX
+        return torch.where(mask, labels, 0), mask
+    need(batch, "completion_mask", "says what to learn, as does 'labels'")
+    mask = completion_mask(batch)
+    return batch["input_ids"][:, -mask.shape[1] :], mask
+
+
+@loss_factory
+def distill(
+    teacher: nn.Module | None = None,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    log_entropy: bool = True,
+) -> LossFn:
+    """Distillation: the divergence from a teacher's whole distribution of each token.
+
+        p = softmax(teacher's logits / temperature),  q = softmax(model's logits / temperature)
+        beta = 0:   L = mean_t KL(p_t || q_t)        forward: q covers p
+        beta = 1:   L = mean_t KL(q_t || p_t)        reverse: q seeks a mode of p
+        between:    L = mean_t [ beta KL(p_t || m_t) + (1 - beta) KL(q_t || m_t) ]
+                    m = beta p + (1 - beta) q         generalized Jensen-Shannon divergence
+
+    over the tokens that count, as for ``sft``, of which it reads the same batch: what the tokens
+    are drawn from is the caller's (given answers, the teacher's, or the model's own). Both models
+    predict with one vocabulary; where one has more rows in its head (padding), only those that
+    both have count.
+
+    Sources: Hinton et al., Distilling the knowledge in a neural network, arXiv:1503.02531 (their
+    factor temperature^2 is left to the learning rate); generalized knowledge distillation,
+    arXiv:2306.13649, whose beta this is.
+
+    Args:
+        teacher: a causal LM, which gets no gradient. It runs in the step, so that neither model's
+            logits need ever be whole; its mode (train, eval) is left as it is.
+        log_entropy: report ``entropy`` and ``teacher_entropy``, means in nats, at ``temperature``.
+
+    Raises:
+        LossConfigError: a value is out of range.
+        BatchError: (on call) there is no teacher.
+    """
+    check_positive("beta", beta, or_zero=True)
+    check_positive("temperature", temperature)
+    check_flag("log_entropy", log_entropy)
+    if beta > 1.0:
+        raise LossConfigError(f"beta={beta} must be in [0, 1]: 0 is KL(teacher || model)")
+    if not isinstance(teacher, nn.Module | None):
+        raise LossConfigError(f"teacher={teacher!r} is no model; give the module itself")
+
+    @tells(LossInfo("update", reads="sequences", reference=False))
+    def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        if teacher is None:
+            raise BatchError("distill has no teacher; give one: fxrl.losses.distill(teacher)")
+        _, mask = _learned(batch)
+        with torch.no_grad():
+            theirs, _ = completion_logits(teacher, batch, mask.shape[1])
+        logits, _ = completion_logits(model, batch, mask.shape[1])
+        size = min(logits.shape[-1], theirs.shape[-1])
+        own_logps, their_logps = (
+            torch.log_softmax(at_least_float32(given[..., :size]) / temperature, dim=-1)
+            for given in (logits, theirs)
+        )
+        metrics: Metrics = {}
+        if log_entropy:
+            metrics["entropy"] = masked_mean(entropy_of(own_logps.detach()), mask)
+            metrics["teacher_entropy"] = masked_mean(entropy_of(their_logps), mask)
+        divergence = _divergence(own_logps, their_logps, beta)
+        return token_mean_of_update(divergence, mask, batch), metrics
+
+    return loss_fn
+
+
+def _divergence(own_logps: Tensor, their_logps: Tensor, beta: float) -> Tensor:
+    """That of ``distill`` per token: log-probs [B, C, V], twice -> [B, C]."""
+    if beta == 0.0:
+        return _kl(their_logps, own_logps)
+    if beta == 1.0:
+        return _kl(own_logps, their_logps)
+    mixture = torch.logaddexp(own_logps + math.log1p(-beta), their_logps + math.log(beta))
+    return beta * _kl(their_logps, mixture) + (1.0 - beta) * _kl(own_logps, mixture)
+
+
+def _kl(p_logps: Tensor, q_logps: Tensor) -> Tensor:
+    """KL(p || q)."""
+    return (p_logps.exp() * (p_logps - q_logps)).sum(-1)
 
 
 @loss_factory

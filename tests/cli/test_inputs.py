@@ -53,7 +53,7 @@ def test_config_error_names_everything_wrong():
     assert "'nonsense' is not an override" in text
 
 
-@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("name", sorted(FACTORIES.keys() - {"distill"}))  # has a teacher
 def test_every_loss_runs_on_the_made_batch(name):
     args = arguments()
     model = inputs.real_model(args, print)

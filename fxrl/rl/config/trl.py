@@ -15,6 +15,8 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "model": "model.id",
         "model_name_or_path": "model.id",
         "torch_dtype": "model.dtype",
+        "teacher_model": "teacher.id",
+        "teacher_model_name_or_path": "teacher.id",
         "use_peft": "model.lora",
         "peft_config": "model.lora",
         "lora_r": "model.lora.r",

@@ -1,4 +1,4 @@
-"""Runs on data as they are (SFT, DPO, KTO) have the loop, files and checkpoints of rollouts."""
+"""Runs on data as they are (SFT, distillation, DPO, KTO) have the loop and files of rollouts."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from fxrl import Config, losses, optimize
-from fxrl.models import load_model, tiny_tokenizer
+from fxrl.errors import ConfigError
+from fxrl.models import ModelError, load_model, tiny_tokenizer
+from fxrl.models.load import write_model
 from fxrl.rl import Trainer
 from fxrl.rl.config.load import config_of
 from fxrl.rl.loop.batching import make_batches
@@ -26,7 +28,8 @@ ROWS = [
     }
     for i, word in enumerate(WORDS)
 ]
-KINDS = ("sft", "dpo", "kto")
+KINDS = ("sft", "distill", "dpo", "kto")
+TEACHER = "tiny:llama:layers=1,hidden=48,vocab=322"
 
 
 def tables(kind, **further):
@@ -40,6 +43,8 @@ def tables(kind, **further):
         **{"steps": 4, "save_every": 2, "prompts_per_step": 3, "micro_batch_tokens": 60},
         **{"tensorboard": False, "optimize": False},
     }
+    if kind == "distill":
+        table["teacher"] = {"id": TEACHER, "dtype": "float64"}
     return table | further
 
 
@@ -52,6 +57,7 @@ def numbers(run_dir):
 
 
 SAYS = {
+    "distill": {"entropy", "teacher_entropy"},
     "sft": {"mean_token_accuracy", "entropy"},
     "dpo": {"rewards/margins", "rewards/accuracies", "logps/chosen"},
     "kto": {"rewards/margins", "rewards/chosen", "kl"},
@@ -100,6 +106,52 @@ def test_all_weights_have_a_frozen_reference(tmp_path, monkeypatch):
         assert margins[1] != 0
 
 
+def test_distillation_on_the_models_own_completions(tmp_path, monkeypatch):
+    """The reward is told and moves nothing: another one makes the same model."""
+    monkeypatch.chdir(tmp_path)
+    models = []
+    for target in (1, 4):
+        config = tables("distill", steps=2, run_dir=f"own-{target}", eval={})
+        config["data"] |= {"form": "prompts"}
+        config["sampling"] = {"num_generations": 2, "max_tokens": 4}
+        config["reward"] = {"functions": ["length"], "params": {"length": {"target": target}}}
+        models.append(Trainer(config=config).train().model)
+        assert numbers(f"own-{target}")[0].keys() >= {"reward", "teacher_entropy", "loss"}
+    same = zip(*(model.parameters() for model in models), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    teacher, tokenizer = load_model(TEACHER)
+    write_model(teacher, tokenizer, Path("swapped"))
+    file = Path("swapped/tokenizer.json")
+    found = json.loads(file.read_text())
+    vocab = found["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(found))
+    trainer = Trainer(config=tables("distill", teacher={"id": "swapped"}))
+    with pytest.raises(ModelError, match=r"teacher.id='swapped': 2 of the .* have other ids"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (
+            {"loss": {"name": "distill"}},
+            "teacher: loss.name='distill' needs one; add \\[teacher\\]",
+        ),
+        ({"teacher": {"id": TINY}}, "teacher: loss.name='sft' compares with none; leave it out"),
+        ({"loss": {"name": "distill", "teacher": TINY}}, "loss.teacher: no such key"),
+        ({"teacher": {"id": "tiny:qwen9"}}, "teacher.id: "),
+    ],
+)
+def test_what_is_wrong_with_a_teacher(table, words):
+    with pytest.raises(ConfigError, match=words):
+        config_of(tables("sft") | table, "a", "a")
+
+
 def test_the_command_and_its_callbacks(tmp_path, monkeypatch, capsys):
     """A file, JSON lines, epochs in place of steps."""
     monkeypatch.chdir(tmp_path)
@@ -129,7 +181,10 @@ def test_the_optimized_step_is_eager(kind):
     torch.manual_seed(0)
     batch["ref_logps"] = -5.5 + torch.randn_like(batch["completion_mask"])
     batch["kl"] = torch.tensor(0.3, dtype=torch.float64)
-    loss_fn = losses.by_name(kind)
+    given = {}
+    if kind == "distill":
+        given["teacher"], _ = load_model(TEACHER, torch.float64)
+    loss_fn = losses.by_name(kind, **given)
     config = Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
     step, found = optimize(model, loss_fn, config), []
     for call in (lambda: step(batch), lambda: loss_fn(model, batch)):
@@ -138,4 +193,6 @@ def test_the_optimized_step_is_eager(kind):
         loss.backward()
         found.append((loss, metrics, [p.grad for p in model.parameters()]))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
-    assert "fuse-linear-logprob" in {r.pass_name for r in step.report.of_kind("applied")}
+    rewritten = "chunk-vocab-region" if kind == "distill" else "fuse-linear-logprob"
+    assert rewritten in {r.pass_name for r in step.report.of_kind("applied")}
+    assert all(p.grad is None for module in given.values() for p in module.parameters())
