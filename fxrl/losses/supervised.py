@@ -1,4 +1,5 @@
-"""The losses without rewards: supervised fine-tuning, distillation, preferences (DPO, KTO).
+"""The losses without rewards: supervised fine-tuning, distillation, preferences (DPO, KTO, and
+reward models of these).
 
 Shapes: B sequences (or pairs), T tokens, C completion tokens, V vocabulary.
 """
@@ -23,6 +24,7 @@ from fxrl.losses.batch import (
     check_number,
     check_positive,
     completion_mask,
+    model_inputs,
     need,
     per_token,
 )
@@ -38,6 +40,7 @@ PREFERENCE_METRICS = frozenset(
         *("logps/chosen", "logps/rejected"),
     }
 )
+REWARD_METRICS = frozenset(name for name in PREFERENCE_METRICS if name.startswith("rewards/"))
 KTO_METRICS = PREFERENCE_METRICS - {"rewards/accuracies"} | {"kl"}
 """Means over sequences."""
 
@@ -62,7 +65,7 @@ def sft(*, log_entropy: bool = True, log_accuracy: bool = True) -> LossFn:
     @tells(LossInfo("update", reads="sequences", reference=False))
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         tokens, mask = _learned(batch)
-        logits, _ = completion_logits(model, batch, mask.shape[1])
+        logits = _predicting(model, batch, mask)
         stats = token_stats(logits, tokens, entropy="log" if log_entropy else "none")
         metrics: Metrics = {}
         if stats.entropy is not None:
@@ -86,6 +89,14 @@ def _learned(batch: Batch) -> tuple[Tensor, Tensor]:
     return batch["input_ids"][:, -mask.shape[1] :], mask
 
 
+def _predicting(model: nn.Module, batch: Batch, mask: Tensor) -> Tensor:
+    """Logits [B, C, V] that predict the tokens of ``_learned``."""
+    if "labels" in batch:
+        logits: Tensor = model(**model_inputs(batch)).logits[:, :-1]
+        return logits
+    return completion_logits(model, batch, mask.shape[1])[0]
+
+
 @loss_factory
 def distill(
     teacher: nn.Module | None = None,
@@ -101,10 +112,9 @@ def distill(
         between:    L = mean_t [ beta KL(p_t || m_t) + (1 - beta) KL(q_t || m_t) ]
                     m = beta p + (1 - beta) q         generalized Jensen-Shannon divergence
 
-    over the tokens that count, as for ``sft``, of which it reads the same batch: what the tokens
-    are drawn from is the caller's (given answers, the teacher's, or the model's own). Both models
-    predict with one vocabulary; where one has more rows in its head (padding), only those that
-    both have count.
+    over the tokens that count, in the batch of ``sft``, whoever they are from: given answers, the
+    teacher's, the model's own. Both models have one vocabulary; where one's head has more rows
+    (padding), only those that both have count.
 
     Sources: Hinton et al., Distilling the knowledge in a neural network, arXiv:1503.02531 (their
     factor temperature^2 is left to the learning rate); generalized knowledge distillation,
@@ -133,8 +143,8 @@ def distill(
             raise BatchError("distill has no teacher; give one: fxrl.losses.distill(teacher)")
         _, mask = _learned(batch)
         with torch.no_grad():
-            theirs, _ = completion_logits(teacher, batch, mask.shape[1])
-        logits, _ = completion_logits(model, batch, mask.shape[1])
+            theirs = _predicting(teacher, batch, mask)
+        logits = _predicting(model, batch, mask)
         size = min(logits.shape[-1], theirs.shape[-1])
         own_logps, their_logps = (
             torch.log_softmax(at_least_float32(given[..., :size]) / temperature, dim=-1)
@@ -222,6 +232,47 @@ def dpo(
         chosen, rejected = _pairs(rewards)
         losses = _preference_losses(chosen - rejected, beta, loss_type, label_smoothing)
         return losses.mean(), _preference_metrics(beta * rewards, logps)
+
+    return loss_fn
+
+
+@loss_factory
+def reward_model(center_rewards_coefficient: float = 0.0) -> LossFn:
+    """Reward modelling: a scalar for each answer, by the Bradley-Terry model of preferences.
+
+        L = mean( -log sigmoid(r+ - r-) + c (r+ + r-)^2 )
+
+    c = ``center_rewards_coefficient``. The batch has 2B sequences: B chosen, then their B rejected.
+    The model's ``.logits`` are their rewards, [2B, 1] (Hugging Face's sequence classifiers with one
+    label, which read them at the last token that is not ``config.pad_token_id``).
+
+    Sources: arXiv:2203.02155 eq. 1; rewards of mean 0: arXiv:2312.09244 eq. 2.
+
+    Args:
+        center_rewards_coefficient: weight of the squared sums, which keep rewards around 0.
+
+    Raises:
+        LossConfigError: a value is out of range.
+        BatchError: (on call) an odd number of sequences, or not one reward each.
+    """
+    check_positive("center_rewards_coefficient", center_rewards_coefficient, or_zero=True)
+
+    @tells(LossInfo("sequences", REWARD_METRICS, reads="pairs", reference=False, scalar_head=True))
+    def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        logits = at_least_float32(model(**model_inputs(batch)).logits)
+        rows = batch["input_ids"].shape[0]
+        if logits.dim() != 2 or logits.shape[1] != 1:
+            raise BatchError(
+                f"reward_model needs one reward a sequence, not logits of {list(logits.shape)}; "
+                "take a sequence classifier with num_labels=1"
+            )
+        if rows % 2:
+            raise BatchError(f"reward_model needs pairs, chosen then rejected, not {rows} rows")
+        chosen, rejected = _pairs(logits.squeeze(-1))
+        losses = -F.logsigmoid(chosen - rejected)
+        if center_rewards_coefficient:
+            losses = losses + center_rewards_coefficient * (chosen + rejected).square()
+        return losses.mean(), _reward_metrics(chosen.detach(), rejected.detach())
 
     return loss_fn
 
@@ -333,11 +384,16 @@ def _preference_losses(margin: Tensor, beta: float, loss_type: str, smoothing: f
 def _preference_metrics(rewards: Tensor, logps: Tensor) -> Metrics:
     chosen, rejected = _pairs(rewards.detach())
     chosen_logps, rejected_logps = _pairs(logps.detach())
+    return _reward_metrics(chosen, rejected) | {
+        "logps/chosen": chosen_logps.mean(),
+        "logps/rejected": rejected_logps.mean(),
+    }
+
+
+def _reward_metrics(chosen: Tensor, rejected: Tensor) -> Metrics:
     return {
         "rewards/chosen": chosen.mean(),
         "rewards/rejected": rejected.mean(),
         "rewards/accuracies": (chosen > rejected).to(chosen.dtype).mean(),
         "rewards/margins": (chosen - rejected).mean(),
-        "logps/chosen": chosen_logps.mean(),
-        "logps/rejected": rejected_logps.mean(),
     }

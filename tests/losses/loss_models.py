@@ -8,6 +8,8 @@ from torch import nn
 from fxrl import losses
 
 VOCAB = 7
+LANGUAGE = sorted(losses.FACTORIES.keys() - {"reward_model"})
+"""Losses of models that give each token's distribution."""
 
 
 @dataclass

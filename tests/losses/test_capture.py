@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loss_models import TokenValues, ToyLM, loss_of, random_batch
+from loss_models import LANGUAGE, TokenValues, ToyLM, loss_of, random_batch
 
 from fxrl import losses
 
@@ -13,7 +13,7 @@ EVERYTHING = {
     "off_policy_mask_threshold": 0.1,
     "top_entropy_quantile": 0.8,
 }
-CASES = [(name, {}) for name in losses.FACTORIES]
+CASES = [(name, {}) for name in LANGUAGE]
 CASES += [("grpo", EVERYTHING), ("ppo", EVERYTHING | {"delta": 3.0})]
 CASES += [("grpo", {"beta": 0.1, "kl_estimator": k}) for k in ("k1", "k2")]
 CASES += [("dapo", {"vllm_importance_sampling_mode": "token_truncate"})]

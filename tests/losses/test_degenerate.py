@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from loss_models import FreeLogits, ToyLM, loss_of, random_batch
+from loss_models import LANGUAGE, FreeLogits, ToyLM, loss_of, random_batch
 
 from fxrl import losses
 
-POLICY = [name for name in losses.FACTORIES if name not in ("sft", "distill", "dpo", "kto")]
-ALL = list(losses.FACTORIES)
+POLICY = [name for name in LANGUAGE if name not in ("sft", "distill", "dpo", "kto")]
+ALL = LANGUAGE
 SETTINGS = [{}, {"beta": 0.1}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 

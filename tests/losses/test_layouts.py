@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loss_models import VOCAB, Output, TokenValues, loss_of
+from loss_models import LANGUAGE, VOCAB, Output, TokenValues, loss_of
 from torch import nn
 
 from fxrl import losses
@@ -17,10 +17,8 @@ EVERYTHING = {
     "off_policy_mask_threshold": 0.1,
     "top_entropy_quantile": 0.8,
 }
-CASES = [(name, {}) for name in losses.FACTORIES]
-CASES += [
-    (name, EVERYTHING) for name in losses.FACTORIES if name not in ("dpo", "kto", "sft", "distill")
-]
+CASES = [(name, {}) for name in LANGUAGE]
+CASES += [(name, EVERYTHING) for name in LANGUAGE if name not in ("dpo", "kto", "sft", "distill")]
 CASES += [
     ("grpo", {"vllm_importance_sampling_mode": mode})
     for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

@@ -15,7 +15,7 @@ from fxrl.losses.options import PolicyKeywords, PolicyOptions, accepted
 
 def test_the_losses():
     policy = {"grpo", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "cispo", "sapo"}
-    others = {"reinforce", "rloo", "ppo", "dpo", "kto", "sft", "distill"}
+    others = {"reinforce", "rloo", "ppo", "dpo", "kto", "sft", "distill", "reward_model"}
     assert set(losses.FACTORIES) == policy | others
     for name, factory in losses.FACTORIES.items():
         assert getattr(losses, name) is factory

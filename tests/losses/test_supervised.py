@@ -1,10 +1,10 @@
-"""SFT, distillation, DPO and KTO against loops over tokens; gradients by finite differences."""
+"""Losses without rewards against loops over tokens; gradients by finite differences."""
 
 import math
 
 import pytest
 import torch
-from loss_models import VOCAB, FreeLogits, random_batch
+from loss_models import VOCAB, FreeLogits, Output, random_batch
 
 from fxrl import losses
 
@@ -171,6 +171,35 @@ def test_dpo_needs_pairs_and_a_reference():
 def test_dpo_refuses(kw):
     with pytest.raises(losses.LossConfigError, match=next(iter(kw))):
         losses.dpo(**kw)
+
+
+@pytest.mark.parametrize("center", [0.0, 0.3])
+def test_reward_model(center):
+    batch, _ = random_batch(batch=4)
+    rewards = [0.4, -1.2, 0.9, 0.1]
+
+    def scores(values):
+        return lambda input_ids, **_: Output(logits=values[:, None])
+
+    loss_fn = losses.reward_model(center)
+    values = torch.tensor(rewards, dtype=torch.float64, requires_grad=True)
+    loss, metrics = loss_fn(scores(values), batch)
+    expected = 0.0
+    for plus, minus in ((0.4, 0.9), (-1.2, 0.1)):
+        expected += math.log(1 + math.exp(minus - plus)) + center * (plus + minus) ** 2
+    assert loss.item() == pytest.approx(expected / 2, rel=1e-12)
+    assert metrics["rewards/margins"].item() == pytest.approx(-0.9)
+    assert metrics["rewards/accuracies"] == 0.0
+    assert torch.autograd.gradcheck(lambda v: loss_fn(scores(v), batch)[0], values)
+
+
+def test_reward_model_needs_one_reward_for_each_row_of_pairs():
+    batch, logits = random_batch(batch=4)
+    with pytest.raises(losses.BatchError, match=r"not logits of \[4, 7, 7\]; take a sequence cla"):
+        losses.reward_model()(FreeLogits(logits), batch)
+    batch, logits = random_batch(batch=3)
+    with pytest.raises(losses.BatchError, match="chosen then rejected, not 3 rows"):
+        losses.reward_model()(FreeLogits(logits[:, 0, :1]), batch)
 
 
 @pytest.mark.parametrize("kind", ["kto", "apo_zero_unpaired"])

@@ -734,6 +734,11 @@ class TrainConfig(Table):
         reads = self.loss_info().reads
         if self.loss.name in FACTORIES and reads != form:
             yield f"data.form={form!r}: loss.name={self.loss.name!r} reads {reads}; leave it out"
+        if self.loss_info().scalar_head and self.model.quantization is not None:
+            yield (
+                f"model.quantization={self.model.quantization!r}: a reward model is not made of "
+                "quantised weights; leave it out"
+            )
         yield from self._given(OF_PROMPTS, "is of prompts and their completions")
         if form != "sequences":
             yield from self._given(("data.train_on",), "is of sequences")

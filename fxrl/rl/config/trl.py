@@ -72,6 +72,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "vllm_importance_sampling_clip_min": "loss.vllm_importance_sampling_clip_min",
         "vllm_importance_sampling_cap": "loss.vllm_importance_sampling_clip_max",
         "label_smoothing": "loss.label_smoothing",
+        "center_rewards_coefficient": "loss.center_rewards_coefficient",
         "reference_free": "loss.reference_free",
         "log_completions": "log_completions",
         "num_completions_to_print": "log_completions",

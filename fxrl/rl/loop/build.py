@@ -304,6 +304,7 @@ def build_parts(
                     device,
                     seed=config.seed,
                     quantization=bits,
+                    scalar_head=config.loss_info().scalar_head,
                     on_progress=say,
                 )
         if wanted.lora is not None and _is_only_here(wanted):
@@ -388,9 +389,6 @@ def _around(
     needs_reference = bool(beta if info.reference is None else info.reference)
     made_here = config.model.lora is not None
     ref_model, context = reference(model, made_here) if needs_reference else (model, None)
-    fingerprints = {**data.fingerprints, **fingerprint.of_model(model, tokenizer)}
-    if teacher is not None:
-        fingerprints["teacher"] = fingerprint.of_weights(teacher)
     return RunParts(
         model=model,
         teacher=teacher,
@@ -421,7 +419,7 @@ def _around(
         probe=(old_policy or scorer(model)) if source.draws and info.options is None else None,
         stage=stage,
         events=events,
-        fingerprints=fingerprints,
+        fingerprints={**data.fingerprints, **fingerprint.of_models(model, tokenizer, teacher)},
         ranks=ranks,
     )
 
@@ -495,6 +493,10 @@ def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
             dropout=wanted.lora.dropout,
             seed=config.seed,
         )
+        if wanted.autocast_dtype is not None:  # a classifier's head too, as PEFT keeps adapters
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                parameter.data = parameter.data.to(wide)
     if wanted.quantization is not None:
         model = quantize(model, wanted.quantization)
     if wanted.gradient_checkpointing:

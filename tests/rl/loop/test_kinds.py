@@ -1,4 +1,4 @@
-"""Runs on data as they are (SFT, distillation, DPO, KTO) have the loop and files of rollouts."""
+"""Runs on data as they are (SFT, DPO, ...) have the loop and files of rollouts."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxrl import Config, losses, optimize
-from fxrl.errors import ConfigError
+from fxrl.errors import ConfigError, optional
 from fxrl.models import ModelError, load_model, tiny_tokenizer
 from fxrl.models.load import write_model
 from fxrl.rl import Trainer
@@ -28,7 +28,7 @@ ROWS = [
     }
     for i, word in enumerate(WORDS)
 ]
-KINDS = ("sft", "distill", "dpo", "kto")
+KINDS = ("sft", "distill", "dpo", "kto", "reward_model")
 TEACHER = "tiny:llama:layers=1,hidden=48,vocab=322"
 
 
@@ -57,6 +57,7 @@ def numbers(run_dir):
 
 
 SAYS = {
+    "reward_model": {"rewards/margins", "rewards/accuracies", "rewards/chosen"},
     "distill": {"entropy", "teacher_entropy"},
     "sft": {"mean_token_accuracy", "entropy"},
     "dpo": {"rewards/margins", "rewards/accuracies", "logps/chosen"},
@@ -152,6 +153,37 @@ def test_what_is_wrong_with_a_teacher(table, words):
         config_of(tables("sft") | table, "a", "a")
 
 
+@pytest.mark.parametrize("lora", [None, {"r": 4}])
+def test_a_reward_model_is_a_sequence_classifier(lora, tmp_path, monkeypatch):
+    """It prefers what it was shown; transformers and PEFT load it, and give the same rewards."""
+    monkeypatch.chdir(tmp_path)
+    model = {"id": TINY, "lora": lora}
+    config = tables("reward_model", steps=12, run_dir="a", model=model, eval={})
+    trained = Trainer(config=config).train()
+    lines = numbers("a")
+    assert lines[-1]["rewards/margins"] > lines[0]["rewards/margins"] + 0.5
+    if lora:
+        load = optional("peft", "a test").AutoPeftModelForSequenceClassification
+    else:
+        load = optional("transformers", "a test").AutoModelForSequenceClassification
+    loaded = load.from_pretrained("a/final", num_labels=1)
+    ids = trained.tokenizer(["so it is", "no"], padding=True, return_tensors="pt").input_ids
+    with torch.no_grad():
+        rewards = [one.eval()(ids).logits for one in (trained.model, loaded)]
+    assert rewards[0].shape == (2, 1)
+    torch.testing.assert_close(*rewards)
+
+
+def test_a_new_head_on_half_precision_is_trained_in_float32(tmp_path, monkeypatch):
+    """As adapters are: bfloat16 would lose small updates."""
+    monkeypatch.chdir(tmp_path)
+    model = {"id": TINY, "dtype": "bfloat16", "lora": {"r": 4}}
+    config = tables("reward_model", steps=2, run_dir="a", model=model, eval={})
+    trained = Trainer(config=config).train().model
+    assert {p.dtype for p in trained.parameters() if p.requires_grad} == {torch.float32}
+    assert numbers("a")[1]["rewards/margins"] != numbers("a")[0]["rewards/margins"]
+
+
 def test_the_command_and_its_callbacks(tmp_path, monkeypatch, capsys):
     """A file, JSON lines, epochs in place of steps."""
     monkeypatch.chdir(tmp_path)
@@ -170,7 +202,8 @@ def test_the_command_and_its_callbacks(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_optimized_step_is_eager(kind):
     """Loss, metrics and gradients in float64, with the head rewritten and no row left out."""
-    model, _ = load_model("tiny:qwen3:layers=1", torch.float64)
+    scores = kind == "reward_model"
+    model, _ = load_model("tiny:qwen3:layers=1", torch.float64, scalar_head=scores)
     data = read_data(config_of(tables(kind, eval={}), "a", "a"), tiny_tokenizer(), print)
     rows = [row for unit in data.split.train[:4] for row in unit]
     if data.rows_each == 2:
@@ -193,6 +226,7 @@ def test_the_optimized_step_is_eager(kind):
         loss.backward()
         found.append((loss, metrics, [p.grad for p in model.parameters()]))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
-    rewritten = "chunk-vocab-region" if kind == "distill" else "fuse-linear-logprob"
-    assert rewritten in {r.pass_name for r in step.report.of_kind("applied")}
+    if not scores:  # which has no vocabulary
+        rewritten = "chunk-vocab-region" if kind == "distill" else "fuse-linear-logprob"
+        assert rewritten in {r.pass_name for r in step.report.of_kind("applied")}
     assert all(p.grad is None for module in given.values() for p in module.parameters())
