@@ -28,7 +28,7 @@ from fxrl.config import Config, parse_bytes
 from fxrl.ir.graph import last_input, needs_grad, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
 from fxrl.ir.plan import Choice, Keep, TileHead, describe
-from fxrl.ir.region import InputSpec, Region, call_region
+from fxrl.ir.region import InputSpec, Region, call_region, differentiated
 from fxrl.ir.remark import Refusal, format_bytes
 
 
@@ -145,7 +145,10 @@ def _replace(
     gm: fx.GraphModule, emitter: RowEmitter, program: RowProgram, inputs: Feeds, tile: int
 ) -> None:
     body = body_graph(program.roots, [expr for expr, _, _ in inputs])
-    specs = [InputSpec(val_of(node), leaf.tiled, needs_grad(leaf.node)) for _, leaf, node in inputs]
+    specs = [
+        InputSpec(val_of(node), leaf.tiled, back and needs_grad(leaf.node))
+        for (_, leaf, node), back in zip(inputs, differentiated(body), strict=True)
+    ]
     rows = specs[0].example.shape[0]
     results = [  # a post-reduction has the dtype of its vocabulary part
         val_of(output.node).new_empty((rows, *output.value.local_sizes))

@@ -31,7 +31,7 @@ from fxrl.ir.graph import (
     tensor_val,
     topological_sort,
 )
-from fxrl.ir.region import Cut, InputSpec, Region, call_region
+from fxrl.ir.region import Cut, InputSpec, Region, call_region, differentiated
 from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
@@ -126,11 +126,11 @@ def outline(
     found = find_outline(gm.graph, nodes)
     body = _body(gm, found)
     specs = []
-    for node in found.inputs:
+    for node, back in zip(found.inputs, differentiated(body), strict=True):
         val = _example(node)
         assert val is not None
         alive = node.op in ("placeholder", "get_attr")
-        specs.append(InputSpec(val, False, needs_grad(node), alive))
+        specs.append(InputSpec(val, False, back and needs_grad(node), alive))
     region = Region(body, tuple(specs), cut, layer)
     _replace(gm, found, region)
     return region

@@ -98,6 +98,19 @@ def mark_grads(graph: fx.Graph, inputs: Sequence[InputSpec]) -> None:
     propagate_requires_grad(graph)
 
 
+def differentiated(forward: fx.GraphModule) -> list[bool]:
+    """Of each input of a region, whether a gradient of its outputs comes back to it, or is stopped
+    by a ``detach`` on every way there (of what is read under ``no_grad``)."""
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    reached, ahead = set(), [*forward.graph.find_nodes(op="output")]
+    while ahead:
+        node = ahead.pop()
+        if node not in reached:
+            reached.add(node)
+            ahead += [] if is_call(node, torch.ops.aten.detach.default) else node.all_input_nodes
+    return [node in reached for node in placeholders]
+
+
 def _signature(spec: InputSpec, symbols: Symbols) -> str:
     """All that compiled code depends on; strides too, but for rows, which are made contiguous."""
     example = spec.example

@@ -22,7 +22,7 @@ from fxrl.losses.policy_losses import (
     sapo,
 )
 from fxrl.losses.registry import FACTORIES, by_name
-from fxrl.losses.supervised import dpo, kto, sft
+from fxrl.losses.supervised import distill, dpo, kto, reward_model, sft
 from fxrl.losses.surrogate import importance_weights, kl_estimate, policy_loss
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "cispo",
     "completion_logits",
     "dapo",
+    "distill",
     "dpo",
     "dr_grpo",
     "gae",
@@ -55,6 +56,7 @@ __all__ = [
     "ppo",
     "reinforce",
     "reward_metrics",
+    "reward_model",
     "rloo",
     "rloo_advantages",
     "sapo",

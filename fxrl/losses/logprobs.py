@@ -61,12 +61,13 @@ def token_stats(
     if entropy == "none":
         return TokenStats(logps, None)
     if entropy == "loss":
-        return TokenStats(logps, _entropy(all_logps))
+        return TokenStats(logps, entropy_of(all_logps))
     with torch.no_grad():
-        return TokenStats(logps, _entropy(all_logps))
+        return TokenStats(logps, entropy_of(all_logps))
 
 
-def _entropy(all_logps: Tensor) -> Tensor:
+def entropy_of(all_logps: Tensor) -> Tensor:
+    """Of distributions, in nats: log-probs [..., V] -> [...]."""
     return -(all_logps.exp() * all_logps).sum(-1)
 
 

@@ -127,6 +127,7 @@ class LossInfo:
         reads: what it is trained on: completions of ``"prompts"``; given ``"sequences"``;
             ``"pairs"``, B chosen rows and then their B rejected ones; or ``"labelled"`` sequences.
         reference: whether it reads ``ref_logps``; ``None`` where it does not say.
+        scalar_head: whether the model gives each sequence one number, not tokens' logits.
         mismatched_kl: whether it reads ``kl``, an estimate of KL(policy || reference) from prompts
             with each other's completions.
     """
@@ -139,6 +140,7 @@ class LossInfo:
     reads: Reads = "prompts"
     reference: bool | None = None
     mismatched_kl: bool = False
+    scalar_head: bool = False
 
 
 def tells(info: LossInfo) -> Callable[[LossFn], LossFn]:

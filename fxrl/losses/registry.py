@@ -18,6 +18,7 @@ _OWN = (
     *(policy.grpo, policy.dr_grpo, policy.dapo, policy.bnpo, policy.gspo, policy.luspo),
     *(policy.cispo, policy.sapo, policy.reinforce, policy.rloo),
     *(actor_critic.ppo, supervised.dpo, supervised.kto, supervised.sft),
+    *(supervised.distill, supervised.reward_model),
 )
 FACTORIES: dict[str, Callable[..., LossFn]] = {factory.__name__: factory for factory in _OWN}
 

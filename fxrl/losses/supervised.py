@@ -1,10 +1,12 @@
-"""The losses without rewards: supervised fine-tuning, and preferences (DPO, KTO).
+"""The losses without rewards: supervised fine-tuning, distillation, preferences (DPO, KTO, and
+reward models of these).
 
 Shapes: B sequences (or pairs), T tokens, C completion tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -27,7 +29,7 @@ from fxrl.losses.batch import (
     need,
     per_token,
 )
-from fxrl.losses.logprobs import completion_logits, token_stats
+from fxrl.losses.logprobs import at_least_float32, completion_logits, entropy_of, token_stats
 from fxrl.losses.options import LossInfo, loss_factory, tells
 from fxrl.losses.reduce import masked_mean, masked_sum, row_mean, token_mean_of_update
 
@@ -39,6 +41,7 @@ PREFERENCE_METRICS = frozenset(
         *("logps/chosen", "logps/rejected"),
     }
 )
+REWARD_METRICS = frozenset(name for name in PREFERENCE_METRICS if name.startswith("rewards/"))
 KTO_METRICS = PREFERENCE_METRICS - {"rewards/accuracies"} | {"kl"}
 """Means over sequences."""
 
@@ -62,16 +65,8 @@ def sft(*, log_entropy: bool = True, log_accuracy: bool = True) -> LossFn:
 
     @tells(LossInfo("update", reads="sequences", reference=False))
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
-        if "labels" in batch:
-            labels = batch["labels"][:, 1:]
-            mask = labels != IGNORE_INDEX
-            logits = model(**model_inputs(batch)).logits[:, :-1]
-            tokens = torch.where(mask, labels, 0)
-        else:
-            why = "says what to learn, as does 'labels'"
-            tokens = batch["input_ids"][:, -need(batch, "completion_mask", why).shape[1] :]
-            mask = completion_mask(batch)
-            logits, _ = completion_logits(model, batch, mask.shape[1])
+        tokens, mask = _learned(batch)
+        logits = _predicting(model, batch, mask)
         stats = token_stats(logits, tokens, entropy="log" if log_entropy else "none")
         metrics: Metrics = {}
         if stats.entropy is not None:
@@ -82,6 +77,103 @@ def sft(*, log_entropy: bool = True, log_accuracy: bool = True) -> LossFn:
         return token_mean_of_update(-stats.logps, mask, batch), metrics
 
     return loss_fn
+
+
+def _learned(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The last C tokens, and which of them are learned: int64 and bool, [B, C]."""
+    if "labels" in batch:
+        labels = batch["labels"][:, 1:]
+        mask = labels != IGNORE_INDEX
+        return torch.where(mask, labels, 0), mask
+    need(batch, "completion_mask", "says what to learn, as does 'labels'")
+    mask = completion_mask(batch)
+    return batch["input_ids"][:, -mask.shape[1] :], mask
+
+
+def _predicting(model: nn.Module, batch: Batch, mask: Tensor) -> Tensor:
+    """Logits [B, C, V] that predict the tokens of ``_learned``."""
+    if "labels" in batch:
+        logits: Tensor = model(**model_inputs(batch)).logits[:, :-1]
+        return logits
+    return completion_logits(model, batch, mask.shape[1])[0]
+
+
+@loss_factory
+def distill(
+    teacher: nn.Module | None = None,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    log_entropy: bool = True,
+) -> LossFn:
+    """Distillation: the divergence from a teacher's whole distribution of each token.
+
+        p = softmax(teacher's logits / temperature),  q = softmax(model's logits / temperature)
+        beta = 0:   L = mean_t KL(p_t || q_t)        forward: q covers p
+        beta = 1:   L = mean_t KL(q_t || p_t)        reverse: q seeks a mode of p
+        between:    L = mean_t [ beta KL(p_t || m_t) + (1 - beta) KL(q_t || m_t) ]
+                    m = beta p + (1 - beta) q         generalized Jensen-Shannon divergence
+
+    over the tokens that count, in the batch of ``sft``, whoever they are from: given answers, the
+    teacher's, the model's own. Both models have one vocabulary; where one's head has more rows
+    (padding), only those that both have count.
+
+    Sources: Hinton et al., Distilling the knowledge in a neural network, arXiv:1503.02531 (their
+    factor temperature^2 is left to the learning rate); generalized knowledge distillation,
+    arXiv:2306.13649, whose beta this is.
+
+    Args:
+        teacher: a causal LM, which gets no gradient. It runs in the step, so that neither model's
+            logits need ever be whole; its mode (train, eval) is left as it is.
+        log_entropy: report ``entropy`` and ``teacher_entropy``, means in nats, at ``temperature``.
+
+    Raises:
+        LossConfigError: a value is out of range.
+        BatchError: (on call) there is no teacher.
+    """
+    check_positive("beta", beta, or_zero=True)
+    check_positive("temperature", temperature)
+    check_flag("log_entropy", log_entropy)
+    if beta > 1.0:
+        raise LossConfigError(f"beta={beta} must be in [0, 1]: 0 is KL(teacher || model)")
+    if not isinstance(teacher, nn.Module | None):
+        raise LossConfigError(f"teacher={teacher!r} is no model; give the module itself")
+
+    @tells(LossInfo("update", reads="sequences", reference=False))
+    def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        if teacher is None:
+            raise BatchError("distill has no teacher; give one: fxrl.losses.distill(teacher)")
+        _, mask = _learned(batch)
+        with torch.no_grad():
+            theirs = _predicting(teacher, batch, mask)
+        logits = _predicting(model, batch, mask)
+        size = min(logits.shape[-1], theirs.shape[-1])
+        own_logps, their_logps = (
+            torch.log_softmax(at_least_float32(given[..., :size]) / temperature, dim=-1)
+            for given in (logits, theirs)
+        )
+        metrics: Metrics = {}
+        if log_entropy:
+            metrics["entropy"] = masked_mean(entropy_of(own_logps.detach()), mask)
+            metrics["teacher_entropy"] = masked_mean(entropy_of(their_logps), mask)
+        divergence = _divergence(own_logps, their_logps, beta)
+        return token_mean_of_update(divergence, mask, batch), metrics
+
+    return loss_fn
+
+
+def _divergence(own_logps: Tensor, their_logps: Tensor, beta: float) -> Tensor:
+    """That of ``distill`` per token: log-probs [B, C, V], twice -> [B, C]."""
+    if beta == 0.0:
+        return _kl(their_logps, own_logps)
+    if beta == 1.0:
+        return _kl(own_logps, their_logps)
+    mixture = torch.logaddexp(own_logps + math.log1p(-beta), their_logps + math.log(beta))
+    return beta * _kl(their_logps, mixture) + (1.0 - beta) * _kl(own_logps, mixture)
+
+
+def _kl(p_logps: Tensor, q_logps: Tensor) -> Tensor:
+    """KL(p || q)."""
+    return (p_logps.exp() * (p_logps - q_logps)).sum(-1)
 
 
 @loss_factory
@@ -134,6 +226,47 @@ def dpo(
         chosen, rejected = _pairs(rewards)
         losses = _preference_losses(chosen - rejected, beta, loss_type, label_smoothing)
         return losses.mean(), _preference_metrics(beta * rewards, logps)
+
+    return loss_fn
+
+
+@loss_factory
+def reward_model(center_rewards_coefficient: float = 0.0) -> LossFn:
+    """Reward modelling: a scalar for each answer, by the Bradley-Terry model of preferences.
+
+        L = mean( -log sigmoid(r+ - r-) + c (r+ + r-)^2 )
+
+    c = ``center_rewards_coefficient``. The batch has 2B sequences: B chosen, then their B rejected.
+    The model's ``.logits`` are their rewards, [2B, 1] (Hugging Face's sequence classifiers with one
+    label, which read them at the last token that is not ``config.pad_token_id``).
+
+    Sources: arXiv:2203.02155 eq. 1; rewards of mean 0: arXiv:2312.09244 eq. 2.
+
+    Args:
+        center_rewards_coefficient: weight of the squared sums, which keep rewards around 0.
+
+    Raises:
+        LossConfigError: a value is out of range.
+        BatchError: (on call) an odd number of sequences, or not one reward each.
+    """
+    check_positive("center_rewards_coefficient", center_rewards_coefficient, or_zero=True)
+
+    @tells(LossInfo("sequences", REWARD_METRICS, reads="pairs", reference=False, scalar_head=True))
+    def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        logits = at_least_float32(model(**model_inputs(batch)).logits)
+        rows = batch["input_ids"].shape[0]
+        if logits.dim() != 2 or logits.shape[1] != 1:
+            raise BatchError(
+                f"reward_model needs one reward a sequence, not logits of {list(logits.shape)}; "
+                "take a sequence classifier with num_labels=1"
+            )
+        if rows % 2:
+            raise BatchError(f"reward_model needs pairs, chosen then rejected, not {rows} rows")
+        chosen, rejected = _pairs(logits.squeeze(-1))
+        losses = -F.logsigmoid(chosen - rejected)
+        if center_rewards_coefficient:
+            losses = losses + center_rewards_coefficient * (chosen + rejected).square()
+        return losses.mean(), _reward_metrics(chosen.detach(), rejected.detach())
 
     return loss_fn
 
@@ -260,11 +393,16 @@ def _preference_losses(margin: Tensor, beta: float, loss_type: str, smoothing: f
 def _preference_metrics(rewards: Tensor, logps: Tensor) -> Metrics:
     chosen, rejected = _pairs(rewards.detach())
     chosen_logps, rejected_logps = _pairs(logps.detach())
+    return _reward_metrics(chosen, rejected) | {
+        "logps/chosen": chosen_logps.mean(),
+        "logps/rejected": rejected_logps.mean(),
+    }
+
+
+def _reward_metrics(chosen: Tensor, rejected: Tensor) -> Metrics:
     return {
         "rewards/chosen": chosen.mean(),
         "rewards/rejected": rejected.mean(),
         "rewards/accuracies": (chosen > rejected).to(chosen.dtype).mean(),
         "rewards/margins": (chosen - rejected).mean(),
-        "logps/chosen": chosen_logps.mean(),
-        "logps/rejected": rejected_logps.mean(),
     }

@@ -66,6 +66,7 @@ def build_from_config(
     device: str | torch.device = "cpu",
     *,
     seed: int = 0,
+    scalar_head: bool = False,
 ) -> nn.Module:
     """A causal LM of this configuration with random weights.
 
@@ -76,6 +77,7 @@ def build_from_config(
             (under ``FakeTensorMode`` any device does that too).
         seed: of the weights, which ``device``'s generator draws: a GPU makes others than the CPU.
             The global generators are left as they were.
+        scalar_head: makes a sequence classifier with one label of it, a reward model.
 
     Raises:
         ModelError: no such file, no JSON, or no causal LM.
@@ -83,12 +85,15 @@ def build_from_config(
     """
     hf = optional("transformers", "building a model")
     parsed = read_config(config)
+    make = _auto_class(hf, scalar_head=scalar_head)
+    if scalar_head:
+        parsed.num_labels = 1
     device = torch.device(device)
     drawn_on = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=drawn_on), device:
         torch.manual_seed(seed)
         try:
-            model = hf.AutoModelForCausalLM.from_config(parsed, dtype=as_dtype(dtype))
+            model = make.from_config(parsed, dtype=as_dtype(dtype))
         except Exception as error:  # whatever a damaged configuration leads to
             raise ModelError(
                 f"{type(parsed).__name__}: transformers {hf.__version__} makes no causal LM of it "
@@ -96,6 +101,10 @@ def build_from_config(
             ) from error
     assert isinstance(model, nn.Module)
     return model
+
+
+def _auto_class(hf: Any, *, scalar_head: bool) -> Any:
+    return hf.AutoModelForSequenceClassification if scalar_head else hf.AutoModelForCausalLM
 
 
 def read_config(config: str | Path | Any) -> Any:
@@ -175,6 +184,7 @@ def load_model(
     *,
     seed: int = 0,
     quantization: Asked | None = None,
+    scalar_head: bool = False,
     on_progress: Callable[[str], None] | None = None,
 ) -> tuple[nn.Module, Any]:
     """Loads a causal LM and its tokenizer (see the table in the module's docstring).
@@ -188,6 +198,8 @@ def load_model(
         quantization: ``"fp8"``, ``"int4"``, ``"nf4"`` or a ``Quantization``: the Linears' weights
             are frozen in so many bits (``QuantizedLinear``), each as it is read. A checkpoint in
             FP8 or NF4 has its Linears so in any case.
+        scalar_head: a sequence classifier with one label, a reward model; its head is
+            random where the checkpoint has none.
         on_progress: is told, in words, of a download or a conversion under way.
 
     Returns:
@@ -201,10 +213,19 @@ def load_model(
     """
     source = resolve(model_id)
     if source in (Source.TINY, Source.CONFIG):
-        model, tokenizer = _random(source, model_id, dtype, device, seed)
+        model, tokenizer = _random(source, model_id, dtype, device, seed, scalar_head=scalar_head)
+        if scalar_head and tokenizer is not None:
+            model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         return in_bits(model.eval(), quantization), tokenizer
     wanted = "auto" if dtype == "auto" else as_dtype(dtype)
-    load = functools.partial(_pretrained, dtype=wanted, device=device, quantization=quantization)
+    load = functools.partial(
+        _pretrained,
+        dtype=wanted,
+        device=device,
+        quantization=quantization,
+        scalar_head=scalar_head,
+        seed=seed,
+    )
     model, tokenizer = _from_place(model_id, source, load, on_progress)
     return model.to(device), tokenizer
 
@@ -262,7 +283,7 @@ def _from_place(
 
 
 def _random(
-    source: Source, model_id: str | Path, dtype: Any, device: Any, seed: int
+    source: Source, model_id: str | Path, dtype: Any, device: Any, seed: int, *, scalar_head: bool
 ) -> tuple[Any, Any]:
     dtype = "fp32" if dtype == "auto" else dtype
     if source is Source.TINY:
@@ -270,9 +291,11 @@ def _random(
         # Made on the CPU: one seed gives the same weights on every device. (Not on meta, where
         # there are no weights and a move would untie what is tied.)
         birthplace = device if torch.device(device).type == "meta" else "cpu"
-        model = build_from_config(tiny_config(kind, size), dtype, birthplace, seed=seed)
+        config = tiny_config(kind, size)
+        model = build_from_config(config, dtype, birthplace, seed=seed, scalar_head=scalar_head)
         return model.to(device), tiny_tokenizer(size.vocab)
-    model = build_from_config(Path(model_id).expanduser(), dtype, device, seed=seed)
+    config = Path(model_id).expanduser()
+    model = build_from_config(config, dtype, device, seed=seed, scalar_head=scalar_head)
     return model, _tokenizer_beside(model_id)
 
 
@@ -291,6 +314,8 @@ def _pretrained(
     dtype: Any,
     device: Any,
     quantization: Asked | None,
+    scalar_head: bool,
+    seed: int,
 ) -> tuple[Any, Any]:
     hf = optional("transformers", f"loading {place}")
     tokenizer = _tokenizer(place, local=local)
@@ -303,6 +328,11 @@ def _pretrained(
             _check(source, local=local)
             config = find_file(source, "config.json", local=local)
     if _is_quantised(source, config, quantization):
+        if scalar_head:
+            raise ModelError(
+                f"model {place!r}: a reward model is not made of quantised weights; give the "
+                "checkpoint in bf16"
+            )
         if adapter is not None and source == place:
             raise ModelError(
                 f"model {place!r}: quantised weights and an adapter in one folder are not loaded; "
@@ -313,15 +343,23 @@ def _pretrained(
         if adapter is not None:
             made.load_adapter(place)
         return made, tokenizer
-    with no_progress_bars():
-        model, found = hf.AutoModelForCausalLM.from_pretrained(
+    labels = {"num_labels": 1} if scalar_head else {}
+    with no_progress_bars(), torch.random.fork_rng(devices=[], enabled=scalar_head):
+        if scalar_head:  # which the checkpoint may not have
+            torch.default_generator.manual_seed(seed)
+        model, found = _auto_class(hf, scalar_head=scalar_head).from_pretrained(
             place,
             local_files_only=local,
             dtype=dtype,
             trust_remote_code=False,
             output_loading_info=True,
+            **labels,
         )
-    if missing := sorted(found["missing_keys"]):
+    missing = sorted(found["missing_keys"])
+    if scalar_head:
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
+    if missing:
         raise ModelError(
             f"model {place!r}: {len(missing)} weights are in none of its files, such as "
             f"{missing[0]}, and would be random numbers; complete the download, or correct "

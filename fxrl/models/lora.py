@@ -25,7 +25,8 @@ def lora(
 ) -> nn.Module:
     """Freezes ``model`` and puts a trainable x A^T B^T * alpha / r beside its linear layers.
 
-    A is Kaiming-uniform and B zero, so the wrapped model starts with the same numbers.
+    A is Kaiming-uniform and B zero, so the wrapped model starts with the same numbers. A sequence
+    classifier's head, which is new, is trained itself.
 
     Args:
         model: a Hugging Face model; wrapped in place.
@@ -41,7 +42,7 @@ def lora(
         seed: of A; ``None`` takes the global generator.
 
     Returns:
-        A ``peft.PeftModel``; only ``lora_`` parameters require grad.
+        A ``peft.PeftModel``; only ``lora_`` parameters, and a classifier's head, require grad.
 
     Raises:
         ModelError: a value is out of range, no layer matches, or there is an adapter already.
@@ -66,7 +67,7 @@ def lora(
         target_modules=targets,
         lora_dropout=dropout,
         bias="none",
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if is_classifier(model) else "CAUSAL_LM",
         fan_in_fan_out=_stores_transposed(model),
     )
     with torch.random.fork_rng(enabled=seed is not None):
@@ -95,6 +96,11 @@ def _wrapped(model: nn.Module, config: Any, fp32_adapter: bool) -> nn.Module:
     return made
 
 
+def is_classifier(model: nn.Module) -> bool:
+    """Whether a model of transformers has labels for whole sequences on top, in place of tokens."""
+    return type(model).__name__.endswith("ForSequenceClassification")
+
+
 def _linear_layers(model: nn.Module) -> list[str]:
     """Name endings of the linear layers but the output layer; full names where these differ.
 
@@ -103,7 +109,7 @@ def _linear_layers(model: nn.Module) -> list[str]:
     """
     kinds = (nn.Linear, optional("transformers.pytorch_utils", "LoRA").Conv1D)
     output: Any = getattr(model, "get_output_embeddings", None)
-    head = output() if output else None
+    head = getattr(model, "score", None) if is_classifier(model) else output() if output else None
     linear = {name for name, m in model.named_modules() if isinstance(m, kinds) and m is not head}
     others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in linear}
     endings = {name.rpartition(".")[2] for name in linear}

@@ -223,6 +223,9 @@ def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
     ctx.grad_of_host = None if host else []  # torch takes an empty list for one of tensors
     kernels = lookup(ctx.key)
     ctx.kernels = kernels  # a backward may outlive the capture
+    if not any(spec.needs_grad for spec in kernels.region.inputs):
+        ctx.mark_non_differentiable(*output)  # though inputs may want one that nothing gives
+        return
     ctx.sizes = kernels.sizes_of(tensors)
     count, asked = len(output), {("output" if i < 0 else "input", i) for i in host}
     if kernels.region.tiled:

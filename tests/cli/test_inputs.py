@@ -83,7 +83,8 @@ def test_bytes_of_a_quantised_qwen3_8b(tmp_path, quantization, layers, whole):
     assert small / all_of_it == pytest.approx(whole, abs=5e-4)
 
 
-@pytest.mark.parametrize("name", FACTORIES)
+# Those compare with a teacher and have another head.
+@pytest.mark.parametrize("name", sorted(FACTORIES.keys() - {"distill", "reward_model"}))
 def test_every_loss_runs_on_the_made_batch(name):
     args = arguments()
     model = inputs.real_model(args, print)

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fxrl import losses
+
 VOCAB = 7
+LANGUAGE = sorted(losses.FACTORIES.keys() - {"reward_model"})
+"""Losses of models that give each token's distribution."""
 
 
 @dataclass
@@ -49,6 +53,15 @@ class ToyLM(nn.Module):
         logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         states = (x, hidden) if output_hidden_states else None
         return Output(logits=logits, hidden_states=states)
+
+
+def loss_of(name, teacher=ToyLM, **kw):
+    """``losses.by_name``; one that compares with a teacher gets one."""
+    if name == "distill":
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            kw["teacher"] = teacher().double()
+    return losses.by_name(name, **kw)
 
 
 class TokenValues(nn.Module):

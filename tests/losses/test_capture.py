@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loss_models import TokenValues, ToyLM, random_batch
+from loss_models import LANGUAGE, TokenValues, ToyLM, loss_of, random_batch
 
 from fxrl import losses
 
@@ -13,7 +13,7 @@ EVERYTHING = {
     "off_policy_mask_threshold": 0.1,
     "top_entropy_quantile": 0.8,
 }
-CASES = [(name, {}) for name in losses.FACTORIES]
+CASES = [(name, {}) for name in LANGUAGE]
 CASES += [("grpo", EVERYTHING), ("ppo", EVERYTHING | {"delta": 3.0})]
 CASES += [("grpo", {"beta": 0.1, "kl_estimator": k}) for k in ("k1", "k2")]
 CASES += [("dapo", {"vllm_importance_sampling_mode": "token_truncate"})]
@@ -52,7 +52,7 @@ def test_one_graph_without_breaks(name, kw, on_policy):
         graphs.append(gm.graph)
         return gm.forward
 
-    loss_fn = losses.by_name(name, **kw)
+    loss_fn = loss_of(name, **kw)
     # Settings are constants of the graph, not inputs: specialize_float, as fxrl captures.
     with torch._dynamo.config.patch(specialize_float=True):
         step = torch.compile(

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from loss_models import FreeLogits, ToyLM, random_batch
+from loss_models import LANGUAGE, FreeLogits, ToyLM, loss_of, random_batch
 
 from fxrl import losses
 
-POLICY = [name for name in losses.FACTORIES if name not in ("sft", "dpo", "kto")]
-ALL = list(losses.FACTORIES)
+POLICY = [name for name in LANGUAGE if name not in ("sft", "distill", "dpo", "kto")]
+ALL = LANGUAGE
 SETTINGS = [{}, {"beta": 0.1}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 def run(name, batch, logits, **kw):
     """Loss, gradient and metrics, all of which must be finite."""
     model = FreeLogits(logits.clone())
-    loss, metrics = losses.by_name(name, **kw)(model, batch)
+    loss, metrics = loss_of(name, **kw)(model, batch)
     loss.backward()
     assert loss.isfinite()
     assert model.logits.grad.isfinite().all()
@@ -124,7 +124,7 @@ def test_the_gradient_reaches_every_parameter_of_a_model(name):
     torch.manual_seed(0)
     batch, _ = policy_batch(batch=4)
     model = ToyLM().double()
-    losses.by_name(name)(model, batch)[0].backward()
+    loss_of(name)(model, batch)[0].backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert model.lm_head.weight.grad.abs().sum() > 0
 
@@ -133,7 +133,7 @@ def test_the_gradient_reaches_every_parameter_of_a_model(name):
 def test_logits_to_keep_may_be_ignored(name):
     batch, logits = policy_batch(batch=4)
     models = [FreeLogits(logits, honours=honours) for honours in (True, False)]
-    values = [losses.by_name(name)(model, batch)[0] for model in models]
+    values = [loss_of(name)(model, batch)[0] for model in models]
     assert models[0].kept == 5
     assert torch.equal(*values)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loss_models import VOCAB, Output, TokenValues
+from loss_models import LANGUAGE, VOCAB, Output, TokenValues, loss_of
 from torch import nn
 
 from fxrl import losses
@@ -17,8 +17,8 @@ EVERYTHING = {
     "off_policy_mask_threshold": 0.1,
     "top_entropy_quantile": 0.8,
 }
-CASES = [(name, {}) for name in losses.FACTORIES]
-CASES += [(name, EVERYTHING) for name in losses.FACTORIES if name not in ("dpo", "kto", "sft")]
+CASES = [(name, {}) for name in LANGUAGE]
+CASES += [(name, EVERYTHING) for name in LANGUAGE if name not in ("dpo", "kto", "sft", "distill")]
 CASES += [
     ("grpo", {"vllm_importance_sampling_mode": mode})
     for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -26,6 +26,7 @@ CASES += [
 CASES += [("gspo", {"importance_sampling_level": "sequence_token"})]
 CASES += [
     ("dpo", {"loss_type": "ipo"}),
+    ("distill", {"beta": 0.4, "temperature": 2.0}),
     ("kto", {"loss_type": "apo_zero_unpaired"}),
     ("dr_grpo", {"max_completion_length": 9}),
 ]
@@ -95,7 +96,7 @@ def batches(seed, extra_right=0, per_token_advantages=False):
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize(("name", "kw"), CASES)
 def test_both_layouts_give_the_same_loss_gradient_and_metrics(name, kw, per_token):
-    loss_fn = losses.by_name(name, **kw)
+    loss_fn = loss_of(name, CausalLM, **kw)
     for seed in range(3):
         results = []
         for batch in batches(seed, extra_right=seed, per_token_advantages=per_token):

@@ -15,7 +15,8 @@ from fxrl.losses.options import PolicyKeywords, PolicyOptions, accepted
 
 def test_the_losses():
     policy = {"grpo", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "cispo", "sapo"}
-    assert set(losses.FACTORIES) == policy | {"reinforce", "rloo", "ppo", "dpo", "kto", "sft"}
+    others = {"reinforce", "rloo", "ppo", "dpo", "kto", "sft", "distill", "reward_model"}
+    assert set(losses.FACTORIES) == policy | others
     for name, factory in losses.FACTORIES.items():
         assert getattr(losses, name) is factory
         assert inspect.getdoc(factory)
@@ -78,6 +79,9 @@ def test_by_name_is_the_factory():
         (lambda: losses.grpo(log_entropy=1), "log_entropy=1 must be true or false"),
         (lambda: losses.grpo(temperature=None), "temperature=None must be a finite number"),
         (lambda: losses.sft(log_accuracy="no"), "log_accuracy='no' must be true or false"),
+        (lambda: losses.distill(beta=1.5), r"beta=1.5 must be in \[0, 1\]"),
+        (lambda: losses.distill("gpt2"), "teacher='gpt2' is no model; give the module itself"),
+        (lambda: losses.distill(temperature=0), "temperature=0 must be a number above 0"),
         (lambda: losses.dpo(reference_free="no"), "reference_free='no' must be true or false"),
         (lambda: losses.dpo(label_smoothing="x"), "label_smoothing='x' must be a finite"),
         (lambda: losses.by_name("nowhere.mine:f"), "importing 'nowhere.mine' failed"),

@@ -1,10 +1,10 @@
-"""SFT, DPO and KTO against loops over tokens; gradients by finite differences."""
+"""Losses without rewards against loops over tokens; gradients by finite differences."""
 
 import math
 
 import pytest
 import torch
-from loss_models import VOCAB, FreeLogits, random_batch
+from loss_models import VOCAB, FreeLogits, Output, random_batch
 
 from fxrl import losses
 
@@ -55,6 +55,58 @@ def test_sft_is_hugging_face_cross_entropy():
     flat = logits[:, :-1].reshape(-1, VOCAB), batch["labels"][:, 1:].reshape(-1)
     expected = torch.nn.functional.cross_entropy(*flat, ignore_index=-100)
     torch.testing.assert_close(losses.sft()(FreeLogits(logits), batch)[0], expected)
+
+
+def divergence(p, q, beta):
+    """By the definition, of plain lists."""
+
+    def kl(a, b):
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+
+    if beta in (0.0, 1.0):
+        return kl(p, q) if beta == 0.0 else kl(q, p)
+    m = [beta * x + (1 - beta) * y for x, y in zip(p, q, strict=True)]
+    return beta * kl(p, m) + (1 - beta) * kl(q, m)
+
+
+def probabilities(row, temperature):
+    powers = [math.exp(float(z) / temperature) for z in row]
+    return [power / sum(powers) for power in powers]
+
+
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize(("beta", "temperature"), [(0.0, 1.0), (1.0, 0.7), (0.3, 2.0)])
+@pytest.mark.parametrize("wider", [-2, 0, 3])
+def test_distill(labels, beta, temperature, wider):
+    """The teacher's head has more rows than the model's, as many, or fewer."""
+    batch, logits = random_batch(seed=6)
+    theirs = torch.randn(3, 7, VOCAB + wider, dtype=torch.float64)
+    mask = batch["completion_mask"]
+    counted = torch.cat([torch.zeros(3, 3), mask], 1).bool()
+    if labels:
+        batch["labels"] = torch.where(counted, batch["input_ids"], -100)
+        del batch["completion_mask"]
+    size = VOCAB + min(wider, 0)
+    terms, entropies = [], []
+    for b, t in counted.nonzero().tolist():
+        p = probabilities(theirs[b, t - 1, :size], temperature)
+        terms.append(divergence(p, probabilities(logits[b, t - 1, :size], temperature), beta))
+        entropies.append(-sum(x * math.log(x) for x in p))
+    teacher = FreeLogits(theirs)
+    loss_fn = losses.distill(teacher, beta, temperature)
+    loss, metrics = loss_fn(FreeLogits(logits), batch)
+    assert loss.item() == pytest.approx(sum(terms) / len(terms), rel=1e-12)
+    assert metrics["teacher_entropy"].item() == pytest.approx(sum(entropies) / len(entropies))
+    check_gradient(loss_fn, logits, batch)
+    assert teacher.logits.grad is None
+    itself = losses.distill(FreeLogits(logits), beta, temperature)(FreeLogits(logits), batch)[0]
+    assert itself.item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_distill_without_a_teacher_says_so():
+    batch, logits = random_batch()
+    with pytest.raises(losses.BatchError, match="no teacher; give one"):
+        losses.distill()(FreeLogits(logits), batch)
 
 
 def preference(h, beta, kind, eps):
@@ -119,6 +171,35 @@ def test_dpo_needs_pairs_and_a_reference():
 def test_dpo_refuses(kw):
     with pytest.raises(losses.LossConfigError, match=next(iter(kw))):
         losses.dpo(**kw)
+
+
+@pytest.mark.parametrize("center", [0.0, 0.3])
+def test_reward_model(center):
+    batch, _ = random_batch(batch=4)
+    rewards = [0.4, -1.2, 0.9, 0.1]
+
+    def scores(values):
+        return lambda input_ids, **_: Output(logits=values[:, None])
+
+    loss_fn = losses.reward_model(center)
+    values = torch.tensor(rewards, dtype=torch.float64, requires_grad=True)
+    loss, metrics = loss_fn(scores(values), batch)
+    expected = 0.0
+    for plus, minus in ((0.4, 0.9), (-1.2, 0.1)):
+        expected += math.log(1 + math.exp(minus - plus)) + center * (plus + minus) ** 2
+    assert loss.item() == pytest.approx(expected / 2, rel=1e-12)
+    assert metrics["rewards/margins"].item() == pytest.approx(-0.9)
+    assert metrics["rewards/accuracies"] == 0.0
+    assert torch.autograd.gradcheck(lambda v: loss_fn(scores(v), batch)[0], values)
+
+
+def test_reward_model_needs_one_reward_for_each_row_of_pairs():
+    batch, logits = random_batch(batch=4)
+    with pytest.raises(losses.BatchError, match=r"not logits of \[4, 7, 7\]; take a sequence cla"):
+        losses.reward_model()(FreeLogits(logits), batch)
+    batch, logits = random_batch(batch=3)
+    with pytest.raises(losses.BatchError, match="chosen then rejected, not 3 rows"):
+        losses.reward_model()(FreeLogits(logits[:, 0, :1]), batch)
 
 
 @pytest.mark.parametrize("kind", ["kto", "apo_zero_unpaired"])

@@ -119,6 +119,29 @@ return %mean""",
     )
 
 
+def compares(hidden, weight, ids):
+    with torch.no_grad():
+        teacher = F.linear(hidden * 2, weight.flip(1)).log_softmax(-1)
+    student = F.linear(hidden, weight[:, :4]).log_softmax(-1)
+    return (teacher.exp() * (teacher - student)).sum(-1).mean()
+
+
+def test_what_is_read_under_no_grad_alone_gets_no_gradient():
+    """Nor a buffer of zeros, which would be as large as the teacher's head."""
+    values = inputs()
+    gm = lowered(compares, *values)
+    ChunkVocabRegion(tile_tokens=2).run(gm)
+    (region,) = regions_of(gm).values()
+    wanted = [(spec.tiled, spec.needs_grad) for spec in region.inputs]
+    assert sorted(wanted) == [(False, False), (False, True), (True, False), (True, True)]
+    hidden, weight, ids = values
+    found = call(gm, hidden=hidden, weight=weight, ids=ids)
+    expected = compares(*values)
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected)]
+    torch.testing.assert_close(*grads)
+
+
 def escapes(hidden, weight, ids):
     z = F.linear(hidden, weight)
     return z.log_softmax(-1).gather(-1, ids[:, None]).sum(), z

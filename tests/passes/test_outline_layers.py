@@ -332,3 +332,27 @@ def test_the_warning_names_what_stays():
     model = Stack([ManyPieces(), ManyPieces()]).double()
     with pytest.warns(MissedRewriteWarning, match="fall into"):
         fxrl.optimize(model, square_loss, config)(ids_batch())
+
+
+def test_layers_under_no_grad_get_no_gradient():
+    """Of a teacher whose weights nobody froze: its regions have no backward."""
+    student, teacher = make_stack(2), make_stack(3, width=12)
+
+    def loss(batch):
+        with torch.no_grad():
+            wanted = teacher(batch["ids"])
+        return (student(batch["ids"]) - wanted).square().mean()
+
+    gm = lowered(loss, ids_batch())
+    OutlineLayers().run(gm)
+    grads = {any(spec.needs_grad for spec in region.inputs) for region in regions_of(gm).values()}
+    assert grads == {True, False}
+    step = fxrl.optimize(student, lambda _, batch: loss(batch), ONLY)
+    found = []
+    for call in (step, loss):
+        student.zero_grad()
+        value = call(ids_batch())
+        value.backward()
+        found.append((value, [p.grad for p in student.parameters()]))
+    torch.testing.assert_close(*found)
+    assert all(p.grad is None for p in teacher.parameters())

@@ -115,13 +115,17 @@ def make_optimizer(
         raise ConfigError(f"name={name!r} refuses {keywords}: {error}") from error
 
 
+BUILT = ("teacher",)
+"""Keywords of losses that no file can give: the trainer builds what they get."""
+
+
 def loss_problems(name: str, options: Mapping[str, Any], keys: Sequence[str] = ()) -> list[str]:
     """What is wrong with a ``[loss]`` table, one line each."""
     if name == "ppo":
         return ["name='ppo' needs values, which rollouts do not give; use grpo or another loss"]
     lines: list[str] = []
     if (factory := losses.FACTORIES.get(name)) is not None:
-        lines = wrong_keywords(factory, options, table="loss", keys=keys)
+        lines = wrong_keywords(factory, options, besides=BUILT, table="loss", keys=keys)
         known = accepted(factory) or ()
         options = {key: value for key, value in options.items() if key in known}
         if "max_completion_length" in known:
@@ -137,15 +141,30 @@ def loss_problems(name: str, options: Mapping[str, Any], keys: Sequence[str] = (
 
 
 def build_loss(
-    name: str, options: Mapping[str, Any], *, temperature: float, max_tokens: int
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    temperature: float,
+    max_tokens: int,
+    teacher: nn.Module | None = None,
 ) -> losses.LossFn:
     """The loss; ``[sampling]`` gives its temperature and length where ``[loss]`` does not.
 
-    One of the user's gets those of ``temperature`` and ``max_completion_length`` that it names.
+    One of the user's gets those of ``temperature``, ``max_completion_length`` and ``teacher`` that
+    it names.
     """
-    given = {"temperature": temperature, "max_completion_length": max_tokens}
-    known = accepted(_function(name)) or ()
-    return losses.by_name(name, **{k: v for k, v in given.items() if k in known} | dict(options))
+    given = {
+        "temperature": temperature,
+        "max_completion_length": max_tokens,
+        "teacher": teacher,
+    }
+    known = {k: v for k, v in given.items() if takes_keyword(name, k)}
+    return losses.by_name(name, **known | dict(options))
+
+
+def takes_keyword(name: str, key: str) -> bool:
+    """Whether the loss ``name`` names a keyword."""
+    return key in (accepted(_function(name)) or ())
 
 
 def keyword(name: str, options: Mapping[str, Any], key: str, default: Any) -> Any:

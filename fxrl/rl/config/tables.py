@@ -43,6 +43,7 @@ from fxrl.rl.config.named import (
     loss_problems,
     optimizer_problems,
     reward_problems,
+    takes_keyword,
 )
 
 Positive = Annotated[int, at_least(1)]
@@ -108,11 +109,7 @@ class ModelConfig(Table):
 
     def problems(self) -> Iterator[str]:
         """Decided by the text and the file system; nothing is loaded."""
-        try:
-            if isinstance(self.id, str) and resolve(self.id) is Source.TINY:
-                parse_tiny(self.id)
-        except ModelError as error:
-            yield f"id: {error}"
+        yield from _id_problems(self.id)
         try:
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError:
@@ -145,6 +142,34 @@ class ModelConfig(Table):
         wider = self.dtype == "bfloat16" and torch.float32 in self.trained_dtypes
         auto = self.autocast == "auto" and wider
         return torch.bfloat16 if auto or self.autocast == "bfloat16" else None
+
+
+def _id_problems(model_id: str | nn.Module) -> Iterator[str]:
+    try:
+        if isinstance(model_id, str) and resolve(model_id) is Source.TINY:
+            parse_tiny(model_id)
+    except ModelError as error:
+        yield f"id: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherConfig(Table):
+    """``[teacher]``: the model that a loss with the keyword ``teacher`` compares with: ``distill``,
+    or a factory of your own. It has the model's vocabulary, is never trained, and runs in the step.
+
+    Attributes:
+        id: as ``model.id``.
+        dtype: type of its weights' numbers; ``auto`` is the checkpoint's own.
+        quantization: bits of its weights, as ``model.quantization``.
+    """
+
+    id: str | nn.Module
+    dtype: Dtype = "auto"
+    quantization: Literal["fp8", "int4", "nf4"] | None = None
+
+    def problems(self) -> Iterator[str]:
+        """Decided by the text and the file system; nothing is loaded."""
+        yield from _id_problems(self.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,6 +571,7 @@ class TrainConfig(Table):
     Attributes:
         run_dir: folder of everything that the run writes; by default ``runs/<name of the file>``.
         model: what is trained.
+        teacher: what it is compared with; needed by the loss ``distill``.
         data: what is trained on.
         reward: what judges completions; needed where ``data`` are prompts.
         loss: what is minimized.
@@ -609,6 +635,7 @@ class TrainConfig(Table):
 
     model: ModelConfig
     data: DataConfig
+    teacher: TeacherConfig | None = None
     reward: RewardConfig = field(default_factory=RewardConfig)
     run_dir: str = ""
     loss: LossConfig = field(default_factory=LossConfig)
@@ -686,8 +713,16 @@ class TrainConfig(Table):
                 f"fxrl.context_parallel={self.fxrl.context_parallel}: optimize=false runs the loss "
                 "as it is written, which shares no sequence; leave one of them out"
             )
+        yield from self._teacher_problems()
         yield from self._form_problems()
         yield from self._engine_problems()
+
+    def _teacher_problems(self) -> Iterator[str]:
+        takes = takes_keyword(self.loss.name, "teacher")
+        if self.teacher is not None and not takes:
+            yield f"teacher: loss.name={self.loss.name!r} compares with none; leave it out"
+        if self.teacher is None and takes and self.loss.name in FACTORIES:
+            yield f"teacher: loss.name={self.loss.name!r} needs one; add [teacher] with its id"
 
     def _form_problems(self) -> Iterator[str]:
         """What does not go with what rows are."""
@@ -703,6 +738,11 @@ class TrainConfig(Table):
         reads = self.loss_info().reads
         if self.loss.name in FACTORIES and reads != form:
             yield f"data.form={form!r}: loss.name={self.loss.name!r} reads {reads}; leave it out"
+        if self.loss_info().scalar_head and self.model.quantization is not None:
+            yield (
+                f"model.quantization={self.model.quantization!r}: a reward model is not made of "
+                "quantised weights; leave it out"
+            )
         yield from self._given(OF_PROMPTS, "is of prompts and their completions")
         if form != "sequences":
             yield from self._given(("data.train_on",), "is of sequences")

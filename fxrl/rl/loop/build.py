@@ -95,6 +95,7 @@ class RunParts:
     """A run's parts, ready for the loop.
 
     Attributes:
+        teacher: what the loss compares with, if it has one.
         updater: makes the updates; ``updater.step`` is the train step.
         judge: the loss in eval mode, without gradient.
         old_policy: scores completions before the first of several updates; else ``None``.
@@ -106,6 +107,7 @@ class RunParts:
     """
 
     model: nn.Module
+    teacher: nn.Module | None
     tokenizer: Any
     engine: Engine
     data: Questions | Examples
@@ -302,6 +304,7 @@ def build_parts(
                     device,
                     seed=config.seed,
                     quantization=bits,
+                    scalar_head=config.loss_info().scalar_head,
                     on_progress=say,
                 )
         if wanted.lora is not None and _is_only_here(wanted):
@@ -329,12 +332,12 @@ def build_parts(
         stage=reporter.stage,
         options=getattr(config, config.engine, None),  # the table of the engine's name
     )
+    teacher = _teacher(config, data.tokenizer, device, reporter.stage)
     model, tokenizer, engine = build_engine(config.engine, spec)
     try:
         events = Events(config, tuple(callbacks), {"model": model, "tokenizer": tokenizer})
-        return _around(
-            Built(model, tokenizer, engine), data, run_dir, reporter.stage, events, ranks or Ranks()
-        )
+        built = Built(model, tokenizer, engine)
+        return _around(built, teacher, data, run_dir, reporter.stage, events, ranks or Ranks())
     except BaseException:
         engine.close()
         raise
@@ -342,6 +345,7 @@ def build_parts(
 
 def _around(
     built: Built,
+    teacher: nn.Module | None,
     data: Questions | Examples,
     run_dir: Path,
     stage: Stage,
@@ -364,6 +368,7 @@ def _around(
         config.loss.options,
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
+        teacher=teacher,
     )
     info = loss_info(loss_fn)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -386,6 +391,7 @@ def _around(
     ref_model, context = reference(model, made_here) if needs_reference else (model, None)
     return RunParts(
         model=model,
+        teacher=teacher,
         tokenizer=tokenizer,
         engine=engine,
         data=data,
@@ -413,9 +419,51 @@ def _around(
         probe=(old_policy or scorer(model)) if source.draws and info.options is None else None,
         stage=stage,
         events=events,
-        fingerprints={**data.fingerprints, **fingerprint.of_model(model, tokenizer)},
+        fingerprints={**data.fingerprints, **fingerprint.of_models(model, tokenizer, teacher)},
         ranks=ranks,
     )
+
+
+def _teacher(
+    config: TrainConfig, tokenizer: Any, device: torch.device, stage: Stage
+) -> nn.Module | None:
+    """The model of ``[teacher]``, frozen.
+
+    Raises:
+        ModelError, FetchError: there is no such model, or it has another vocabulary.
+    """
+    wanted = config.teacher
+    if wanted is None:
+        return None
+    if isinstance(wanted.id, nn.Module):
+        teacher = wanted.id.to(device)
+    else:
+        with stage(f"loading the teacher: {wanted.id}") as say:
+            bits = wanted.quantization
+            teacher, theirs = load_model(
+                wanted.id, wanted.dtype, device, quantization=bits, on_progress=say
+            )
+        if theirs is not None:
+            _check_vocabulary(wanted.id, theirs.get_vocab(), tokenizer.get_vocab())
+    train_without_cache(teacher)
+    return teacher.requires_grad_(False).eval()
+
+
+def _check_vocabulary(name: str, theirs: Mapping[str, int], own: Mapping[str, int]) -> None:
+    """Raises where an id means one token to the teacher and another to the model; either may have
+    tokens that the other has not."""
+    by_id = {number: token for token, number in theirs.items()}
+    other = [
+        token
+        for token, number in own.items()
+        if theirs.get(token, number) != number or by_id.get(number, token) != token
+    ]
+    if other:
+        raise ModelError(
+            f"teacher.id={name!r}: {len(other)} of the model's {len(own)} tokens, such as "
+            f"{other[0]!r}, have other ids there, and distributions are compared id by id; take a "
+            "teacher with the model's tokenizer"
+        )
 
 
 def _is_only_here(wanted: ModelConfig) -> bool:
@@ -445,6 +493,10 @@ def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
             dropout=wanted.lora.dropout,
             seed=config.seed,
         )
+        if wanted.autocast_dtype is not None:  # a classifier's head too, as PEFT keeps adapters
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                parameter.data = parameter.data.to(wide)
     loaded_so = isinstance(wanted.id, str) and not _is_only_here(wanted)
     if wanted.quantization is not None and not loaded_so:
         model = quantize(model, wanted.quantization)

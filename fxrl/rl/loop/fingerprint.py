@@ -1,4 +1,4 @@
-"""What a run is made of, in a line each: questions, the code of its rewards, base model, tokenizer.
+"""What a run is made of, in a line each: questions, its rewards' code, models, tokenizer.
 
 A resumed run compares them with those of its checkpoint.
 """
@@ -74,9 +74,10 @@ def _add_used(names: Mapping[str, Any], folder: Path, files: set[Path]) -> None:
             _add_used(vars(module), folder, files)
 
 
-def of_model(model: nn.Module, tokenizer: Any) -> dict[str, str]:
-    """Both, by name."""
-    return {"base model": of_weights(model), "tokenizer": of_tokenizer(tokenizer)}
+def of_models(model: nn.Module, tokenizer: Any, teacher: nn.Module | None) -> dict[str, str]:
+    """Each that there is, by name."""
+    found = {"base model": of_weights(model), "tokenizer": of_tokenizer(tokenizer)}
+    return found if teacher is None else found | {"teacher": of_weights(teacher)}
 
 
 def of_weights(model: nn.Module) -> str:

@@ -62,6 +62,9 @@ def _stays(config: TrainConfig, parts: RunParts) -> Iterator[str]:
     states = 2 * sum(p.nbytes for p in parameters if p.requires_grad) // parts.updater.state_shards
     words = f"{format_bytes(weights)} of weights and {format_bytes(states)} of optimizer"
     yield f"plan: {words} (as AdamW has) stay"
+    if parts.teacher is not None:
+        held = sum(p.nbytes for p in parts.teacher.parameters())
+        yield f"  and {format_bytes(held)} of the teacher"
     if parts.updater.sharded:
         yield "  a rank has the optimizer of its share (ZeroRedundancyOptimizer)"
     elif parts.ranks.size > 1:

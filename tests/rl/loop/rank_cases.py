@@ -29,7 +29,7 @@ from fxrl.rl.config.tables import LossConfig
 from fxrl.rl.loop import gradients
 from fxrl.rl.loop.updater import Updater
 
-LOSSES = sorted(FACTORIES.keys() - {"ppo", "dpo", "kto", "sft"})
+LOSSES = sorted(FACTORIES.keys() - {"ppo", "dpo", "kto", "sft", "distill", "reward_model"})
 LAYOUTS = ("right", "left", "packed")
 TINY = "tiny:llama:layers=1,hidden=16,heads=2,kv_heads=1"
 

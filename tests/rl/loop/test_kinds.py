@@ -1,4 +1,4 @@
-"""Runs on data as they are (SFT, DPO, KTO) have the loop, files and checkpoints of rollouts."""
+"""Runs on data as they are (SFT, DPO, ...) have the loop and files of rollouts."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from fxrl import Config, losses, optimize
-from fxrl.models import load_model, tiny_tokenizer
+from fxrl.errors import ConfigError, optional
+from fxrl.models import ModelError, load_model, tiny_tokenizer
+from fxrl.models.load import write_model
 from fxrl.rl import Trainer
 from fxrl.rl.config.load import config_of
 from fxrl.rl.loop.batching import make_batches
@@ -26,7 +28,8 @@ ROWS = [
     }
     for i, word in enumerate(WORDS)
 ]
-KINDS = ("sft", "dpo", "kto")
+KINDS = ("sft", "distill", "dpo", "kto", "reward_model")
+TEACHER = "tiny:llama:layers=1,hidden=48,vocab=322"
 
 
 def tables(kind, **further):
@@ -40,6 +43,8 @@ def tables(kind, **further):
         **{"steps": 4, "save_every": 2, "prompts_per_step": 3, "micro_batch_tokens": 60},
         **{"tensorboard": False, "optimize": False},
     }
+    if kind == "distill":
+        table["teacher"] = {"id": TEACHER, "dtype": "float64"}
     return table | further
 
 
@@ -52,6 +57,8 @@ def numbers(run_dir):
 
 
 SAYS = {
+    "reward_model": {"rewards/margins", "rewards/accuracies", "rewards/chosen"},
+    "distill": {"entropy", "teacher_entropy"},
     "sft": {"mean_token_accuracy", "entropy"},
     "dpo": {"rewards/margins", "rewards/accuracies", "logps/chosen"},
     "kto": {"rewards/margins", "rewards/chosen", "kl"},
@@ -100,6 +107,83 @@ def test_all_weights_have_a_frozen_reference(tmp_path, monkeypatch):
         assert margins[1] != 0
 
 
+def test_distillation_on_the_models_own_completions(tmp_path, monkeypatch):
+    """The reward is told and moves nothing: another one makes the same model."""
+    monkeypatch.chdir(tmp_path)
+    models = []
+    for target in (1, 4):
+        config = tables("distill", steps=2, run_dir=f"own-{target}", eval={})
+        config["data"] |= {"form": "prompts"}
+        config["sampling"] = {"num_generations": 2, "max_tokens": 4}
+        config["reward"] = {"functions": ["length"], "params": {"length": {"target": target}}}
+        models.append(Trainer(config=config).train().model)
+        assert numbers(f"own-{target}")[0].keys() >= {"reward", "teacher_entropy", "loss"}
+    same = zip(*(model.parameters() for model in models), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    teacher, tokenizer = load_model(TEACHER)
+    write_model(teacher, tokenizer, Path("swapped"))
+    file = Path("swapped/tokenizer.json")
+    found = json.loads(file.read_text())
+    vocab = found["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(found))
+    trainer = Trainer(config=tables("distill", teacher={"id": "swapped"}))
+    with pytest.raises(ModelError, match=r"teacher.id='swapped': 2 of the .* have other ids"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (
+            {"loss": {"name": "distill"}},
+            "teacher: loss.name='distill' needs one; add \\[teacher\\]",
+        ),
+        ({"teacher": {"id": TINY}}, "teacher: loss.name='sft' compares with none; leave it out"),
+        ({"loss": {"name": "distill", "teacher": TINY}}, "loss.teacher: no such key"),
+        ({"teacher": {"id": "tiny:qwen9"}}, "teacher.id: "),
+    ],
+)
+def test_what_is_wrong_with_a_teacher(table, words):
+    with pytest.raises(ConfigError, match=words):
+        config_of(tables("sft") | table, "a", "a")
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4}])
+def test_a_reward_model_is_a_sequence_classifier(lora, tmp_path, monkeypatch):
+    """It prefers what it was shown; transformers and PEFT load it, and give the same rewards."""
+    monkeypatch.chdir(tmp_path)
+    model = {"id": TINY, "lora": lora}
+    config = tables("reward_model", steps=12, run_dir="a", model=model, eval={})
+    trained = Trainer(config=config).train()
+    lines = numbers("a")
+    assert lines[-1]["rewards/margins"] > lines[0]["rewards/margins"] + 0.5
+    if lora:
+        load = optional("peft", "a test").AutoPeftModelForSequenceClassification
+    else:
+        load = optional("transformers", "a test").AutoModelForSequenceClassification
+    loaded = load.from_pretrained("a/final", num_labels=1)
+    ids = trained.tokenizer(["so it is", "no"], padding=True, return_tensors="pt").input_ids
+    with torch.no_grad():
+        rewards = [one.eval()(ids).logits for one in (trained.model, loaded)]
+    assert rewards[0].shape == (2, 1)
+    torch.testing.assert_close(*rewards)
+
+
+def test_a_new_head_on_half_precision_is_trained_in_float32(tmp_path, monkeypatch):
+    """As adapters are: bfloat16 would lose small updates."""
+    monkeypatch.chdir(tmp_path)
+    model = {"id": TINY, "dtype": "bfloat16", "lora": {"r": 4}}
+    config = tables("reward_model", steps=2, run_dir="a", model=model, eval={})
+    trained = Trainer(config=config).train().model
+    assert {p.dtype for p in trained.parameters() if p.requires_grad} == {torch.float32}
+    assert numbers("a")[1]["rewards/margins"] != numbers("a")[0]["rewards/margins"]
+
+
 def test_the_command_and_its_callbacks(tmp_path, monkeypatch, capsys):
     """A file, JSON lines, epochs in place of steps."""
     monkeypatch.chdir(tmp_path)
@@ -118,7 +202,8 @@ def test_the_command_and_its_callbacks(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_optimized_step_is_eager(kind):
     """Loss, metrics and gradients in float64, with the head rewritten and no row left out."""
-    model, _ = load_model("tiny:qwen3:layers=1", torch.float64)
+    scores = kind == "reward_model"
+    model, _ = load_model("tiny:qwen3:layers=1", torch.float64, scalar_head=scores)
     data = read_data(config_of(tables(kind, eval={}), "a", "a"), tiny_tokenizer(), print)
     rows = [row for unit in data.split.train[:4] for row in unit]
     if data.rows_each == 2:
@@ -129,7 +214,10 @@ def test_the_optimized_step_is_eager(kind):
     torch.manual_seed(0)
     batch["ref_logps"] = -5.5 + torch.randn_like(batch["completion_mask"])
     batch["kl"] = torch.tensor(0.3, dtype=torch.float64)
-    loss_fn = losses.by_name(kind)
+    given = {}
+    if kind == "distill":
+        given["teacher"], _ = load_model(TEACHER, torch.float64)
+    loss_fn = losses.by_name(kind, **given)
     config = Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
     step, found = optimize(model, loss_fn, config), []
     for call in (lambda: step(batch), lambda: loss_fn(model, batch)):
@@ -138,4 +226,7 @@ def test_the_optimized_step_is_eager(kind):
         loss.backward()
         found.append((loss, metrics, [p.grad for p in model.parameters()]))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
-    assert "fuse-linear-logprob" in {r.pass_name for r in step.report.of_kind("applied")}
+    if not scores:  # which has no vocabulary
+        rewritten = "chunk-vocab-region" if kind == "distill" else "fuse-linear-logprob"
+        assert rewritten in {r.pass_name for r in step.report.of_kind("applied")}
+    assert all(p.grad is None for module in given.values() for p in module.parameters())
