@@ -90,10 +90,18 @@ def guarded_names() -> set[str]:
     return {re.split(r"[.\[]", name)[-1].strip("'\"]") for name in names}
 
 
-def written_by_trace() -> set[int]:
-    """Ids of the Python objects, older than the trace at hand, that traced code has written into."""
+def written_by_trace() -> dict[int, Any]:
+    """What traced code has written into Python objects older than the trace at hand, by their ids.
+
+    The attributes that were set to constants, and their values; else what equals nothing else.
+    """
     effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
-    return {key for key, held in effects.id_to_variable.items() if isinstance(held.mutation_type, (ValueMutationExisting, AttributeMutationExisting)) and effects.is_modified(held)}
+    return {key: _written(effects.store_attr_mutations.get(held, {}), held) for key, held in effects.id_to_variable.items() if isinstance(held.mutation_type, (ValueMutationExisting, AttributeMutationExisting)) and effects.is_modified(held)}
+
+
+def _written(attributes: dict[str, Any], held: Any) -> Any:
+    constant = attributes and all(value.is_python_constant() for value in attributes.values())
+    return {name: value.as_python_constant() for name, value in attributes.items()} if constant else id(held)
 
 
 # Dynamo says of every cached function that it traces through; whose it is nobody can change here.
@@ -141,6 +149,21 @@ def compiles_undisturbed() -> Iterator[None]:
             callback_handler.remove_start_callback(begin)
             callback_handler.remove_end_callback(end)
         held.close()  # a compilation of another thread may have begun here and end behind this
+
+
+@contextmanager
+def before_compiling(act: Callable[[], None]) -> Iterator[None]:
+    """``act()`` runs before anything is traced inside."""
+
+    def begin(_: Any) -> None:
+        act()
+
+    callback_handler.register_start_callback(begin)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # torch._dynamo.reset() has removed it
+            callback_handler.remove_start_callback(begin)
 
 
 _IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]

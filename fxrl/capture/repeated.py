@@ -69,14 +69,13 @@ class _Layout:
         facts: types, names, flags, hooks, and what tensors look like; equal for equal layers.
         numbers: attribute and value of each number in an integer or a text, which may count layers.
         tensors: parameters, buffers and other tensors, each once.
-        held: ids of all modules and containers.
+        held: all modules and containers by their ids; equal parts of equal layers have one place.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self.numbers: list[tuple[str, int]] = []
         self.tensors: list[Tensor] = []
-        self.held: set[int] = set()
-        self._places: dict[int, int] = {}
+        self.held: dict[int, int] = {}
         self._watched: list[Any] = []  # containers, of dicts their values
         self._empty: list[Any] = []
         self.facts = self._fact("", layer)
@@ -105,6 +104,10 @@ class _Layout:
             for (name, mine), (its_name, its) in zip(self.numbers, other.numbers, strict=True)
         )
 
+    def places(self, found: dict[int, Any]) -> dict[int, Any]:
+        """What was found of the layer's modules and containers, by place."""
+        return {self.held[key]: what for key, what in found.items() if key in self.held}
+
     def counters(self, other: _Layout) -> set[str]:
         """Names of the numbers that differ."""
         pairs = zip(self.numbers, other.numbers, strict=True)
@@ -127,15 +130,15 @@ class _Layout:
 
     def _part(self, name: str, value: Any) -> Any:
         """A part that may be met again, which says its place."""
-        place = self._places.setdefault(id(value), len(self._places))
+        place = len(self.held)
         if id(value) in self.held:
-            return "again", place
-        self.held.add(id(value))
+            return "again", self.held[id(value)]
+        self.held[id(value)] = place
         if isinstance(value, Tensor):
             self.tensors.append(value)
             return type(value), *_look(value), value.stride()
         if isinstance(value, nn.Module):
-            self.held.add(id(value.__dict__))
+            self.held[id(value.__dict__)] = len(self.held)
             self._watched.append(value.__dict__.values())
             return type(value), *((k, self._fact(k, v)) for k, v in value.__dict__.items())
         if not value:
@@ -163,7 +166,7 @@ class _Layer:
         self.first: _Layer = self
         self.result: Any = None  # of the first layer's last call, while tracing
         self.modes: Any = None
-        self.written: set[int] = set()
+        self.written: dict[int, Any] = {}
         self.token = next(_TOKENS)
         _LAYERS[self.token] = self
 
@@ -276,8 +279,8 @@ def again(token: int, args: Any, kwargs: Any) -> Any:
         raise Refusal(f"{layer.path} runs before {first.path}")
     if first.modes != _modes():
         raise Refusal(f"{layer.path} runs under other modes than {first.path}")
-    if written_by_trace() & (layer.layout.held | first.layout.held):
-        raise Refusal(f"the step writes into {layer.path} or {first.path}")
+    if layer.layout.places(written_by_trace()) != first.layout.places(first.written):
+        raise Refusal(f"the step writes into {layer.path} otherwise than into {first.path}")
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     fed = any(t.requires_grad for t in given)
     own = any(t.requires_grad for t in layer.layout.tensors)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fxrl.capture._torch import dynamo_config
+from fxrl.capture.adapters import AdapterBlocks
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
 Hook = Callable[..., Any]
@@ -38,14 +39,16 @@ class Takeover:
         self._quiet: dict[Hook, Hook] = {}
         self._hooked: list[str] = []
         self._silenced = _LogMethods()
+        self._blocks = AdapterBlocks(model)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Hooks that only call ``requires_grad_`` rest while traced; log calls are not traced."""
+        """Hooks that only call ``requires_grad_`` rest while traced; log calls are not traced;
+        ``disable_adapter`` is."""
         swapped = self._swap_hooks()
         ignored: dict[str, Any] = {"ignore_logging_functions": self._silenced}
         try:
-            with dynamo_config.patch(ignored):
+            with dynamo_config.patch(ignored), self._blocks.traceable():
                 yield
         finally:
             for hooks, key, hook in swapped:
@@ -88,7 +91,10 @@ def install_collectors(model: nn.Module, failure: Exception) -> bool:
     a model whose hooks are there is left alone: it would install those a second time.
     """
     library: Any = sys.modules.get("transformers.utils.output_capturing")
-    if library is None or library.__file__ not in "".join(traceback.format_exception(failure)):
+    if library is None:
+        return False
+    met = library.maybe_install_capturing_hooks.__name__
+    if met not in "".join(traceback.format_exception(failure)):
         return False
     kind = sys.modules["transformers"].PreTrainedModel
     models = [module for module in model.modules() if isinstance(module, kind)]

@@ -22,6 +22,8 @@ from fxrl.ir.graph import graphs_of
 _KEY = "site"
 # An instance's own forward, as accelerate, TRL and layers captured once have: it holds the module.
 _OWN_FORWARD = re.compile(r"\.forward(\.__func__)?\.__closure__\..*?\.__self__")
+# What stands for a method of PEFT (capture/adapters.py) holds modules by their paths.
+_OWN_BLOCK = re.compile(r"(^|\.)disable_adapter\.__closure__\.\d+\.cell_contents(?=\.)")
 _MODULES = re.compile(r"\.__dict__\['_modules'\]")
 _ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
@@ -29,7 +31,7 @@ _ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 def plain_path(where: str) -> str:
     """Dynamo's way to a module, without brackets: ``L['model'].layers[0]`` is ``layers.0``."""
     path = _ITEM.sub(r".\1", _MODULES.sub("", where)).replace("..", ".")
-    path = _OWN_FORWARD.sub("", path)
+    path = _OWN_BLOCK.sub("", _OWN_FORWARD.sub("", path)).removeprefix(".")
     return path.removeprefix("L.").removeprefix("model.")
 
 

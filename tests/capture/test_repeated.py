@@ -304,6 +304,26 @@ class SwitchedInside(Model):
         return x
 
 
+class SwitchedTogether(Model):
+    def body(self, x):
+        x = super().body(x)
+        for layer in self.layers:
+            layer.gain = 0.5
+        x = super().body(x)
+        for layer in self.layers:
+            layer.gain = 1.0
+        return x
+
+
+def test_layers_that_are_written_into_alike_stay_equal():
+    model = make(Layer, SwitchedTogether)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "8 layers were captured as 1"
+    check(step, model, given=batch(3, 11))
+    assert len(step.captures) == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "model"),
     [

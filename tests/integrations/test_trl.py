@@ -301,10 +301,13 @@ def process(rank, port, folder):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
     torch.set_num_threads(1)
     options = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "max_steps": 1}
-    theirs, mine = both("SFT", Path(folder) / str(rank), **options)
-    assert_same_runs(theirs, mine)
-    assert isinstance(mine.model_wrapped, torch.nn.parallel.DistributedDataParallel)
-    torch.save([p for p in mine.model.parameters() if p.requires_grad], f"{folder}/{rank}.pt")
+    weights = []
+    for name in ("SFT", "GRPO"):
+        theirs, mine = both(name, Path(folder) / name / str(rank), **options)
+        assert_same_runs(theirs, mine)
+        assert isinstance(mine.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+        weights += [p for p in mine.model.parameters() if p.requires_grad]
+    torch.save(weights, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
