@@ -157,18 +157,10 @@ def lengths(*tokens: int, padded: bool = False) -> list[dict[str, Tensor]]:
 
 HEADS = ("fuse-linear-logprob", "chunk-vocab-region")
 CASES = {
-    "ratios": Case(2, Model, ratios, lengths(8, 3, 5, 7, padded=True)),
     "cross entropy, any length": Case(2, Model, classes, lengths(7, 3, 4, 6, *range(8, 24))),
     "weights and values": Case(2, Model, penalties, lengths(6, 5, 9), head=False),
     "biases by head": Case(2, lambda: Model(slopes=4), classes, lengths(6)),
     "biases for all heads": Case(4, lambda: Model(slopes=1), penalties, lengths(6), head=False),
-    "layers as regions": Case(
-        2,
-        lambda: Model(layers=2),
-        ratios,
-        lengths(7, 4, 8, padded=True),
-        passes=("outline-layers", *HEADS),
-    ),
     "checkpointed layers": Case(2, lambda: Model(checkpointed=True), classes, lengths(7)),
     "last columns": Case(2, Model, late, lengths(9, 8)),
     "gradients of the batch": Case(
