@@ -260,6 +260,7 @@ def test_group_advantages_reach_the_batch(config_file, monkeypatch):
     torch.testing.assert_close(advantages, expected.reshape(-1))
 
 
+OPTIMISED = ("optimize=true", "fxrl.compile_regions=false")
 TABLE = '{format="fp8", recipe="tensor", skip=["k_proj"]}'
 
 
@@ -267,7 +268,7 @@ TABLE = '{format="fp8", recipe="tensor", skip=["k_proj"]}'
     ("quantization", "options"),
     [
         ("nf4", ("optimize=false",)),
-        (TABLE, ("optimize=true", "fxrl.precision=fp8", "fxrl.pass_options.fp8-lora.heads=true")),
+        (TABLE, (*OPTIMISED, "fxrl.precision=fp8", "fxrl.pass_options.fp8-lora.heads=true")),
     ],
 )
 def test_a_run_over_quantised_weights(config_file, quantization, options):
