@@ -162,9 +162,9 @@ def _same(left: Any, right: Any) -> bool:
         return len(left) == len(right) and all(map(_same, left, right))
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return type(left) is type(right) and bool(left == right)
-    sizes = left.meta.get("val"), right.meta.get("val")
-    if all(isinstance(size, torch.SymInt) for size in sizes):
-        return equal_sizes(*sizes)
+    mine, its = left.meta.get("val"), right.meta.get("val")
+    if isinstance(mine, torch.SymInt) and isinstance(its, torch.SymInt):
+        return equal_sizes(mine, its)
     copied = left.target is right.target and (is_view(left) or is_call(left, *COPIES))
     again = copied and left.kwargs == right.kwargs and _same(left.args, right.args)
     return left is right or again

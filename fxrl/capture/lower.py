@@ -180,7 +180,7 @@ def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _Functional(FunctionalTensorMode):
+class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
     """Functionalisation that leaves ops with an effect where they stand.
 
     ``torch.linalg`` checks so that a matrix had an inverse. PyTorch's own mode orders such ops by

@@ -22,6 +22,7 @@ from fxrl.losses.own_code import importable_from, load_function
 from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model, lora, tiny_config
 from fxrl.models.hf import why_no_hub
 from fxrl.models.load import Source, find_file, in_bits, read_config, resolve
+from fxrl.models.quantized import settled
 from fxrl.models.tiny import parse_tiny
 from fxrl.ops.dequantized import Format
 from fxrl.planner.target import TARGETS, Target
@@ -69,8 +70,9 @@ def empty_model(args: argparse.Namespace, *, as_trained: bool = False) -> nn.Mod
     Args:
         as_trained: as ``fxrl train`` runs it: an adapter on bf16 weights under autocast.
     """
-    whole = build_from_config(_hf_config(args.model), args.dtype, "meta")
-    model = _trainable(in_bits(whole, _quantization(args)), args)
+    config = _hf_config(args.model)
+    bits = settled(args.model, config, _quantization(args))
+    model = _trainable(in_bits(build_from_config(config, args.dtype, "meta"), bits), args)
     for module in model.modules() if as_trained and args.lora and args.dtype == "bf16" else ():
         if type(module) is nn.Linear and module.weight.dtype == torch.float32:
             module.__class__ = _Autocast

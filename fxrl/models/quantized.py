@@ -60,6 +60,8 @@ class Quantization:
         if self.recipe not in RECIPES:
             known = ", ".join(map(repr, RECIPES))
             raise ConfigError(f"recipe={self.recipe!r} is not one of {known}")
+        if isinstance(self.skip, str):
+            raise ConfigError(f"skip={self.skip!r} is no list of names; write [{self.skip!r}]")
         if self.recipe != "row" and self.format != "fp8":
             raise ConfigError(
                 f"recipe={self.recipe!r} is of FP8's scales, and {self.format} has one for "
@@ -250,12 +252,7 @@ def load_quantized(
     """
     model: Any = build_skeleton(folder, dtype)
     held = stored_format(quantization_of(model.config))
-    how = None if format is None else as_quantization(format)
-    if held is not None and how not in (None, Quantization(held)):
-        raise ModelError(
-            f"model {str(folder)!r} is quantised already, as {held}: quantization={format!r} needs "
-            f"the checkpoint in bf16; leave it out, or set {held!r}"
-        )
+    how = settled(folder, model.config, format)
     checkpoint = CheckpointTensors(folder, model)
     if held is not None:
         _take_stored(model, checkpoint, held, device)
@@ -268,6 +265,24 @@ def load_quantized(
             put_parameter(model, names, tensor)
     checkpoint.fill_buffers()
     return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization | None:
+    """How a checkpoint's Linears will be held: as they are stored, else as asked for.
+
+    Raises:
+        ModelError: it is quantised already, and something else is asked for.
+    """
+    held = stored_format(quantization_of(config))
+    how = None if asked is None else as_quantization(asked)
+    if held is None:
+        return how
+    if how not in (None, Quantization(held)):
+        raise ModelError(
+            f"model {str(place)!r} is quantised already, as {held}: quantization={asked!r} needs "
+            f"the checkpoint in bf16; leave it out, or set {held!r}"
+        )
+    return Quantization(held)
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:

@@ -83,6 +83,17 @@ def test_bytes_of_a_quantised_qwen3_8b(tmp_path, quantization, layers, whole):
     assert small / all_of_it == pytest.approx(whole, abs=5e-4)
 
 
+def test_a_quantised_checkpoint_is_planned_as_it_is(tmp_path):
+    model, _ = inputs.load_model("tiny:qwen3:layers=1", "bf16", quantization="nf4")
+    model.save_pretrained(tmp_path)
+    words = ["plan", str(tmp_path), "--lora", "4"]
+    empty = {n: p.nbytes for n, p in inputs.empty_model(parse(words)).named_parameters()}
+    held = sum(size for name, size in empty.items() if "lora_" not in name)
+    assert held == sum(p.nbytes for p in model.parameters())
+    with pytest.raises(ModelError, match="is quantised already, as nf4: quantization='fp8'"):
+        inputs.empty_model(parse([*words, "--quantization", "fp8"]))
+
+
 # Those compare with a teacher and have another head.
 @pytest.mark.parametrize("name", sorted(FACTORIES.keys() - {"distill", "reward_model"}))
 def test_every_loss_runs_on_the_made_batch(name):

@@ -152,6 +152,8 @@ def test_refused():
         quantize(nn.Sequential(nn.Linear(64, 64)), Quantization("fp8", skip=("1",)))
     with pytest.raises(ConfigError, match="recipe='block' is of FP8's scales, and nf4 has one for"):
         Quantization("nf4", "block")
+    with pytest.raises(ConfigError, match=r"skip='k' is no list of names; write \['k'\]"):
+        Quantization("fp8", skip="k")
     with pytest.raises(ModelError, match="0 has 96 inputs; nf4 takes multiples of 64; use 'fp8'"):
         quantize(model, "nf4")
     assert type(model[0]) is nn.Linear

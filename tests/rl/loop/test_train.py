@@ -260,6 +260,7 @@ def test_group_advantages_reach_the_batch(config_file, monkeypatch):
     torch.testing.assert_close(advantages, expected.reshape(-1))
 
 
+OPTIMISED = ("optimize=true", "fxrl.compile_regions=false", "loss.beta=0")
 TABLE = '{format="fp8", recipe="tensor", skip=["k_proj"]}'
 
 
@@ -267,14 +268,14 @@ TABLE = '{format="fp8", recipe="tensor", skip=["k_proj"]}'
     ("quantization", "options"),
     [
         ("nf4", ("optimize=false",)),
-        (TABLE, ("optimize=true", "fxrl.precision=fp8", "fxrl.pass_options.fp8-lora.heads=true")),
+        (TABLE, (*OPTIMISED, "fxrl.precision=fp8", "fxrl.pass_options.fp8-lora.heads=true")),
     ],
 )
 def test_a_run_over_quantised_weights(config_file, quantization, options):
     """Weights of 4 bits as they are; of 8 with their products in FP8, too."""
-    extra = (f"model.quantization={quantization}", "steps=2", *options)
+    extra = (f"model.quantization={quantization}", "steps=1", *options)
     assert train(config_file, "out", *extra, "model.id=tiny:qwen3:layers=1") == 0
-    assert len(metrics("out")) == 2
+    assert len(metrics("out")) == 1
     assert json.loads(metrics("out")[0])["grad_norm"] > 0
 
 
