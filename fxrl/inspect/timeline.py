@@ -47,7 +47,8 @@ def check_picture(path: str | Path) -> None:
     Raises:
         PlanError: its ending is no format, or its folder cannot be written.
     """
-    ending, formats = Path(path).suffix[1:], _figure().canvas.get_supported_filetypes()
+    formats = _figure().canvas.get_supported_filetypes()
+    ending = Path(path).suffix[1:].lower()
     try:
         if ending and ending not in formats:
             raise ValueError(f"{ending!r} is none of {', '.join(sorted(formats))}")

@@ -1,5 +1,6 @@
-"""A real vLLM on the CPU for the tests marked ``vllm``; nothing here runs in the others."""
+"""A real vLLM on the CPU for the tests marked ``vllm``; nothing of it runs in the others."""
 
+import gc
 from contextlib import contextmanager
 
 import pytest
@@ -7,6 +8,14 @@ import torch
 
 MODEL = "tiny:qwen3:head_dim=32,layers=2"
 MAX_MODEL_LEN = 96
+
+
+@pytest.fixture(autouse=True)
+def _imports_stay_frozen(request, monkeypatch):
+    """What vLLM froze is looked at when its engine is gone; without vLLM that is all of PyTorch,
+    in each collection from then on."""
+    if request.node.get_closest_marker("vllm") is None:
+        monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @contextmanager
