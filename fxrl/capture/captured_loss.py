@@ -7,10 +7,12 @@ back each other's values, and trace under them. So one thread runs at a time; ba
 
 from __future__ import annotations
 
+import inspect
 import threading
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
+from traceback import FrameSummary
 from typing import Any, Protocol
 
 import torch
@@ -144,7 +146,7 @@ class CapturedLoss:
         if key not in self.compiled:
             fresh = _fresh(self._model, self._loss_fn)
             self.compiled[key] = torch.compile(fresh, backend=self._backend, fullgraph=once)
-        captures, frames = self._backend.captures, _frames()
+        captures, frames, skipped = self._backend.captures, _frames(), _skipped()
         before = len(captures)
         layers = self._repeated.traced() if once else nullcontext()
         with (
@@ -168,6 +170,8 @@ class CapturedLoss:
                 raise _CaptureFailedError(error) from None
         if breaks:
             self._note_breaks(breaks, captures[before:])
+        elif _skipped() > skipped and not any(one.report.remarks for one in captures[before:]):
+            self._note_skipped()
         return result
 
     def _note_breaks(self, breaks: list[Any], captures: list[Any]) -> None:
@@ -179,6 +183,15 @@ class CapturedLoss:
         self.losses += break_remarks(
             untold, "loss", RemarkKind.ANALYSIS if kept else RemarkKind.MISSED
         )
+
+    def _note_skipped(self) -> None:
+        """The loss was left out, and Dynamo does not say why: so torch 2.15 does at gradients that
+        are taken inside of it. What it calls may be graphs, of which there is nothing to say."""
+        code = getattr(inspect.unwrap(self._loss_fn), "__code__", None)
+        at = [FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)] if code else []
+        reason = "not captured: Dynamo left the function out, and gives no reason"
+        cure = "take gradients outside of it; or find the call that it skips by leaving calls out"
+        self._note(RemarkKind.MISSED, place_of(at)[0], reason, cure)
 
     def _note_failure(self, failure: Exception, way: int) -> None:
         source, code = place_of(getattr(failure, "real_stack", None) or ())
@@ -210,6 +223,11 @@ class _CaptureFailedError(Exception):
 def _frames() -> int:
     """How many functions Dynamo has tried to capture so far."""
     return int(compile_counters["frames"]["total"])
+
+
+def _skipped() -> int:
+    """How many of them it gave no code for."""
+    return _frames() - int(compile_counters["frames"]["ok"])
 
 
 def _next(way: int, failure: Exception) -> int:

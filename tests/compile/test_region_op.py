@@ -15,7 +15,8 @@ from fxrl.ops.region import registered
 def region_of(function, examples, tiled, needs_grad):
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    body = make_fx(function)(*examples)
+    # below autograd torch 2.15 traces a detach as an alias
+    body = make_fx(function, pre_dispatch=True)(*examples)
     specs = zip(examples, tiled, needs_grad, strict=True)
     return Region(body, tuple(InputSpec(x.detach(), t, g) for x, t, g in specs))
 
