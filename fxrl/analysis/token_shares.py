@@ -143,6 +143,8 @@ def find_shares(gm: fx.GraphModule, ranks: int) -> SharedGraph | None:
     seeds = _seeds(gm.graph)
     if not seeds:
         return None
+    if all(_is_one(shape_of(_ids(seed))[-1]) for seed in seeds):
+        raise Refusal("its sequences have one token each, and a token is not shared")
     for graph in graphs_of(gm):
         for node in graph.nodes:
             if draws_random(node):
