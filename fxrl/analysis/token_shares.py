@@ -241,6 +241,8 @@ class _Walk:
             return self._call(into, node)
         if is_call(node, SDPA):
             return _attention(into, node, self.ranks)
+        if is_call(node, torch.ops.fxrl.dequantized_mm.default):
+            return _quantized_product(into, node)
         target: Any = node.target
         if target in _OWN:
             return _OWN[target](into, node)
@@ -410,6 +412,13 @@ def _product(into: SharedGraph, node: fx.Node) -> Step:
         if dim >= 0 and not _is_one(shape_of(summand)[dim]):
             needs[summand] = replace(share, dim=dim)
     return Step(share, needs=needs)
+
+
+def _quantized_product(into: SharedGraph, node: fx.Node) -> Step:
+    """Rows [M, K] by a frozen weight in 8 or 4 bits."""
+    share = _of(into, node.args[0])
+    _apart(node, share, [1])
+    return Step(share)
 
 
 def _picked(into: SharedGraph, node: fx.Node) -> Step:
