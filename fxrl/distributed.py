@@ -14,6 +14,9 @@ moved. And whoever waits for a rank that will not come ends with a reason:
     it lives and does not come                             within ``PATIENCE_S``
     the network goes while bytes move                      within ``COLLECTIVE_S``
 
+Ranks that share a sequence send within their steps, where nobody meets. One that raises leaves
+their groups, so on a CPU the others hear of it as soon; on GPUs, within ``COLLECTIVE_S``.
+
 Whoever holds what all need to be saved (``regroup``) waits for the others once more.
 """
 

@@ -30,7 +30,7 @@ from fxrl.ir.capture_record import Capture, plan_of
 from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
-from fxrl.ops.context_parallel import join_group
+from fxrl.ops.context_parallel import join_group, leave_groups
 from fxrl.planner.budget import Limits
 from fxrl.planner.target import Target
 
@@ -145,6 +145,11 @@ class TrainStep:
             ConfigError: ``context_parallel`` asks for ranks that do not run.
         """
         join_group(self.config.context_parallel, timeout)
+
+    def leave(self) -> None:
+        """End the groups of ranks that share sequences: this process has failed, and on a CPU none
+        of the others waits for it any longer."""
+        leave_groups()
 
     def limits(self) -> Limits:
         """What its plans are made from: of its captures the tightest, before any the GPU's."""

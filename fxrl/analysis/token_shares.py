@@ -144,6 +144,8 @@ def find_shares(gm: fx.GraphModule, ranks: int) -> SharedGraph | None:
     seeds = _seeds(gm.graph)
     if not seeds:
         return None
+    if all(_is_one(shape_of(_ids(seed))[-1]) for seed in seeds):
+        raise Refusal("its sequences have one token each, and a token is not shared")
     for graph in graphs_of(gm):
         for node in graph.nodes:
             if draws_random(node):
@@ -240,6 +242,8 @@ class _Walk:
             return self._call(into, node)
         if is_call(node, SDPA):
             return _attention(into, node, self.ranks)
+        if is_call(node, torch.ops.fxrl.dequantized_mm.default):
+            return _quantized_product(into, node)
         target: Any = node.target
         if target in _OWN:
             return _OWN[target](into, node)
@@ -409,6 +413,13 @@ def _product(into: SharedGraph, node: fx.Node) -> Step:
         if dim >= 0 and not _is_one(shape_of(summand)[dim]):
             needs[summand] = replace(share, dim=dim)
     return Step(share, needs=needs)
+
+
+def _quantized_product(into: SharedGraph, node: fx.Node) -> Step:
+    """Rows [M, K] by a frozen weight in 8 or 4 bits."""
+    share = _of(into, node.args[0])
+    _apart(node, share, [1])
+    return Step(share)
 
 
 def _picked(into: SharedGraph, node: fx.Node) -> Step:

@@ -138,8 +138,13 @@ class _Known(Generic[V]):
 
 
 def share_of(tokens: Size, ranks: int) -> Size:
-    """How many of a sequence's tokens a rank holds where ``ranks`` share it."""
-    return (tokens + ranks - 1) // ranks
+    """How many of a sequence's tokens a rank holds where ``ranks`` share it.
+
+    A single one is the number 1, under a guard: PyTorch takes other roads for a dim of one entry,
+    so a graph in which it is a symbol here and there fits neither kind of batch.
+    """
+    local = (tokens + ranks - 1) // ranks
+    return 1 if local == 1 else local
 
 
 def is_equal(left: Size, right: Size) -> bool:

@@ -79,10 +79,19 @@ def join_group(ranks: int, timeout: timedelta | None = None) -> None:
         )
     known = _GROUPS.get(ranks)
     if known is None or known[0] is not dist.group.WORLD:  # a group ends with what it is part of
-        group = (
-            dist.group.WORLD if world == ranks else dist.new_subgroups(ranks, timeout=timeout)[0]
-        )
-        _GROUPS[ranks] = (dist.group.WORLD, group)
+        # One of its own, be it all processes': who fails leaves it, and can still speak to others.
+        _GROUPS[ranks] = (dist.group.WORLD, dist.new_subgroups(ranks, timeout=timeout)[0])
+
+
+def leave_groups() -> None:
+    """Ends gloo's groups: whoever waits in a collective of theirs for this process has an error.
+
+    NCCL's stay, as to end them may wait for what is on its way; there the others' time runs out.
+    """
+    for world, group in _GROUPS.values():
+        if world is dist.group.WORLD and dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)
+    _GROUPS.clear()
 
 
 def told_by_ranks(value: Any, ranks: int) -> list[Any]:

@@ -6,9 +6,9 @@ In float64, to 1e-12. What the pass does to graphs: ``tests/passes/test_shard_se
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from fxrl.config import Config
 from fxrl.errors import FxrlError, PlanError
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import CutLayer, Plan
+from fxrl.models import quantize
 from fxrl.ops.context_parallel import told_by_first
 from fxrl.step import TrainStep, optimize
 from tests.compile.shared_sequences import Model, batch_of, in_ranks, silent_group
@@ -35,6 +36,7 @@ class Case:
             of the batches.
         head: whether the loss head is fused, too.
         plan: choices for layers; then the step runs by plans.
+        precision: of products with frozen weights; in FP8 what is compared with is one rank's step.
     """
 
     ranks: int
@@ -46,7 +48,9 @@ class Case:
     passes: tuple[str, ...] | None = None
     sharing: int | None = None
     plan: Plan | None = None
+    precision: Literal["bf16", "fp8"] = "bf16"
     step: TrainStep = field(init=False)
+    alone: TrainStep = field(init=False)
 
 
 # ---------------------------------------------------------------------------- losses
@@ -155,6 +159,19 @@ def lengths(*tokens: int, padded: bool = False) -> list[dict[str, Tensor]]:
     return [batch_of(n, padded=padded) for n in tokens]
 
 
+def with_adapters() -> nn.Module:
+    """Frozen Linears with LoRA beside them; its second factors are not zeros, as they begin."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q", "kv", "o", "up", "down"])
+    model = peft.get_peft_model(Model(hidden=64), config).double()  # type: ignore[arg-type]
+    draw = torch.Generator().manual_seed(5)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(generator=draw)
+    return model.base_model.model  # type: ignore[no-any-return, union-attr]
+
+
 HEADS = ("fuse-linear-logprob", "chunk-vocab-region")
 CASES = {
     "cross entropy, any length": Case(2, Model, classes, lengths(7, 3, 4, 6, *range(8, 24))),
@@ -185,7 +202,16 @@ CASES = {
             }
         ),
     ),
-    "fewer tokens than ranks": Case(4, Model, classes, lengths(3), head=False),
+    # A row's scale is its own, so ranks round as one does.
+    "frozen weights in FP8": Case(
+        2, with_adapters, ratios, lengths(7), head=False, precision="fp8"
+    ),
+    "weights held in 4 bits": Case(
+        2, lambda: quantize(with_adapters(), "nf4"), ratios, lengths(6), head=False
+    ),
+    "a token a rank, and fewer": Case(
+        4, Model, ratios, lengths(4, 3), passes=("chunk-vocab-region",)
+    ),
     "as many ranks as heads of keys, padded": Case(
         4, lambda: Model(groups=4), ratios, lengths(10, 5, padded=True)
     ),
@@ -219,11 +245,13 @@ def make_step(case: Case) -> None:
         context_parallel=case.sharing or case.ranks,
         passes=case.passes,
         gpu_memory=None if case.plan is None else "1GiB",
+        precision=case.precision,
     )
     if len(case.batches) == 1:  # sizes that do not vary are captured faster
         for value in case.batches[0].values():
             torch._dynamo.mark_static(value)
     case.step = optimize(case.model(), case.loss_fn, config, plan=case.plan)
+    case.alone = optimize(case.step.model, case.loss_fn, replace(config, context_parallel=1))
 
 
 def outcome(run: Callable[[Any], Any], model: nn.Module, batch: dict[str, Tensor]) -> Any:
@@ -244,7 +272,8 @@ def differences(case: Case) -> list[str]:
     model, found = case.step.model, []
     sharing = case.sharing or case.ranks
     for batch in case.batches[dist.get_rank() // sharing :: case.ranks // sharing]:
-        eager = outcome(lambda b: case.loss_fn(model, b), model, batch)
+        one = case.alone if case.precision == "fp8" else partial(case.loss_fn, model)
+        eager = outcome(one, model, batch)
         ours = outcome(case.step, model, batch)
         for name, want in eager.items():
             have = ours[name]
@@ -290,6 +319,8 @@ def found_by_ranks() -> dict[str, list[list[str]]]:
                 make_step(case)
             for case in mine.values():
                 case.step(case.batches[0])  # captured and compiled; the numbers are nobody's
+                if case.precision == "fp8":
+                    case.alone(case.batches[0])
         told = in_ranks(ranks, partial(all_differences, mine))
         results |= {name: [one[name] for one in told] for name in mine}
     return results
@@ -304,6 +335,7 @@ def test_loss_metrics_and_gradients_are_those_of_one_process(found, name):
     applied = {r.pass_name for r in CASES[name].step.report.of_kind("applied")}
     assert "shard-sequence" in applied
     assert not CASES[name].head or applied & {*HEADS}
+    assert CASES[name].precision != "fp8" or "fp8-lora" in applied
     assert applied >= {*(CASES[name].passes or ())} - {*HEADS}
 
 

@@ -63,6 +63,13 @@ def test_one_rank_shares_nothing():
     assert not calls(made.gm, "shard_tokens")
 
 
+def test_one_token_is_not_shared():
+    gm, remark = shared(classes, tokens=1)
+    assert remark.kind == "missed"
+    assert remark.reason.startswith("its sequences have one token each")
+    assert not calls(gm, "shard_tokens")
+
+
 def mean_pool(model, batch):
     return model.head(model.hidden(batch).mean(1)).logsumexp(-1).sum()
 

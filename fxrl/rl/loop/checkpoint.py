@@ -322,7 +322,8 @@ def load_checkpoint(path: Path, model: nn.Module) -> tuple[dict[str, Any], dict[
     """Restores the trainable parameters in place.
 
     Returns:
-        The ``optimizer`` and ``state`` mappings given to ``save_checkpoint``.
+        The ``optimizer`` and ``state`` mappings given to ``save_checkpoint``; their tensors are
+        read from the disk when they are used, so a rank reads its part of the optimizer's states.
 
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
@@ -334,7 +335,7 @@ def load_checkpoint(path: Path, model: nn.Module) -> tuple[dict[str, Any], dict[
     loaded = []
     for name in ("optimizer.pt", "state.pt"):
         with restoring(path, name):
-            found = torch.load(path / name, weights_only=True, map_location="cpu")
+            found = torch.load(path / name, weights_only=True, map_location="cpu", mmap=True)
             if not isinstance(found, dict):
                 raise TypeError(f"{type(found).__name__} where a dictionary must be")
             loaded.append(found)

@@ -52,3 +52,8 @@ def local_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's states with their tensors in host memory."""
     return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in values.items()}
+
+
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's states with tensors of their own: those of a checkpoint may lie in its file."""
+    return {name: v.clone() if isinstance(v, Tensor) else v for name, v in values.items()}

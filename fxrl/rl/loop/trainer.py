@@ -345,7 +345,8 @@ class TrainingLoop:
                 tell(str(ledger))
             events("on_train_begin", self.now())
             if self.done == 0 and config.steps > 0 and not self.initial:
-                self._evaluate_untrained()
+                with self._shared():
+                    self._evaluate_untrained()
             while True:
                 with self._rescued(metrics, reporter):
                     if self._ends(stop):
@@ -469,9 +470,27 @@ class TrainingLoop:
         """Around one step; if it fails, what it has reached is saved (``TrainingIteration``)."""
         self._start_of_step, self._step_now = self._state(), None
         try:
-            yield
+            with self._shared():
+                yield
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             self._rescue(error, metrics, reporter)
+            raise
+
+    @contextmanager
+    def _shared(self) -> Iterator[None]:
+        """Around what ranks that share sequences run together: where it fails here, the others hear
+        of it, and do not wait for this rank in its step."""
+        ranks, step = self.parts.ranks, self.parts.updater.step
+        if self.config.fxrl.context_parallel == 1 or not isinstance(step, TrainStep):
+            yield
+            return
+        try:
+            with ranks.watched():
+                yield
+        except BaseException as error:
+            if not isinstance(error, RankError):
+                ranks.fail(in_words(error))
+            step.leave()
             raise
 
     def _rescue(self, error: BaseException, metrics: JsonLines, reporter: Reporter) -> None:

@@ -25,7 +25,7 @@ from fxrl.rl.config.tables import LossConfig, OptimConfig
 from fxrl.rl.errors import LossError, NonFiniteError, raised_at, shown
 from fxrl.rl.loop.batching import Share, micro_batch_weights
 from fxrl.rl.loop.gradients import GradientSum
-from fxrl.rl.loop.sharded import can_share, local_optimizer, on_cpu, sharded_optimizer
+from fxrl.rl.loop.sharded import can_share, copied, local_optimizer, on_cpu, sharded_optimizer
 from fxrl.rl.process_state import ProcessState
 from fxrl.rl.report.progress import jsonable
 from fxrl.rl.types import Batch, Metrics
@@ -180,7 +180,7 @@ class Updater:
             _check_state(parameter, values, examples[parameter.dim()])
         local = local_optimizer(self.optimizer)
         here = enumerate(self._places(local))
-        own = {number: state[place] for number, place in here if place in state}
+        own = {number: copied(state[place]) for number, place in here if place in state}
         groups = local.state_dict()["param_groups"]
         local.load_state_dict({"state": own, "param_groups": groups})
         self.schedule = LambdaLR(self.optimizer, self.schedule.lr_lambdas, last_epoch=updates - 1)

@@ -410,6 +410,8 @@ def main(folder):
     found["lora"] = compare("several", "one")
     found["pairs"] = compare("pairs", "pairs-one")
     found["full"] = compare("full-several", "full-one")
+    tight = ("loss.name=toy:tight", shared[0], "fxrl.context_parallel=2", *shared[2:])
+    groups["shared memory"] = group(2, hurt, "memory", "shared-memory", *short, *tight)
     groups["late"] = group(2, late)
     for how in ("raise", "memory", "kill 1", "kill 0", "interrupt", "data"):
         extra = ("loss.name=toy:tight",) if how == "memory" else ()

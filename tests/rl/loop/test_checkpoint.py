@@ -1,6 +1,7 @@
 """Checkpoints: complete or absent, exact, and of the same run."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,6 +51,29 @@ def test_only_trainable_weights_are_saved_and_restored_exactly(tmp_path):
     checkpoint.load_checkpoint(path, model)
     assert torch.equal(model[1].weight, want)
     assert (model[0].weight == 7.0).all()
+
+
+def memory_in_use():
+    """Bytes of this process that no file has."""
+    status = dict(line.split(":\t") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(status["RssAnon"].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux counts it")
+def test_states_are_read_where_they_are_used(tmp_path):
+    model = nn.Linear(2**12, 2**10, bias=False)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    saved = {"optimizer": optimizer.state_dict()}
+    folder = tmp_path / "of"
+    options = {"model": model, "optimizer": saved, "state": {}, "trainer": {}, "keep": 1}
+    path = checkpoint.save_checkpoint(folder, 1, **options)
+    before = memory_in_use()
+    found, _ = checkpoint.load_checkpoint(path, model)
+    assert memory_in_use() - before < model.weight.nbytes  # the states have twice that
+    state = found["optimizer"]["state"][0]
+    assert torch.equal(state["exp_avg"], optimizer.state[model.weight]["exp_avg"])
 
 
 def test_tied_weights(tmp_path):

@@ -100,6 +100,7 @@ def test_sums_begin_in_the_last_backward_and_are_those_of_one_rank(cases, size):
         ("raise", [1, 1], "rank 1 of 2: reward 'even' raised ValueError('no such judge')", 1),
         ("full raise", [1, 1], "rank 1 of 2: reward 'even' raised ValueError('no such judge')", 1),
         ("memory", [1, 1], "rank 1 of 2: loss 'toy:tight' (defined at toy.py", 0),
+        ("shared memory", [1, 1], "rank 1 of 2: loss 'toy:tight' (defined at toy.py", 0),
         ("kill 1", [1, -9], "rank 1 of 2: its process is gone (killed, or crashed)", 1),
         ("data", [2, 2], "rank 1 of 2: it has another configuration than rank 0:", None),
         (
