@@ -41,6 +41,7 @@ _SETTINGS: dict[str, Any] = {
     "recompile_limit": 64,  # code shared by many models, such as a library's forward
     "fail_on_recompile_limit_hit": True,  # never run eager in silence
     "skip_nnmodule_hook_guards": False,  # hooks that come or go later are honoured
+    "skip_tensor_guards_with_matching_dict_tags": False,  # requires_grad_() leaves a module's dicts
     "nested_graph_breaks": True,  # a break in a helper ends the graph there, not where it is called
     "fake_tensor_cache_enabled": False,  # with sizes that vary a found entry is dearer than the op
 }
