@@ -310,7 +310,7 @@ def build(spec: EngineSpec) -> Built:
         from transformers import GenerationConfig
 
         generation = GenerationConfig.from_pretrained(str(folder))
-    eos = eos_ids(tokenizer, generation)
+    eos = sorted(eos_ids(tokenizer, generation))
     with spec.stage(f"starting vLLM: {sizes}, {options.dtype}"):
         engine = VllmEngine(folder, options, eos_token_ids=eos, seed=spec.seed)
     try:
