@@ -158,7 +158,9 @@ def test_a_reward_model_is_a_sequence_classifier(lora, tmp_path, monkeypatch):
     """It prefers what it was shown; transformers and PEFT load it, and give the same rewards."""
     monkeypatch.chdir(tmp_path)
     model = {"id": TINY, "lora": lora}
-    config = tables("reward_model", steps=12, run_dir="a", model=model, eval={})
+    rows = [{"prompt": word, "chosen": "yes", "rejected": "never"} for word in WORDS]
+    data, optim = {"rows": rows}, {"lr": 3e-3}
+    config = tables("reward_model", steps=12, run_dir="a", model=model, optim=optim, data=data)
     trained = Trainer(config=config).train()
     lines = numbers("a")
     assert lines[-1]["rewards/margins"] > lines[0]["rewards/margins"] + 0.5
