@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +59,7 @@ def nodes_of_module(graph: fx.Graph, path: str) -> list[fx.Node]:
 def registered_rewrite(rewrite: Rewrite, name: str = "test-rewrite") -> Iterator[str]:
     """A pass that applies ``rewrite`` to each graph; its name is for ``Config(passes=(name,))``."""
 
+    @dataclass(frozen=True)
     class TestRewrite(Pass[Site]):
         name: ClassVar[str]
 
