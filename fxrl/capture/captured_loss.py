@@ -24,7 +24,7 @@ from fxrl.capture._torch import (
     TorchDynamoException,
     compile_counters,
     compiles_undisturbed,
-    dynamo_config,
+    dynamo_settings,
     functorch_level,
     global_hooks,
     plain_python_is_traced,
@@ -151,7 +151,7 @@ class CapturedLoss:
         before = len(captures)
         layers = self._repeated.traced() if once else nullcontext()
         with (
-            dynamo_config.patch(_WAYS[way]),
+            dynamo_settings(_WAYS[way]),
             layers,
             plain_python_is_traced(),
             compiles_undisturbed(),

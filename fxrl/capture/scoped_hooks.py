@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxrl.capture._torch import dynamo_config
+from fxrl.capture._torch import dynamo_settings
 from fxrl.capture.adapters import AdapterBlocks
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
@@ -48,7 +48,7 @@ class Takeover:
         swapped = self._swap_hooks()
         ignored: dict[str, Any] = {"ignore_logging_functions": self._silenced}
         try:
-            with dynamo_config.patch(ignored), self._blocks.traceable():
+            with dynamo_settings(ignored), self._blocks.traceable():
                 yield
         finally:
             for hooks, key, hook in swapped:
