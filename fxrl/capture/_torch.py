@@ -133,22 +133,33 @@ def compiles_undisturbed() -> Iterator[None]:
     first step of 36 layers (20.5 s, 14.6 s).
     """
     held = ExitStack()
+    try:
+        with around_compiles(lambda: held.enter_context(_undisturbed()), held.close):
+            yield
+    finally:
+        held.close()  # a compilation of another thread may have begun here and end behind this
 
-    def begin(_: Any) -> None:
-        held.enter_context(_undisturbed())
 
-    def end(_: Any) -> None:
-        held.close()
+@contextmanager
+def around_compiles(
+    begin: Callable[[], object], end: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """``begin()`` runs before anything is traced and compiled inside, ``end()`` behind it."""
 
-    callback_handler.register_start_callback(begin)
-    callback_handler.register_end_callback(end)
+    def begins(_: Any) -> None:
+        begin()
+
+    def ends(_: Any) -> None:
+        end()
+
+    callback_handler.register_start_callback(begins)
+    callback_handler.register_end_callback(ends)
     try:
         yield
     finally:
         with suppress(ValueError):  # torch._dynamo.reset() has removed them
-            callback_handler.remove_start_callback(begin)
-            callback_handler.remove_end_callback(end)
-        held.close()  # a compilation of another thread may have begun here and end behind this
+            callback_handler.remove_start_callback(begins)
+            callback_handler.remove_end_callback(ends)
 
 
 @contextmanager
@@ -166,21 +177,6 @@ def dynamo_settings(changes: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(dynamo_config, name, value)
-
-
-@contextmanager
-def before_compiling(act: Callable[[], None]) -> Iterator[None]:
-    """``act()`` runs before anything is traced inside."""
-
-    def begin(_: Any) -> None:
-        act()
-
-    callback_handler.register_start_callback(begin)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # torch._dynamo.reset() has removed it
-            callback_handler.remove_start_callback(begin)
 
 
 _IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxrl.capture._torch import before_compiling
+from fxrl.capture._torch import around_compiles
 
 
 class AdapterBlocks:
@@ -39,7 +39,7 @@ class AdapterBlocks:
         """
         self._put()
         try:
-            with before_compiling(self._look):
+            with around_compiles(self._look):
                 yield
         finally:
             self._take_away()

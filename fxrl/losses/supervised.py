@@ -219,8 +219,7 @@ def dpo(
     @tells(info)
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         mask = completion_mask(batch)
-        if mask.shape[0] % 2:
-            raise BatchError(f"dpo needs pairs, chosen then rejected, not {mask.shape[0]} rows")
+        _check_pairs("dpo", mask.shape[0])
         why = "" if reference_free else "dpo compares with; reference_free=True goes without"
         logps, rewards = _sequence_logps(model, batch, mask, reduce_tokens, why)  # [2B] each
         chosen, rejected = _pairs(rewards)
@@ -254,14 +253,12 @@ def reward_model(center_rewards_coefficient: float = 0.0) -> LossFn:
     @tells(LossInfo("sequences", REWARD_METRICS, reads="pairs", reference=False, scalar_head=True))
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         logits = at_least_float32(model(**model_inputs(batch)).logits)
-        rows = batch["input_ids"].shape[0]
         if logits.dim() != 2 or logits.shape[1] != 1:
             raise BatchError(
                 f"reward_model needs one reward a sequence, not logits of {list(logits.shape)}; "
                 "take a sequence classifier with num_labels=1"
             )
-        if rows % 2:
-            raise BatchError(f"reward_model needs pairs, chosen then rejected, not {rows} rows")
+        _check_pairs("reward_model", batch["input_ids"].shape[0])
         chosen, rejected = _pairs(logits.squeeze(-1))
         losses = -F.logsigmoid(chosen - rejected)
         if center_rewards_coefficient:
@@ -373,6 +370,11 @@ def _labelled_metrics(rewards: Tensor, logps: Tensor, desirable: Tensor, batch: 
             metrics[f"{kind}/{name}"] = found * total / rows
     metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     return metrics
+
+
+def _check_pairs(name: str, rows: int) -> None:
+    if rows % 2:
+        raise BatchError(f"{name} needs pairs, chosen then rejected, not {rows} rows")
 
 
 def _pairs(values: Tensor) -> tuple[Tensor, Tensor]:

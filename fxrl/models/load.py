@@ -214,20 +214,21 @@ def load_model(
     source = resolve(model_id)
     if source in (Source.TINY, Source.CONFIG):
         model, tokenizer = _random(source, model_id, dtype, device, seed, scalar_head=scalar_head)
-        if scalar_head and tokenizer is not None:
-            model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-        return in_bits(model.eval(), quantization), tokenizer
-    wanted = "auto" if dtype == "auto" else as_dtype(dtype)
-    load = functools.partial(
-        _pretrained,
-        dtype=wanted,
-        device=device,
-        quantization=quantization,
-        scalar_head=scalar_head,
-        seed=seed,
-    )
-    model, tokenizer = _from_place(model_id, source, load, on_progress)
-    return model.to(device), tokenizer
+        model = in_bits(model.eval(), quantization)
+    else:
+        load = functools.partial(
+            _pretrained,
+            dtype="auto" if dtype == "auto" else as_dtype(dtype),
+            device=device,
+            quantization=quantization,
+            scalar_head=scalar_head,
+            seed=seed,
+        )
+        model, tokenizer = _from_place(model_id, source, load, on_progress)
+        model = model.to(device)
+    if scalar_head and tokenizer is not None:  # it reads the last token that is no padding
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
 
 
 def in_bits(model: nn.Module, quantization: Asked | None) -> nn.Module:
@@ -357,7 +358,6 @@ def _pretrained(
         )
     missing = sorted(found["missing_keys"])
     if scalar_head:
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
     if missing:
         raise ModelError(

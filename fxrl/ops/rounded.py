@@ -54,7 +54,7 @@ class RoundedWeight:
     scale: Tensor
     gradient: str
     site: str = ""
-    seen: Agreement = field(default_factory=lambda: Agreement())
+    seen: Agreement = field(default_factory=Agreement)
 
     def product(self, rows: Tensor) -> Tensor:
         """[T, K] -> [T, N]."""

@@ -371,15 +371,11 @@ def _around(
         teacher=teacher,
     )
     info = loss_info(loss_fn)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    parameters = list(named.values())
     step = make_step(model, wrap(loss_fn))
     if isinstance(step, TrainStep):  # here, where no rank is missing
         step.join(timedelta(seconds=COLLECTIVE_S))
-    full = config.model.lora is None
-    optimizer = build_optimizer(config.optim, parameters, ranks if full else None)
+    updater = _updater(config, model, step, loss_fn, run_dir, ranks)
     source = data.source(engine, config, tokenizer, stage, ranks)
-    num_updates = config.steps * config.num_iterations
     scorer = functools.partial(
         Scorer, optimize=make_step, temperature=sampling.temperature, wrap=wrap
     )
@@ -397,21 +393,7 @@ def _around(
         data=data,
         source=source,
         stream=PromptStream(len(data.split.train), config.seed, shuffle=config.data.shuffle),
-        updater=Updater(
-            step=step,
-            parameters=parameters,
-            optimizer=optimizer,
-            schedule=LambdaLR(optimizer, lambda n: lr_factor(config.optim, n, num_updates)),
-            loss=config.loss,
-            max_grad_norm=config.optim.max_grad_norm,
-            max_nonfinite=config.max_nonfinite,
-            run_dir=run_dir,
-            place=defined_at(loss_fn) if ":" in config.loss.name else "",
-            info=info,
-            ranks=ranks,
-            names=list(named),
-            context_parallel=config.fxrl.context_parallel,
-        ),
+        updater=updater,
         judge=functools.partial(scoring, model, judge),
         old_policy=old_policy,
         reference=scorer(ref_model, context=context) if context is not None else None,
@@ -421,6 +403,36 @@ def _around(
         events=events,
         fingerprints={**data.fingerprints, **fingerprint.of_models(model, tokenizer, teacher)},
         ranks=ranks,
+    )
+
+
+def _updater(
+    config: TrainConfig,
+    model: nn.Module,
+    step: Callable[[Batch], Any],
+    loss_fn: Callable[..., Any],
+    run_dir: Path,
+    ranks: Ranks,
+) -> Updater:
+    """What updates the model's trained parameters by ``step``, ``loss_fn`` of it."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    full = config.model.lora is None
+    optimizer = build_optimizer(config.optim, list(named.values()), ranks if full else None)
+    num_updates = config.steps * config.num_iterations
+    return Updater(
+        step=step,
+        parameters=list(named.values()),
+        optimizer=optimizer,
+        schedule=LambdaLR(optimizer, lambda n: lr_factor(config.optim, n, num_updates)),
+        loss=config.loss,
+        max_grad_norm=config.optim.max_grad_norm,
+        max_nonfinite=config.max_nonfinite,
+        run_dir=run_dir,
+        place=defined_at(loss_fn) if ":" in config.loss.name else "",
+        info=loss_info(loss_fn),
+        ranks=ranks,
+        names=list(named),
+        context_parallel=config.fxrl.context_parallel,
     )
 
 
