@@ -87,12 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = measured(
                 [*command, "--worker", f"{kind}/{variant}"],
                 MARK,
-                environment=os.environ | _QUIET,
+                environment=os.environ | _QUIET | _one_gpu(),
                 limit_s=args.time_limit,
             )
             _add(results, kind, variant, found)
     results.finish()
     return int(results.failed("fxrl"))
+
+
+def _one_gpu() -> dict[str, str]:
+    """With more than one in sight, transformers would put the model into ``nn.DataParallel``."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
 def _add(results: common.Results, kind: str, variant: str, found: dict[str, Any]) -> None:
