@@ -35,7 +35,7 @@ from fxrl.ops.fp8 import (
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _LONGEST = 2**15  # values of a row that registers hold; longer rows go to the reference
 _VALUES_PER_WARP = 512
-_ROWS = 8  # that a program takes where each column has a factor: twice the bytes of a row
+_ROWS = 4  # that a program takes where each column has a factor: twice the bytes of a row
 _SIDE = 128  # of a tile that is turned
 
 
@@ -166,12 +166,13 @@ def product(
         widened: Tensor = torch.ops.fxrl.dequantized_mm.default(wide, [b, scale_b], "fp8", False)
         return widened.to(dtype)
     right = transposed(b) if transpose else b.contiguous()
-    ones = scale_a.new_ones(1, 1) if scale_b is None else scale_b
+    width = right.shape[0]
+    columns = scale_a.new_ones(1, width) if scale_b is None else scale_b.t().expand(1, width)
     made: Tensor = torch.ops.aten._scaled_mm.default(
         a.contiguous(),
         right.t(),
         scale_a.contiguous(),
-        ones.t().expand(1, right.shape[0]).contiguous(),
+        columns.contiguous(),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
