@@ -190,9 +190,10 @@ def quantized_rows(x: Tensor, factor: Tensor | None, block: int) -> tuple[Tensor
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if factor is not None:
         wide = wide * factor.t()
-    columns = x.shape[1]
-    padded = torch.nn.functional.pad(wide, (0, -columns % block)) if block else wide
-    runs = padded.unflatten(1, (-1, block or columns))
+    count, columns = x.shape
+    run = block or columns
+    padded = torch.nn.functional.pad(wide, (0, -columns % run))
+    runs = padded.reshape(count, -(-columns // run), run)
     scale = _scale_of(runs.abs().amax(2))
     values = (runs * scale.reciprocal()[:, :, None]).clamp(-MOST, MOST).to(E4M3)
     return values.flatten(1)[:, :columns].contiguous(), scale
