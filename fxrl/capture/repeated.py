@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxrl.capture._torch import guarded_names, in_graph, written_by_trace
+from fxrl.capture._torch import FakeTensor, guarded_names, in_graph, written_by_trace
 from fxrl.capture.opaque import autocasts
 from fxrl.ir.graph import (
     CALL_LAYER,
@@ -560,8 +560,8 @@ class _Sharing:
         """An input of the outermost graph for a tensor of a layer that was not traced."""
         if id(tensor) not in self._inputs:
             fake: Any = _example(like)
-            with fake.fake_mode:
-                made = memory_like(fake)
+            # Its mode, asked for a tensor, takes 20 times as long: 0.2 s for 35 layers with LoRA.
+            made = FakeTensor(fake.fake_mode, memory_like(fake, "meta"), fake.device)
             name = re.sub(r"\W+", "_", f"l_model_{layer.path}_{layer.name_of(tensor)}_")
             node = _new_input(self._graph, name, made.requires_grad_(tensor.requires_grad))
             self._inputs[id(tensor)] = node

@@ -10,8 +10,9 @@ Inductor does so when it is called: that takes a second, and a step on a CPU may
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
@@ -141,10 +142,25 @@ def start_inductor_workers() -> None:
 
     NOTE [Why early]: ``torch.compile(backend="inductor")`` does the same; a compile call of its own
     does not. Until they are up, kernels are compiled in this process, one after the other.
+
+    NOTE [Why a thread]: what it asks for is found once in a process and takes no turn of the
+    interpreter: a checksum of Triton's library, by which caches know what they hold (0.4 s), and a
+    C compiler's run where no cache has Triton's own module (0.4 s).
     """
     from torch._inductor.async_compile import maybe_warm_pool
+    from torch._inductor.runtime.triton_compat import HAS_TRITON
 
     maybe_warm_pool()
+    if HAS_TRITON:
+        threading.Thread(target=_ask_triton, name="fxrl-triton", daemon=True).start()
+
+
+def _ask_triton() -> None:
+    from torch._inductor.runtime.triton_compat import triton, triton_key
+
+    triton_key()
+    with suppress(Exception):  # who needs the driver asks again, and is told what is wrong
+        _ = triton.runtime.driver.active
 
 
 def inductor_source(value: object) -> str | None:

@@ -1,7 +1,12 @@
-"""The garbage collector is back on behind a captured step, whatever else is compiled meanwhile."""
+"""What is put off while something is compiled, and is as it was behind it."""
 
 import gc
 
+import pytest
+import torch
+from torch._dynamo import funcname_cache, symbolic_convert
+
+import fxrl
 from fxrl.capture._torch import callback_handler, compiles_undisturbed
 
 
@@ -10,3 +15,16 @@ def test_a_compilation_that_ends_behind_the_step_leaves_the_collector_on():
         callback_handler.run_start_callbacks(None)  # of another thread
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_no_file_is_tokenized_for_a_log(monkeypatch):
+    monkeypatch.setattr(funcname_cache, "_add_file", lambda name: pytest.fail(f"tokenizes {name}"))
+    names = symbolic_convert.get_funcname
+
+    def loss_fn(model, batch):
+        return model(batch["x"]).square().mean()
+
+    step = fxrl.optimize(torch.nn.Linear(4, 2), loss_fn, fxrl.Config(on_miss="ignore"))
+    step({"x": torch.randn(3, 4)})
+    assert step.captures
+    assert symbolic_convert.get_funcname is names
