@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from traceback import FrameSummary
@@ -28,6 +29,7 @@ from fxrl.capture._torch import (
     functorch_level,
     global_hooks,
     plain_python_is_traced,
+    reset_code,
 )
 from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place_of
 from fxrl.capture.dynamic import mark_batch
@@ -65,6 +67,9 @@ class Backend(Protocol):
 
 class CapturedLoss:
     """``loss_fn(model, batch)``, captured for ``backend`` at the first batch of each kind.
+
+    NOTE [Why Dynamo is told of the end]: it keeps every backend, and what was compiled of code that
+    nobody can call any more. Captures hold weights, so those of a step that is gone would stay.
 
     Attributes:
         compiled: what ``torch.compile`` made, by the global hooks in force and the way to capture.
@@ -146,7 +151,9 @@ class CapturedLoss:
         key = global_hooks(), way, self._repeated.generation if once else 0
         if key not in self.compiled:
             fresh = _fresh(self._model, self._loss_fn)
-            self.compiled[key] = torch.compile(fresh, backend=self._backend, fullgraph=once)
+            backend: Any = weakref.proxy(self._backend)
+            self.compiled[key] = torch.compile(fresh, backend=backend, fullgraph=once)
+            weakref.finalize(self, reset_code, fresh.__code__).atexit = False
         captures, frames, skipped = self._backend.captures, _frames(), _skipped()
         before = len(captures)
         layers = self._repeated.traced() if once else nullcontext()
