@@ -11,13 +11,13 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from traceback import FrameSummary
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import (
@@ -79,6 +79,14 @@ class CapturedLoss:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], backend: Backend) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._backend = backend
+        found = weakref.ref(backend)
+
+        def weak_backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            alive = found()
+            assert alive is not None, "only a call of the step compiles"
+            return alive(gm, inputs)
+
+        self._weak_backend = weak_backend
         self.compiled: dict[Any, Callable[[Any], Any]] = {}
         self._way: dict[Any, int] = {}  # of the kinds of batches that the first way failed at
         self._takeover = Takeover(model)
@@ -151,8 +159,7 @@ class CapturedLoss:
         key = global_hooks(), way, self._repeated.generation if once else 0
         if key not in self.compiled:
             fresh = _fresh(self._model, self._loss_fn)
-            backend: Any = weakref.proxy(self._backend)
-            self.compiled[key] = torch.compile(fresh, backend=backend, fullgraph=once)
+            self.compiled[key] = torch.compile(fresh, backend=self._weak_backend, fullgraph=once)
             weakref.finalize(self, reset_code, fresh.__code__).atexit = False
         captures, frames, skipped = self._backend.captures, _frames(), _skipped()
         before = len(captures)

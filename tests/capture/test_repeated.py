@@ -487,6 +487,7 @@ def test_nothing_of_a_step_outlives_it():
     del loss, head
     gc.collect()
     assert not [ref() for ref in held if ref() is not None]
+    torch._dynamo.reset()  # which asks every backend that there was
 
 
 # ---------------------------------------------------------------------------- transformers' layers

@@ -251,7 +251,7 @@ def _made(cls: type[T], values: Mapping[str, Any], unfit: set[str]) -> tuple[T |
     lines: list[str] = []
     if issubclass(cls, Table):
         made = object.__new__(cls)
-        for field in dataclasses.fields(cls):
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if field.name not in unfit:
                 object.__setattr__(made, field.name, values.get(field.name, default_of(field)))
         with suppress(AttributeError):
