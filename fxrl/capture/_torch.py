@@ -47,6 +47,7 @@ STATIC_INPUT = "_dynamo_static_input_type"  # in an input's "tensor_dict": a mod
 cache_entries = torch._dynamo.eval_frame._debug_get_cache_entry_list  # what was compiled of a function
 compile_counters = torch._dynamo.utils.counters  # ["frames"]["total"]: functions that capture was tried on
 dynamo_config: Any = torch._dynamo.config
+reset_code = torch._C._dynamo.eval_frame.reset_code  # forgets what was compiled of a function, which Dynamo keeps for ever
 functorch_level = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's transforms
 
 # Python's side of functionalisation: pending writes applied; whether there were any; the value.

@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 import threading
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from traceback import FrameSummary
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import (
@@ -28,6 +29,7 @@ from fxrl.capture._torch import (
     functorch_level,
     global_hooks,
     plain_python_is_traced,
+    reset_code,
 )
 from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place_of
 from fxrl.capture.dynamic import mark_batch
@@ -66,6 +68,9 @@ class Backend(Protocol):
 class CapturedLoss:
     """``loss_fn(model, batch)``, captured for ``backend`` at the first batch of each kind.
 
+    NOTE [Why Dynamo is told of the end]: it keeps every backend, and what was compiled of code that
+    nobody can call any more. Captures hold weights, so those of a step that is gone would stay.
+
     Attributes:
         compiled: what ``torch.compile`` made, by the global hooks in force and the way to capture.
         losses: what was lost outside of any captured graph: breaks without a graph, failures.
@@ -74,6 +79,14 @@ class CapturedLoss:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], backend: Backend) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._backend = backend
+        found = weakref.ref(backend)
+
+        def weak_backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            alive = found()
+            assert alive is not None, "only a call of the step compiles"
+            return alive(gm, inputs)
+
+        self._weak_backend = weak_backend
         self.compiled: dict[Any, Callable[[Any], Any]] = {}
         self._way: dict[Any, int] = {}  # of the kinds of batches that the first way failed at
         self._takeover = Takeover(model)
@@ -146,7 +159,8 @@ class CapturedLoss:
         key = global_hooks(), way, self._repeated.generation if once else 0
         if key not in self.compiled:
             fresh = _fresh(self._model, self._loss_fn)
-            self.compiled[key] = torch.compile(fresh, backend=self._backend, fullgraph=once)
+            self.compiled[key] = torch.compile(fresh, backend=self._weak_backend, fullgraph=once)
+            weakref.finalize(self, reset_code, fresh.__code__).atexit = False
         captures, frames, skipped = self._backend.captures, _frames(), _skipped()
         before = len(captures)
         layers = self._repeated.traced() if once else nullcontext()

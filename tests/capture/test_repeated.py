@@ -1,5 +1,8 @@
 """Equal layers are captured once; a layer that differs never stands for another."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -467,6 +470,24 @@ def test_adapters_that_are_switched():
             found.append(step(batch()).item())
     assert len(set(found)) == 3
     assert len(step.captures) == 4  # each adapter, and its absence with either set
+
+
+def test_nothing_of_a_step_outlives_it():
+    """Weights, whoever captured them; the loss that it returned can still be differentiated."""
+    model = make()
+    step = optimized(model)
+    loss = step(batch())
+    step.model.layers[1].gain = 0.5
+    step(batch())
+    held = [weakref.ref(p) for p in model.parameters()] + [weakref.ref(step._captured._repeated)]
+    head = model.head.weight
+    del model, step
+    gc.collect()
+    assert torch.autograd.grad(loss, head)[0].any()
+    del loss, head
+    gc.collect()
+    assert not [ref() for ref in held if ref() is not None]
+    torch._dynamo.reset()  # which asks every backend that there was
 
 
 # ---------------------------------------------------------------------------- transformers' layers

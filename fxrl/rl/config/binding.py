@@ -43,16 +43,18 @@ class Table:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self), include_extras=True)
-        lines = [
-            f"{name}={shown(value)} {wrong}"
-            for name, hint in hints.items()
-            for kind in (hint, *typing.get_args(hint))
-            for check in getattr(kind, "__metadata__", ())
-            if (value := getattr(self, name)) is not None and (wrong := check(value))
-        ]
-        if lines := [*lines, *self.problems()]:
+        if lines := [*self.wrong()]:
             raise ConfigError("\n".join(lines))
+
+    def wrong(self) -> Iterator[str]:
+        """What is out of its range, and ``problems``."""
+        for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name, None)  # of an unfit value there is none
+            for kind in (hint, *typing.get_args(hint)):
+                for check in getattr(kind, "__metadata__", ()):
+                    if value is not None and (said := check(value)):
+                        yield f"{name}={shown(value)} {said}"
+        yield from self.problems()
 
     def problems(self) -> Iterable[str]:
         """What is wrong besides ranges; each line starts with the key."""
@@ -189,9 +191,12 @@ def bind(
     problems: list[str],
     *,
     path: str = "",
-    suggest: Callable[[str], str] | None = None,
+    suggest: _Suggester | None = None,
 ) -> T | None:
-    """An instance of dataclass ``cls``, or ``None`` where ``problems`` got an entry.
+    """An instance of dataclass ``cls``, without wrong keys; ``None`` where a value is wrong.
+
+    NOTE [Why what does not fit is left unset]: a default in its place would be judged together with
+    other keys, and what is said of it would not be true. Checks end where they read such a key.
 
     Args:
         cls: a dataclass; nested dataclasses are nested tables.
@@ -200,12 +205,12 @@ def bind(
         path: dotted name of ``table`` in the whole tree, for the messages.
         suggest: the cure for a wrong dotted key; made from ``cls`` where not given.
     """
-    suggest = suggest or _suggester(cls)
-    before = len(problems)
+    suggest = suggest or _Suggester(cls)
     fields = keys_of(cls)
     rest = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("rest")), None)  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {rest: {}} if rest else {}
+    unfit: set[str] = set()
     for key, value in table.items():
         name, plain = f"{path}{key}", value.value if isinstance(value, Text) else value
         if key not in fields:
@@ -215,25 +220,43 @@ def bind(
                 problems.append(f"{name}: no such key{suggest(name)}")
         elif (inner := dataclass_in(hints[key])) and isinstance(plain, Mapping):
             made = bind(inner, plain, problems, path=f"{name}.", suggest=suggest)
-            if made is not None:
+            if made is None:
+                unfit.add(key)
+            else:
                 values[key] = made
         else:
             try:
                 values[key] = _fit(hints[key], value)
             except TypeError:
+                unfit.add(key)
                 cure = suggest(name) if inner else ""  # optim="adamw": optim.name
                 problems.append(f"{name}={shown(_plain(value))} is not {_spell(hints[key])}{cure}")
-    unset = (key for key in fields if key not in values)
-    missing = [key for key in unset if default_of(fields[key]) is MISSING]
-    problems += [f"{path}{key}: missing; it has no default" for key in missing if key not in table]
+    missing = {key for key in fields if default_of(fields[key]) is MISSING} - values.keys()
+    problems += [f"{path}{key}: missing; it has no default" for key in missing - unfit]
     if missing:
         return None
-    try:  # also where some key was wrong: the class's own checks may find more
-        found = cls(**values)
-    except ConfigError as error:
-        lines = str(error).splitlines()
-        problems += [line if path and line.startswith(path) else f"{path}{line}" for line in lines]
-    return found if len(problems) == before else None
+    found, lines = _made(cls, values, unfit)
+    told = (line if path and line.startswith(path) else f"{path}{line}" for line in lines)
+    problems += [line for line in told if re.split(r"[^\w.]", line)[0] not in suggest.meant]
+    return found
+
+
+def _made(cls: type[T], values: Mapping[str, Any], unfit: set[str]) -> tuple[T | None, list[str]]:
+    """The instance, if all is as it shall be; and what its own checks find, as far as they go."""
+    if not unfit:
+        try:
+            return cls(**values), []
+        except ConfigError as error:
+            return None, str(error).splitlines()
+    lines: list[str] = []
+    if issubclass(cls, Table):
+        made = object.__new__(cls)
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            if field.name not in unfit:
+                object.__setattr__(made, field.name, values.get(field.name, default_of(field)))
+        with suppress(AttributeError):
+            lines.extend(made.wrong())
+    return None, lines
 
 
 def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
@@ -245,24 +268,29 @@ def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
             yield from dotted_names(inner, f"{path}{key}.")
 
 
-def _suggester(cls: type[Any]) -> Callable[[str], str]:
-    """The cure for a wrong key: what it means (``KEY_ALIASES``, ``KEY_ANSWERS``), else is like."""
-    names = sorted(dotted_names(cls), key=lambda name: -name.count("."))
-    by_leaf = {name.rpartition(".")[2]: name for name in names}
-    aliases: Mapping[str, str] = getattr(cls, "KEY_ALIASES", {})
-    answers: Mapping[str, str] = getattr(cls, "KEY_ANSWERS", {})
-    meant = {**by_leaf, **aliases}
+class _Suggester:
+    """The cure for a wrong key: what it means (``KEY_ALIASES``, ``KEY_ANSWERS``), else is like.
 
-    def suggest(name: str) -> str:
+    Attributes:
+        meant: the keys that were named so; that they are not given is no news.
+    """
+
+    def __init__(self, cls: type[Any]) -> None:
+        self._names = sorted(dotted_names(cls), key=lambda name: -name.count("."))
+        by_leaf = {name.rpartition(".")[2]: name for name in self._names}
+        self._answers: Mapping[str, str] = getattr(cls, "KEY_ANSWERS", {})
+        self._near: Mapping[str, str] = by_leaf | getattr(cls, "KEY_ALIASES", {})
+        self.meant: set[str] = set()
+
+    def __call__(self, name: str) -> str:
         leaf = name.rpartition(".")[2]
-        if leaf in answers:
-            return f"; {answers[leaf]}"
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-        close += [meant[one] for one in difflib.get_close_matches(leaf, meant, n=1)]
-        near = meant.get(leaf) or next(iter(close), None)
+        if leaf in self._answers:
+            return f"; {self._answers[leaf]}"
+        close = difflib.get_close_matches(name, self._names, n=1, cutoff=0.7)
+        close += [self._near[one] for one in difflib.get_close_matches(leaf, self._near, n=1)]
+        near = self._near.get(leaf) or next(iter(close), None)
+        self.meant |= {near} if near else set()
         return f"; did you mean {near!r}?" if near else ""
-
-    return suggest
 
 
 def dataclass_in(hint: Any) -> type[Any] | None:

@@ -6,10 +6,13 @@ Nothing is drawn here: ``page.html`` draws what these say, in a box of ``WIDTH``
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 10, 24  # around the plot: room for the numbers at its axes
@@ -21,6 +24,9 @@ COLOURS = 8  # of the palette in page.css
 LARGEST = 1e100  # sums and differences of smaller numbers are finite
 
 Record = Mapping[str, Any]
+Column = NDArray[np.float64]
+Columns = Mapping[str, Column]
+"""Numbers by name, all in the order of ``step``, one of them; NaN where there is none."""
 Point = tuple[float, float]
 
 
@@ -89,20 +95,58 @@ def number(record: Record, key: str) -> float | None:
     return float(value) if abs(value) < LARGEST else None
 
 
+class Numbers(Columns):
+    """The numbers of JSON lines as columns: a long run's, as Python's, fill tens of MiB.
+
+    Only what a line has takes memory: lines of a stranger may all have names of their own.
+    """
+
+    def __init__(self, lines: Iterable[Record]) -> None:
+        self._found: dict[str, tuple[array[int], array[float]]] = {}  # lines, and values in them
+        sound = (line for line in lines if number(line, "step") is not None)
+        for at, line in enumerate(sound):
+            for key in line:
+                if (value := number(line, key)) is not None:
+                    where, values = self._found.setdefault(key, (array("q"), array("d")))
+                    where.append(at)
+                    values.append(value)
+        _, steps = self._found.get("step", ((), ()))
+        self._order = np.argsort(steps, kind="stable")
+
+    def __getitem__(self, key: str) -> Column:
+        where, values = self._found[key]
+        column = np.full(len(self._order), np.nan)
+        column[where] = values
+        return column[self._order]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def known(columns: Columns, key: str) -> tuple[Column, Column]:
+    """Steps that have a number by that name, and these numbers."""
+    if key not in columns:
+        return np.empty(0), np.empty(0)
+    there = ~np.isnan(column := columns[key])
+    return columns["step"][there], column[there]
+
+
 def line_chart(
     title: str,
-    records: Sequence[Record],
+    columns: Columns,
     lines: Sequence[Line],
     form: Callable[[float], str],
 ) -> Chart | None:
-    """Lines over the steps; ``None`` where no record has any of them.
+    """Lines over the steps; ``None`` where no step has any of them.
 
     Args:
-        records: with ``step``, ordered by it.
         form: a value in words.
     """
-    drawn = [(line, _thinned(records, line.key)) for line in lines]
-    bands = [_band(records, line) for line in lines]
+    drawn = [(line, _thinned(columns, line.key)) for line in lines]
+    bands = [_band(columns, line) for line in lines]
     values = [y for _, points in drawn for _, y in points]
     values += [y for low, high in bands for _, y in (*low, *high)]
     if not values:
@@ -117,7 +161,7 @@ def line_chart(
             area = _path([*high, *reversed(low)], x, y) + "Z" if low else ""
             marks.append(Mark(line.name, style, _path(points, x, y), area, read))
     legend = [(mark.name, mark.style) for mark in marks]
-    each = max(_sharing(len(list(_pairs(records, line.key)))) for line in lines)
+    each = max(_sharing(len(known(columns, line.key)[0])) for line in lines)
     note = f"Each point is the mean of {each} steps." if each > 1 else ""
     x_ticks = _ticks(x, "{:.0f}".format, whole=True)
     return Chart(title, x_ticks, _ticks(y, form), marks, [], legend, note)
@@ -125,38 +169,39 @@ def line_chart(
 
 def bar_chart(
     title: str,
-    records: Sequence[Record],
+    columns: Columns,
     parts: Mapping[str, str],
     form: Callable[[float], str],
 ) -> Chart | None:
-    """Stacked parts of each step; ``None`` where no record has any.
+    """Stacked parts of each step; ``None`` where no step has any.
 
     Args:
         parts: name -> key; those that are never a percent of the whole are left out.
     """
-    known = [r for r in records if any(number(r, key) is not None for key in parts.values())]
-    if not known:
+    given = {name: columns[key] for name, key in parts.items() if key in columns}
+    if not given:
         return None
-    seconds = {name: [number(r, key) or 0.0 for r in known] for name, key in parts.items()}
-    totals = [sum(each) for each in zip(*seconds.values(), strict=True)]
-    shown = [name for name in parts if sum(seconds[name]) > sum(totals) / 100]
-    usual = sorted(totals)[(len(known) - 1) * 9 // 10]
-    top = max(total for total in totals if len(known) < 3 or total <= CUT_ABOVE * usual)
-    each = _sharing(len(known))
-    steps = [record["step"] for record in known]
+    there = ~np.isnan([*given.values()]).all(axis=0)
+    steps = columns["step"][there]
+    seconds = {name: np.nan_to_num(column[there]).clip(0) for name, column in given.items()}
+    totals = np.sum([*seconds.values()], axis=0)
+    shown = [name for name in seconds if seconds[name].sum() > totals.sum() / 100]
+    usual = np.sort(totals)[(len(steps) - 1) * 9 // 10]
+    top = float(max(totals if len(steps) < 3 else totals[totals <= CUT_ABOVE * usual]))
+    each = _sharing(len(steps))
     x = _Axis(steps[0] - 0.5, steps[-1] + 0.5, LEFT, WIDTH - RIGHT)
     y = _Axis(0.0, top * 1.08 or 1.0, HEIGHT - BOTTOM, TOP)
     bars = []
-    for first in range(0, len(known), each):
+    for first in range(0, len(steps), each):
         group = slice(first, first + each)
         left, right = x(steps[first] - 0.5), x(steps[group][-1] + 0.5)
-        means = {name: statistics.fmean(seconds[name][group]) for name in shown}
+        means = {name: float(seconds[name][group].mean()) for name in shown}
         read = ", ".join(f"{name} {form(value)}" for name, value in means.items())
-        told = f"step {steps[first]}: {form(statistics.fmean(totals[group]))} ({read})"
+        told = f"step {steps[first]:.0f}: {form(totals[group].mean())} ({read})"
         width = round((right - left) * 0.86, 2)
         bars.append(Bar(round(left, 1), width, _stack(means, y), told, max(totals[group]) > y.high))
     legend = [
-        (f"{name}, median {form(statistics.median(seconds[name]))}", f"c{place}")
+        (f"{name}, median {form(np.median(seconds[name]))}", f"c{place}")
         for place, name in enumerate(shown)
     ]
     x_ticks = _ticks(x, "{:.0f}".format, whole=True)
@@ -176,7 +221,7 @@ def _stack(means: Mapping[str, float], y: _Axis) -> list[tuple[int, float, float
 
 def _too_high(cut: Sequence[Point], form: Callable[[float], str]) -> str:
     """Which steps' bars are cut, and how high they are."""
-    named = ", ".join(f"step {step} ({form(total)})" for step, total in cut[:6])
+    named = ", ".join(f"step {step:.0f} ({form(total)})" for step, total in cut[:6])
     more = f" and {len(cut) - 6} more" if len(cut) > 6 else ""
     return f"Higher than the picture, marked by a triangle: {named}{more}." if cut else ""
 
@@ -219,26 +264,19 @@ def _path(points: Sequence[Point], x: _Axis, y: _Axis) -> str:
     return f"M{joined}" + ("h.01" if len(points) == 1 else "")  # a lone point is a dot
 
 
-def _band(records: Sequence[Record], line: Line) -> tuple[list[Point], list[Point]]:
-    low, high = _thinned(records, line.low), _thinned(records, line.high)
+def _band(columns: Columns, line: Line) -> tuple[list[Point], list[Point]]:
+    low, high = _thinned(columns, line.low), _thinned(columns, line.high)
     return (low, high) if len(low) == len(high) > 1 else ([], [])
 
 
-def _thinned(records: Sequence[Record], key: str) -> list[Point]:
-    """(step, value) of the records that have a number under ``key``, ``MOST_POINTS`` at most."""
-    known = list(_pairs(records, key))
-    each = _sharing(len(known))
-    groups = (known[first : first + each] for first in range(0, len(known), each))
-    return [(group[-1][0], statistics.fmean(v for _, v in group)) for group in groups]
+def _thinned(columns: Columns, key: str) -> list[Point]:
+    """(step, value) where there is a number by that name, ``MOST_POINTS`` at most."""
+    steps, values = known(columns, key)
+    each = _sharing(len(steps))
+    groups = (slice(first, first + each) for first in range(0, len(steps), each))
+    return [(float(steps[group][-1]), float(values[group].mean())) for group in groups]
 
 
 def _sharing(count: int) -> int:
     """How many of so many steps share a point."""
     return max(1, math.ceil(count / MOST_POINTS))
-
-
-def _pairs(records: Sequence[Record], key: str) -> Iterator[Point]:
-    for record in records:
-        step, value = number(record, "step"), number(record, key)
-        if step is not None and value is not None:
-            yield step, value

@@ -203,8 +203,7 @@ def as_line(values: Mapping[str, Any]) -> bytes:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """All lines that are JSON objects with a ``step``; empty without a file."""
-    names: dict[str, str] = {}  # one of each for all lines: a long run's are most of the memory
-    return [{names.setdefault(k, k): v for k, v in line.items()} for line in each_line(path)]
+    return list(each_line(path))
 
 
 def each_line(path: Path) -> Iterator[dict[str, Any]]:

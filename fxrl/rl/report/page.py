@@ -14,21 +14,34 @@ import importlib.metadata
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from fxrl.errors import FxrlError
 from fxrl.files import write_bytes
 from fxrl.ir.remark import Remark, RemarkKind, Report, format_bytes
-from fxrl.rl.report.charts import HEIGHT, LEFT, WIDTH, Chart, Line, bar_chart, line_chart, number
-from fxrl.rl.report.files import COMPLETIONS, METRICS, each_line, read_lines, try_to_write, why
+from fxrl.rl.report.charts import (
+    HEIGHT,
+    LEFT,
+    WIDTH,
+    Chart,
+    Columns,
+    Line,
+    Numbers,
+    bar_chart,
+    known,
+    line_chart,
+    number,
+)
+from fxrl.rl.report.files import COMPLETIONS, METRICS, each_line, try_to_write, why
 from fxrl.rl.report.timing import PHASES
 
 PAGE, NOTES = "run.html", "run.json"
@@ -124,11 +137,11 @@ def write_page(run_dir: Path, *, work: str = "writing") -> Path:
     """
     if not run_dir.is_dir():
         raise NoRunError(f"{run_dir} is no folder; give the run_dir of a run")
-    records = sorted(_lines(run_dir / METRICS), key=lambda record: record["step"])
+    columns = Numbers(_with_untrained(_each_line(run_dir / METRICS)))
     notes = _table(run_dir / NOTES)
-    if not (records or notes):
+    if not (columns or notes):
         raise NoRunError(f"{run_dir} holds no {METRICS} with a step in it; give a run's run_dir")
-    text = _template().render(_content(run_dir, records, notes))
+    text = _template().render(_content(run_dir, columns, notes))
     _write(run_dir / PAGE, text, work)
     return run_dir / PAGE
 
@@ -178,17 +191,17 @@ def _telling(tell: Callable[[str], None]) -> Iterator[None]:
         tell(f"{why(error)}; the run goes on without {PAGE}")
 
 
-def _content(run_dir: Path, records: Sequence[Table], notes: Table) -> dict[str, Any]:
+def _content(run_dir: Path, columns: Columns, notes: Table) -> dict[str, Any]:
     """What the template shows, by its names for it."""
     config = _table(run_dir / "config.json")
     model = config.get("model")
     remarks = _remarks(notes.get("report"))
     return {
         "title": f"{model.get('id') if isinstance(model, dict) else 'a run'}: {run_dir.name}",
-        "status": _status(records, config),
-        "figures": _figures(records),
-        "groups": _groups(records, notes),
-        "planned": _planned(records, notes),
+        "status": _status(columns, config),
+        "figures": _figures(columns),
+        "groups": _groups(columns, notes),
+        "planned": _planned(columns, notes),
         "said": _words(notes.get("outlook")),
         "samples": _samples(run_dir / COMPLETIONS),
         "remarks": remarks[:MOST_REMARKS],
@@ -198,85 +211,89 @@ def _content(run_dir: Path, records: Sequence[Table], notes: Table) -> dict[str,
     }
 
 
-def _status(records: Sequence[Table], config: Table) -> str:
-    done, total = records[-1]["step"] if records else 0, config.get("steps", "?")
+def _with_untrained(lines: Iterable[Table]) -> Iterator[Table]:
+    """With the evaluation before the first step as step 0."""
+    for at, line in enumerate(lines):
+        if at == 0:
+            yield {"step": 0} | {f"eval/{n}": line.get(f"eval/initial_{n}") for n in JUDGED_BY}
+        yield line
+
+
+def _status(columns: Columns, config: Table) -> str:
+    done, total = int(columns["step"][-1]) if columns else 0, config.get("steps", "?")
     state = "complete" if done == total else "running, stopped or failed"
     return f"{done} of {total} steps, {state}; as of {datetime.now():%Y-%m-%d %H:%M}"
 
 
-def _figures(records: Sequence[Table]) -> list[tuple[str, str]]:
+def _figures(columns: Columns) -> list[tuple[str, str]]:
     """The run in a few numbers: name and value."""
     found = []
-    rewards = _values(records, "reward")
+    rewards = _values(columns, "reward")
     if rewards:
         tenth = max(1, len(rewards) // 10)
         first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
         found.append(("reward, first and last steps", f"{first:.3f} → {last:.3f}"))
     for name in JUDGED_BY:
-        values = _values(records, f"eval/initial_{name}")[:1] + _values(records, f"eval/{name}")
-        if values:
+        if values := _values(columns, f"eval/{name}"):
             found.append((f"held-out {name}", f"{values[0]:.3f} → {values[-1]:.3f}"))
-    if seconds := _values(records, "step_time"):
+    if seconds := _values(columns, "step_time"):
         found.append(("a step, median", _seconds(statistics.median(seconds))))
         found.append(("all steps", _seconds(sum(seconds))))
-    if tokens := _values(records, "num_tokens"):
+    if tokens := _values(columns, "num_tokens"):
         found.append(("tokens", f"{tokens[-1]:,.0f}"))
-    if peaks := _values(records, "memory/peak_bytes"):
+    if peaks := _values(columns, "memory/peak_bytes"):
         found.append(("memory, most", format_bytes(max(peaks))))
     return found
 
 
-def _groups(records: Sequence[Table], notes: Table) -> list[tuple[str, list[Chart]]]:
+def _groups(columns: Columns, notes: Table) -> list[tuple[str, list[Chart]]]:
     """Heading and pictures; what a run did not measure is not there."""
-    functions = sorted({k for r in records for k in r if re.fullmatch("rewards/.*/mean", k)})
+    functions = sorted(key for key in columns if re.fullmatch("rewards/.*/mean", key))
     names = (key.removeprefix("rewards/").removesuffix("/mean") for key in functions)
     by_function = [Line(name, key) for name, key in zip(names, functions, strict=True)]
     reward = {"rewards by function": by_function} if len(functions) > 1 else {}
     seconds = {name: f"time/{name}" for name in PHASES}
     groups = {
         "Reward": [
-            _reward_chart(records),
-            *_pictures(EVALUATION, _with_untrained(records)),
-            *_pictures(reward, records),
-            *_pictures(ANSWERS, records),
+            _reward_chart(columns),
+            *_pictures(EVALUATION | reward | ANSWERS, columns),
         ],
-        "Policy": _pictures(POLICY, records),
+        "Policy": _pictures(POLICY, columns),
         "Time and memory": [
-            bar_chart("seconds of a step, by part", records, seconds, _seconds),
-            _memory_chart(records, notes),
-            *_pictures(COST, records),
+            bar_chart("seconds of a step, by part", columns, seconds, _seconds),
+            _memory_chart(columns, notes),
+            *_pictures(COST, columns),
         ],
     }
     return [(name, [c for c in charts if c is not None]) for name, charts in groups.items()]
 
 
-def _pictures(wanted: Mapping[str, Sequence[Line]], records: Sequence[Table]) -> list[Chart | None]:
-    return [line_chart(title, records, lines, _plain) for title, lines in wanted.items()]
+def _pictures(wanted: Mapping[str, Sequence[Line]], columns: Columns) -> list[Chart | None]:
+    return [line_chart(title, columns, lines, _plain) for title, lines in wanted.items()]
 
 
-def _memory_chart(records: Sequence[Table], notes: Table) -> Chart | None:
+def _memory_chart(columns: Columns, notes: Table) -> Chart | None:
     """The most that a step took on the GPU, beside what its update was planned to take."""
-    planned = number(_plan_of(notes), "peak_gpu_bytes")
-    used = [
-        {"step": record["step"], "used": peak / 2**30, "plan": planned and planned / 2**30}
-        for record in records
-        if (peak := number(record, "memory/peak_bytes")) is not None
-    ]
+    steps, peaks = known(columns, "memory/peak_bytes")
+    shown = {"step": steps, "used": peaks / 2**30}
+    if (planned := number(_plan_of(notes), "peak_gpu_bytes")) is not None:
+        shown["plan"] = np.full_like(peaks, planned / 2**30)
     lines = [Line("used", "used"), Line("planned for the update", "plan", style="dashed")]
-    return line_chart("memory of a step, most [GiB]", used, lines, _plain)
+    return line_chart("memory of a step, most [GiB]", shown, lines, _plain)
 
 
-def _reward_chart(records: Sequence[Table]) -> Chart | None:
+def _reward_chart(columns: Columns) -> Chart | None:
     """With the spread in a group around it, and a running mean where there are many steps."""
-    known = [record for record in records if number(record, "reward") is not None]
-    window = max(1, len(known) // 10)
-    rewards = _values(known, "reward")
-    shown = []
-    for at, record in enumerate(known):
-        spread = number(record, "reward_std") or 0.0
-        band = {"low": rewards[at] - spread, "high": rewards[at] + spread}
-        mean = statistics.fmean(rewards[max(0, at + 1 - window) : at + 1])
-        shown.append({"step": record["step"], "reward": rewards[at], "mean": mean, **band})
+    if "reward" not in columns:
+        return None
+    there = ~np.isnan(columns["reward"])
+    rewards, spread = columns["reward"][there], np.zeros(there.sum())
+    if "reward_std" in columns:
+        spread = np.nan_to_num(columns["reward_std"][there])
+    window = max(1, len(rewards) // 10)
+    means = [rewards[max(0, end - window) : end].mean() for end in range(1, len(rewards) + 1)]
+    shown = {"step": columns["step"][there], "reward": rewards, "mean": np.array(means)}
+    shown |= {"low": rewards - spread, "high": rewards + spread}
     lines = [Line("reward ± spread in a group", "reward", "low", "high", "c0")]
     if window > 1:
         lines[0] = replace(lines[0], style="thin c0")
@@ -284,13 +301,7 @@ def _reward_chart(records: Sequence[Table]) -> Chart | None:
     return line_chart("reward", shown, lines, _plain)
 
 
-def _with_untrained(records: Sequence[Table]) -> list[Table]:
-    """With the evaluation before the first step as step 0."""
-    before = {f"eval/{n}": v for n in JUDGED_BY for v in _values(records[:1], f"eval/initial_{n}")}
-    return [*([{"step": 0, **before}] if before else []), *records]
-
-
-def _planned(records: Sequence[Table], notes: Table) -> list[tuple[str, str, str]]:
+def _planned(columns: Columns, notes: Table) -> list[tuple[str, str, str]]:
     """What, as it was planned and as it was measured; memory is the most of any step."""
     plan, rows = _plan_of(notes), []
     memory = notes.get("memory")
@@ -302,8 +313,10 @@ def _planned(records: Sequence[Table], notes: Table) -> list[tuple[str, str, str
     if (planned := number(plan, "peak_host_bytes")) is not None:
         rows.append(("host memory for what layers keep", format_bytes(planned), "-"))
     if (planned := number(plan, "step_seconds")) is not None:
-        pairs = ((number(r, "time/train"), number(r, "padding/micro_batches")) for r in records)
-        each = [seconds / count for seconds, count in pairs if seconds and count]
+        nothing = np.empty(0)
+        keys = "time/train", "padding/micro_batches"
+        pairs = zip(*(columns.get(key, nothing) for key in keys), strict=False)
+        each = [seconds / count for seconds, count in pairs if seconds > 0 and count > 0]
         measured = _seconds(statistics.median(each)) if each else "-"
         rows.append(("training on a micro-batch, median", _seconds(planned), measured))
     return rows
@@ -397,8 +410,8 @@ def _cut(value: Any) -> str:
     return text if more <= 0 else f"{text[:MOST_CHARACTERS]}... ({more} more characters)"
 
 
-def _values(records: Sequence[Table], key: str) -> list[float]:
-    return [value for record in records if (value := number(record, key)) is not None]
+def _values(columns: Columns, key: str) -> list[float]:
+    return [float(value) for value in known(columns, key)[1]]
 
 
 def _plain(value: float) -> str:
@@ -417,13 +430,8 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value < 1000 else f"{value / 3600:.3g} h"
 
 
-def _lines(path: Path) -> list[Table]:
-    """``read_lines``; none of a link, which a stranger may have put there."""
-    return [] if path.is_symlink() else read_lines(path)
-
-
 def _each_line(path: Path) -> Iterator[Table]:
-    """``each_line``, likewise."""
+    """``each_line``; none of a link, which a stranger may have put there."""
     return iter(()) if path.is_symlink() else each_line(path)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_keys_that_are_newer_than_a_table_have_their_defaults(config_file):
         ("loss.name=ppo", "needs values"),
         ("loss.beta=-1", "beta=-1"),
         ("optim.name=adamv", "did you mean 'adam"),
-        ("reward.functions=[]", "reward.functions is empty"),
+        ("reward={functions=[]}", "reward.functions is empty"),
         ("reward.weights=[1]", "1 entries for 2 functions"),
         ("reward.functions=['nomodule:f']", "importing 'nomodule' failed"),
         ("reward.functions=['json:dumpz']", "did you mean 'dump"),
@@ -125,6 +126,32 @@ def test_one_wrong_value(config_file, override, words):
     told = "\n".join(problems(config_file, override))
     assert words in told
     assert "vllm.vllm" not in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["reward.wait=3"], ["reward.wait"]),  # its functions are given
+        (["reward.weights=x"], ["reward.weights"]),
+        (["data.pth=x.jsonl", "data.path=none"], ["data.pth"]),
+        (["sampling.min_tokens=9", "sampling.max_tokens=x"], ["sampling.max_tokens"]),
+        (["sampling.ignore_eos=1", "mask_truncated_completions=1"], None),
+        (["model.quantization=fp8", "model.lora.rank=3"], ["model.lora.rank"]),
+        (["epochs=1", "dynamic_sampling=refil"], ["dynamic_sampling"]),
+        (["teacher.id=tiny:llama", "loss.name=3"], ["loss.name"]),
+    ],
+)
+def test_no_default_is_judged_for_what_was_given(config_file, overrides, keys):
+    """What the file holds, misspelled or of another type, is neither missing nor its default."""
+    found = [re.split("[:=]", line)[0] for line in problems(config_file, *overrides)]
+    assert found == (keys or [override.partition("=")[0] for override in overrides])
+
+
+def test_a_misspelled_reward_is_no_missing_one(config_file):
+    text = config_file.read_text()
+    config_file.write_text(text.replace("functions =", "function ="))
+    [line] = [line for line in problems(config_file) if "params" not in line]
+    assert line == "reward.function: no such key; did you mean 'reward.functions'?"
 
 
 def test_a_long_value_is_shown_in_part(config_file):

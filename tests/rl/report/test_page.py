@@ -106,6 +106,9 @@ def test_a_bar_that_is_cut_says_how_high_it_is(tmp_path):
     assert "Higher than the picture, marked by a triangle: step 1 (80.4 s)." in text
     assert "train, median 0.2 s" in text
     assert "wake" not in text, "a part that is never a percent of the step"
+    assert "400 of ? steps" in text
+    below = [{"step": n, "time/train": -1.0} for n in range(4)]
+    assert "seconds of a step, by part" in page_of(a_run(tmp_path, below)).text
     few = page_of(a_run(tmp_path, records[:2])).text
     assert "Higher than" not in few
 
@@ -224,12 +227,25 @@ def test_report_run_does_not_disturb_the_run_that_writes_its_page(tmp_path, caps
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_a_page_takes_no_more_memory_than_it_shows(tmp_path):
-    """It is written at every checkpoint; a long run's completions do not fit into memory."""
-    samples = [{"step": n // 4, "completion": "x" * 20_000} for n in range(1000)]
-    folder = a_run(tmp_path / "run", [{"step": 249}], samples)
+def peak_of_page(folder):
     tracemalloc.start()
     write_page(folder)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < (folder / "completions.jsonl").stat().st_size / 4
+    return peak
+
+
+def test_a_page_takes_no_more_memory_than_it_shows(tmp_path):
+    """It is written at every checkpoint; a long run's completions do not fit into memory."""
+    samples = [{"step": n // 4, "completion": "x" * 20_000} for n in range(1000)]
+    folder = a_run(tmp_path / "run", [{"step": 249}], samples)
+    assert peak_of_page(folder) < (folder / "completions.jsonl").stat().st_size / 4
+
+
+def test_numbers_take_about_as_much_memory_as_their_text(tmp_path):
+    """Of a run of many steps; and of a stranger's, whose steps all measure something else."""
+    alike = [{"step": n} | {f"m{k}": n + k / 7 for k in range(60)} for n in range(600)]
+    others = [{"step": n} | {f"{n} and {k}": 0.1 for k in range(20)} for n in range(600)]
+    for records, times in ((alike, 1), (others, 32)):
+        folder = a_run(tmp_path / "run", records)
+        assert peak_of_page(folder) < times * (folder / "metrics.jsonl").stat().st_size
