@@ -45,6 +45,9 @@ COLUMNS = (
     ("loss", "loss", "{:.4f}"),
     ("KL", "kl", "{:.4f}"),
     ("entropy", "entropy", "{:.3f}"),
+    ("V loss", "value_loss", "{:.4f}"),
+    ("V expl.", "explained_variance", "{:.3f}"),
+    ("V clip", "value_clip_ratio", "{:.3f}"),
     ("length", "completions/mean_length", "{:.1f}"),
     ("|grad|", "grad_norm", "{:.3f}"),
     ("tok/s", "tokens_per_second", "{:.0f}"),
@@ -59,7 +62,10 @@ EXAMPLE_COLUMNS = (
     ("held-out loss", "eval/loss", "{:.4f}"),
 )
 """What steps on data as they are have besides."""
-LEAST_NEEDED = ("grad_norm", "entropy", "reward_std", "tokens_per_second", "loss", "kl")
+LEAST_NEEDED = (
+    *("value_clip_ratio", "grad_norm", "entropy", "reward_std", "tokens_per_second", "loss"),
+    *("value_loss", "kl"),
+)
 """What a terminal that is too narrow for all columns goes without, the first one first."""
 RECENT_STEPS = 8
 SHOWN_CHARACTERS = 300
@@ -409,7 +415,8 @@ def completions_table(samples: Sequence[Mapping[str, Any]]) -> Table:
         if (more := len(completion) - SHOWN_CHARACTERS) > 0:
             completion = f"{completion[:SHOWN_CHARACTERS]}... ({more} more characters)"
         table.add_row("", "", prompt)
-        table.add_row(reward, f"{sample['advantage']:+.2f}", Text(completion))
+        advantage = "-" if sample["advantage"] is None else f"{sample['advantage']:+.2f}"
+        table.add_row(reward, advantage, Text(completion))
     return table
 
 
