@@ -45,9 +45,6 @@ COLUMNS = (
     ("loss", "loss", "{:.4f}"),
     ("KL", "kl", "{:.4f}"),
     ("entropy", "entropy", "{:.3f}"),
-    ("V loss", "value_loss", "{:.4f}"),
-    ("V expl.", "explained_variance", "{:.3f}"),
-    ("V clip", "value_clip_ratio", "{:.3f}"),
     ("length", "completions/mean_length", "{:.1f}"),
     ("|grad|", "grad_norm", "{:.3f}"),
     ("tok/s", "tokens_per_second", "{:.0f}"),
@@ -56,12 +53,15 @@ COLUMNS = (
     ("held-out", "eval/accuracy", "{:.3f}"),
 )
 EXAMPLE_COLUMNS = (
+    ("V loss", "value_loss", "{:.4f}"),
+    ("V expl.", "explained_variance", "{:.3f}"),
+    ("V clip", "value_clip_ratio", "{:.3f}"),
     ("accuracy", "mean_token_accuracy", "{:.3f}"),
     ("margin", "rewards/margins", "{:.3f}"),
     ("ranked right", "rewards/accuracies", "{:.3f}"),
     ("held-out loss", "eval/loss", "{:.4f}"),
 )
-"""What steps on data as they are have besides."""
+"""What steps with a value head, or on data as they are, have besides."""
 LEAST_NEEDED = (
     *("value_clip_ratio", "grad_norm", "entropy", "reward_std", "tokens_per_second", "loss"),
     *("value_loss", "kl"),

@@ -294,3 +294,24 @@ def test_what_has_no_reward_is_not_trained_on(tmp_path, monkeypatch):
 def test_what_does_not_go_with_it(further, words):
     with pytest.raises(ConfigError, match=words):
         config_of(tables(**further), "a", "a")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("adapter", [None, {"r": 4}])
+def test_on_a_gpu(adapter, tmp_path, monkeypatch):
+    """Compiled, an adapter on bfloat16 weights; the first update is of the policy that drew."""
+    monkeypatch.chdir(tmp_path)
+    dtype = "bfloat16" if adapter else "float32"
+    model = {"id": "tiny:qwen3:layers=4,hidden=256", "dtype": dtype, "lora": adapter}
+    model |= {"device": "cuda", "gradient_checkpointing": True}
+    further = {"num_iterations": 1, "optimize": True, "optim": {"lr": 1e-3}, "steps": 3}
+    further["fxrl"] = {"min_saved_bytes": 0, "on_miss": "error"}
+    trained = Trainer(config=tables(model=model, run_dir="a", **further)).train().model
+    assert trained.value_head.weight.dtype == torch.float32
+    assert trained.value_head.weight.abs().max() > 0
+    for line in numbers("a"):
+        assert line["clip_ratio/region_mean"] == 0
+        assert line["value_loss"] > 0
+    applied = {r["pass_name"] for r in json.loads(Path("a/run.json").read_text())["report"]}
+    assert {"fuse-linear-logprob", "recompute"} <= applied
