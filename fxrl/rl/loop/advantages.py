@@ -58,6 +58,7 @@ def add_advantages(
             *((b["old_logps"] - b["ref_logps"],) if penalized else ()),
         )
     )
+    num = max(1.0, num)  # tools may have said all there is
     mean, mean_return = advantage / num, returned / num
     spread, spread_return = sums(
         lambda b: ((b["advantages"] - mean).square(), (b["returns"] - mean_return).square())

@@ -391,7 +391,6 @@ def _around(
     scorer = functools.partial(
         Scorer, optimize=make_step, temperature=sampling.temperature, wrap=wrap
     )
-    judge = make_step(model, wrap(loss_fn))
     critic = scorer(model, values=True) if info.critic is not None else None
     old_policy = scorer(model) if config.num_iterations > 1 and critic is None else None
     beta = keyword(config.loss.name, config.loss.options, "beta", 0.0)
@@ -407,7 +406,7 @@ def _around(
         source=source,
         stream=PromptStream(len(data.split.train), config.seed, shuffle=config.data.shuffle),
         updater=updater,
-        judge=functools.partial(scoring, model, judge),
+        judge=functools.partial(scoring, model, make_step(model, wrap(loss_fn))),
         old_policy=old_policy,
         critic=critic,
         reference=scorer(ref_model, context=context) if context is not None else None,
