@@ -4,11 +4,18 @@
 ``fxrl.losses.options``. Names, defaults and metric keys are those of TRL's GRPOConfig.
 """
 
-from fxrl.losses.actor_critic import ppo
-from fxrl.losses.advantages import gae, group_advantages, reward_metrics, rloo_advantages, whiten
+from fxrl.losses.actor_critic import ValueHead, ppo
+from fxrl.losses.advantages import (
+    gae,
+    group_advantages,
+    reward_metrics,
+    rloo_advantages,
+    token_rewards,
+    whiten,
+)
 from fxrl.losses.batch import Batch, BatchError, LossConfigError, LossFn, Metrics
 from fxrl.losses.logprobs import TokenStats, completion_logits, token_stats
-from fxrl.losses.options import LossInfo, PolicyOptions, loss_info
+from fxrl.losses.options import Critic, LossInfo, PolicyOptions, loss_info
 from fxrl.losses.policy_losses import (
     bnpo,
     cispo,
@@ -29,12 +36,14 @@ __all__ = [
     "FACTORIES",
     "Batch",
     "BatchError",
+    "Critic",
     "LossConfigError",
     "LossFn",
     "LossInfo",
     "Metrics",
     "PolicyOptions",
     "TokenStats",
+    "ValueHead",
     "bnpo",
     "by_name",
     "cispo",
@@ -61,6 +70,7 @@ __all__ = [
     "rloo_advantages",
     "sapo",
     "sft",
+    "token_rewards",
     "token_stats",
     "whiten",
 ]

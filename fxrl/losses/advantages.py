@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fxrl.losses.batch import BatchError, check_choice
@@ -79,6 +80,35 @@ def reward_metrics(rewards: Tensor, num_generations: int) -> dict[str, Tensor]:
     }
 
 
+def token_rewards(
+    rewards: Tensor,
+    mask: Tensor,
+    logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    kl_coef: float = 0.0,
+) -> Tensor:
+    """A reward for each token: a completion's own at its last one, less a penalty on each.
+
+        r_t = [t is the last] r - kl_coef (log pi_old(o_t) - log pi_ref(o_t))
+
+    over the tokens that count. Source: InstructGPT, arXiv:2203.02155 eq. 2, its beta.
+
+    Args:
+        rewards: [B].
+        mask: [B, C], non-zero where a token counts.
+        logps, ref_logps: [B, C], read where ``kl_coef`` is not 0.
+
+    Returns:
+        [B, C], the rewards' dtype, 0 where masked. No gradient.
+    """
+    counts = mask != 0
+    behind = counts.flip(1).cumsum(1).flip(1)  # tokens that count, from each one on
+    found = torch.where(counts & (behind == 1), rewards[:, None], 0.0)
+    if kl_coef != 0.0 and logps is not None and ref_logps is not None:
+        found = found - torch.where(counts, kl_coef * (logps - ref_logps), 0.0)
+    return found.detach()
+
+
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
@@ -97,17 +127,30 @@ def gae(
         Advantages and returns, [B, C], 0 where masked. No gradient.
     """
     counts = mask != 0
-    advantages = torch.zeros_like(values)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
     with torch.no_grad():
-        for t in reversed(range(values.shape[1])):
-            delta = rewards[:, t] + gamma * next_value - values[:, t]
-            here = delta + gamma * lam * next_advantage
-            advantages[:, t] = torch.where(counts[:, t], here, 0.0)
-            next_advantage = torch.where(counts[:, t], here, next_advantage)
-            next_value = torch.where(counts[:, t], values[:, t], next_value)
+        skips = (~counts).to(values.dtype)
+        known = torch.where(counts, values, 0.0)
+        from_here = _recurrence(skips, known)  # of the first token that counts, from each one on
+        next_values = F.pad(from_here[:, 1:], (0, 1))
+        deltas = torch.where(counts, rewards + gamma * next_values - values, 0.0)
+        found = _recurrence(torch.where(counts, gamma * lam, skips), deltas)
+        advantages = torch.where(counts, found, 0.0)
         returns = torch.where(counts, advantages + values, 0.0)
     return advantages, returns
+
+
+def _recurrence(factors: Tensor, terms: Tensor) -> Tensor:
+    """x_t = factors_t x_{t+1} + terms_t with x = 0 behind the end, [B, C].
+
+    Each round composes the maps of as many tokens again, so there are log2(C) rounds of a few
+    kernels; token by token there would be C.
+    """
+    reach = 1
+    while reach < terms.shape[1]:
+        terms = terms + factors * F.pad(terms[:, reach:], (0, reach))
+        factors = factors * F.pad(factors[:, reach:], (0, reach))
+        reach *= 2
+    return terms
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:

@@ -115,6 +115,27 @@ def _check(name: str, value: Any, hint: Any) -> None:
 
 
 @dataclass(frozen=True)
+class Critic:
+    """How a trainer makes ``advantages`` and ``returns`` of rewards and values (``ppo``).
+
+    Attributes:
+        gamma, lam: of ``advantages.gae``.
+        kl_coef: weight of each token's log pi_old - log pi_ref, which is taken off its reward.
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    kl_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive("kl_coef", self.kl_coef, or_zero=True)
+        for name in ("gamma", "lam"):
+            check_number(name, value := getattr(self, name))
+            if not 0.0 <= value <= 1.0:
+                raise LossConfigError(f"{name}={value} must be in [0, 1]; 1.0 discounts nothing")
+
+
+@dataclass(frozen=True)
 class LossInfo:
     """What a loss tells a trainer of itself (``loss_info``); the defaults are of one that does not.
 
@@ -123,6 +144,7 @@ class LossInfo:
         per_sequence: names of its metrics that are means over sequences, not over tokens.
         advantages: the baseline that its paper subtracts from the reward.
         scale_rewards: the standard deviation that its paper divides by.
+        critic: what takes the place of these two where the model predicts values.
         options: its settings, if it is a policy loss of ``fxrl.losses``.
         reads: what it is trained on: completions of ``"prompts"``; given ``"sequences"``;
             ``"pairs"``, B chosen rows and then their B rejected ones; or ``"labelled"`` sequences.
@@ -141,6 +163,7 @@ class LossInfo:
     reference: bool | None = None
     mismatched_kl: bool = False
     scalar_head: bool = False
+    critic: Critic | None = None
 
 
 def tells(info: LossInfo) -> Callable[[LossFn], LossFn]:

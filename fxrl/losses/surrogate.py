@@ -25,7 +25,7 @@ from fxrl.losses.logprobs import (
     exponent_bound,
     token_stats,
 )
-from fxrl.losses.options import Baseline, KLEstimator, LossInfo, PolicyOptions, tells
+from fxrl.losses.options import Baseline, Critic, KLEstimator, LossInfo, PolicyOptions, tells
 from fxrl.losses.reduce import (
     Reduction,
     is_mean_over,
@@ -170,6 +170,7 @@ def policy_loss(
     per_sequence: Collection[str] = (),
     advantages: Baseline = "group",
     scale_rewards: ScaleRewards = "group",
+    critic: Critic | None = None,
 ) -> LossFn:
     """A ``loss_fn(model, batch) -> (loss, metrics)``, with its ``loss_info``.
 
@@ -179,7 +180,7 @@ def policy_loss(
         options: temperature, KL, entropy and corrections.
         extra: a further term of the loss.
         per_sequence: names of the surrogate's metrics that are means over sequences.
-        advantages, scale_rewards: see ``LossInfo``.
+        advantages, scale_rewards, critic: see ``LossInfo``.
     """
     over = is_mean_over(reduction)
     over_sequences = frozenset(per_sequence)
@@ -217,8 +218,12 @@ def policy_loss(
             loss, metrics = loss + term, metrics | term_metrics
         return loss, metrics
 
-    has_kl = options.beta != 0.0
-    info = LossInfo(over, over_sequences, advantages, scale_rewards, options, reference=has_kl)
+    has_kl = options.beta != 0.0 or (critic is not None and critic.kl_coef != 0.0)
+    info = LossInfo(
+        *(over, over_sequences, advantages, scale_rewards, options),
+        reference=has_kl,
+        critic=critic,
+    )
     return tells(info)(loss_fn)
 
 

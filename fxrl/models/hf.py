@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
 
 from fxrl.errors import FxrlError, optional
 
@@ -35,6 +38,8 @@ def no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+VALUE_HEAD = "value_head"
+"""The attribute of a policy that predicts the values of its states (``fxrl.losses.ppo``)."""
 _USE_CACHE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -45,16 +50,43 @@ def train_without_cache(model: Any) -> None:
 
 
 def save_pretrained(model: Any, folder: Path) -> None:
-    """The model's own ``save_pretrained``, without progress bars and as nobody trains it."""
+    """The model's own ``save_pretrained``, without progress bars and as nobody trains it; a value
+    head goes beside it (``save_value_head``)."""
     used_cache = _USE_CACHE.get(model)
     if used_cache is not None:
         model.config.use_cache = used_cache
+    head = model._modules.pop(VALUE_HEAD, None)  # no causal LM has one, and loaders would say so
     try:
         with no_progress_bars():
             model.save_pretrained(str(folder))
     finally:
+        if head is not None:
+            setattr(model, VALUE_HEAD, head)
         if used_cache is not None:
             model.config.use_cache = False
+    save_value_head(model, folder)
+
+
+def save_value_head(model: nn.Module, folder: Path) -> None:
+    """``value_head.safetensors`` with the model's value head, if it has one, by the model's names:
+    ``model.load_state_dict(load_file(...), strict=False)`` takes it."""
+    head: nn.Module | None = getattr(model, VALUE_HEAD, None)
+    if head is not None:
+        named = {f"{VALUE_HEAD}.{name}": p.detach() for name, p in head.named_parameters()}
+        save_beside(named, folder, f"{VALUE_HEAD}.safetensors")
+
+
+def save_beside(tensors: Mapping[str, Tensor], folder: Path, name: str) -> None:
+    """Writes tensors that are no part of the model beside it, and an index that says which files
+    are: without one vLLM loads all safetensors there are."""
+    safetensors = optional("safetensors", "saving a model")
+    own = {key: value.contiguous() for key, value in tensors.items()}
+    optional("safetensors.torch", "saving a model").save_file(own, folder / name, {"format": "pt"})
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        with safetensors.safe_open(str(whole), "pt") as opened:
+            places = dict.fromkeys(opened.keys(), whole.name)
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
 def why_no_hub() -> str | None:

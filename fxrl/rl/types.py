@@ -135,11 +135,11 @@ class Rollout(Experience):
     Attributes:
         drawn: those of one prompt next to each other; none where dynamic sampling or
             ``mask_truncated_completions`` left out all.
-        advantages: one per completion.
+        advantages: one per completion; ``None`` where each of its tokens gets its own.
     """
 
     drawn: Sequence[Drawn] = ()
-    advantages: Sequence[float] = ()
+    advantages: Sequence[float | None] = ()
 
     def samples(self, wanted: int) -> list[dict[str, Any]]:
         """Spread over the step's prompts."""
@@ -216,15 +216,15 @@ class Source(Protocol):
         ...
 
 
-def of_completion(completion: Completion, advantage: float) -> TokenRow:
-    """A sampled sequence with what its reward is worth; what the policy did not draw of it, such as
-    a tool's output, does not count."""
+def of_completion(completion: Completion, worth: float, name: str = "advantages") -> TokenRow:
+    """A sampled sequence with its advantage, or with its ``rewards`` where a critic judges that;
+    what the policy did not draw of it, such as a tool's output, does not count."""
     sampled = completion.sampled or (True,) * len(completion.token_ids)
     return TokenRow(
         completion.prompt_token_ids,
         completion.token_ids,
         {"completion_mask": sampled, "rollout_logps": completion.logprobs},
-        {"advantages": advantage},
+        {name: worth},
     )
 
 

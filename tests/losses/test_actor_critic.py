@@ -72,3 +72,68 @@ def test_returns_without_a_value_name_the_cure():
     batch, logits = random_batch()
     with pytest.raises(losses.BatchError, match="no value_head and no value_model"):
         losses.ppo()(FreeLogits(logits), batch)
+
+
+class WithHead(ToyLM):
+    """With the door to its output layer that transformers' models have."""
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+
+def test_a_value_head_reads_what_the_output_layer_reads():
+    """As a Linear on the last hidden state, without being run with hidden states."""
+    torch.manual_seed(0)
+    batch, _ = random_batch(seed=1)
+    model = WithHead().double()
+    model.value_head = losses.ValueHead(model)
+    assert model.value_head.weight.dtype == torch.float64
+    assert not any(p.any() for p in model.value_head.parameters()), "it knows nothing yet"
+    torch.nn.init.normal_(model.value_head.weight)
+    plain = WithHead().double()
+    plain.value_head = torch.nn.Linear(6, 1).double()
+    plain.load_state_dict(model.state_dict())
+    found = []
+    for one in (model, plain):
+        loss, metrics = losses.ppo(vf_coef=0.7)(one, batch)
+        loss.backward()
+        found.append((loss, metrics, [p.grad for p in one.parameters()]))
+    torch.testing.assert_close(*found)
+
+
+def test_a_value_head_of_another_model_says_so():
+    batch, _ = random_batch()
+    model = WithHead().double()
+    model.value_head = losses.ValueHead(WithHead().double())
+    with pytest.raises(losses.BatchError, match="value_head is of another model"):
+        losses.ppo()(model, batch)
+    with pytest.raises(losses.LossConfigError, match="ToyLM has no output layer"):
+        losses.ValueHead(ToyLM())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_value_head_computes_in_the_dtype_of_the_hidden_state(dtype):
+    model = WithHead().to(dtype)
+    head = losses.ValueHead(model)
+    assert head.weight.dtype == torch.float32
+    assert head(torch.randn(2, 3, 6, dtype=dtype)).dtype == dtype
+
+
+def test_a_reward_stands_at_the_last_token_that_counts():
+    rewards = torch.tensor([1.0, -2.0, 3.0])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]])
+    logps, refs = torch.randn(2, 3, 4)
+    logps[1, 0] = torch.nan
+    found = losses.token_rewards(rewards, mask, logps, refs, 0.5)
+    gaps = torch.where(mask != 0, 0.5 * (logps - refs), 0.0)
+    last = torch.tensor([[0, 0, 0, 1.0], [0, 0, -2.0, 0], [0, 0, 0, 0]])
+    torch.testing.assert_close(found, last - gaps)
+    assert torch.equal(losses.token_rewards(rewards, mask), last)
+
+
+def test_what_a_trainer_reads_of_it():
+    info = losses.loss_info(losses.ppo(gamma=0.9, lam=0.5, kl_coef=0.1))
+    assert info.critic == losses.Critic(0.9, 0.5, 0.1)
+    assert info.reference is True
+    assert losses.loss_info(losses.ppo()).reference is False
+    assert losses.loss_info(losses.grpo()).critic is None

@@ -121,8 +121,6 @@ BUILT = ("teacher",)
 
 def loss_problems(name: str, options: Mapping[str, Any], keys: Sequence[str] = ()) -> list[str]:
     """What is wrong with a ``[loss]`` table, one line each."""
-    if name == "ppo":
-        return ["name='ppo' needs values, which rollouts do not give; use grpo or another loss"]
     lines: list[str] = []
     if (factory := losses.FACTORIES.get(name)) is not None:
         lines = wrong_keywords(factory, options, besides=BUILT, table="loss", keys=keys)

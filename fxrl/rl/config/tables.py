@@ -414,7 +414,8 @@ class SamplingConfig(Table):
         top_k: number of the likeliest tokens that are drawn from; 0 is all.
         min_p: least probability of a token that is drawn, as a share of the likeliest's; 0 is all.
         max_tokens: most tokens of a completion; what is longer is cut off.
-        num_generations: completions of each prompt, the group whose rewards are compared.
+        num_generations: completions of each prompt, the group whose rewards are compared; ``ppo``
+            compares none, and takes 1 as well.
         ignore_eos: drawing past the end token, up to ``max_tokens``.
         min_tokens: least tokens of a completion; no end token is drawn before.
         stop_token_ids: tokens that end a completion besides the tokenizer's end token.
@@ -430,7 +431,7 @@ class SamplingConfig(Table):
     top_k: Count = 0
     min_p: Fraction = 0.0
     max_tokens: Positive = 256
-    num_generations: Annotated[int, at_least(2)] = 8
+    num_generations: Positive = 8
     ignore_eos: bool = False
     min_tokens: Count = 0
     stop_token_ids: tuple[int, ...] = ()
@@ -595,7 +596,8 @@ class TrainConfig(Table):
         num_iterations: optimizer updates on the same completions.
         advantages: what a completion is worth: its reward minus its group's mean (``group``, GRPO),
             or minus the mean of the others (``leave_one_out``, RLOO). By default the loss's own:
-            ``leave_one_out`` for ``rloo``, ``group`` for all others.
+            ``leave_one_out`` for ``rloo``, ``group`` for all others but ``ppo``, whose value head
+            takes their place.
         scale_rewards: divisor of ``group`` advantages: the standard deviation of the reward in the
             ``group``, in the ``batch``, or ``"none"``. By default the loss's own: ``"none"`` for
             ``dr_grpo``, ``group`` for all others.
@@ -715,6 +717,7 @@ class TrainConfig(Table):
             )
         yield from self._teacher_problems()
         yield from self._form_problems()
+        yield from self._critic_problems()
         yield from self._engine_problems()
 
     def _teacher_problems(self) -> Iterator[str]:
@@ -746,6 +749,25 @@ class TrainConfig(Table):
         yield from self._given(OF_PROMPTS, "is of prompts and their completions")
         if form != "sequences":
             yield from self._given(("data.train_on",), "is of sequences")
+
+    def _critic_problems(self) -> Iterator[str]:
+        """What compares completions where a critic judges each by itself, or the reverse."""
+        named = f"loss.name={self.loss.name!r}"
+        if self.loss_info().critic is None:
+            if self.form == "prompts" and self.sampling.num_generations == 1:
+                yield (
+                    f"sampling.num_generations=1: {named} compares a completion with others of its "
+                    "prompt; give at least 2, or loss.name='ppo'"
+                )
+            return
+        if self.form != "prompts":
+            yield f"data.form={self.form!r}: {named} judges completions of prompts; leave it out"
+        for key in ("advantages", "scale_rewards", "dynamic_sampling"):
+            if (value := getattr(self, key)) != default_of(keys_of(type(self))[key]):
+                yield (
+                    f"{key}={value!r} compares completions of a prompt, and {named} judges each by "
+                    "a value head; leave it out"
+                )
 
     def _given(self, paths: Sequence[str], why: str) -> Iterator[str]:
         """What is not left at its default although it says nothing here."""
@@ -813,9 +835,9 @@ class TrainConfig(Table):
     def settled(self) -> TrainConfig:
         """With the advantages that the loss wants where nothing else is said."""
         known = self.advantages is not None and self.scale_rewards is not None
-        if known or self.form != "prompts":
-            return self
         info = self.loss_info()
+        if known or self.form != "prompts" or info.critic is not None:
+            return self
         return dataclasses.replace(
             self,
             advantages=self.advantages or info.advantages,

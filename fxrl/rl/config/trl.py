@@ -74,6 +74,14 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "label_smoothing": "loss.label_smoothing",
         "center_rewards_coefficient": "loss.center_rewards_coefficient",
         "reference_free": "loss.reference_free",
+        # PPOConfig
+        "num_ppo_epochs": "num_iterations",
+        "cliprange": "loss.epsilon",
+        "cliprange_value": "loss.cliprange_value",
+        "vf_coef": "loss.vf_coef",
+        "gamma": "loss.gamma",
+        "lam": "loss.lam",
+        "kl_coef": "loss.kl_coef",
         "log_completions": "log_completions",
         "num_completions_to_print": "log_completions",
         # TrainingArguments

@@ -21,10 +21,11 @@ from fxrl import TrainStep, optimize
 from fxrl.distributed import COLLECTIVE_S, Ranks
 from fxrl.engines import Built, Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
-from fxrl.losses import completion_logits, loss_info, token_stats
+from fxrl.losses import ValueHead, completion_logits, loss_info, token_stats
+from fxrl.losses.actor_critic import asking_for_values, predicted_values
 from fxrl.losses.own_code import load_function
 from fxrl.models import ModelError, QuantizedLinear, load_model, lora, quantize
-from fxrl.models.hf import train_without_cache
+from fxrl.models.hf import VALUE_HEAD, train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.callbacks import Events
 from fxrl.rl.config.named import build_loss, keyword
@@ -99,6 +100,8 @@ class RunParts:
         updater: makes the updates; ``updater.step`` is the train step.
         judge: the loss in eval mode, without gradient.
         old_policy: scores completions before the first of several updates; else ``None``.
+        critic: does so before any update, and gives the values of their tokens with that, where the
+            loss reads some.
         reference: scores them under the reference policy; ``None`` without a KL.
         mismatched: scores prompts with each other's answers, where the loss wants their KL.
         probe: scores some of them for the drift, where the loss does not measure it.
@@ -116,6 +119,7 @@ class RunParts:
     updater: Updater
     judge: Callable[[Batch], Any]
     old_policy: Callable[[Batch], torch.Tensor] | None
+    critic: Callable[[Batch], tuple[Tensor, dict[str, Tensor]]] | None
     reference: Callable[[Batch], torch.Tensor] | None
     mismatched: Callable[[Batch], torch.Tensor] | None
     probe: Callable[[Batch], torch.Tensor] | None
@@ -387,8 +391,8 @@ def _around(
     scorer = functools.partial(
         Scorer, optimize=make_step, temperature=sampling.temperature, wrap=wrap
     )
-    judge = make_step(model, wrap(loss_fn))
-    old_policy = scorer(model) if config.num_iterations > 1 else None
+    critic = scorer(model, values=True) if info.critic is not None else None
+    old_policy = scorer(model) if config.num_iterations > 1 and critic is None else None
     beta = keyword(config.loss.name, config.loss.options, "beta", 0.0)
     needs_reference = bool(beta if info.reference is None else info.reference)
     made_here = config.model.lora is not None
@@ -402,8 +406,9 @@ def _around(
         source=source,
         stream=PromptStream(len(data.split.train), config.seed, shuffle=config.data.shuffle),
         updater=updater,
-        judge=functools.partial(scoring, model, judge),
+        judge=functools.partial(scoring, model, make_step(model, wrap(loss_fn))),
         old_policy=old_policy,
+        critic=critic,
         reference=scorer(ref_model, context=context) if context is not None else None,
         mismatched=scorer(model) if info.mismatched_kl else None,
         probe=(old_policy or scorer(model)) if source.draws and info.options is None else None,
@@ -494,8 +499,9 @@ def _is_only_here(wanted: ModelConfig) -> bool:
 
 
 def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
-    """With its adapter and checkpointing, in train mode."""
+    """With its adapter, value head and checkpointing, in train mode."""
     wanted = config.model
+    head = model._modules.pop(VALUE_HEAD, None)  # which an adapter would freeze, or adapt
     if wanted.lora is None and any(isinstance(m, QuantizedLinear) for m in model.modules()):
         raise ModelError(
             f"model.id={wanted.name!r} holds its Linears in 8 or 4 bits, which cannot be trained; "
@@ -524,6 +530,10 @@ def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
         _checkpoint(model)
         if wanted.lora is not None:
             model.enable_input_require_grads()  # type: ignore[operator]
+    judged = config.loss_info().critic is not None
+    if judged or head is not None:
+        trained = next(p.dtype for p in model.parameters() if p.requires_grad)
+        model.value_head = (head or ValueHead(model, trained)).requires_grad_(judged)
     return model.train()
 
 
@@ -572,6 +582,7 @@ class Scorer:
 
     Args:
         optimize: ``fxrl.optimize`` with its configuration bound, or its plain twin.
+        values: gives ``{"values": [B, C]}`` of the same forward behind them.
         context: entered around each call, such as PEFT's ``disable_adapter``.
         wrap: around the loss, such as autocast.
 
@@ -586,24 +597,28 @@ class Scorer:
         optimize: Callable[..., Callable[[Batch], Any]],
         temperature: float,
         *,
+        values: bool = False,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
     ) -> None:
-        def logps(model: nn.Module, batch: Batch) -> Tensor:
+        def logps(model: nn.Module, batch: Batch) -> Any:
             num = batch["completion_mask"].shape[1]
-            logits, _ = completion_logits(model, batch, num)
+            options = asking_for_values(model) if values else {}
+            logits, output = completion_logits(model, batch, num, **options)
             tokens = batch["input_ids"][:, -num:]
-            return token_stats(logits, tokens, temperature=temperature).logps
+            found = token_stats(logits, tokens, temperature=temperature).logps
+            if not values:
+                return found
+            return found, {"values": predicted_values(model, output, batch, num)}
 
         self.model, self.context = model, context
         self.step = optimize(model, wrap(logps))
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch) -> Any:
         """Log-probabilities in eval mode: dropout is no part of a policy."""
         keep = ("input_ids", "right_padded", "completion_mask")
         with self.context():
-            found: Tensor = scoring(self.model, self.step, {name: batch[name] for name in keep})
-        return found
+            return scoring(self.model, self.step, {name: batch[name] for name in keep})
 
 
 def scoring(model: nn.Module, step: Callable[[Batch], Any], batch: Batch) -> Any:

@@ -6,6 +6,7 @@
 | --- | --- |
 | ``adapter_model.safetensors``, ``adapter_config.json`` | the adapter; PEFT loads the folder |
 | ``model*.safetensors``, ``config.json``, tokenizer | all weights; transformers loads the folder |
+| ``value_head.safetensors`` | a value head, if there is one |
 | ``trainable.safetensors`` | parameters that those do not hold as they are, if there are any |
 | ``optimizer.pt`` | state of optimizer and schedule |
 | ``state.pt`` | random states: torch, CUDA, python, numpy, the engine's sampler |
@@ -28,7 +29,7 @@ import torch
 from torch import nn
 
 from fxrl.errors import optional
-from fxrl.models.hf import save_pretrained
+from fxrl.models.hf import save_beside, save_pretrained, save_value_head
 from fxrl.rl.config.load import differences, with_defaults
 from fxrl.rl.config.tables import Dtype
 from fxrl.rl.errors import CheckpointError
@@ -138,12 +139,15 @@ def _writing(what: str) -> Iterator[None]:
 
 def _save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     """As a folder of PEFT or transformers; what that does not hold exactly goes beside it."""
-    own = {name: value.contiguous() for name, value in trainable(model).items()}
+    own = trainable(model)
     if (config := _adapter(model)) is not None:
         names = _adapter_names(model, own)
-        _save_tensors({names[name]: own[name] for name in names}, folder, ADAPTER)
+        with _writing(ADAPTER):
+            save_beside({names[name]: own[name] for name in names}, folder, ADAPTER)
         config.inference_mode = True  # as PEFT saves them: what loads it does not train it
         config.save_pretrained(str(folder))
+        with _writing("value_head.safetensors"):
+            save_value_head(model, folder)
     elif hasattr(model, "save_pretrained"):
         with _writing("model.safetensors"):
             save_pretrained(model, folder)
@@ -151,23 +155,8 @@ def _save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
             tokenizer.save_pretrained(str(folder))
     held = _read_weights(folder, model)
     if rest := {name: value for name, value in own.items() if name not in held}:
-        _save_tensors(rest, folder, REST)
-        _write_index(folder)
-
-
-def _save_tensors(tensors: dict[str, torch.Tensor], folder: Path, name: str) -> None:
-    safetensors = optional("safetensors.torch", "a checkpoint")
-    with _writing(name):
-        safetensors.save_file(tensors, str(folder / name), metadata={"format": "pt"})
-
-
-def _write_index(folder: Path) -> None:
-    """Says which files are the model: without an index vLLM loads all safetensors there are."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        with optional("safetensors", "a checkpoint").safe_open(str(whole), "pt") as opened:
-            places = dict.fromkeys(opened.keys(), whole.name)
-        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        with _writing(REST):
+            save_beside(rest, folder, REST)
 
 
 def _adapter(model: nn.Module) -> Any:

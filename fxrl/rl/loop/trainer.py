@@ -35,6 +35,7 @@ from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.drift import DriftWatch, measured, probe_rows
 from fxrl.rl.errors import StorageError, in_words
 from fxrl.rl.loop import checkpoint, store
+from fxrl.rl.loop.advantages import add_advantages
 from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_ranks
 from fxrl.rl.loop.build import RunParts
 from fxrl.rl.loop.fingerprint import check_unchanged
@@ -178,9 +179,15 @@ def scored_batches(
         say(f"scoring: micro-batch {number} of {len(batches)}")
         if train and parts.old_policy is not None:
             batch["old_logps"] = parts.old_policy(batch)
+        if train and parts.critic is not None:
+            batch["old_logps"], values = parts.critic(batch)
+            batch |= values
         if parts.reference is not None:
             batch["ref_logps"] = parts.reference(batch)
         batch |= {n: batch["num_sequences_in_batch"].new_tensor(v) for n, v in counts.items()}
+    if train and (critic := parts.updater.info.critic) is not None:
+        sharing = config.fxrl.context_parallel
+        metrics |= add_advantages(batches, critic, parts.ranks, sharing)
     if train and parts.probe is not None:
         [batch] = _padded(parts, rows, [probe_rows(whole, [sum(pair) for pair in lengths])])
         metrics |= measured(parts.probe(batch), batch)

@@ -80,6 +80,11 @@ _DRIFT = "sampling/sampling_logp_difference/{}"
 POLICY = {
     "KL to the reference [nat a token]": [Line("KL", "kl")],
     "entropy [nat a token]": [Line("entropy", "entropy")],
+    "value loss": [Line("loss", "value_loss")],
+    "share of the returns' variance that the values explain": [
+        Line("explained", "explained_variance")
+    ],
+    "share of tokens whose value is clipped": [Line("share", "value_clip_ratio")],
     "completion length [tokens], least to most": [
         Line("mean", *map(_LENGTH.format, ("mean", "min", "max")))
     ],

@@ -53,13 +53,19 @@ COLUMNS = (
     ("held-out", "eval/accuracy", "{:.3f}"),
 )
 EXAMPLE_COLUMNS = (
+    ("V loss", "value_loss", "{:.4f}"),
+    ("V expl.", "explained_variance", "{:.3f}"),
+    ("V clip", "value_clip_ratio", "{:.3f}"),
     ("accuracy", "mean_token_accuracy", "{:.3f}"),
     ("margin", "rewards/margins", "{:.3f}"),
     ("ranked right", "rewards/accuracies", "{:.3f}"),
     ("held-out loss", "eval/loss", "{:.4f}"),
 )
-"""What steps on data as they are have besides."""
-LEAST_NEEDED = ("grad_norm", "entropy", "reward_std", "tokens_per_second", "loss", "kl")
+"""What steps with a value head, or on data as they are, have besides."""
+LEAST_NEEDED = (
+    *("value_clip_ratio", "grad_norm", "entropy", "reward_std", "tokens_per_second", "loss"),
+    *("value_loss", "kl"),
+)
 """What a terminal that is too narrow for all columns goes without, the first one first."""
 RECENT_STEPS = 8
 SHOWN_CHARACTERS = 300
@@ -409,7 +415,8 @@ def completions_table(samples: Sequence[Mapping[str, Any]]) -> Table:
         if (more := len(completion) - SHOWN_CHARACTERS) > 0:
             completion = f"{completion[:SHOWN_CHARACTERS]}... ({more} more characters)"
         table.add_row("", "", prompt)
-        table.add_row(reward, f"{sample['advantage']:+.2f}", Text(completion))
+        advantage = "-" if sample["advantage"] is None else f"{sample['advantage']:+.2f}"
+        table.add_row(reward, advantage, Text(completion))
     return table
 
 

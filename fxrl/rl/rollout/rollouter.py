@@ -253,7 +253,8 @@ class Rollouter:
         self.config, self.tokenizer, self.stage = config.settled(), tokenizer, stage
         self.ranks = ranks or Ranks()
         self._retried: list[str] = []
-        self._idle = RewardWatch()
+        self._critic = config.loss_info().critic is not None
+        self._idle = RewardWatch(by_group=not self._critic)
 
     def params(self, *, n: int, greedy: bool = False, seed: int | None = None) -> SamplingParams:
         """``[sampling]`` with ``n`` completions; ``greedy`` overrides the temperature."""
@@ -396,20 +397,27 @@ class Rollouter:
                 "dynamic_sampling/num_dropped": (len(drawn) - len(kept)) / num,
                 "dynamic_sampling/num_refills": float(refills),
             }
-        advantages = _advantages([d.total for d in kept], config)
+        advantages: list[float | None] = [None] * len(kept)
+        if not self._critic:
+            advantages = [*_advantages([d.total for d in kept], config)]
         if config.mask_truncated_completions:
             whole = [d.completion.finish_reason != "length" for d in kept]
             kept, advantages = [*compress(kept, whole)], [*compress(advantages, whole)]
             metrics["completions/num_trained"] = float(len(kept))
         lengths = [len(d.completion.prompt_token_ids + d.completion.token_ids) for d in drawn]
         return Rollout(
-            [of_completion(d.completion, a) for d, a in zip(kept, advantages, strict=True)],
+            [self._row(d, a) for d, a in zip(kept, advantages, strict=True)],
             metrics,
             num_tokens=sum(lengths),
             num_completion_tokens=sum(d.completion.num_sampled for d in drawn),
             drawn=kept,
             advantages=advantages,
         )
+
+    def _row(self, drawn: Drawn, advantage: float | None) -> TokenRow:
+        if advantage is None:
+            return of_completion(drawn.completion, drawn.total, "rewards")
+        return of_completion(drawn.completion, advantage)
 
     def _training_params(self, state: TrainerState, refills: int) -> SamplingParams:
         """Of a draw of the step; only turns need a seed (``turns``, Random numbers of a turn)."""
@@ -450,7 +458,7 @@ class Rollouter:
         tokens = self.longest + self.config.sampling.max_tokens
         ids, half = (0,) * tokens, tokens // 2
         row = Completion(ids[:half], ids[half:], (0.0,) * (tokens - half), "length", 0)
-        return [of_completion(row, 0.0)]
+        return [self._row(Drawn(row, "", {}, 0.0), None if self._critic else 0.0)]
 
     def warnings(self, record: Mapping[str, Any]) -> Iterator[str]:
         """Of rewards that teach nothing, and of steps without an update."""
@@ -471,8 +479,11 @@ class Rollouter:
         return [text for part in self.ranks.gather(told) for text in part]
 
     def _kept(self, drawn: Sequence[Drawn]) -> list[Drawn]:
-        """Completions to train on: of the groups that teach something."""
+        """Completions to train on: of the groups that teach something; for a critic those that have
+        a reward."""
         num = self.config.sampling.num_generations
+        if self._critic:
+            return [d for d in drawn if not math.isnan(d.total)]
         if self.config.dynamic_sampling == "off":
             return list(drawn)
         groups = [drawn[first : first + num] for first in range(0, len(drawn), num)]
@@ -499,9 +510,10 @@ def _advantages(totals: Sequence[float], config: TrainConfig) -> list[float]:
 
 
 def _metrics(drawn: Sequence[Drawn], num: int) -> Metrics:
-    """Reward and length statistics, under TRL's names."""
+    """Reward and length statistics, under TRL's names; where ``num`` is 1, the step is a group."""
     totals = torch.tensor([d.total for d in drawn], dtype=torch.float64)
-    metrics: Metrics = {k: jsonable(float(v)) for k, v in reward_metrics(totals, num).items()}
+    found = reward_metrics(totals, num if num > 1 else len(drawn))
+    metrics: Metrics = {k: jsonable(float(v)) for k, v in found.items()}
     for name in drawn[0].values:
         said = [value for d in drawn if (value := d.values[name]) is not None]
         metrics[f"rewards/{name}/mean"] = statistics.fmean(said) if said else None
@@ -528,14 +540,20 @@ IDLE_STEPS = 3
 
 class RewardWatch:
     """Tells of rewards that teach nothing, after ``IDLE_STEPS`` steps of them in a row, then after
-    twice as many each time."""
+    twice as many each time.
 
-    def __init__(self) -> None:
+    Args:
+        by_group: equal rewards of a group teach nothing; else only that there are none does.
+    """
+
+    def __init__(self, *, by_group: bool = True) -> None:
+        self._by_group = by_group
         self._idle, self._next = 0, IDLE_STEPS
 
     def warning(self, record: Mapping[str, Any]) -> str | None:
         """What this step's metrics complete, and what to do about it, if anything."""
-        if record["frac_reward_zero_std"] < 1.0:
+        known = record["reward"] is not None
+        if (record["frac_reward_zero_std"] < 1.0) if self._by_group else known:
             self._idle, self._next = 0, IDLE_STEPS
             return None
         self._idle += 1

@@ -368,8 +368,8 @@ def result(run_dir):
     lines = [json.loads(t) for t in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
     own = ("time", "per_s", "ranks/", "engine/")
     kept = [{k: v for k, v in line.items() if not any(o in k for o in own)} for line in lines]
-    file = next(f for f in Path(run_dir, "final").glob("*.safetensors"))
-    return kept, load_file(file)
+    files = Path(run_dir, "final").glob("*.safetensors")
+    return kept, {name: value for file in files for name, value in load_file(file).items()}
 
 
 def compare(first, second):
@@ -403,12 +403,16 @@ def main(folder):
         "full four": group(4, resumed, "full-several", *full),
     }
     short = ("steps=1", "eval.size=0", "loss.beta=0.0")
+    critic = ("steps=2", "loss.name=ppo", "loss.kl_coef=0.1", "loss.lam=0.9", "num_iterations=2")
+    groups["critic one"] = group(1, run, "critic-one", *critic)
+    groups["critic two"] = group(2, run, "critic", *critic)
     shared = ("optimize=true", "fxrl.context_parallel=2", "fxrl.compile_regions=false")
     groups["pairs one"] = group(1, run, "pairs-one", *short)
     groups["pairs four"] = group(4, run, "pairs", *short, *shared, "fxrl.min_saved_bytes=0")
     groups["of three"] = group(2, run, "three", *short, shared[0], "fxrl.context_parallel=3")
     found["lora"] = compare("several", "one")
     found["pairs"] = compare("pairs", "pairs-one")
+    found["critic"] = compare("critic", "critic-one")
     found["full"] = compare("full-several", "full-one")
     tight = ("loss.name=toy:tight", shared[0], "fxrl.context_parallel=2", *shared[2:])
     groups["shared memory"] = group(2, hurt, "memory", "shared-memory", *short, *tight)

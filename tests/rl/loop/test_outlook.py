@@ -39,6 +39,7 @@ def rank(number, said, monkeypatch):
         engine=SimpleNamespace(standby=nullcontext),
         updater=SimpleNamespace(step=step, state_shards=2),
         old_policy=None,
+        critic=None,
         reference=None,
         source=SimpleNamespace(rows_each=2),
     )

@@ -62,7 +62,7 @@ def test_gradients_metrics_and_three_steps_are_those_of_one_rank(cases, size):
             assert not close(*exact), name
 
 
-@pytest.mark.parametrize("what", ["lora", "full", "pairs"])
+@pytest.mark.parametrize("what", ["lora", "full", "critic", "pairs"])
 def test_a_run_has_the_numbers_of_one_rank(cases, what):
     """With completions, rewards and evaluations; it went on from 2 ranks to 4. The optimizer of all
     weights is in parts, an adapter's is whole on every rank. Pairs of ranks share sequences."""
@@ -76,7 +76,7 @@ def test_a_run_has_the_numbers_of_one_rank(cases, what):
     if what == "pairs":
         assert "applied shard-sequence" in runs["four"]["said"][0]
     ours, one = cases[what]["metrics"]
-    assert len(ours) == len(one) == {"lora": 3, "full": 2, "pairs": 1}[what]
+    assert len(ours) == len(one) == {"lora": 3, "full": 2, "critic": 2, "pairs": 1}[what]
     for line, other in zip(ours, one, strict=True):
         cut = ("low_min", "high_max", "padding/fraction", "padding/micro_batches")
         assert not close(line, other, but=cut)

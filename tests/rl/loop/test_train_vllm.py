@@ -67,6 +67,17 @@ def test_a_run_and_its_continuation(config_file, capsys):
     assert metrics("parts")[1]["reward"] == second["reward"]
 
 
+@pytest.mark.parametrize("adapter", ["model.lora.r=4", "model.lora=none"])
+def test_a_value_head_is_the_trainers_alone(config_file, adapter):
+    """However the weights get into vLLM, PPO's value head stays out of it."""
+    ppo = ("loss.name=ppo", "loss.kl_coef=0.1", "loss.beta=0", "num_iterations=2", "steps=2")
+    assert train(config_file, "ppo", adapter, *ppo) == 0
+    for line in metrics("ppo"):
+        assert line["sampling/sampling_logp_difference/max"] < 1e-3
+        assert line["value_loss"] > 0
+    assert (Path("ppo") / "final" / "value_head.safetensors").is_file()
+
+
 def test_all_weights_are_copied_where_they_cannot_be_shared(config_file, capsys):
     extra = ("model.lora=none", "vllm.max_lora_rank=none", "optim.lr=1e-2", "eval.size=0")
     assert train(config_file, "full", "steps=2", *extra) == 0

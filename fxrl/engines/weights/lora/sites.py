@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
 from fxrl.models import QuantizedLinear
+from fxrl.models.hf import VALUE_HEAD
 from fxrl.ops.fp8 import dequantized, requantized
 
 PEFT_PREFIX = "base_model.model."
@@ -431,6 +432,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         module, _, leaf = name.rpartition(".")
         if module in layers and ".base_layer." not in full:
             continue  # the adapter's own
+        if module == VALUE_HEAD:
+            continue  # the trainer's alone
         if value.numel() and value.data_ptr() in seen:
             continue
         seen.add(value.data_ptr())
