@@ -23,7 +23,7 @@ from fxrl.engines import Built, Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.losses import completion_logits, loss_info, token_stats
 from fxrl.losses.own_code import load_function
-from fxrl.models import ModelError, QuantizedLinear, load_model, lora, quantize
+from fxrl.models import ModelError, Peers, QuantizedLinear, load_model, lora, quantize, shard
 from fxrl.models.hf import train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.callbacks import Events
@@ -290,26 +290,16 @@ def build_parts(
     wanted = config.model
     what = f"{wanted.name} ({wanted.dtype}, {device})"
     made = run_dir.absolute() / "model"
+    ranks = ranks or Ranks()
+    peers = Peers.of(ranks.gather) if wanted.sharded else None
 
     def load() -> tuple[nn.Module, Any]:
         if isinstance(wanted.id, nn.Module):
-            model, tokenizer = wanted.id.to(device), data.tokenizer
+            found = wanted.id.to(device), data.tokenizer
         else:
             with reporter.stage(f"loading {what}") as say:
-                # Random weights are written down in full first, for whoever loads the adapter.
-                bits = None if _is_only_here(wanted) else wanted.quantization
-                model, tokenizer = load_model(
-                    wanted.id,
-                    wanted.dtype,
-                    device,
-                    seed=config.seed,
-                    quantization=bits,
-                    scalar_head=config.loss_info().scalar_head,
-                    on_progress=say,
-                )
-        if wanted.lora is not None and _is_only_here(wanted):
-            write_model(model, tokenizer, made)  # what loads the adapter must find its base model
-        return model, tokenizer
+                found = _load(config, device, peers, say)
+        return _given_away(*found, wanted, made, peers)
 
     def folder() -> tuple[Path, Any]:
         with reporter.stage(f"finding {what}") as say:
@@ -337,10 +327,41 @@ def build_parts(
     try:
         events = Events(config, tuple(callbacks), {"model": model, "tokenizer": tokenizer})
         built = Built(model, tokenizer, engine)
-        return _around(built, teacher, data, run_dir, reporter.stage, events, ranks or Ranks())
+        return _around(built, teacher, data, run_dir, reporter.stage, events, ranks)
     except BaseException:
         engine.close()
         raise
+
+
+def _load(
+    config: TrainConfig, device: torch.device, peers: Peers | None, say: Callable[[str], None]
+) -> tuple[nn.Module, Any]:
+    """The model of ``[model]``, and its tokenizer."""
+    wanted = config.model
+    whole = _is_only_here(wanted)  # random weights are written down in full first
+    return load_model(
+        wanted.id,  # type: ignore[arg-type]
+        wanted.dtype,
+        device,
+        seed=config.seed,
+        quantization=None if whole else wanted.quantization,
+        scalar_head=config.loss_info().scalar_head,
+        peers=None if whole else peers,
+        on_progress=say,
+    )
+
+
+def _given_away(
+    model: nn.Module, tokenizer: Any, wanted: ModelConfig, made: Path, peers: Peers | None
+) -> tuple[nn.Module, Any]:
+    """A model whose weights no folder has is written, for whoever loads the adapter; then this rank
+    keeps its part of one that was not read so."""
+    only_here = _is_only_here(wanted)
+    if wanted.lora is not None and only_here:
+        write_model(model, tokenizer, made)
+    if peers is not None and (only_here or isinstance(wanted.id, nn.Module)):
+        model = shard(model, peers, trained=True)
+    return model, tokenizer
 
 
 def _around(

@@ -50,6 +50,7 @@ _FREE = {
     "epochs",
     "max_nonfinite",
     "eval.every",
+    "model.sharded",
     "disk_retries",
     "disk_wait_s",
     "engine_retries",
