@@ -1,14 +1,17 @@
-"""Does it learn: ``fxrl train`` for several seeds, held-out accuracy before and after.
+"""Does it learn: ``fxrl train`` for several seeds, a held-out measure before and after.
 
 Runs the configuration once per seed (``data.seed`` stays, so all are judged on the same held-out
-questions), collects rewards and evaluations from each ``metrics.jsonl``, and draws them beside the
-accuracy of always giving the most frequent answer.
+questions), collects training metrics and evaluations from each ``metrics.jsonl``, and draws them.
+Instead of a file, ``sft``, ``dpo`` and ``tools`` name the tasks of bench/lib/sums.py, each with an
+amount that the measure has to gain; a file's runs are judged by accuracy, beside that of always
+giving the most frequent answer. A loss gains by falling.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -21,18 +24,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.lib import common
+from bench.lib import common, sums
 
 COLUMNS = (
     "seed",
     "steps",
     "held_out",
+    "measure",
     "majority_baseline",
-    "accuracy_before",
-    "accuracy_after",
-    "rise_points",
-    "reward_first_10",
-    "reward_last_10",
+    "before",
+    "after",
+    "gain",
+    "gain_asked",
+    "curve",
+    "first_10",
+    "last_10",
     "step_s",
     "generate_s",
     "drift_mean",
@@ -48,14 +54,19 @@ MEDIANS = {
 """Column: metric of the run whose median over the steps it is."""
 
 
-def main() -> None:
+def main() -> int:
+    """Measures; 1 if a run failed, or gained less than its task asks."""
     args = _arguments()
+    task = sums.TASKS.get(args.config)
+    if task is not None:
+        args.config = str(sums.write(args.config, Path(args.run_dir) / args.config, args.model))
     config = Path(args.config)
     notes = [
         f"{config}, overrides: {' '.join(args.overrides) or 'none'}; {args.parallel} runs at once",
-        "accuracy: held-out questions, none of which is trained on",
+        "measure: of held-out questions, none of which is trained on; curve: of the rollouts or "
+        "examples that are",
     ]
-    results = common.results(args, "GRPO learning run", COLUMNS, notes)
+    results = common.results(args, "Learning runs", COLUMNS, notes)
     results.extra["config"] = config.read_text()
     curves: dict[str, Any] = {}
     for runs in _batches(args.seeds, args.parallel):
@@ -64,14 +75,15 @@ def main() -> None:
         deadline = begun + args.time_limit
         for seed, process in started:
             error = _wait(process, deadline)
-            row, curve = _collect(_run_dir(args, seed))
+            row, curve = collect(_run_dir(args, seed), task)
             curves[str(seed)] = curve
             results.extra["curves"] = curves
             row |= {"held_out": _held_out(args), "wall_s": time.monotonic() - begun}
-            results.add(seed=seed, error=error, **row)
+            results.add(seed=seed, error=error or row.pop("error", None), **row)
     if args.out:
         _draw(curves, results, Path(args.out).with_suffix(".png"))
     results.finish()
+    return int(results.failed())
 
 
 def _batches(seeds: list[int], size: int) -> list[list[int]]:
@@ -124,37 +136,51 @@ def _wait(process: subprocess.Popen[str], deadline: float) -> str | None:
     return f"exit code {code}, see log.txt" if code else None
 
 
-def _collect(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def collect(folder: Path, task: sums.Task | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """One row and one curve out of what the run wrote."""
     path = folder / "metrics.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.is_file() else []
-    rewards = [(line["step"], line["reward"]) for line in lines if line.get("reward") is not None]
-    held_out = evaluations(lines)
-    values = [reward for _, reward in rewards]
-    row: dict[str, Any] = {"steps": len(values)}
-    if values:
-        row["reward_first_10"] = statistics.fmean(values[:10])
-        row["reward_last_10"] = statistics.fmean(values[-10:])
+    name = "reward" if any(line.get("reward") is not None for line in lines) else "loss"
+    trained = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    measure = task.measure if task else "accuracy"
+    held_out = evaluations(lines, measure, task.before if task else None)
+    row: dict[str, Any] = {"steps": len(trained), "measure": measure, "curve": name}
+    if values := [value for _, value in trained]:
+        row["first_10"] = statistics.fmean(values[:10])
+        row["last_10"] = statistics.fmean(values[-10:])
     for column, key in MEDIANS.items():
         found = [line[key] for line in lines if line.get(key) is not None]
         row[column] = statistics.median(found) if found else None
     if held_out:
-        before, after = held_out[0], held_out[-1]
-        row |= {"accuracy_before": before["accuracy"], "accuracy_after": after["accuracy"]}
-        row["rise_points"] = 100 * (after["accuracy"] - before["accuracy"])
-        row["majority_baseline"] = before["majority"]
-    return row, {"reward": rewards, "held_out": held_out}
+        before, after = held_out[0]["value"], held_out[-1]["value"]
+        row |= {"before": before, "after": after}
+        row["gain"] = before - after if measure == "loss" else after - before
+        row["majority_baseline"] = held_out[0]["majority"]
+    if task is not None:
+        row["gain_asked"] = task.gain
+        if row.get("gain", -math.inf) < task.gain:
+            row["error"] = f"gained less than {task.gain:g}"
+    return row, {name: trained, "held_out": held_out}
 
 
-def evaluations(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``step, accuracy, majority`` of every evaluation of a run; step 0 is before training."""
+def evaluations(
+    lines: list[dict[str, Any]], measure: str = "accuracy", before: float | None = None
+) -> list[dict[str, Any]]:
+    """``step, value, majority`` of every evaluation of a run; step 0 is before training.
+
+    Args:
+        lines: of metrics.jsonl.
+        measure: metric of the evaluations.
+        before: its value at step 0, where the lines do not say it.
+    """
     found = []
     for line in lines:
         majority = line.get("eval/majority_baseline")
-        if (initial := line.get("eval/initial_accuracy")) is not None:
-            found.append({"step": 0, "accuracy": initial, "majority": majority})
-        if (accuracy := line.get("eval/accuracy")) is not None:
-            found.append({"step": line["step"], "accuracy": accuracy, "majority": majority})
+        initial = line.get(f"eval/initial_{measure}", before if line["step"] == 1 else None)
+        if initial is not None:
+            found.append({"step": 0, "value": initial, "majority": majority})
+        if (value := line.get(f"eval/{measure}")) is not None:
+            found.append({"step": line["step"], "value": value, "majority": majority})
     return found
 
 
@@ -174,24 +200,28 @@ def _draw(curves: dict[str, Any], results: common.Results, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    baseline = None
+    name, baseline = "", None
     for seed, curve in curves.items():
-        if curve["reward"]:
-            steps, rewards = zip(*curve["reward"], strict=True)
-            left.plot(steps, _smooth(rewards), label=f"seed {seed}")
+        name = next(iter(curve))
+        if curve[name]:
+            steps, values = zip(*curve[name], strict=True)
+            left.plot(steps, _smooth(values), label=f"seed {seed}")
         points = curve["held_out"]
         if points:
             right.plot(
                 [point["step"] for point in points],
-                [point["accuracy"] for point in points],
+                [point["value"] for point in points],
                 marker="o",
                 label=f"seed {seed}",
             )
             baseline = points[0]["majority"]
     if baseline is not None:
         right.axhline(baseline, linestyle="--", color="gray", label="majority answer")
-    left.set(xlabel="step", ylabel="mean reward of the rollouts (10-step mean)")
-    right.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
+    measure = str(results.rows[0][COLUMNS.index("measure")])
+    left.set(xlabel="step", ylabel=f"{name} of what is trained on (10-step mean)")
+    right.set(
+        xlabel="step", ylabel=f"held-out {measure}", ylim=(0, None if measure == "loss" else 1)
+    )
     for axes in (left, right):
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
@@ -206,8 +236,9 @@ def _smooth(values: tuple[float, ...], window: int = 10) -> list[float]:
 
 def _arguments() -> argparse.Namespace:
     parser = common.parser(__doc__)
-    parser.add_argument("config", help="the TOML file")
+    parser.add_argument("config", help=f"a TOML file, or one of {', '.join(sums.TASKS)}")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="of a named task")
     parser.add_argument("--seeds", default=[0, 1, 2], type=common.numbers)
     parser.add_argument("--run-dir", default="runs/learn")
     parser.add_argument("--parallel", type=int, default=3, help="runs at the same time")
@@ -216,4 +247,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,12 +1,14 @@
 """One GRPO step with rollouts, end to end: fxrl, TRL and vLLM alone, on the same job in one run.
 
-The job: Qwen3-1.7B's shape with random weights, LoRA r=32 on all linear layers, 4 prompts x 8
+The job: a Qwen3 (``--shape``) with random weights, LoRA r=32 on all linear layers, 4 prompts x 8
 completions of exactly 2048 tokens (EOS is ignored), DAPO's loss. Every variant runs in a process of
 its own on the same GPU, so none inherits memory or compiled kernels:
 
     plain       vLLM alone generates the tokens; no adapter, nothing is trained
     plain-lora  the same through vLLM's LoRA kernels
     fxrl        ``fxrl train`` with engine = "vllm"
+    fxrl-fp8-rollouts  vLLM's weights in FP8, which are the trainer's; its products run in bf16
+    fxrl-fp8    the same, and the trainer multiplies in FP8 too
     trl         TRL's GRPOTrainer with vLLM colocated and put to sleep
 """
 
@@ -45,6 +47,13 @@ COLUMNS = (
     "error",
 )
 MARK = "BENCH "
+_FP8_ROLLOUTS = ("vllm.quantization=fp8",)
+FXRL = {
+    "fxrl": (),
+    "fxrl-fp8-rollouts": _FP8_ROLLOUTS,
+    "fxrl-fp8": (*_FP8_ROLLOUTS, "fxrl.precision=fp8"),
+}
+"""What of ``fxrl train``'s configuration each variant changes."""
 
 
 def main() -> None:
@@ -54,13 +63,13 @@ def main() -> None:
         return
     notes = [
         f"{rl_job.PROMPTS} prompts x {rl_job.GENERATIONS} completions x {args.length} tokens, "
-        f"Qwen3-1.7B shape, random weights, LoRA r={rl_job.RANK} on all linear layers, DAPO",
+        f"{args.shape} shape, random weights, LoRA r={rl_job.RANK} on all linear layers, DAPO",
         f"medians over the steps after the first {args.skip}; rest_s = step_s - generate_s",
         "peak: memory of the whole GPU (driver), sampled every 20 ms",
     ]
     results = common.results(args, "GRPO step with rollouts", COLUMNS, notes)
     folder = Path(args.work)
-    rl_job.make_model(folder)
+    rl_job.make_model(folder, args.shape)
     for variant in args.variants:
         found = _measure(args, variant)
         if theirs := found.pop("versions", None):
@@ -74,7 +83,7 @@ def _measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     """Runs one variant in a process of its own and reads the line it prints."""
     command = [sys.executable, "-m", "bench.rl_step", "--worker", variant]
     command += ["--work", args.work, "--length", str(args.length), "--steps", str(args.steps)]
-    command += ["--skip", str(args.skip), *args.override]
+    command += ["--skip", str(args.skip), "--shape", args.shape, *args.override]
     environment = dict(os.environ)
     if variant == "trl" and args.peers:
         environment["PYTHONPATH"] = f"{args.peers}:{environment.get('PYTHONPATH', '')}"
@@ -84,7 +93,7 @@ def _measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
 
 
 def _work(args: argparse.Namespace) -> None:
-    runs = {"plain": _plain, "plain-lora": _plain, "fxrl": _fxrl, "trl": _trl}
+    runs = {"plain": _plain, "plain-lora": _plain, "trl": _trl} | dict.fromkeys(FXRL, _fxrl)
     print(MARK + json.dumps(runs[args.worker](args)), flush=True)
 
 
@@ -100,11 +109,11 @@ def _plain(args: argparse.Namespace) -> dict[str, Any]:
     if args.worker == "plain-lora":
         from vllm.lora.request import LoRARequest
 
-        adapter = rl_job.make_adapter(Path(args.work))
+        adapter = rl_job.make_adapter(Path(args.work), args.shape)
         lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rl_job.RANK}
         request = LoRARequest("adapter", 1, str(adapter))
     engine = LLM(
-        str(rl_job.model_path(Path(args.work))),
+        str(rl_job.model_path(Path(args.work), args.shape)),
         dtype="bfloat16",
         max_model_len=args.length + 128,
         max_num_seqs=256,
@@ -142,9 +151,11 @@ def _fxrl(args: argparse.Namespace) -> dict[str, Any]:
 
     folder = Path(args.work)
     run_dir = folder / f"fxrl-{os.getpid()}"
-    config = rl_job.write_config(folder, run_dir, length=args.length, steps=args.steps)
+    config = rl_job.write_config(
+        folder, run_dir, length=args.length, steps=args.steps, shape=args.shape
+    )
     start = time.perf_counter()
-    code = train(str(config), args.overrides)
+    code = train(str(config), [*FXRL[args.worker], *args.overrides])
     total = time.perf_counter() - start
     if code:
         raise SystemExit(f"fxrl train: exit code {code}")
@@ -223,7 +234,7 @@ def _trl(args: argparse.Namespace) -> dict[str, Any]:
     )
     start = time.perf_counter()
     trainer = GRPOTrainer(
-        model=str(rl_job.model_path(Path(args.work))),
+        model=str(rl_job.model_path(Path(args.work), args.shape)),
         reward_funcs=lambda completions, **_: [random.random() for _ in completions],
         args=config,
         train_dataset=Dataset.from_list(questions),
@@ -254,6 +265,7 @@ def _trl(args: argparse.Namespace) -> dict[str, Any]:
 def _arguments() -> argparse.Namespace:
     parser = common.parser(__doc__)
     parser.add_argument("--variants", default="plain,fxrl,trl", type=common.words, metavar="A,B")
+    parser.add_argument("--shape", default=rl_job.SHAPE, choices=("qwen3-1.7b", "qwen3-8b"))
     parser.add_argument("--length", type=int, default=2048, help="tokens of each completion")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--skip", type=int, default=1, help="steps that are warm-up")

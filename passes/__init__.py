@@ -33,6 +33,7 @@ from fxrl.passes.rebatch_loops import RebatchLoops
 from fxrl.passes.recompute import Recompute
 from fxrl.passes.restore_causal_attention import RestoreCausalAttention
 from fxrl.passes.shard_sequence import ShardSequence
+from fxrl.passes.stack_adapter_products import StackAdapterProducts
 from fxrl.passes.tensorize_floats import TensorizeFloats
 from fxrl.passes.tile_tokens import TileTokens
 
@@ -72,7 +73,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
 
 #: Over the joint graph of a region's body, whose gradients are values like others; and, when the
 #: region's cut has made two graphs of it, over each.
-JOINT_PIPELINE = Pipeline((EliminateNoops(differentiated=True),))
+JOINT_PIPELINE = Pipeline((EliminateNoops(differentiated=True), StackAdapterProducts()))
 HALF_PIPELINE = Pipeline((MergeAdapterProducts(),))
 
 

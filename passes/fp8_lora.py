@@ -37,7 +37,6 @@ from fxrl.ir.build import Builder
 from fxrl.ir.derived import add_derived
 from fxrl.ir.graph import (
     COPIES,
-    RESHAPES,
     SHARDED_MM,
     TRANSPOSES,
     add_input,
@@ -45,9 +44,9 @@ from fxrl.ir.graph import (
     clone,
     hint,
     is_call,
+    is_same,
     needs_grad,
     shape_of,
-    spelled_alike,
     tensor_val,
     val_of,
 )
@@ -478,7 +477,7 @@ class _Swap:
 def _quantized(build: Builder, rows: fx.Node, block: int) -> tuple[fx.Node, fx.Node]:
     """Rows in FP8: those that another product of the same rows reads, or new ones."""
     for node in build.graph.find_nodes(op="call_function", target=ops.quantize_rows.default):
-        if node.args[1] == block and _is_same(node.args[0], rows):
+        if node.args[1] == block and is_same(node.args[0], rows):
             pair = node
             break
     else:
@@ -486,18 +485,6 @@ def _quantized(build: Builder, rows: fx.Node, block: int) -> tuple[fx.Node, fx.N
     parts = {user.args[1]: user for user in pair.users}
     values, scale = (parts.get(i) or build.call(operator.getitem, pair, i) for i in range(2))
     return values, scale
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal: looks at one value, or equal copies of one."""
-    while one is not other:
-        looks = is_call(one, *RESHAPES, *COPIES) and is_call(other, *RESHAPES, *COPIES)
-        if not looks or (one.target, one.kwargs) != (other.target, other.kwargs):
-            return False
-        if not spelled_alike(shape_of(one), shape_of(other)):
-            return False
-        one, other = one.args[0], other.args[0]
-    return True
 
 
 def _called(call: fx.Node) -> fx.GraphModule:

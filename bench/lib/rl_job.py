@@ -27,22 +27,22 @@ TORCHRUN_ENVIRONMENT = {
     "WORLD_SIZE": "1",
     "WANDB_DISABLED": "true",
 }
-SHAPE: dict[str, Any] = qwen.SHAPES["qwen3-1.7b"] | {
-    "max_position_embeddings": 16384,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SHAPE = "qwen3-1.7b"
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def model_path(folder: Path) -> Path:
+def model_path(folder: Path, shape: str = SHAPE) -> Path:
     """Where ``make_model`` puts the model."""
-    return folder / "qwen3-1.7b-random"
+    return folder / f"{shape}-random"
 
 
-def make_model(folder: Path) -> Path:
-    """Qwen3-1.7B's shape with random bf16 weights and a byte-level tokenizer, once."""
-    path = model_path(folder)
+def make_model(folder: Path, shape: str = SHAPE) -> Path:
+    """A Qwen3 of that shape with random bf16 weights and a byte-level tokenizer, once.
+
+    Args:
+        shape: a key of ``qwen.SHAPES`` that is a Qwen3.
+    """
+    path = model_path(folder, shape)
     if (path / "config.json").is_file():
         return path
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -53,7 +53,8 @@ def make_model(folder: Path) -> Path:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+        numbers = qwen.SHAPES[shape] | TOKENS | {"max_position_embeddings": 16384}
+        model = Qwen3ForCausalLM(Qwen3Config(**numbers))
     torch.set_default_dtype(torch.float32)
     model.to("cpu").save_pretrained(path)
     del model
@@ -87,15 +88,15 @@ def questions(count: int) -> list[str]:
     return [f"Question: what is {i % 97} + {i % 89}? Answer:" for i in range(count)]
 
 
-def make_adapter(folder: Path) -> Path:
+def make_adapter(folder: Path, shape: str = SHAPE) -> Path:
     """A LoRA adapter with random A and B on all linear layers, as PEFT saves it, once."""
-    path = folder / "adapter"
+    path = folder / f"{shape}-adapter"
     if path.is_dir():
         return path
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_path(folder), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(model_path(folder, shape), dtype=torch.bfloat16)
     config = LoraConfig(
         r=RANK, lora_alpha=RANK, target_modules="all-linear", init_lora_weights=False
     )
@@ -108,7 +109,9 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
     return [random.random() for _ in completions]
 
 
-def write_config(folder: Path, run_dir: Path, *, length: int, steps: int) -> Path:
+def write_config(
+    folder: Path, run_dir: Path, *, length: int, steps: int, shape: str = SHAPE
+) -> Path:
     """The job as a file for ``fxrl train``."""
     data = folder / "questions.jsonl"
     rows = [f'{{"prompt": "{text}"}}' for text in questions(512)]
@@ -126,7 +129,7 @@ tensorboard = false
 log_completions = 0
 
 [model]
-id = "{model_path(folder)}"
+id = "{model_path(folder, shape)}"
 dtype = "bfloat16"
 lora = {{ r = {RANK}, alpha = {RANK}, targets = "all-linear" }}
 

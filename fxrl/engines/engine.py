@@ -279,6 +279,7 @@ class EngineSpec:
         tell: takes a line for the user.
         stage: says what is being done for the time of a ``with``; gives what takes details.
         options: the engine's own, such as ``VllmOptions``; ``None`` where it has none.
+        lora_rank: of the adapter that ``trainable`` puts on; ``None`` puts on none.
     """
 
     load: Callable[[], tuple[nn.Module, Any]]
@@ -294,6 +295,7 @@ class EngineSpec:
     tell: Callable[[str], None]
     stage: Callable[[str], AbstractContextManager[Callable[[str], None]]]
     options: Any = None
+    lora_rank: int | None = None
 
 
 class Built(NamedTuple):

@@ -160,6 +160,18 @@ def spelled_alike(left: Iterable[Size], right: Iterable[Size]) -> bool:
     return [*map(str, left)] == [*map(str, right)]
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal: looks at one value, or equal copies of one."""
+    while one is not other:
+        looks = is_call(one, *RESHAPES, *COPIES) and is_call(other, *RESHAPES, *COPIES)
+        if not looks or (one.target, one.kwargs) != (other.target, other.kwargs):
+            return False
+        if not spelled_alike(shape_of(one), shape_of(other)):
+            return False
+        one, other = one.args[0], other.args[0]
+    return True
+
+
 def memory_like(like: torch.Tensor, device: str | None = None) -> torch.Tensor:
     """A tensor with another one's sizes, strides and dtype, and by default its device; what is in
     it is undefined."""

@@ -1,7 +1,8 @@
 """``fxrl::rows_in_e4m3`` and ``fxrl::scaled_mm`` on CUDA.
 
 ``quantize`` reads a row once, keeps it in registers and writes it in a byte a value with its scale:
-bit for bit what the reference writes. The product is cuBLAS's or CUTLASS's, by
+bit for bit what the reference writes. The next row is on its way meanwhile, and factors of columns
+stay in registers. The product is cuBLAS's or CUTLASS's, by
 ``torch._scaled_mm``, and ``turn`` lays a weight down for the gradient.
 
 NOTE [Why partial sums are not promoted]
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxrl.kernels.jit import jit, on_device
+from fxrl.kernels.jit import jit, jit_unspecialized, on_device
 from fxrl.ops.fp8 import (
     E4M3,
     LEAST,
@@ -34,6 +35,7 @@ from fxrl.ops.fp8 import (
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _LONGEST = 2**15  # values of a row that registers hold; longer rows go to the reference
 _VALUES_PER_WARP = 512
+_ROWS = 4  # that a program takes where each column has a factor: twice the bytes of a row
 _SIDE = 128  # of a tile that is turned
 
 
@@ -49,34 +51,44 @@ def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-@jit
+@jit_unspecialized("count")
 def quantize(
     x: tl.tensor,
     factor: tl.tensor,
     values: tl.tensor,
     scales: tl.tensor,
+    count: tl.tensor,
     columns: tl.tensor,
     stride: tl.tensor,
     factor_stride: tl.tensor,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
 ) -> None:
-    """One row: ``GROUPS`` runs of ``WIDTH`` values with a scale each."""
-    row = tl.program_id(0).to(tl.int64)
+    """``ROWS`` rows, one by one: ``GROUPS`` runs of ``WIDTH`` values with a scale each."""
     at = tl.arange(0, GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = at < columns
-    found = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_FACTOR:
-        found *= tl.load(factor + at * factor_stride, mask=inside, other=0.0)
-    most = tl.reduce(tl.abs(found), 1, _larger)
-    scale = tl.div_rn(_larger(most, LEAST), MOST)
-    rounded = tl.clamp(tl.div_rn(found, scale[:, None]), -MOST, MOST, tl.PropagateNan.ALL)
-    tl.store(values + row * columns + at, rounded.to(tl.float8e4nv), mask=inside)
     group, groups = tl.arange(0, GROUPS), tl.cdiv(columns, WIDTH)
-    tl.store(scales + row * groups + group, scale, mask=group < groups)
+    if HAS_FACTOR:
+        times = tl.load(factor + at * factor_stride, mask=inside, other=0.0)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    ahead = tl.load(x + first * stride + at, mask=inside, other=0.0)
+    for step in range(ROWS):
+        row, found = first + step, ahead.to(tl.float32)
+        more = (step + 1 < ROWS) & (row + 1 < count)
+        ahead = tl.load(x + (row + 1) * stride + at, mask=inside & more, other=0.0)
+        if HAS_FACTOR:
+            found *= times
+        most = tl.reduce(tl.abs(found), 1, _larger)
+        scale = tl.div_rn(_larger(most, LEAST), MOST)
+        scaled = found * tl.div_rn(1.0, scale)[:, None]
+        rounded = tl.clamp(scaled, -MOST, MOST, tl.PropagateNan.ALL)
+        here = row < count
+        tl.store(values + row * columns + at, rounded.to(tl.float8e4nv), mask=inside & here)
+        tl.store(scales + row * groups + group, scale, mask=(group < groups) & here)
 
 
 def rows(x: Tensor, factor: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
@@ -90,10 +102,12 @@ def rows(x: Tensor, factor: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
     scales = x.new_empty(count, triton.cdiv(columns, width), dtype=torch.float32)
     groups = triton.next_power_of_2(scales.shape[1])
     factor_stride = 0 if factor is None or factor.shape[0] == 1 else factor.stride(0)
+    run = _ROWS if factor_stride else 1
     with on_device(x):
-        quantize[(count,)](
-            x, factor, values, scales, columns, x.stride(0), factor_stride,
-            GROUPS=groups, WIDTH=width, HAS_FACTOR=factor is not None, MOST=MOST, LEAST=LEAST,
+        quantize[(triton.cdiv(count, run),)](
+            x, factor, values, scales, count, columns, x.stride(0), factor_stride,
+            GROUPS=groups, WIDTH=width, ROWS=run, HAS_FACTOR=factor is not None,
+            MOST=MOST, LEAST=LEAST,
             num_warps=min(16, max(1, groups * width // _VALUES_PER_WARP)),
         )  # fmt: skip
     return values, scales
@@ -152,12 +166,13 @@ def product(
         widened: Tensor = torch.ops.fxrl.dequantized_mm.default(wide, [b, scale_b], "fp8", False)
         return widened.to(dtype)
     right = transposed(b) if transpose else b.contiguous()
-    ones = scale_a.new_ones(1, 1) if scale_b is None else scale_b
+    width = right.shape[0]
+    columns = scale_a.new_ones(1, width) if scale_b is None else scale_b.t().expand(1, width)
     made: Tensor = torch.ops.aten._scaled_mm.default(
         a.contiguous(),
         right.t(),
         scale_a.contiguous(),
-        ones.t().expand(1, right.shape[0]).contiguous(),
+        columns.contiguous(),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )

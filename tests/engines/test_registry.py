@@ -110,3 +110,22 @@ def test_vllm_decodes_a_step_at_once_unless_told_otherwise(vllm, given, num_sequ
     _, _, engine = build_engine("vllm", spec([], options=options, num_sequences=num_sequences))
     assert engine.options.max_num_seqs == engine.options.num_sequences == most
     assert VllmOptions().num_sequences == 256, "outside of a run"
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "slots"),
+    [
+        ({}, 12, None),
+        ({"quantization": "fp8"}, None, None),
+        ({"quantization": "fp8"}, 12, 16),
+        ({"quantization": "fp8"}, 2, 8),
+        ({"quantization": "fp8", "max_lora_rank": 64}, 12, 64),
+    ],
+)
+def test_quantized_weights_have_slots_for_the_adapter(vllm, options, rank, slots):
+    calls = []
+    given = spec(calls, options=VllmOptions(**options), lora_rank=rank)
+    engine = build_engine("vllm", given).engine
+    assert engine.options.max_lora_rank == slots
+    told = [call for call in calls if "LoRA slots of rank" in str(call)]
+    assert len(told) == (slots is not None and "max_lora_rank" not in options)

@@ -29,7 +29,7 @@ def _has_fp8():
 @pytest.mark.parametrize("columns", [48, 160, 4096, 12288])
 @pytest.mark.parametrize("block", [0, 128])
 def test_rows_are_the_references_bit_for_bit(dtype, columns, block):
-    """On a CPU, which divides; on a GPU PyTorch multiplies by the reciprocal of a number."""
+    """On a CPU, which divides by a number; on a GPU PyTorch multiplies by its reciprocal."""
     draw = torch.Generator(GPU).manual_seed(columns)
     x = torch.randn(9, columns + 8, generator=draw, device=GPU).mul(3).to(dtype)[:, 8:]
     x[2], x[3, 5], x[4, 7] = 0, float("nan"), float("inf")

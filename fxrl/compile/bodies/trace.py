@@ -105,7 +105,8 @@ class TracedBody:
         if differentiated:
             self._joint = self._trace_joint(given)
         else:
-            self.forward = self._trace(self._forward, self.input_examples)
+            forward = self._trace(self._forward, self.input_examples)
+            self.forward = self._passed(JOINT_PIPELINE, forward)
         self._cut()
 
     def with_cut(self, region: Region) -> TracedBody:

@@ -343,4 +343,9 @@ def _options_of(spec: EngineSpec) -> VllmOptions:
     if options.dtype == "auto":
         dtype = str(spec.autocast or spec.dtype).removeprefix("torch.")
         options = dataclasses.replace(options, dtype=dtype)
+    if options.quantization is not None and options.max_lora_rank is None and spec.lora_rank:
+        # Rounding to so few bits takes most of a small change off a weight: it cannot be folded.
+        rank = 1 << max(3, (spec.lora_rank - 1).bit_length())  # as vLLM sizes its slots
+        options = dataclasses.replace(options, max_lora_rank=rank)
+        spec.tell(f"quantized weights take no folded adapter: LoRA slots of rank {rank}")
     return options

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -255,17 +256,45 @@ class VllmHandle:
 
 
 def unhook(model: nn.Module | None) -> None:
-    """Takes a model's modules out of Dynamo's list of bytecode hooks, which holds them.
+    """Takes a model out of what the process keeps of it: Dynamo's hooks, vLLM's tables of slots."""
+    if model is not None:
+        _forget_bytecode_hooks(model)
+        _forget_slots(model)
 
-    vLLM removes the hook that a module has registered last. A compiled module whose base class is
-    compiled as well (Qwen3 on Qwen2) registers two, and the first would hold all weights for good.
-    """
-    for module in () if model is None else model.modules():
+
+def _forget_bytecode_hooks(model: nn.Module) -> None:
+    """vLLM removes the hook that a module has registered last. A compiled module whose base class
+    is compiled as well (Qwen3 on Qwen2) registers two, and the first would hold all weights."""
+    for module in model.modules():
         handle = getattr(module, "_bytecode_hook_handle", None)
         hooks: dict[int, Any] = {} if handle is None else handle.hooks_dict_ref() or {}
         for key, hook in list(hooks.items()):
             if getattr(hook, "__self__", None) is module:
                 del hooks[key]
+
+
+SLOT_TABLES = ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT")
+
+
+def _forget_slots(model: nn.Module) -> None:
+    """vLLM's kernels look adapter slots up by their addresses, in tables that keep every engine's.
+
+    They would hold the slots, and be believed by a later engine whose slots lie at an address of
+    these. Only this model's go: CUDA graphs of an open engine read tensors that its entries hold.
+    """
+    kernels = sys.modules.get("vllm.lora.ops.triton_ops.utils")
+    slots = {
+        slot.data_ptr()
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name.endswith("_stacked")
+        for slot in ([value] if isinstance(value, Tensor) else value)
+        if isinstance(slot, Tensor)
+    }
+    for name in SLOT_TABLES:
+        table: dict[tuple[int, ...], Any] = getattr(kernels, name, {})
+        for addresses in [key for key in table if not slots.isdisjoint(key)]:
+            del table[addresses]
 
 
 def free_unheld() -> None:

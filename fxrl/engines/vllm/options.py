@@ -102,7 +102,8 @@ class VllmOptions:
         attention_config: vLLM's, e.g. ``{"backend": "FLASH_ATTN"}``.
         compilation_config: vLLM's, a mapping or a mode's number.
         max_lora_rank: slots for an adapter of this rank and vLLM's LoRA kernels, which cost 25 to
-            35 % of decoding; ``None`` has none, adapters are then folded into the weights.
+            35 % of decoding; ``None`` has none, adapters are then folded into the weights. A run
+            with ``quantization`` and an adapter has them unasked: few bits round a fold away.
         gpu_memory: most that this process may hold of the GPU while it generates, bytes or
             ``"75GiB"``; ``None`` is what is free.
         trainer_reserve: kept free of KV cache while generating, for what the trainer keeps resident

@@ -286,11 +286,31 @@ def build_parts(
         ConfigError: something does not go together with this model.
         EngineError: vLLM is not installed, or cannot be built; the message has the cure.
     """
+    ranks = ranks or Ranks()
+    spec = _engine_spec(config, data, run_dir, reporter, ranks)
+    teacher = _teacher(config, data.tokenizer, spec.device, reporter.stage)
+    built = build_engine(config.engine, spec)
+    try:
+        about = {"model": built.model, "tokenizer": built.tokenizer}
+        events = Events(config, tuple(callbacks), about)
+        return _around(built, teacher, data, run_dir, reporter.stage, events, ranks)
+    except BaseException:
+        built.engine.close()
+        raise
+
+
+def _engine_spec(
+    config: TrainConfig,
+    data: Questions | Examples,
+    run_dir: Path,
+    reporter: Reporter,
+    ranks: Ranks,
+) -> EngineSpec:
+    """How the run's model is come by, and what the run wants of its engine."""
     device = pick_device(config.model.device)
     wanted = config.model
     what = f"{wanted.name} ({wanted.dtype}, {device})"
     made = run_dir.absolute() / "model"
-    ranks = ranks or Ranks()
     peers = Peers.of(ranks.gather) if wanted.sharded else None
 
     def load() -> tuple[nn.Module, Any]:
@@ -307,7 +327,7 @@ def build_parts(
                 wanted.name, made, dtype=wanted.dtype, seed=config.seed, on_progress=say
             )
 
-    spec = EngineSpec(
+    return EngineSpec(
         load=load,
         folder=folder,
         trainable=functools.partial(_trainable, config=config, made=made),
@@ -321,16 +341,8 @@ def build_parts(
         tell=reporter.message,
         stage=reporter.stage,
         options=getattr(config, config.engine, None),  # the table of the engine's name
+        lora_rank=None if wanted.lora is None else wanted.lora.r,
     )
-    teacher = _teacher(config, data.tokenizer, device, reporter.stage)
-    model, tokenizer, engine = build_engine(config.engine, spec)
-    try:
-        events = Events(config, tuple(callbacks), {"model": model, "tokenizer": tokenizer})
-        built = Built(model, tokenizer, engine)
-        return _around(built, teacher, data, run_dir, reporter.stage, events, ranks)
-    except BaseException:
-        engine.close()
-        raise
 
 
 def _load(

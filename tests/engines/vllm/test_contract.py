@@ -198,3 +198,13 @@ def test_a_manager_elsewhere_is_an_error_that_says_so():
     worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=SimpleNamespace()))
     with pytest.raises(EngineError, match="lacks add_adapter, remove_adapter"):
         adapter_manager(worker)
+
+
+def test_kernels_keep_adapter_slots_in_these_tables():
+    """Emptied when an engine is closed; a table by another name would hold its weights."""
+    from vllm.lora.ops.triton_ops import utils
+
+    from fxrl.engines.vllm.handle import SLOT_TABLES
+
+    for name in SLOT_TABLES:
+        assert isinstance(getattr(utils, name), dict)

@@ -1,6 +1,7 @@
 """What is used inside vLLM, on made-up objects: several ranks, draining, refused weights."""
 
 import gc
+import sys
 import weakref
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -167,3 +168,27 @@ def test_shutdown_lets_go_of_vllm_and_its_model():
     gc.collect()
     assert held() is None
     assert HOOKS["another's"] is print
+
+
+def test_shutdown_takes_its_own_adapter_slots_out_of_vllms_tables(monkeypatch):
+    """An entry would hold the slots, and stand for a later engine's at the same address."""
+
+    class Adapted(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.lora_a_stacked = (torch.randn(1, 1, 4, 2), torch.randn(1, 1, 4, 2))
+            self.lora_b_stacked = torch.randn(1, 1, 2, 4)
+
+    model, other = nn.Sequential(Adapted()), torch.randn(4)
+    slots = weakref.WeakSet([*model[0].lora_a_stacked, model[0].lora_b_stacked])
+    a = {tuple(slot.data_ptr() for slot in model[0].lora_a_stacked): model[0].lora_a_stacked}
+    b = {(model[0].lora_b_stacked.data_ptr(),): (0, model[0].lora_b_stacked[0])}
+    tables = SimpleNamespace(_LORA_A_PTR_DICT=a | {(other.data_ptr(),): other}, _LORA_B_PTR_DICT=b)
+    monkeypatch.setitem(sys.modules, "vllm.lora.ops.triton_ops.utils", tables)
+    handle = make(model=model)
+    del model, a
+    handle.shutdown()
+    del handle
+    gc.collect()
+    assert not slots
+    assert (list(tables._LORA_A_PTR_DICT), b) == ([(other.data_ptr(),)], {})

@@ -1,0 +1,209 @@
+"""What ``bench.learn`` has SmolLM2-135M learn in a minute: sums, in three ways.
+
+    sft     the answers to questions such as "What is 3 + 4?", of one digit
+    dpo     to prefer the right answer to a wrong one nearby
+    tools   GRPO: differences of four digits, too hard for it, with a calculator: it calls that in
+            its first turn, with the numbers in the order that the question asks for, which is not
+            always the one they stand in, and says in its second turn what it heard
+
+Each is a file for ``fxrl train``, rows, and how much a held-out measure has to gain by it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxrl.models.load import model_folder
+from fxrl.models.tiny import CHAT_TEMPLATE
+
+_SMALL, _LARGE = range(10), range(1000, 10000)
+_WORDINGS = ("What is {large} - {small}?", "Take {small} from {large}.")
+_COMMON = """\
+save_every = 0
+tensorboard = false
+prompts_per_step = 16
+micro_batch_tokens = 32768
+
+[optim]
+lr = {lr}
+weight_decay = 0.0
+schedule = "linear"
+warmup_steps = 3
+
+[eval]
+size = 32
+every = 5
+"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One way to learn sums.
+
+    Attributes:
+        config: the file, but for ``[model]`` and ``data.path``.
+        rows: its data.
+        measure: metric of evaluations; a loss gains by falling.
+        gain: what it has to gain at least, for every seed.
+        before: of the untrained model, where evaluations do not say it.
+    """
+
+    config: str
+    rows: Callable[[], list[dict[str, Any]]]
+    measure: str
+    gain: float
+    before: float | None = None
+
+
+def write(name: str, folder: Path, model: str) -> Path:
+    """The file for ``fxrl train``, its data, and for tools the model with a template of calls.
+
+    Args:
+        name: a key of ``TASKS``.
+        model: ``model.id``.
+    """
+    task = TASKS[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "tools":
+        model = str(_with_calls(model, folder / "model"))
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in task.rows()))
+    path = folder / f"{name}.toml"
+    path.write_text(task.config.replace("DATA", str(data)).replace("MODEL", model))
+    return path
+
+
+def _with_calls(model: str, folder: Path) -> Path:
+    """A copy of the model whose chat template writes tools and their calls."""
+    source, _ = model_folder(model, folder.with_name("random"))
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
+
+
+def one_digit() -> list[dict[str, Any]]:
+    """All sums and differences >= 0 of two digits, each with a wrong answer at most 3 away."""
+    draw = random.Random(0)
+    rows = []
+    for a in _SMALL:
+        for b in _SMALL:
+            for sign, right in (("+", a + b), ("-", a - b)):
+                if right < 0:
+                    continue
+                wrong = [right + d for d in (-3, -2, -1, 1, 2, 3) if right + d >= 0]
+                rows.append(
+                    {
+                        "prompt": f"What is {a} {sign} {b}?",
+                        "chosen": f" {right}",
+                        "rejected": f" {draw.choice(wrong)}",
+                    }
+                )
+    return rows
+
+
+def four_digits() -> list[dict[str, Any]]:
+    """Conversations: a question of either wording, answered with the calculator, and one to do."""
+    draw = random.Random(0)
+    rows = []
+    for _ in range(600):
+        pairs = [sorted(draw.sample(_LARGE, 2)) for _ in range(3)]
+        wordings = [*draw.sample(_WORDINGS, 2), draw.choice(_WORDINGS)]
+        talks = [_conversation(*ab, text) for ab, text in zip(pairs, wordings, strict=True)]
+        small, large = pairs[2]
+        rows.append({"prompt": [*talks[0], *talks[1], talks[2][0]], "answer": str(large - small)})
+    return rows
+
+
+def _conversation(small: int, large: int, wording: str) -> list[dict[str, Any]]:
+    arguments = {"a": large, "b": small}
+    call = {"type": "function", "function": {"name": "subtract", "arguments": arguments}}
+    return [
+        {"role": "user", "content": wording.format(small=small, large=large)},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "subtract", "content": str(large - small)},
+        {"role": "assistant", "content": f"It is {large - small}."},
+    ]
+
+
+def subtract(a: int, b: int) -> int:
+    """Subtracts a number from another.
+
+    Args:
+        a: the one that is subtracted from.
+        b: the one that is subtracted.
+    """
+    return a - b
+
+
+def told(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """1 where the calculator said the answer, and then the model, in two turns."""
+    return [
+        float(
+            len(turns) == 3
+            and turns[1]["content"] == right
+            and turns[2]["content"] == f"It is {right}."
+        )
+        for turns, right in zip(completions, answer, strict=True)
+    ]
+
+
+_EXAMPLES = """
+[model]
+id = "MODEL"
+
+[data]
+path = "DATA"
+chat = false
+"""
+TASKS = {
+    "sft": Task(
+        "steps = 20\n"
+        + _COMMON.format(lr="5e-5")
+        + _EXAMPLES
+        + 'columns = { completion = "chosen" }\n[loss]\nname = "sft"\n',
+        one_digit,
+        "loss",
+        4.0,
+    ),
+    "dpo": Task(
+        "steps = 20\n" + _COMMON.format(lr="5e-5") + _EXAMPLES + '[loss]\nname = "dpo"\n',
+        one_digit,
+        "rewards/accuracies",
+        0.3,
+        before=0.5,  # the policy is its reference: of no pair does it prefer either answer
+    ),
+    "tools": Task(
+        "steps = 50\n"
+        + _COMMON.format(lr="2e-5")
+        + f"""
+[model]
+id = "MODEL"
+autocast = "bfloat16"
+
+[data]
+path = "DATA"
+
+[rollout]
+tools = ["{Path(__file__).resolve()}:subtract"]
+
+[reward]
+functions = ["{Path(__file__).resolve()}:told"]
+
+[loss]
+name = "dapo"
+
+[sampling]
+num_generations = 8
+max_tokens = 96
+""",
+        four_digits,
+        "accuracy",
+        0.3,
+    ),
+}

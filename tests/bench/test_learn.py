@@ -1,0 +1,70 @@
+"""``bench.learn``: its tasks are ones that ``fxrl train`` takes, and what it reads off a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import learn
+from bench.lib import sums
+from fxrl.rl.config.load import load_config
+
+
+@pytest.mark.parametrize("name", sums.TASKS)
+def test_a_task_is_a_configuration_with_rows_to_hold_out(name, tmp_path):
+    config = load_config(sums.write(name, tmp_path, "tiny:llama"))
+    rows = [json.loads(line) for line in Path(config.data.path).read_text().splitlines()]
+    assert len({json.dumps(row["prompt"]) for row in rows}) == len(rows)
+    assert len(rows) > 2 * config.eval.size
+    assert config.rollout.has_tools == (name == "tools")
+
+
+def test_answers_are_right_and_wrong():
+    for row in sums.one_digit():
+        a, sign, b = row["prompt"].removeprefix("What is ").removesuffix("?").split()
+        right = int(a) + int(f"{sign}{b}")
+        assert int(row["chosen"]) == right
+        assert 0 < abs(int(row["rejected"]) - right) <= 3
+
+
+def test_only_what_the_calculator_said_counts():
+    row = sums.four_digits()[0]
+    right = row["answer"]
+    call = {"role": "assistant", "content": "", "tool_calls": []}
+    heard = {"role": "tool", "content": right}
+    said = {"role": "assistant", "content": f"It is {right}."}
+    given = [[call, heard, said], [said], [call, {**heard, "content": "1"}, said], [call, heard]]
+    assert sums.told(given, [right] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+LINES = [
+    {"step": 1, "loss": 3.0, "eval/initial_loss": 5.0, "step_time": 1.0},
+    {"step": 2, "loss": 1.0, "eval/loss": 0.5, "eval/rewards/accuracies": 0.75},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "gain", "error"),
+    [("sft", 4.5, None), ("dpo", 0.25, "gained less than 0.3"), ("tools", None, "gained less")],
+)
+def test_what_is_read_off_a_run(name, gain, error, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    row, curve = learn.collect(tmp_path, sums.TASKS[name])
+    assert row.get("gain") == gain
+    assert (error or "") in row.get("error", "")
+    assert ("error" in row) == (error is not None)
+    assert curve["loss"] == [(1, 3.0), (2, 1.0)]
+    assert row["steps"] == 2
+
+
+def test_a_file_is_judged_by_accuracy(tmp_path):
+    lines = [
+        {"step": 1, "reward": 0.1, "eval/initial_accuracy": 0.2, "eval/majority_baseline": 0.1},
+        {"step": 2, "reward": 0.6, "eval/accuracy": 0.9, "eval/majority_baseline": 0.1},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    row, curve = learn.collect(tmp_path, None)
+    assert row["gain"] == pytest.approx(0.7)
+    assert row["majority_baseline"] == 0.1
+    assert [point["step"] for point in curve["held_out"]] == [0, 2]
+    assert "gain_asked" not in row

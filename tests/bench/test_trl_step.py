@@ -1,0 +1,72 @@
+"""``bench.trl_step`` on a CPU: what its rows hold, and what it refuses."""
+
+import functools
+import json
+
+import pytest
+
+import fxrl
+from bench import trl_step
+
+SIZES = ["--device", "cpu", "--shape", "tiny", "--layers", "1", "--rank", "2"]
+SIZES += ["--tokens", "128", "--length", "32", "--steps", "2", "--skip", "1"]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Rows without a process for each, and fxrl's without a compiler."""
+    pytest.importorskip("trl", reason="needs the extra trl")
+    for name, value in trl_step._QUIET.items():
+        monkeypatch.setenv(name, value)
+    uncompiled = functools.partial(fxrl.Config, compile_regions=False)
+    monkeypatch.setattr(fxrl, "Config", uncompiled)
+
+    def measured(command, mark, **_):
+        args = trl_step._arguments(command[3:])
+        return json.loads(json.dumps(trl_step._work(args)))
+
+    monkeypatch.setattr(trl_step, "measured", measured)
+
+
+@pytest.mark.usefixtures("in_this_process", "fresh_dynamo")
+def test_rows_and_curves(tmp_path):
+    out = tmp_path / "rows.json"
+    variants = ["--kinds", "sft,dpo", "--variants", "trl"]
+    assert trl_step.main([*SIZES, *variants, "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    rows = [dict(zip(record["columns"], row, strict=True)) for row in record["rows"]]
+    assert [row["kind"] for row in rows] == ["sft", "dpo"]
+    for row in rows:
+        assert row["tokens"] == 128
+        assert row["step_ms"] > 0
+        assert len(record["curves"][row["kind"]]["trl"]["grad_norm"]) == 2
+        assert min(record["curves"][row["kind"]]["trl"]["grad_norm"]) > 0
+
+
+@pytest.mark.usefixtures("in_this_process", "fresh_dynamo")
+def test_fxrls_rows_stand_beside_trls(tmp_path):
+    out = tmp_path / "rows.json"
+    variants = ["--kinds", "grpo", "--variants", "trl,fxrl,fxrl:nothing"]
+    assert trl_step.main([*SIZES, *variants, "--out", str(out)]) == 1
+    record = json.loads(out.read_text())
+    theirs, ours, broken = (dict(zip(record["columns"], r, strict=True)) for r in record["rows"])
+    assert ours["curve_first"] == pytest.approx(theirs["curve_first"], rel=1e-3)
+    assert ours["curve_difference"] < 1e-2
+    assert ours["missed"] == 0
+    assert any("fuse-linear-logprob" in remark for remark in record["reports"]["grpo/fxrl"])
+    assert "nothing" in broken["error"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--kinds", "ppo"],
+        ["--variants", "trl,fast"],
+        ["--tokens", "96", "--length", "32"],
+        ["--steps", "2", "--skip", "2"],
+    ],
+)
+def test_bad_usage(words):
+    with pytest.raises(SystemExit) as stop:
+        trl_step.main(words)
+    assert stop.value.code == 2
