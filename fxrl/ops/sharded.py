@@ -29,8 +29,8 @@ import pickle
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -114,8 +114,8 @@ class Peers:
         Args:
             part: a tensor that owns its memory, on this rank's device; on a CPU, shared.
         """
-        # By one pickle for each: it may be read once.
-        mine = {to: bytes(ForkingPickler.dumps(part)) for to in self.members}
+        with _by_name():  # a pickle for each: it may be read once
+            mine = {to: bytes(ForkingPickler.dumps(part)) for to in self.members}
         each = self.gather(mine)
         me = self.members[self.rank]
         return [part if of == me else pickle.loads(each[of][me]) for of in self.members]
@@ -130,16 +130,22 @@ def _gather_objects(value: Any) -> list[Any]:
 def new_part(size: int, device: torch.device) -> Tensor:
     """Bytes that other processes may map."""
     part = torch.empty(size, dtype=torch.uint8, device=device)
-    if device.type != "cpu":
-        return part
-    # By name: processes that torchrun started cannot hand each other open files.
+    if device.type == "cpu":
+        with _by_name():
+            part.share_memory_()  # type: ignore[no-untyped-call]
+    return part
+
+
+@contextmanager
+def _by_name() -> Iterator[None]:
+    """A CPU's memory is shared by a name: processes that torchrun started cannot hand each other
+    open files."""
     before = _sharing.get_sharing_strategy()
     _sharing.set_sharing_strategy("file_system")
     try:
-        part.share_memory_()  # type: ignore[no-untyped-call]
+        yield
     finally:
         _sharing.set_sharing_strategy(before)
-    return part
 
 
 # ---------------------------------------------------------------------------- parts and buffers

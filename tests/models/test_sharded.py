@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import pickle
 import signal
 
 import pytest
@@ -18,7 +19,7 @@ from fxrl.errors import ConfigError, FxrlError
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.models import ModelError, ShardedLinear, load_model, lora, quantize, shard
 from fxrl.models.checkpoint import owner_of
-from fxrl.ops.sharded import Peers, Shards
+from fxrl.ops.sharded import Peers, Shards, new_part
 from tests.compile.shared_sequences import in_ranks
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
 
@@ -127,6 +128,16 @@ def test_a_rank_that_is_killed_holds_up_nobody(tmp_path):
     assert [rank.exitcode for rank in ranks] == [0, -signal.SIGKILL]
     made = json.loads((tmp_path / "made").read_text())
     same(made, three_steps(frozen(2), optimized=False))
+
+
+def test_what_is_sent_names_memory_and_hands_over_no_open_file():
+    """Which only processes of one parent could."""
+    sent = []
+    part = new_part(1000, torch.device("cpu")).fill_(7)
+    made = Peers(0, (0,), lambda value: sent.append(value) or [value]).map(part)
+    assert made[0] is part
+    assert b"rebuild_storage_filename" in sent[0][0]
+    assert pickle.loads(sent[0][0]).data_ptr() == part.data_ptr()
 
 
 # ---------------------------------------------------------------------------- one process
