@@ -37,6 +37,7 @@ from fxrl.ir.build import Builder
 from fxrl.ir.derived import add_derived
 from fxrl.ir.graph import (
     COPIES,
+    SHARDED_MM,
     TRANSPOSES,
     add_input,
     body_of,
@@ -271,7 +272,8 @@ def _products(gm: fx.GraphModule) -> Iterator[FrozenProduct]:
     for path, graph in _graphs(gm, ()):
         for node in graph.nodes:
             anchor = path[-1] if path else node
-            if is_call(node, ops.dequantized_mm.default) and node.args[2:] == ("fp8", False):
+            held = is_call(node, ops.dequantized_mm.default) and node.args[2:] == ("fp8", False)
+            if held or str(node.target) == SHARDED_MM:
                 yield FrozenProduct(anchor, 0, path, node, _name(node, path))
             if not is_call(node, aten.mm.default, aten.addmm.default):
                 continue
@@ -346,6 +348,9 @@ def _sizes(site: FrozenProduct) -> tuple[int, int]:
 def _illegal(site: FrozenProduct) -> Refusal | None:
     """Why a product cannot run in FP8."""
     features, out = _sizes(site)
+    if str(site.product.target) == SHARDED_MM:
+        why = "its weight is shared out over ranks, and a copy in FP8 would be whole on each"
+        return Refusal(why, 'a model in FP8 takes half the memory: load it by quantization="fp8"')
     if needs_grad(site.weight):
         why = "its weight is trained: in FP8 it would be another one at every step"
         return Refusal(why, "freeze it and train adapters, such as fxrl.models.lora")

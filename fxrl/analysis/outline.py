@@ -19,6 +19,7 @@ from torch import fx
 
 from fxrl.ir.graph import (
     DEQUANTIZED_MM,
+    SHARDED_MM,
     HigherOrderOperator,
     OpOverload,
     ancestors,
@@ -44,6 +45,7 @@ _KERNELS = (
     "fxrl.head_to_seq.default",
     "fxrl.shard_tokens.default",
     DEQUANTIZED_MM,
+    SHARDED_MM,
 )
 
 

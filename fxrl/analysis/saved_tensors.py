@@ -22,6 +22,7 @@ from fxrl.ir.graph import (
     DEQUANTIZED_MM,
     FP8_LINEAR,
     QUANTIZE_ROWS,
+    SHARDED_MM,
     OpOverload,
     base_of,
     bound,
@@ -50,7 +51,8 @@ _FORMULAS = {
     "mm": "self: mat2; mat2: self",
     "bmm": "self: mat2; mat2: self",
     "addmm": "mat1: mat2; mat2: mat1",
-    f"{FP8_LINEAR} {DEQUANTIZED_MM} {QUANTIZE_ROWS}": "",  # but for weights, which live anyway
+    # But for weights, which live anyway.
+    f"{FP8_LINEAR} {DEQUANTIZED_MM} {SHARDED_MM} {QUANTIZE_ROWS}": "",
     "baddbmm": "batch1: batch2; batch2: batch1",
     "maximum minimum": "self: self, other; other: self, other",
     "xlogy": "self: self, other; other: self, other",

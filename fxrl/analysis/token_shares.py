@@ -30,6 +30,8 @@ from fxrl.analysis.rows.rules import dims_of, op_name
 from fxrl.ir.graph import (
     CALL_LAYER,
     CHECKPOINT,
+    DEQUANTIZED_MM,
+    SHARDED_MM,
     OpOverload,
     Size,
     as_node,
@@ -242,7 +244,7 @@ class _Walk:
             return self._call(into, node)
         if is_call(node, SDPA):
             return _attention(into, node, self.ranks)
-        if is_call(node, torch.ops.fxrl.dequantized_mm.default):
+        if str(node.target) in (DEQUANTIZED_MM, SHARDED_MM):
             return _quantized_product(into, node)
         target: Any = node.target
         if target in _OWN:
@@ -416,7 +418,7 @@ def _product(into: SharedGraph, node: fx.Node) -> Step:
 
 
 def _quantized_product(into: SharedGraph, node: fx.Node) -> Step:
-    """Rows [M, K] by a frozen weight in 8 or 4 bits."""
+    """Rows [M, K] by a frozen weight in 8 or 4 bits, or of which ranks have parts."""
     share = _of(into, node.args[0])
     _apart(node, share, [1])
     return Step(share)

@@ -181,13 +181,19 @@ class _Layer:
 
     def name_of(self, tensor: Tensor) -> str:
         """What the layer's modules call it."""
-        return self._names.get(id(tensor), "tensor")
+        return self._names[id(tensor)]
 
     @cached_property
     def _names(self) -> dict[int, str]:
         module = self.module
-        named = itertools.chain(module.named_parameters(), module.named_buffers())
-        return {id(tensor): name for name, tensor in named}
+        plain = (
+            (f"{path}.{name}", value)
+            for path, part in module.named_modules()
+            for name, value in vars(part).items()
+        )
+        named = itertools.chain(plain, module.named_parameters(), module.named_buffers())
+        names = {id(tensor): f"tensor_{i}" for i, tensor in enumerate(self.layout.tensors)}
+        return names | {id(value): name for name, value in named if isinstance(value, Tensor)}
 
     def traced(self) -> Callable[..., Any]:
         """The forward that Dynamo sees.

@@ -23,6 +23,7 @@ from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model
 from fxrl.models.hf import why_no_hub
 from fxrl.models.load import Source, find_file, in_bits, read_config, resolve
 from fxrl.models.quantized import settled
+from fxrl.models.sharded import shard_skeleton
 from fxrl.models.tiny import parse_tiny
 from fxrl.ops.dequantized import Format
 from fxrl.planner.target import TARGETS, Target
@@ -73,6 +74,8 @@ def empty_model(args: argparse.Namespace, *, as_trained: bool = False) -> nn.Mod
     config = _hf_config(args.model)
     bits = settled(args.model, config, _quantization(args))
     model = _trainable(in_bits(build_from_config(config, args.dtype, "meta"), bits), args)
+    if getattr(args, "sharded", False):
+        model = shard_skeleton(model, _sharing(args))
     for module in model.modules() if as_trained and args.lora and args.dtype == "bf16" else ():
         if type(module) is nn.Linear and module.weight.dtype == torch.float32:
             module.__class__ = _Autocast
@@ -150,6 +153,28 @@ def _quantization(args: argparse.Namespace) -> Format | None:
             "add --lora RANK"
         )
     return asked
+
+
+def _sharing(args: argparse.Namespace) -> int:
+    """Ranks of which each has a part of the frozen weights.
+
+    Raises:
+        ConfigError: nothing is frozen, nobody shares, or an engine wants all of them.
+    """
+    if not args.lora:
+        raise ConfigError(
+            "--sharded is of frozen weights, and without an adapter all are trained; add "
+            "--lora RANK"
+        )
+    if args.gpus == 1:
+        raise ConfigError("--sharded shares weights out over GPUs, and there is one; add --gpus N")
+    if args.rollout:
+        raise ConfigError(
+            f"--rollout {args.rollout}: vLLM needs the weights whole on each GPU; leave it or "
+            "--sharded out"
+        )
+    gpus: int = args.gpus
+    return gpus
 
 
 def _trainable(model: nn.Module, args: argparse.Namespace) -> nn.Module:

@@ -172,6 +172,11 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
         help="N ranks of one host train together: plan one of them, with its share of\n"
         "--host-memory and --rollout",
     )
+    sub.add_argument(
+        "--sharded",
+        action="store_true",
+        help="each of --gpus keeps a part of the frozen weights under --lora",
+    )
     sub.add_argument("--fit", action="store_true", help="say how many rows fit, at which contexts")
     sub.add_argument("--plot", metavar="FILE", help="draw memory over a step, such as memory.png")
 

@@ -52,7 +52,7 @@ from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes, s
 from fxrl.planner.eager_profile import CallCost
 from fxrl.planner.eager_profile import peak as eager_peak
 from fxrl.planner.memory_profile import nbytes, tensor_bytes
-from fxrl.planner.schedule import Measure, volume
+from fxrl.planner.schedule import Measure, is_sharded, volume
 from fxrl.planner.solver import fastest, least_peak
 from fxrl.planner.target import Target
 
@@ -505,7 +505,7 @@ class _Outer:
         trained -= {node for call in calls for node in call.all_input_nodes}
         headed = {node for node in trained if any(order[user] > last for user in node.users)}
         states = _ADAM_STATES * self._bytes(filter(needs_grad, weights)) // step.state_shards
-        shared = self._bytes(self._shared(ahead))
+        shared = self._bytes(self._shared(ahead)) + self._buffers(ops, calls)
         self.base_bytes = self._bytes(weights) + states + shared + _LIBRARIES
         self.gradients = self._bytes(trained - headed), self._bytes(headed)
         self.head_bytes = eager_peak(behind, step.measure, self._cost)
@@ -515,6 +515,15 @@ class _Outer:
 
     def _bytes(self, nodes: Iterable[fx.Node]) -> int:
         return sum(nbytes(node, self._step.measure) for node in nodes)
+
+    def _buffers(self, ops: Iterable[fx.Node], calls: Iterable[fx.Node]) -> int:
+        """Two of the largest weight that ranks have parts of (``fxrl.ops.sharded``)."""
+        bodies = {region.forward for call in calls if (region := region_at(call)) is not None}
+        inside = (node for body in bodies for node in body.graph.nodes)
+        products = [node for node in (*ops, *inside) if is_sharded(node)]
+        given: list[dict[str, Any]] = [bound(node) for node in products]
+        whole = (one["ranks"] * self._bytes(one["weight"]) for one in given)
+        return 2 * max(whole, default=0)
 
     def _shared(self, ahead: Sequence[fx.Node]) -> set[fx.Node]:
         """What is made ahead of the layers and stays until the backward: what several layers read,

@@ -20,6 +20,7 @@ from torch import nn
 from fxrl.config import MiB
 from fxrl.engines.engine import EngineError
 from fxrl.errors import ConfigError
+from fxrl.models.sharded import held_bytes
 
 #: What vLLM keeps asleep or awake, whatever the model's size: workspaces and buffers, 0.24 GiB,
 #: CUDA modules and graphs, 0.36 GiB (measured on an H200).
@@ -153,7 +154,7 @@ class RolloutMemory:
         language_model: Any = model
         dtype = dtype or language_model.get_input_embeddings().weight.dtype
         cache = KvCache.of(language_model.config, dtype.itemsize)
-        weights = sum(p.nbytes for p in model.parameters())
+        weights = held_bytes(model)
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         states = _ADAM_STATES * trained // state_shards
         return cls(weights, states, engine, cache.sequence_bytes(tokens), asked, available)

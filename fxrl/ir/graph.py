@@ -30,15 +30,17 @@ COPIES = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.a
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
-#: Products with quantised weights (``fxrl.ops``) and the quantiser of rows, by name: they are
-#: defined above this.
+#: Products with weights that are quantised, or of which ranks have parts (``fxrl.ops``), and the
+#: quantiser of rows, by name: they are defined above this.
 FP8_LINEAR, DEQUANTIZED_MM = "fxrl.fp8_linear.default", "fxrl.dequantized_mm.default"
+SHARDED_MM = "fxrl.sharded_mm.default"
 QUANTIZE_ROWS = "fxrl.quantize_rows.default"
 
 
 def is_quantized_product(node: object) -> TypeGuard[fx.Node]:
-    """Whether ``node`` is a product of rows with a weight that is quantised."""
-    return isinstance(node, fx.Node) and str(node.target) in (FP8_LINEAR, DEQUANTIZED_MM)
+    """Whether ``node`` is a product of rows with a weight that is quantised, or shared out."""
+    held = FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM
+    return isinstance(node, fx.Node) and str(node.target) in held
 
 
 def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:

@@ -5,16 +5,20 @@ from fxrl.models.hf import FetchError, ModelError
 from fxrl.models.load import build_from_config, load_model, load_tokenizer
 from fxrl.models.lora import lora
 from fxrl.models.quantized import Quantization, QuantizedLinear, quantize
+from fxrl.models.sharded import ShardedLinear, shard
 from fxrl.models.smollm2 import fetch_smollm2
 from fxrl.models.tiny import TINY_KINDS, TinySize, tiny_config, tiny_tokenizer
+from fxrl.ops.sharded import Peers
 
 __all__ = [
     "TINY_KINDS",
     "FetchError",
     "MissingPackageError",
     "ModelError",
+    "Peers",
     "Quantization",
     "QuantizedLinear",
+    "ShardedLinear",
     "TinySize",
     "build_from_config",
     "fetch_smollm2",
@@ -22,6 +26,7 @@ __all__ = [
     "load_tokenizer",
     "lora",
     "quantize",
+    "shard",
     "tiny_config",
     "tiny_tokenizer",
 ]

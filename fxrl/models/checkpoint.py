@@ -141,6 +141,20 @@ class CheckpointTensors:
             )
         return found
 
+    def rows(self, name: str, shape: torch.Size, start: int, stop: int) -> Tensor:
+        """Rows of one parameter, likewise; no more is read where it is stored under this name.
+
+        Raises:
+            ModelError: see ``get``.
+        """
+        if name in self._files:
+            stored = self._file(name).get_slice(name)
+            if tuple(stored.get_shape()) == tuple(shape):
+                found: Tensor = stored[start:stop]
+                if found.is_floating_point() and found.itemsize > 1:
+                    return found
+        return self.get([name], shape)[start:stop]
+
     def find(self, name: str) -> Tensor | None:
         """The tensor stored under this very name, as it is stored."""
         return self._read(name) if name in self._files else None
@@ -186,13 +200,16 @@ class CheckpointTensors:
             ) from error
 
     def _read(self, name: str) -> Tensor:
+        tensor = self._file(name).get_tensor(name)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def _file(self, name: str) -> Any:
         file = self._files[name]
         if file not in self._open:
             safetensors = optional("safetensors", _PURPOSE)
             self._open[file] = safetensors.safe_open(self.folder / file, framework="pt")
-        tensor = self._open[file].get_tensor(name)
-        assert isinstance(tensor, Tensor)
-        return tensor
+        return self._open[file]
 
     def _convert(self) -> dict[str, Tensor]:
         loader = type(self._skeleton)

@@ -31,10 +31,12 @@ from fxrl.errors import FxrlError, optional
 from fxrl.files import refuse_links, replacing_folder
 from fxrl.models.hf import ModelError, no_progress_bars, save_pretrained, why_no_hub
 from fxrl.models.quantized import Asked, as_quantization, load_quantized, note_format, quantize
+from fxrl.models.sharded import load_sharded, shard
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
 from fxrl.models.stored import stored_format
 from fxrl.models.tiny import PREFIX, parse_tiny, tiny_config, tiny_tokenizer
 from fxrl.models.trust import check_config, check_folder, read_json
+from fxrl.ops.sharded import Peers
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -185,6 +187,7 @@ def load_model(
     seed: int = 0,
     quantization: Asked | None = None,
     scalar_head: bool = False,
+    peers: Peers | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> tuple[nn.Module, Any]:
     """Loads a causal LM and its tokenizer (see the table in the module's docstring).
@@ -200,6 +203,8 @@ def load_model(
             FP8 or NF4 has its Linears so in any case.
         scalar_head: a sequence classifier with one label, a reward model; its head is
             random where the checkpoint has none.
+        peers: ranks that share the Linears' weights out (``ShardedLinear``), each of which reads
+            its part; all of them call this. Not with ``quantization`` or ``scalar_head``.
         on_progress: is told, in words, of a download or a conversion under way.
 
     Returns:
@@ -215,6 +220,7 @@ def load_model(
     if source in (Source.TINY, Source.CONFIG):
         model, tokenizer = _random(source, model_id, dtype, device, seed, scalar_head=scalar_head)
         model = in_bits(model.eval(), quantization)
+        model = model if peers is None else shard(model, peers, trained=True)
     else:
         load = functools.partial(
             _pretrained,
@@ -223,6 +229,7 @@ def load_model(
             quantization=quantization,
             scalar_head=scalar_head,
             seed=seed,
+            peers=peers,
         )
         model, tokenizer = _from_place(model_id, source, load, on_progress)
         model = model.to(device)
@@ -317,6 +324,7 @@ def _pretrained(
     quantization: Asked | None,
     scalar_head: bool,
     seed: int,
+    peers: Peers | None,
 ) -> tuple[Any, Any]:
     hf = optional("transformers", f"loading {place}")
     tokenizer = _tokenizer(place, local=local)
@@ -328,19 +336,20 @@ def _pretrained(
             source = str(base)
             _check(source, local=local)
             config = find_file(source, "config.json", local=local)
-    if _is_quantised(source, config, quantization):
-        if scalar_head:
-            raise ModelError(
-                f"model {place!r}: a reward model is not made of quantised weights; give the "
-                "checkpoint in bf16"
-            )
+    quantised = _is_quantised(source, config, quantization)
+    if quantised or peers is not None:
+        what = "quantised weights" if quantised else "weights that ranks share out"
+        _check_held(place, what, peers if quantised else None, scalar_head=scalar_head)
         if adapter is not None and source == place:
-            raise ModelError(
-                f"model {place!r}: quantised weights and an adapter in one folder are not loaded; "
-                "merge it into its base model, or load the base and train a new one"
-            )
+            cure = "merge it into its base model, or load the base and train a new one"
+            why = f"{what} and an adapter in one folder are not loaded"
+            raise ModelError(f"model {place!r}: {why}; {cure}")
         folder, wanted = _folder(source, local=local), None if dtype == "auto" else dtype
-        made: Any = load_quantized(folder, quantization, wanted, device)
+        made: Any
+        if peers is None:
+            made = load_quantized(folder, quantization, wanted, device)
+        else:
+            made = load_sharded(folder, peers, wanted, device)
         if adapter is not None:
             made.load_adapter(place)
         return made, tokenizer
@@ -366,6 +375,20 @@ def _pretrained(
             "config.json"
         )
     return model, tokenizer
+
+
+def _check_held(place: str, what: str, peers: Peers | None, *, scalar_head: bool) -> None:
+    """Raises where weights are asked for in two ways that do not go together."""
+    if scalar_head:
+        raise ModelError(
+            f"model {place!r}: a reward model is not made of {what}; give the checkpoint in bf16, "
+            "whole on every rank"
+        )
+    if peers is not None:
+        raise ModelError(
+            f"model {place!r}: {what} are not shared out over ranks; give each its own, or the "
+            "checkpoint in bf16"
+        )
 
 
 def _is_quantised(place: str, config: Path | None, quantization: Asked | None) -> bool:

@@ -21,6 +21,7 @@ from fxrl.planner.schedule import (
     is_backward,
     is_dequantized,
     is_scaled,
+    is_sharded,
 )
 from fxrl.planner.target import Target
 
@@ -64,15 +65,25 @@ def _arithmetic(call: fx.Node | None, target: Target, measure: Measure) -> float
         return 0.0
     if is_scaled(call):
         return product_flops(call, measure) / (target.fp8_flops or target.product_flops)
-    if call.target in PRODUCTS or is_dequantized(call):
+    if call.target in PRODUCTS or is_dequantized(call) or is_sharded(call):
         slower = 1 if val_of(call).element_size() <= 2 else _FP32_SLOWER
-        return slower * product_flops(call, measure) / target.product_flops
+        product = slower * product_flops(call, measure) / target.product_flops
+        return max(product, _brought(call, measure) / target.peer_link)
     if not is_attention(call):
         return 0.0
     flops = attention_flops(call, measure)
     if is_backward(call):
         return _BACKWARD_PRODUCTS * flops / target.attention_backward_flops
     return flops / target.attention_flops
+
+
+def _brought(call: fx.Node, measure: Measure) -> int:
+    """Bytes of a product's weight that come from other ranks, while the product ahead runs."""
+    if not is_sharded(call):
+        return 0
+    given: dict[str, Any] = bound(call)
+    (part,) = given["weight"]
+    return int(given["ranks"] - 1) * nbytes(part, measure)
 
 
 def product_flops(call: fx.Node, measure: Measure) -> int:

@@ -22,7 +22,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import DEQUANTIZED_MM, PRODUCTS, as_node, is_call, is_view, tensor_val
+from fxrl.ir.graph import (
+    DEQUANTIZED_MM,
+    PRODUCTS,
+    SHARDED_MM,
+    as_node,
+    is_call,
+    is_view,
+    tensor_val,
+)
 
 aten = torch.ops.aten
 #: A size, or a product of sizes, as an expression: comparing it adds no guard to a graph.
@@ -89,6 +97,11 @@ def is_scaled(call: fx.Node) -> bool:
 def is_dequantized(call: fx.Node) -> bool:
     """Whether a call is a product with a weight that is widened a tile at a time."""
     return str(call.target) == DEQUANTIZED_MM
+
+
+def is_sharded(call: fx.Node) -> bool:
+    """Whether a call is a product with a weight of which each rank has a part."""
+    return str(call.target) == SHARDED_MM
 
 
 def _holds_tensors(node: fx.Node) -> bool:

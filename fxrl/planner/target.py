@@ -28,6 +28,7 @@ class Target:
         link: bytes/s between GPU and host, each way at once.
         launch: seconds that a kernel takes at least.
         fp8_flops: FLOP/s of large FP8 products; 0 where there are none.
+        peer_link: bytes/s from the other GPUs of a host, to all of them at once.
     """
 
     name: str
@@ -39,18 +40,20 @@ class Target:
     link: float
     launch: float = 4e-6
     fp8_flops: float = 0.0
+    peer_link: float = 24e9
 
 
 #: The H200's figures are measured (torch 2.11, cuDNN attention). Those of the others are their data
 #: sheets', times the share of it that the H200 reaches: right to about a quarter. So are all rates
-#: of FP8: twice those of bf16.
+#: of FP8: twice those of bf16. The link between two H200s is measured, too (all-to-all, NVLink 4);
+#: GPUs without NVLink reach each other as they reach the host.
 TARGETS = {
     one.name: one
     for one in (
-        Target("h200", 141 * 10**9, 690e12, 598e12, 518e12, 3.6e12, 54e9, fp8_flops=1380e12),
-        Target("h100", 80 * GiB, 690e12, 598e12, 518e12, 2.6e12, 54e9, fp8_flops=1380e12),
-        Target("b200", 180 * 10**9, 1650e12, 1100e12, 900e12, 6.0e12, 54e9, fp8_flops=3300e12),
-        Target("a100", 80 * GiB, 250e12, 190e12, 150e12, 1.5e12, 24e9),
+        Target("h200", 141 * 10**9, 690e12, 598e12, 518e12, 3.6e12, 54e9, 4e-6, 1380e12, 330e9),
+        Target("h100", 80 * GiB, 690e12, 598e12, 518e12, 2.6e12, 54e9, 4e-6, 1380e12, 330e9),
+        Target("b200", 180 * 10**9, 1650e12, 1100e12, 900e12, 6e12, 54e9, 4e-6, 3300e12, 660e9),
+        Target("a100", 80 * GiB, 250e12, 190e12, 150e12, 1.5e12, 24e9, peer_link=220e9),
         Target("l40s", 48 * GiB, 230e12, 170e12, 130e12, 0.65e12, 24e9, fp8_flops=460e12),
         Target("rtx4090", 24 * GiB, 150e12, 130e12, 100e12, 0.75e12, 24e9, fp8_flops=300e12),
     )

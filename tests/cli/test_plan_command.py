@@ -63,6 +63,28 @@ def test_quantised_weights_take_their_bytes(capsys):
     assert re.search(why, run(capsys, *TINY, "--quantization", "nf4", code=2))
 
 
+def test_sharded_weights_take_their_part_and_two_buffers(capsys):
+    size = "tiny:qwen3:layers=1,hidden=1024,intermediate=8192"
+    words = ["plan", size, "--context", "256", "--lora", "4", "--gpus", "2"]
+    parts = json.loads(run(capsys, *words, "--sharded", "--json"))["timeline"][0]["parts"]
+    model = inputs.empty_model(parse(words))
+    linears = [p for n, p in model.named_parameters() if n.endswith("base_layer.weight")]
+    states = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    held = sum(p.nbytes for p in model.parameters()) + states
+    held += 2 * max(p.nbytes for p in linears) - sum(p.nbytes for p in linears) // 2
+    beside = parts["weights and states"] - held
+    assert 64 * MiB < beside < 65 * MiB, "the batch, and what CUDA takes"
+    for why, without in (
+        ("without an adapter all are trained; add --lora RANK", ("--lora", "4")),
+        ("and there is one; add --gpus N", ("--gpus", "2")),
+    ):
+        rest = [word for word in words if word not in without]
+        assert why in run(capsys, *rest, "--sharded", code=2)
+    assert "vLLM needs the weights whole" in run(
+        capsys, *words, "--sharded", "--rollout", "8", code=2
+    )
+
+
 def test_the_target_counts(capsys):
     slow, fast = (
         json.loads(run(capsys, *TINY, "--target", target, "--json"))["step_seconds"]

@@ -26,6 +26,7 @@ from fxrl.ir.graph import (
     FP8_LINEAR,
     QUANTIZE_ROWS,
     RESHAPES,
+    SHARDED_MM,
     TRANSPOSES,
     ancestors,
     hint,
@@ -66,7 +67,7 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
     (compute.matrix_product, (aten.mm.default, aten.addmm.default)),
     (compute.vector_product, (aten.mv.default,)),
     (compute.row_products, (aten.bmm.default,)),
-    (compute.quantized_product, (FP8_LINEAR, DEQUANTIZED_MM)),
+    (compute.quantized_product, (FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM)),
     (compute.quantized_rows, (QUANTIZE_ROWS,)),
     (layout.view, (*RESHAPES, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)),
     (layout.unsqueeze, (aten.unsqueeze.default,)),
@@ -385,8 +386,8 @@ def _head_key(expr: RowExpr) -> tuple[fx.Node, int] | None:
         _, rows, matrix = expr.args
     elif str(expr.target) == FP8_LINEAR:
         rows, _, _, matrix, *_ = expr.args
-    elif str(expr.target) == DEQUANTIZED_MM:
-        rows, (matrix, _), *_ = expr.args
+    elif str(expr.target) in (DEQUANTIZED_MM, SHARDED_MM):
+        rows, (matrix, *_), *_ = expr.args
     else:
         return None
     return (rows.leaf.node, id(matrix)) if rows.leaf is not None else None
@@ -420,7 +421,7 @@ def _product_rows(roots: list[RowExpr]) -> set[int]:
     """Identities of the leaves that a product reads as rows."""
     found = set()
     for expr in walk(roots):
-        quantized = str(expr.target) in (FP8_LINEAR, DEQUANTIZED_MM)
+        quantized = str(expr.target) in (FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM)
         if quantized or expr.target in (aten.mm.default, aten.addmm.default):
             rows = expr.args[expr.target is aten.addmm.default]
             if rows.leaf is not None:

@@ -25,14 +25,22 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrl.compile._torch import functorch_config, min_cut_rematerialization_partition
 from fxrl.compile.bodies.attention import KERNELS
-from fxrl.ir.graph import DEQUANTIZED_MM, Size, ancestors, graph_module, is_call, is_view
+from fxrl.ir.graph import (
+    DEQUANTIZED_MM,
+    SHARDED_MM,
+    Size,
+    ancestors,
+    graph_module,
+    is_call,
+    is_view,
+)
 from fxrl.ir.region import Cut
 from fxrl.ir.sizes import SizeTable
 
 Source = tuple[str, int]
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
 _TOLD = ("recompute", "ac_graph_id")
-_QUANTIZED_PRODUCTS = ("fxrl.scaled_mm.default", DEQUANTIZED_MM)
+_QUANTIZED_PRODUCTS = ("fxrl.scaled_mm.default", DEQUANTIZED_MM, SHARDED_MM)
 #: By cut, PyTorch's reasons not to compute something again that do not count.
 _WEIGHED: dict[Cut, dict[str, Any]] = {
     "products": {},

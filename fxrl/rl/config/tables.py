@@ -97,6 +97,10 @@ class ModelConfig(Table):
             where it is multiplied. As a table it says more: ``format`` is the word, ``recipe`` how
             FP8's scales lie, ``skip`` which modules stay. A checkpoint in FP8, int4
             (compressed-tensors) or NF4 (bitsandbytes) is loaded as it is without this.
+        sharded: the frozen weights under the adapter shared out over the ranks of a host, for
+            ``engine = "torch"``: each rank reads and holds a part, and what a product needs of the
+            others' comes while the one before runs. For what does not fit one GPU: it takes a copy
+            of each weight over the link between them, forward and backward.
     """
 
     id: str | nn.Module
@@ -106,10 +110,21 @@ class ModelConfig(Table):
     gradient_checkpointing: bool = False
     lora: LoraConfig | None = None
     quantization: Quantization | Literal["fp8", "int4", "nf4"] | None = None
+    sharded: bool = False
 
     def problems(self) -> Iterator[str]:
         """Decided by the text and the file system; nothing is loaded."""
         yield from _id_problems(self.id)
+        if self.sharded and self.lora is None:
+            yield (
+                "sharded=true is of frozen weights, and without an adapter all are trained; add "
+                "[model.lora]"
+            )
+        if self.sharded and self.quantization is not None:
+            yield (
+                f"sharded=true with quantization={self.quantization!r}: weights in 8 or 4 bits are "
+                "not shared out; leave one of them out"
+            )
         try:
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError:
@@ -746,6 +761,8 @@ class TrainConfig(Table):
                 f"model.quantization={self.model.quantization!r}: a reward model is not made of "
                 "quantised weights; leave it out"
             )
+        if self.loss_info().scalar_head and self.model.sharded:
+            yield "model.sharded=true: a reward model's weights are not shared out; leave it out"
         yield from self._given(OF_PROMPTS, "is of prompts and their completions")
         if form != "sequences":
             yield from self._given(("data.train_on",), "is of sequences")
@@ -796,6 +813,11 @@ class TrainConfig(Table):
             yield (
                 f"model.quantization={self.model.quantization!r} is the trainer's own, and vLLM "
                 'shares weights as it holds them; set engine="torch", or leave it out'
+            )
+        if self.engine == "vllm" and self.model.sharded:
+            yield (
+                'model.sharded=true: vLLM needs the weights whole on each GPU; set engine="torch", '
+                "or leave it out"
             )
         if self.engine == "vllm" and self.model.dtype == "float64":
             yield 'engine="vllm": vLLM has no float64; set model.dtype to bfloat16 or float32'

@@ -24,7 +24,7 @@ from fxrl.errors import ConfigError
 from fxrl.losses import ValueHead, completion_logits, loss_info, token_stats
 from fxrl.losses.actor_critic import asking_for_values, predicted_values
 from fxrl.losses.own_code import load_function
-from fxrl.models import ModelError, QuantizedLinear, load_model, lora, quantize
+from fxrl.models import ModelError, Peers, QuantizedLinear, load_model, lora, quantize, shard
 from fxrl.models.hf import VALUE_HEAD, train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.callbacks import Events
@@ -290,46 +290,40 @@ def build_parts(
         ConfigError: something does not go together with this model.
         EngineError: vLLM is not installed, or cannot be built; the message has the cure.
     """
-    spec = _engine_spec(config, data, run_dir, reporter)
+    ranks = ranks or Ranks()
+    spec = _engine_spec(config, data, run_dir, reporter, ranks)
     teacher = _teacher(config, data.tokenizer, spec.device, reporter.stage)
     built = build_engine(config.engine, spec)
     try:
         about = {"model": built.model, "tokenizer": built.tokenizer}
         events = Events(config, tuple(callbacks), about)
-        return _around(built, teacher, data, run_dir, reporter.stage, events, ranks or Ranks())
+        return _around(built, teacher, data, run_dir, reporter.stage, events, ranks)
     except BaseException:
         built.engine.close()
         raise
 
 
 def _engine_spec(
-    config: TrainConfig, data: Questions | Examples, run_dir: Path, reporter: Reporter
+    config: TrainConfig,
+    data: Questions | Examples,
+    run_dir: Path,
+    reporter: Reporter,
+    ranks: Ranks,
 ) -> EngineSpec:
     """How the run's model is come by, and what the run wants of its engine."""
     device = pick_device(config.model.device)
     wanted = config.model
     what = f"{wanted.name} ({wanted.dtype}, {device})"
     made = run_dir.absolute() / "model"
+    peers = Peers.of(ranks.gather) if wanted.sharded else None
 
     def load() -> tuple[nn.Module, Any]:
         if isinstance(wanted.id, nn.Module):
-            model, tokenizer = wanted.id.to(device), data.tokenizer
+            found = wanted.id.to(device), data.tokenizer
         else:
             with reporter.stage(f"loading {what}") as say:
-                # Random weights are written down in full first, for whoever loads the adapter.
-                bits = None if _is_only_here(wanted) else wanted.quantization
-                model, tokenizer = load_model(
-                    wanted.id,
-                    wanted.dtype,
-                    device,
-                    seed=config.seed,
-                    quantization=bits,
-                    scalar_head=config.loss_info().scalar_head,
-                    on_progress=say,
-                )
-        if wanted.lora is not None and _is_only_here(wanted):
-            write_model(model, tokenizer, made)  # what loads the adapter must find its base model
-        return model, tokenizer
+                found = _load(config, device, peers, say)
+        return _given_away(*found, wanted, made, peers)
 
     def folder() -> tuple[Path, Any]:
         with reporter.stage(f"finding {what}") as say:
@@ -353,6 +347,37 @@ def _engine_spec(
         options=getattr(config, config.engine, None),  # the table of the engine's name
         lora_rank=None if wanted.lora is None else wanted.lora.r,
     )
+
+
+def _load(
+    config: TrainConfig, device: torch.device, peers: Peers | None, say: Callable[[str], None]
+) -> tuple[nn.Module, Any]:
+    """The model of ``[model]``, and its tokenizer."""
+    wanted = config.model
+    whole = _is_only_here(wanted)  # random weights are written down in full first
+    return load_model(
+        wanted.id,  # type: ignore[arg-type]
+        wanted.dtype,
+        device,
+        seed=config.seed,
+        quantization=None if whole else wanted.quantization,
+        scalar_head=config.loss_info().scalar_head,
+        peers=None if whole else peers,
+        on_progress=say,
+    )
+
+
+def _given_away(
+    model: nn.Module, tokenizer: Any, wanted: ModelConfig, made: Path, peers: Peers | None
+) -> tuple[nn.Module, Any]:
+    """A model whose weights no folder has is written, for whoever loads the adapter; then this rank
+    keeps its part of one that was not read so."""
+    only_here = _is_only_here(wanted)
+    if wanted.lora is not None and only_here:
+        write_model(model, tokenizer, made)
+    if peers is not None and (only_here or isinstance(wanted.id, nn.Module)):
+        model = shard(model, peers, trained=True)
+    return model, tokenizer
 
 
 def _around(

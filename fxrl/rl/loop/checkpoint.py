@@ -51,6 +51,7 @@ _FREE = {
     "epochs",
     "max_nonfinite",
     "eval.every",
+    "model.sharded",
     "disk_retries",
     "disk_wait_s",
     "engine_retries",

@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxrl.models import ShardedLinear
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.types import Row
 
@@ -83,18 +84,31 @@ def of_models(model: nn.Module, tokenizer: Any, teacher: nn.Module | None) -> di
 def of_weights(model: nn.Module) -> str:
     """Changes with any bit of the weights that training starts from: the frozen ones beside an
     adapter, else all. Read on their device, so that large models do not cross over to the host."""
-    named = list(model.named_parameters())
-    frozen = [(name, p) for name, p in named if not p.requires_grad]
-    return of_tensors(dict(frozen or named))
+    frozen = any(not p.requires_grad for _, p in _weights(model))
+    return of_tensors((name, p) for name, p in _weights(model) if not (frozen and p.requires_grad))
 
 
-def of_tensors(tensors: Mapping[str, Tensor]) -> str:
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """By name; one that ranks share out is brought together, and gone when the next is asked for:
+    so its model is known on any number of ranks."""
+    shared = {path: m for path, m in model.named_modules() if isinstance(m, ShardedLinear)}
+    known: set[int] = set()
+    for path, module in model.named_modules():
+        if path in shared:
+            yield f"{path}.weight", shared[path].whole()
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if id(parameter) not in known:
+                known.add(id(parameter))
+                yield name, parameter
+
+
+def of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     """Changes with their names, and with any bit of them."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        value = tensor.detach()
+    digest, count = hashlib.sha256(), 0
+    for name, tensor in named:
+        value, count = tensor.detach(), count + 1
         digest.update(f"{name} {value.dtype} {list(value.shape)} {_checksum(value)}\n".encode())
-    return f"{len(tensors)} tensors, {_short(digest.hexdigest())}"
+    return f"{count} tensors, {_short(digest.hexdigest())}"
 
 
 def of_tokenizer(tokenizer: Any) -> str:

@@ -220,7 +220,7 @@ def _trained(loop: TrainingLoop, task: Task, reporter: Reporter) -> Outcome:
         if task.found is not None:
             loop.resume(task.found, accept_changes=task.accept_changes)
             reporter.message(f"resumed at step {loop.done} from {task.found}")
-        weights = {n: p for n, p in parts.model.named_parameters() if p.requires_grad}
+        weights = [(n, p) for n, p in parts.model.named_parameters() if p.requires_grad]
         parts.ranks.check_same("the model", [parts.fingerprints, of_tensors(weights)])
         with reporter.stage("planning: memory of rollout and update"):
             said = []

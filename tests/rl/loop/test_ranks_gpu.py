@@ -32,15 +32,21 @@ def lines_of(folder, ranks, *overrides):
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("model.lora=none",), ("optimize=true", "fxrl.min_saved_bytes=0")],
-    ids=["adapter", "all weights", "optimized"],
+    [
+        (),
+        ("model.lora=none",),
+        ("optimize=true", "fxrl.min_saved_bytes=0"),
+        ("optimize=true", "model.sharded=true"),
+    ],
+    ids=["adapter", "all weights", "optimized", "sharded"],
 )
 def test_two_gpus_have_the_numbers_of_one(tmp_path, overrides):
     (tmp_path / "run.toml").write_text(CONFIG)
     (tmp_path / "toy.py").write_text(TOY)
     rows = [f'{{"prompt": "count to {i}", "answer": "{i}"}}\n' for i in range(12)]
     (tmp_path / "questions.jsonl").write_text("".join(rows))
-    one, two = (lines_of(tmp_path, ranks, *overrides) for ranks in (1, 2))
+    one = lines_of(tmp_path, 1, *(word for word in overrides if "sharded" not in word))
+    two = lines_of(tmp_path, 2, *overrides)
     assert len(one) == len(two) == 3
     for ours, alone in zip(two, one, strict=True):
         assert ours["ranks/exposed_s"] > 0

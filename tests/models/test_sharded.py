@@ -1,0 +1,317 @@
+"""Weights that the ranks of a host share out: one process's numbers, a part of its memory."""
+
+import copy
+import json
+import os
+import pickle
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing import get_context
+
+import fxrl
+from fxrl.engines.weights.lora.sites import AdapterError, lora_sites, why_not_mergeable
+from fxrl.errors import ConfigError, FxrlError
+from fxrl.ir.plan import CutLayer, Plan
+from fxrl.models import ModelError, ShardedLinear, load_model, lora, quantize, shard
+from fxrl.models.checkpoint import owner_of
+from fxrl.ops.sharded import Peers, Shards, new_part
+from tests.compile.shared_sequences import in_ranks
+from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def frozen(layers=2):
+    """Layers with adapters."""
+    model = make_stack(layers, block=GatedBlock, width=64, wide=128)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in (".a.", ".b.", "embed", "head")))
+    return model
+
+
+def three_steps(model, optimized=True):
+    """Losses, and what is trained after three steps of Adam."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, 1e-3)
+    plan = Plan({f"0:blocks.{i}": CutLayer("inputs") for i in range(2)})
+    config = fxrl.Config(
+        passes=("outline-layers", "recompute"), compile_regions=False, on_miss="error"
+    )
+    step = fxrl.optimize(model, square_loss, config, plan=plan)
+    losses = []
+    for seed in range(3):
+        batch = {"ids": ids_batch(seed=seed)["ids"].to(trained[0].device)}
+        optimizer.zero_grad()
+        loss = step(batch) if optimized else square_loss(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    if optimized:
+        (capture,) = step.captures
+        assert capture.running
+        outside = {str(node.target) for node in capture.rewritten.gm.graph.nodes}
+        assert "fxrl.region.default" in outside
+        assert "fxrl.sharded_mm.default" not in outside
+    return losses, [p.grad.tolist() for p in trained], [p.tolist() for p in trained]
+
+
+def sharded_linears(model):
+    return [m for m in model.modules() if isinstance(m, ShardedLinear)]
+
+
+def same(made, expected):
+    for ours, theirs in zip(made, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------- ranks
+@pytest.mark.parametrize("optimized", [True, False])
+def test_two_ranks_have_the_numbers_of_one_process_and_half_of_the_weights(optimized):
+    whole = sum(m.weight.nbytes for m in frozen().modules() if is_shared_out(m))
+
+    def work():
+        model = shard(frozen())
+        linears = sharded_linears(model)
+        parameters = {id(p) for p in model.parameters()}
+        assert not [m for m in linears if id(m.part) in parameters]
+        held = sum(m.part.nbytes for m in linears), linears[0].shards.parts[0].nbytes
+        return [held, three_steps(model, optimized), linears[0].shards.fetched]
+
+    expected = three_steps(frozen(), optimized=False)
+    for held, made, fetched in in_ranks(2, work):
+        same(made, expected)
+        assert held == [whole // 2, whole // 2], "each weight's part fills its place here"
+        assert fetched >= 3 * 2 * 7 * 2, "in three steps, both ways, of seven weights a layer"
+
+
+def is_shared_out(module):
+    return type(module) is nn.Linear and not module.weight.requires_grad
+
+
+def test_a_rank_that_is_killed_holds_up_nobody(tmp_path):
+    """It is gone before the first step of the other, which reads its part."""
+    gone, alive = os.pipe()
+
+    def work(rank):
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+        model = shard(frozen(2))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.close(alive)
+        assert not os.read(gone, 1), "the end of it: nobody else holds the other end"
+        (tmp_path / "made").write_text(json.dumps(three_steps(model, optimized=False)))
+        os._exit(0)
+
+    ranks = [get_context("fork").Process(target=work, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    os.close(alive)
+    for rank in ranks:
+        rank.join(60)
+    os.close(gone)
+    assert [rank.exitcode for rank in ranks] == [0, -signal.SIGKILL]
+    made = json.loads((tmp_path / "made").read_text())
+    same(made, three_steps(frozen(2), optimized=False))
+
+
+def test_what_is_sent_names_memory_and_hands_over_no_open_file():
+    """Which only processes of one parent could."""
+    sent = []
+    part = new_part(1000, torch.device("cpu")).fill_(7)
+    made = Peers(0, (0,), lambda value: sent.append(value) or [value]).map(part)
+    assert made[0] is part
+    assert b"rebuild_storage_filename" in sent[0][0]
+    assert pickle.loads(sent[0][0]).data_ptr() == part.data_ptr()
+
+
+# ---------------------------------------------------------------------------- one process
+def in_parts(*weights, prefetch=None, device="cpu"):
+    """Weights as rank 1 of 2 has them, whose other part is memory of this process."""
+    halves = [w.to(device).view(torch.uint8).view(2, -1) for w in weights]
+    memory = [torch.cat([half[rank] for half in halves]) for rank in range(2)]
+    largest = max(w.nbytes for w in weights)
+    shards = Shards(memory, 1, largest, prefetch=prefetch)
+    sizes = [w.nbytes // 2 for w in weights]
+    parts = [
+        part.view(-1, w.shape[1] * w.itemsize)
+        for part, w in zip(memory[1].split(sizes), weights, strict=True)
+    ]
+    return shards, parts
+
+
+def in_place(model, linears):
+    shards, parts = in_parts(*(linear.weight.detach() for linear in linears.values()))
+    for (path, linear), part in zip(linears.items(), parts, strict=True):
+        made = ShardedLinear(part, 2, linear.weight.dtype, linear.bias, shards)
+        setattr(*owner_of(model, path), made)
+
+
+def product(rows, part, weight, transpose=False):
+    return torch.ops.fxrl.sharded_mm.default(rows, [part], 2, weight.dtype, transpose)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_product_is_that_of_the_weight_in_full(transpose, dtype):
+    weight = draw(10, 6, dtype=dtype)
+    _shards, (part,) = in_parts(weight)
+    rows = draw(3, 10 if transpose else 6, seed=1, dtype=dtype).requires_grad_()
+    made = product(rows, part, weight, transpose)
+    expected = rows @ (weight if transpose else weight.t())
+    assert made.equal(expected)
+    grad = draw(*made.shape, seed=2, dtype=dtype)
+    ours, theirs = (torch.autograd.grad(y, rows, grad)[0] for y in (made, expected))
+    assert ours.equal(theirs)
+    checked = (rows, [part], 2, dtype, transpose)
+    torch.library.opcheck(
+        torch.ops.fxrl.sharded_mm.default, checked, test_utils="test_autograd_registration"
+    )
+    with FakeTensorMode() as mode:
+        rows, part = map(mode.from_tensor, (rows, part))
+        assert product(rows, part, weight, transpose).shape == made.shape
+
+
+def test_rows_of_a_wider_dtype_widen_the_weight():
+    weight = draw(10, 6, dtype=torch.bfloat16)
+    _shards, (part,) = in_parts(weight)
+    rows = draw(3, 6)
+    assert product(rows, part, weight).equal(rows @ weight.double().t())
+
+
+def test_what_comes_next_is_learned_and_a_wrong_guess_is_no_wrong_number():
+    weights = [draw(4, 4, seed=i) for i in range(5)]
+    shards, parts = in_parts(*weights, prefetch=True)
+    rows = draw(2, 4, seed=9)
+
+    def read(*order):
+        before = shards.expected
+        for i in order:
+            assert product(rows, parts[i], weights[i]).equal(rows @ weights[i].t())
+        return shards.expected - before
+
+    step = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]  # a forward and a backward
+    read(*step, *step)
+    assert read(*step) == len(step), "all had begun"
+    assert read(3, 1, 4, 0, 2) < 5
+    read(*step, *step)
+    assert read(*step) == len(step)
+
+
+def test_the_weight_that_others_see_has_no_numbers():
+    weight = draw(10, 6)
+    shards, (part,) = in_parts(weight)
+    linear = ShardedLinear(part, 2, weight.dtype, None, shards)
+    assert (linear.weight.shape, linear.weight.dtype) == (weight.shape, weight.dtype)
+    assert linear.weight.isnan().all()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        linear.weight.data += 1.0
+    assert linear.whole().equal(weight)
+    twin = copy.deepcopy(linear)
+    assert twin.part is linear.part
+    assert twin(draw(3, 6)).equal(linear(draw(3, 6)))
+    linear.to(torch.bfloat16)
+    assert linear.whole().equal(weight)
+
+
+# ---------------------------------------------------------------------------- refusals
+def told(*others):
+    """What gathers this rank's values and these."""
+    return lambda value: [value, *(other(value) for other in others)]
+
+
+def neighbour(value):
+    return (value[0], "other") if isinstance(value, tuple) else value
+
+
+def odd():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+    return model.requires_grad_(False)
+
+
+def quantised():
+    return quantize(frozen(1).requires_grad_(False), "fp8")
+
+
+REFUSED = {
+    "trained": (lambda: nn.Sequential(nn.Linear(4, 4)), "as they are trained, and only frozen"),
+    "odd": (odd, "over 2 ranks: none has a multiple of 2 outputs"),
+    "quantised": (quantised, "they are in 8 or 4 bits; load the checkpoint in bf16"),
+    "meta": (lambda: frozen(1).to("meta"), "a rank's weights are on one device, and these on meta"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    make, why = REFUSED[name]
+    model = make()
+    before = [*map(type, model.modules())]
+    with pytest.raises(ModelError, match=why):
+        shard(model, Peers.of(told(neighbour)))
+    assert [*map(type, model.modules())] == before
+
+
+def test_no_ranks():
+    with pytest.raises(ConfigError, match="this process is none: start several by torchrun"):
+        shard(frozen(1))
+    with pytest.raises(ConfigError, match="has one of 2; start several there"):
+        Peers.of(told(lambda value: ("elsewhere", "other")))
+
+
+def test_other_models_do_not_go_together():
+    peers = Peers.of(told(neighbour))
+    other = Peers(peers.rank, peers.members, told(lambda value: value[:-1]))
+    with pytest.raises(FxrlError, match=r"the weights of ranks \[1\] are others than this rank's"):
+        shard(frozen(1), other)
+
+
+def test_a_part_that_is_moved_or_copied_is_found_out():
+    weight = draw(10, 6)
+    shards, (part,) = in_parts(weight)
+    linear = ShardedLinear(part, 2, weight.dtype, None, shards)
+    with pytest.raises(ModelError, match="stay on cpu, and were to go to meta"):
+        linear.to("meta")
+    linear.part = part.clone()
+    with pytest.raises(FxrlError, match="it was copied or moved; load the model where"):
+        linear(draw(3, 6))
+
+
+def test_an_adapter_goes_beside_it_and_no_merge_does():
+    pytest.importorskip("peft")
+    model = lora(load_model("tiny:llama:layers=1", "fp64")[0], r=2)
+    expected = model(torch.arange(6)[None]).logits
+    linears = {p: m for p, m in model.named_modules() if p.endswith("base_layer")}
+    in_place(model, linears)
+    assert model(torch.arange(6)[None]).logits.equal(expected)
+    assert "its weight is shared out over ranks" in why_not_mergeable(model)
+    with pytest.raises(AdapterError, match="its weight is shared out over ranks"):
+        lora_sites(model)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        model.merge_adapter()
+
+
+def test_fp8_leaves_it_and_says_so():
+    model = frozen(1)
+    linears = {p: m for p, m in model.named_modules() if is_shared_out(m)}
+    in_place(model, linears)
+    step = fxrl.optimize(model, square_loss, fxrl.Config(precision="fp8", on_miss="ignore"))
+    missed = [r for r in step.explain(ids_batch()).of_kind("missed") if r.pass_name == "fp8-lora"]
+    assert len(missed) == len(linears)
+    assert {r.reason for r in missed} == {
+        "its weight is shared out over ranks, and a copy in FP8 would be whole on each"
+    }
