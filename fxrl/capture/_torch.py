@@ -28,7 +28,7 @@ from torch._dynamo.exc import raise_observed_exception  # what traced code would
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # a backend's demand for another trace
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
-from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable, UserDefinedClassVariable
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, UserDefinedClassVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._higher_order_ops.effects import has_effects as has_effects  # ops that print, or raise by what a tensor holds
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the values of Dynamo's graphs
@@ -39,6 +39,8 @@ from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # tracing, ov
 from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify as maybe_enable_thunkify  # see lower._functional
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op below autograd
+
+from fxrl.capture.checks import check
 
 SET_GRAD = torch._C._set_grad_enabled  # what a Dynamo graph calls where torch.no_grad begins and ends
 ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode  # and where torch.inference_mode does
@@ -188,6 +190,8 @@ def dynamo_settings(changes: Mapping[str, Any]) -> Iterator[None]:
 
 
 _IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]
+_JUMPS = {dis.opmap[f"POP_JUMP_{way}IF_{value}"]: value == "TRUE" for way in ("", "FORWARD_", "BACKWARD_") for value in ("TRUE", "FALSE") if f"POP_JUMP_{way}IF_{value}" in dis.opmap}
+_LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE")))}
 _TRANSLATORS: tuple[Any, ...] = (torch._dynamo.symbolic_convert.InstructionTranslator, torch._dynamo.symbolic_convert.InliningInstructionTranslator, torch._dynamo.symbolic_convert.InliningGeneratorInstructionTranslator)
 _make_instance: Any = UserDefinedClassVariable.call_function
 _KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)  # torch 2.15 does
@@ -199,12 +203,15 @@ def plain_python_is_traced() -> Iterator[None]:
 
     An import that fails raises there: libraries try a faster package inside of a loss's function,
     and go on without it. A class of torch has a name and a module: ``type(weight).__module__`` says
-    whose weight it is. A ``SimpleNamespace`` is made: small models return one.
+    whose weight it is. A ``SimpleNamespace`` is made: small models return one. A branch on a
+    tensor's value that only raises is a check (``fxrl.capture.checks``).
     """
     tables, had = [one.dispatch_table for one in _TRANSLATORS], UserDefinedClassVariable.call_function
-    before = [(table[_IMPORT], table[_ATTRIBUTE]) for table in tables]
+    before = [list(table) for table in tables]
     for table in tables:
         table[_IMPORT], table[_ATTRIBUTE] = _import_name, _load_attribute
+        for opcode, jumps_if in _JUMPS.items():
+            table[opcode] = _jump(table[opcode], jumps_if)
     if not _KNOWS_NAMESPACES:
         UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
         UserDefinedClassVariable.call_function = _instance
@@ -212,7 +219,7 @@ def plain_python_is_traced() -> Iterator[None]:
         yield
     finally:
         for table, own in zip(tables, before, strict=True):
-            table[_IMPORT], table[_ATTRIBUTE] = own
+            table[:] = own
         UserDefinedClassVariable.call_function = had
 
 
@@ -235,6 +242,43 @@ def _load_attribute(translator: Any, instruction: Any) -> None:
             translator.push(ConstantVariable.create(getattr(owner.value, instruction.argval)))
             return
     translator.LOAD_ATTR(instruction)
+
+
+def _jump(own: Callable[[Any, Any], None], jumps_if: bool) -> Callable[[Any, Any], None]:
+    def jump(translator: Any, instruction: Any) -> None:
+        at = translator.indexof[instruction.target], translator.instruction_pointer
+        jump_raises, next_raises = (_only_raises(translator.instructions[start:]) for start in at)
+        value = translator.stack[-1].realize()
+        if jump_raises == next_raises or not _known_when_run(value):
+            own(translator, instruction)
+            return
+        translator.pop()
+        call = translator.output.create_proxy
+        passes = value.as_proxy()
+        if isinstance(value, SymNodeVariable):
+            passes = call("call_function", torch.scalar_tensor, (passes,), {})
+        if jumps_if == jump_raises:  # it raises where the value is true
+            passes = call("call_function", torch.logical_not, (passes,), {})
+        call("call_function", check, (passes,), {})
+        if next_raises:
+            translator.jump(instruction)
+
+    return jump
+
+
+def _known_when_run(value: Any) -> bool:
+    """Whether a value that Python decides by is a tensor's, or was read off one."""
+    return isinstance(value, TensorVariable) or (isinstance(value, SymNodeVariable) and not value.sym_num.node.has_hint())
+
+
+def _only_raises(instructions: list[Any]) -> bool:
+    """Whether code that begins so raises, and decides nothing before."""
+    for one in instructions:
+        if one.opname == "RAISE_VARARGS":
+            return True
+        if one.opcode in _LEAVES:
+            return False
+    return False
 
 
 def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:

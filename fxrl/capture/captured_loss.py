@@ -32,6 +32,7 @@ from fxrl.capture._torch import (
     reset_code,
 )
 from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place_of
+from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.repeated import RepeatedLayers
 from fxrl.capture.scoped_hooks import Takeover, install_collectors
@@ -132,6 +133,8 @@ class CapturedLoss:
                     continue
                 failure = failed.error
                 way = _next(way, failure)
+            except CheckFailedError:
+                return self._loss_fn(self._model, batch)  # raises its own error, or handles it
         else:
             if failure is not None and self._backend.only_explain:
                 raise failure
@@ -173,6 +176,8 @@ class CapturedLoss:
         ):
             try:
                 result = self.compiled[key](batch)
+            except CheckFailedError:
+                raise
             except Exception as error:  # a graph can hold anything that PyTorch can
                 own = getattr(error, "inner_exception", error)
                 if isinstance(own, FxrlError):

@@ -48,7 +48,7 @@ def in_a_loop(model: nn.Module, batch: Any) -> Tensor:
 def decided_by_data(model: nn.Module, batch: Any) -> Tensor:
     logits = model(batch["ids"])
     if logits.sum().item() > 1e9:  # here
-        raise ValueError
+        logits = logits / 2
     return -token_logps(logits, batch["ids"]).mean()
 
 

@@ -1,0 +1,36 @@
+"""``if torch.isnan(x).any(): raise ...``: checks of values stay in the graph, and end its call.
+
+Traced code cannot raise what the user's code would: the text is made of values. So a branch that
+does nothing but raise becomes one op, which ends the call when its tensor is false; the loss is
+then run as it was written, and raises its own error from its own line, or handles it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class CheckFailedError(Exception):
+    """Traced code would have raised here."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a check of the loss or of the model does not hold where the backward runs it again; "
+            "it held in the forward, so what it reads is not computed alike twice"
+        )
+
+
+@torch.library.custom_op("fxrl::check", mutates_args=(), schema="(Tensor passes) -> ()")
+def _check(passes: Tensor) -> None:
+    if not passes:
+        raise CheckFailedError
+
+
+@_check.register_fake
+def _(passes: Tensor) -> None:
+    pass
+
+
+check = torch.fx.has_side_effect(torch.ops.fxrl.check.default)
+"""Raises ``CheckFailedError`` where its tensor, of one element, is false; waits for its device."""

@@ -1,0 +1,158 @@
+"""Branches that only raise are checks: the rest is captured whole, and the error is the user's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxrl.models import load_model
+from fxrl.step import optimize
+from tests.capture.mixer import (
+    CONFIG,
+    Mixer,
+    assert_matches_eager,
+    asserted,
+    captures,
+    make_batch,
+    make_model,
+    token_logps,
+)
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def rest(logits: Tensor, batch: Any) -> Tensor:
+    return -(token_logps(logits, batch["ids"]) * batch["adv"] * batch["mask"]).sum()
+
+
+def of_logits(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])
+    if torch.isnan(logits).any():
+        raise ValueError(f"NaN among {tuple(logits.shape)}, in all {logits.sum()}")
+    return rest(logits, batch)
+
+
+def of_several(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])
+    if torch.isinf(logits).any() or not (logits == logits).all():
+        culprits = "infinite or NaN"
+        raise FloatingPointError(culprits)
+    return rest(logits, batch)
+
+
+def in_a_loop(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])
+    for row in range(2):
+        if (logits[row] != logits[row]).any():
+            raise ValueError(row)
+    return rest(logits, batch)
+
+
+def of_a_number(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])
+    if torch.isnan(logits).any().item():
+        raise ValueError("NaN")
+    loss = rest(logits, batch)
+    if not loss.item() < 1e9:
+        raise ValueError("a large loss")
+    return loss
+
+
+def under_a_context(model: nn.Module, batch: Any) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return of_logits(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "words"),
+    [
+        (of_logits, ValueError, r"NaN among \(3, 7, 61\), in all nan"),
+        (of_several, FloatingPointError, "infinite or NaN"),
+        (in_a_loop, ValueError, "0"),
+        (asserted, AssertionError, "are NaN"),
+        (of_a_number, ValueError, "NaN"),
+        (under_a_context, ValueError, "NaN among"),
+    ],
+)
+def test_a_check_costs_no_rewrite_and_raises_what_it_says(loss_fn, error, words):
+    model, batch = make_model(), make_batch()
+    step = optimize(model, loss_fn, CONFIG)
+    assert_matches_eager(step, loss_fn, model, batch)
+    assert captures(step) == 1
+    kept = model.mix.bias.detach().clone()
+    with torch.no_grad():
+        model.mix.bias[0] = float("nan")
+    with pytest.raises(error, match=words):
+        step(batch)
+    with torch.no_grad():
+        model.mix.bias.copy_(kept)
+    assert_matches_eager(step, loss_fn, model, batch)
+    assert captures(step) == 1
+
+
+def test_who_handles_the_error_goes_on_as_in_eager():
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        try:
+            return of_logits(model, batch)
+        except ValueError:
+            return model.mix.weight.sum()
+
+    model, batch = make_model(), make_batch()
+    step = optimize(model, loss_fn, CONFIG)
+    assert_matches_eager(step, loss_fn, model, batch)
+    with torch.no_grad():
+        model.mix.bias[0] = float("nan")
+    assert_matches_eager(step, loss_fn, model, batch)
+    assert captures(step) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_that_check_stay_one_body(compiled, monkeypatch):
+    model, _ = load_model("tiny:qwen3:layers=3", "fp64")
+    kind = type(model.model.layers[0].mlp)
+    forward = kind.forward
+
+    def checked(self: nn.Module, x: Tensor) -> Tensor:
+        if not torch.isfinite(x).all():
+            raise ValueError("the input is not finite")
+        return forward(self, x)
+
+    monkeypatch.setattr(kind, "forward", checked)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return rest(model(input_ids=batch["ids"]).logits, batch)
+
+    passes = ("restore-causal-attention", "outline-layers", "recompute", "fuse-linear-logprob")
+    config = dataclasses.replace(CONFIG, compile_regions=compiled, passes=passes)
+    step, batch = optimize(model, loss_fn, config), make_batch()
+    assert_matches_eager(step, loss_fn, model, batch, 1e-6)
+    (remark,) = (r for r in step.report.of_kind("applied") if r.pass_name == "outline-layers")
+    assert "3 calls of 1 compiled bodies" in remark.reason
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[0] = float("nan")
+    with pytest.raises(ValueError, match="the input is not finite"):
+        step(batch)
+
+
+def test_a_branch_that_does_more_than_raise_ends_the_graph():
+    class Clamped(Mixer):
+        def forward(self, ids: Tensor) -> Tensor:
+            logits = super().forward(ids)
+            if torch.isinf(logits).any():
+                logits = logits.clamp(-1, 1)
+            return logits
+
+    torch.manual_seed(0)
+    model = Clamped()
+    step = optimize(model, rest_of, dataclasses.replace(CONFIG, on_miss="ignore"))
+    assert_matches_eager(step, rest_of, model, make_batch())
+    assert captures(step) > 1
+    assert any("data-dependent branching" in r.reason for r in step.report.of_kind("missed"))
+
+
+def rest_of(model: nn.Module, batch: Any) -> Tensor:
+    return rest(model(batch["ids"]), batch)
