@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
@@ -135,6 +135,14 @@ def inductor_decompositions() -> Any:
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
+
+
+def marking_roundings() -> AbstractContextManager[object]:
+    """``make_fx`` inside marks the ops whose results eager rounds, for Inductor's
+    ``emulate_precision_casts``."""
+    from torch._inductor import config
+
+    return config.patch(emulate_precision_casts=True)
 
 
 def start_inductor_workers() -> None:

@@ -39,6 +39,14 @@ _BODY_OPTIONS: dict[str, Any] = {
     # in the backward of Qwen3-8B's layer at 8192 tokens.
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
+    # NOTE [Why roundings stay]: Inductor leaves those between fused ops out, and two bf16 values
+    # whose sum lies half-way between two others are then rounded to where the smallest addend
+    # points. An adapter's output after its first updates is far below half a unit, and eager's sum
+    # drops it; kept, it decides every such tie, all in the gradient's direction. Adam's first step
+    # at 1e-6 took a DPO margin to 696 nats (12 layers of Qwen3-8B's shape with random weights;
+    # eager 0.5, and its gradient allows 31), and a policy whose adapter is zero was not quite its
+    # reference. ``bodies.trace`` marks the ops that round.
+    "emulate_precision_casts": True,
 }
 
 

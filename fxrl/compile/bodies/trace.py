@@ -28,6 +28,7 @@ from fxrl.capture._torch import enable_python_dispatcher, make_fx
 from fxrl.compile._torch import (
     holds,
     inductor_decompositions,
+    marking_roundings,
     new_size,
     symbolic_mode,
     values_of,
@@ -232,7 +233,7 @@ class TracedBody:
 
     def _trace(self, function: Any, inputs: Sequence[Any]) -> fx.GraphModule:
         table = inductor_decompositions() if self.decomposed else None
-        with self._tracing():
+        with self._tracing(), marking_roundings():
             gm = make_fx(function, decomposition_table=table)(*inputs)
             if writes(gm):  # an autograd formula may; the partitioner must see values alone
                 values = wraps(function)(torch.func.functionalize(gm))  # arguments keep their names

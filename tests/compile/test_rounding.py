@@ -1,0 +1,63 @@
+"""Compiled layers round where eager rounds: in bf16 too, an adapter of zeros changes no bit."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxrl import Config, TrainStep, optimize
+from fxrl.models import load_model, lora
+
+PASSES = ("restore-causal-attention", "outline-layers", "recompute", "fuse-linear-logprob")
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def logp(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["ids"]).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(-1, batch["ids"][:, 1:, None]).sum()
+
+
+def policy(device: str) -> nn.Module:
+    """bf16, under an adapter in fp32."""
+    model, _ = load_model("tiny:qwen3:layers=3,hidden=64", "bf16", device, seed=1)
+    return lora(model, r=4, seed=2)
+
+
+def step_of(model: nn.Module, compiled: bool) -> TrainStep:
+    config = Config(min_saved_bytes=0, compile_regions=compiled, passes=PASSES, on_miss="error")
+    return optimize(model, logp, config)
+
+
+def values(step: TrainStep, model: nn.Module, ids: Tensor) -> list[float]:
+    """The loss while it is trained, scored, and of the reference."""
+    found = []
+    for context in (nullcontext(), torch.no_grad(), model.disable_adapter()):
+        with context, torch.autocast(ids.device.type, torch.bfloat16):
+            found.append(step({"ids": ids}).item())
+    return found
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.skipif(TORCH < (2, 13), reason="its C++ kernels do not round where they are told")
+def test_compiled_layers_have_the_bits_of_those_that_run_op_by_op():
+    model, ids = policy("cpu"), torch.randint(3, 200, (4, 33))
+    by_op, compiled = (step_of(model, way) for way in (False, True))
+    for scale in (0.0, 1e-6, 1e-2):
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                if "lora_B" in name:
+                    value.normal_(0, scale)
+        found = values(compiled, model, ids)
+        assert found == values(by_op, model, ids)
+        assert found[0] == found[1]
+        assert (found[0] == found[2]) == (scale < 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_an_adapter_of_zeros_is_the_reference_bit_for_bit_on_a_gpu():
+    model, ids = policy("cuda"), torch.randint(3, 200, (4, 512), device="cuda")
+    assert len(set(values(step_of(model, True), model, ids))) == 1
