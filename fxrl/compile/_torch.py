@@ -137,6 +137,13 @@ def inductor_decompositions() -> Any:
     return select_decomp_table()
 
 
+def without_repeats(gm: fx.GraphModule) -> None:
+    """What is computed twice alike, random draws apart, is computed once."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    gm.graph = fx_graph_cse(gm.graph)
+
+
 def marking_roundings() -> AbstractContextManager[object]:
     """``make_fx`` inside marks the ops whose results eager rounds, for Inductor's
     ``emulate_precision_casts``."""

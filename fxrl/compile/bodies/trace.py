@@ -33,6 +33,7 @@ from fxrl.compile._torch import (
     symbolic_mode,
     values_of,
     without_autocast,
+    without_repeats,
 )
 from fxrl.compile.bodies.attention import fastest
 from fxrl.compile.bodies.partition import Halves, partition, writes
@@ -239,6 +240,7 @@ class TracedBody:
                 values = wraps(function)(torch.func.functionalize(gm))  # arguments keep their names
                 gm = make_fx(values, decomposition_table=table)(*inputs)
         gm.graph.eliminate_dead_code()
+        without_repeats(gm)  # as a cut does: what is scored goes through what is trained
         gm.recompile()
         return gm
 
