@@ -133,8 +133,9 @@ class CapturedLoss:
                     continue
                 failure = failed.error
                 way = _next(way, failure)
-            except CheckFailedError:
-                return self._loss_fn(self._model, batch)  # raises its own error, or handles it
+            except CheckFailedError:  # as written it raises its own error, or handles it
+                self._note(RemarkKind.ANALYSIS, "", "a check failed: the call was run as written")
+                return self._loss_fn(self._model, batch)
         else:
             if failure is not None and self._backend.only_explain:
                 raise failure

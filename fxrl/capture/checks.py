@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class CheckFailedError(Exception):
-    """Traced code would have raised here."""
+    """Traced code would have raised here. Only a backward that runs layers again shows it."""
 
     def __init__(self) -> None:
         super().__init__(

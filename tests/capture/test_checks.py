@@ -108,6 +108,8 @@ def test_who_handles_the_error_goes_on_as_in_eager():
         model.mix.bias[0] = float("nan")
     assert_matches_eager(step, loss_fn, model, batch)
     assert captures(step) == 1
+    (fact,) = [r for r in step.report.of_kind("analysis") if r.pass_name == "capture"]
+    assert "a check failed" in fact.reason
 
 
 @pytest.mark.parametrize("compiled", [False, True])
