@@ -149,7 +149,8 @@ def marking_roundings() -> AbstractContextManager[object]:
     ``emulate_precision_casts``."""
     from torch._inductor import config
 
-    return config.patch(emulate_precision_casts=True)
+    marking: AbstractContextManager[object] = config.patch(emulate_precision_casts=True)
+    return marking
 
 
 def start_inductor_workers() -> None:
