@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fxrl import Config, TrainStep, optimize
 from fxrl.models import load_model, lora
+from tests.passes.layered import ids_batch, make_stack
 
 PASSES = ("restore-causal-attention", "outline-layers", "recompute", "fuse-linear-logprob")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -23,7 +24,7 @@ def logps_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[s
 
 def policy(device: str) -> nn.Module:
     """bf16, under an adapter in fp32."""
-    model, _ = load_model("tiny:qwen3:layers=3,hidden=64", "bf16", device, seed=1)
+    model, _ = load_model("tiny:qwen3:layers=2,hidden=64", "bf16", device, seed=1)
     return lora(model, r=4, seed=2)
 
 
@@ -42,20 +43,42 @@ def logps(step: TrainStep, model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.skipif(TORCH < (2, 13), reason="its C++ kernels do not round where they are told")
-def test_what_is_scored_has_the_bits_of_what_is_trained_compiled_or_not():
+def test_what_is_scored_has_the_bits_of_what_is_trained():
     model, ids = policy("cpu"), torch.randint(3, 200, (4, 33))
-    by_op, compiled = (step_of(model, way) for way in (False, True))
+    step = step_of(model, False)
     for scale in (0.0, 1e-6, 1e-2):
         with torch.no_grad():
             for name, value in model.named_parameters():
                 if "lora_B" in name:
                     value.normal_(0, scale)
-        trained, scored, reference = found = logps(compiled, model, ids)
+        trained, scored, reference = logps(step, model, ids)
         assert torch.equal(trained, scored)
-        if scale == 0.0:
-            assert torch.equal(trained, reference)
-            assert all(map(torch.equal, found, logps(by_op, model, ids)))
+        assert torch.equal(trained, reference) or scale > 0.0
+
+
+class Residual(nn.Module):
+    """Two sums in a row, which Inductor makes one kernel of."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.tiny = nn.Parameter(torch.rand(width))
+        self.wide = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x * self.wide + 1e-4 * self.tiny)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.skipif(TORCH < (2, 13), reason="its C++ kernels do not round where they are told")
+def test_a_compiled_layer_has_the_bits_of_one_that_runs_op_by_op():
+    """bf16 drops the tiny addend; kept until the second sum, it would decide that one's ties."""
+    model, batch = make_stack(2, block=Residual, width=64).bfloat16(), ids_batch(8, 32)
+    found = []
+    for compiled in (False, True):
+        config = Config(passes=("outline-layers", "recompute"), compile_regions=compiled)
+        loss = optimize(model, lambda m, b: m(b["ids"]).double().square().sum(), config)(batch)
+        found += [torch.autograd.grad(loss, list(model.parameters()))]
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 @pytest.mark.gpu
