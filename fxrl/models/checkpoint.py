@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,20 @@ class CheckpointTensors:
             self._converted = self._converted or self._convert()
             stored = self._converted.get(name)
         return stored
+
+    def fill(self, device: torch.device | str, *, but: Container[str] = ()) -> None:
+        """Reads what the skeleton has on ``meta`` to a device, ``but`` for parameters of these
+        names; its buffers likewise.
+
+        Raises:
+            ModelError: see ``get``.
+        """
+        for names in parameter_groups(self._skeleton):
+            empty = getattr(*owner_of(self._skeleton, names[0]))
+            if empty.is_meta and names[0] not in but:
+                tensor = self.get(names, empty.shape).to(device, empty.dtype, copy=True)
+                put_parameter(self._skeleton, names, tensor)
+        self.fill_buffers()
 
     def fill_buffers(self) -> None:
         """Persistent buffers (routing biases) are small, and the checkpoint's values count."""

@@ -16,8 +16,6 @@ from fxrl.models.checkpoint import (
     CheckpointTensors,
     build_skeleton,
     owner_of,
-    parameter_groups,
-    put_parameter,
 )
 from fxrl.models.hf import ModelError
 from fxrl.models.stored import (
@@ -258,12 +256,7 @@ def load_quantized(
         _take_stored(model, checkpoint, held, device)
     elif how is not None:
         _take_quantized(model, checkpoint, how, device)
-    for names in parameter_groups(model):
-        empty = getattr(*owner_of(model, names[0]))
-        if empty.is_meta:
-            tensor = checkpoint.get(names, empty.shape).to(device, empty.dtype, copy=True)
-            put_parameter(model, names, tensor)
-    checkpoint.fill_buffers()
+    checkpoint.fill(device)
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 

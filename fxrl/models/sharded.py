@@ -26,8 +26,6 @@ from fxrl.models.checkpoint import (
     CheckpointTensors,
     build_skeleton,
     owner_of,
-    parameter_groups,
-    put_parameter,
 )
 from fxrl.models.hf import ModelError
 from fxrl.models.quantized import QuantizedLinear, linears_of
@@ -296,13 +294,6 @@ def load_sharded(
     for path, part in _parts(linears, peers.size, memory):
         shape, start = linears[path].weight.shape, peers.rank * len(part)
         part.copy_(checkpoint.rows(f"{path}.weight", shape, start, start + len(part)))
-    for names in parameter_groups(model):
-        if names[0].removesuffix(".weight") in linears:
-            continue
-        empty = getattr(*owner_of(model, names[0]))
-        put_parameter(
-            model, names, checkpoint.get(names, empty.shape).to(device, empty.dtype, copy=True)
-        )
-    checkpoint.fill_buffers()
+    checkpoint.fill(device, but={f"{path}.weight" for path in linears})
     _shared(model, linears, memory, peers)
     return model.to(device).eval()  # type: ignore[no-any-return]
