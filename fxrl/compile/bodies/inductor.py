@@ -44,8 +44,7 @@ _BODY_OPTIONS: dict[str, Any] = {
     # points. An adapter's output after its first updates is far below half a unit, and eager's sum
     # drops it; kept, it decides every such tie, all in the gradient's direction. Adam's first step
     # at 1e-6 took a DPO margin to 696 nats (12 layers of Qwen3-8B's shape with random weights;
-    # eager 0.5, and its gradient allows 31), and a policy whose adapter is zero was not quite its
-    # reference. ``bodies.trace`` marks the ops that round.
+    # eager 0.5, and its gradient allows 31). ``bodies.trace`` marks the ops that round.
     "emulate_precision_casts": True,
 }
 
