@@ -246,10 +246,13 @@ def _load_attribute(translator: Any, instruction: Any) -> None:
 
 def _jump(own: Callable[[Any, Any], None], jumps_if: bool) -> Callable[[Any, Any], None]:
     def jump(translator: Any, instruction: Any) -> None:
+        value = translator.stack[-1].realize()
+        if not _known_when_run(value):
+            own(translator, instruction)
+            return
         at = translator.indexof[instruction.target], translator.instruction_pointer
         jump_raises, next_raises = (_only_raises(translator.instructions[start:]) for start in at)
-        value = translator.stack[-1].realize()
-        if jump_raises == next_raises or not _known_when_run(value):
+        if jump_raises == next_raises:
             own(translator, instruction)
             return
         translator.pop()
