@@ -190,7 +190,7 @@ def dynamo_settings(changes: Mapping[str, Any]) -> Iterator[None]:
 
 
 _IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]
-_JUMPS = {dis.opmap[f"POP_JUMP_{way}IF_{value}"]: value == "TRUE" for way in ("", "FORWARD_", "BACKWARD_") for value in ("TRUE", "FALSE") if f"POP_JUMP_{way}IF_{value}" in dis.opmap}
+_JUMPS = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_", "BACKWARD_") for value in ("TRUE", "FALSE") if f"POP_JUMP_{way}IF_{value}" in dis.opmap]
 _LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE")))}
 _TRANSLATORS: tuple[Any, ...] = (torch._dynamo.symbolic_convert.InstructionTranslator, torch._dynamo.symbolic_convert.InliningInstructionTranslator, torch._dynamo.symbolic_convert.InliningGeneratorInstructionTranslator)
 _make_instance: Any = UserDefinedClassVariable.call_function
@@ -209,9 +209,8 @@ def plain_python_is_traced() -> Iterator[None]:
     tables, had = [one.dispatch_table for one in _TRANSLATORS], UserDefinedClassVariable.call_function
     before = [list(table) for table in tables]
     for table in tables:
-        table[_IMPORT], table[_ATTRIBUTE] = _import_name, _load_attribute
-        for opcode, jumps_if in _JUMPS.items():
-            table[opcode] = _jump(table[opcode], jumps_if)
+        for opcode, handler in _HANDLERS.items():
+            table[opcode] = handler
     if not _KNOWS_NAMESPACES:
         UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
         UserDefinedClassVariable.call_function = _instance
@@ -244,16 +243,18 @@ def _load_attribute(translator: Any, instruction: Any) -> None:
     translator.LOAD_ATTR(instruction)
 
 
-def _jump(own: Callable[[Any, Any], None], jumps_if: bool) -> Callable[[Any, Any], None]:
+def _jump(name: str) -> Callable[[Any, Any], None]:
+    jumps_if = name.endswith("TRUE")
+
     def jump(translator: Any, instruction: Any) -> None:
         value = translator.stack[-1].realize()
         if not _known_when_run(value):
-            own(translator, instruction)
+            getattr(translator, name)(instruction)
             return
         at = translator.indexof[instruction.target], translator.instruction_pointer
         jump_raises, next_raises = (_only_raises(translator.instructions[start:]) for start in at)
         if jump_raises == next_raises:
-            own(translator, instruction)
+            getattr(translator, name)(instruction)
             return
         translator.pop()
         call = translator.output.create_proxy
@@ -282,6 +283,9 @@ def _only_raises(instructions: list[Any]) -> bool:
         if one.opcode in _LEAVES:
             return False
     return False
+
+
+_HANDLERS = {_IMPORT: _import_name, _ATTRIBUTE: _load_attribute} | {dis.opmap[name]: _jump(name) for name in _JUMPS}
 
 
 def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
