@@ -5,6 +5,7 @@ process of its own, so none inherits memory or compiled kernels:
 
     trl          ``SFTTrainer``, ``DPOTrainer``, ``GRPOTrainer`` with gradient checkpointing
     trl-liger    the same with ``use_liger_kernel=True``
+    trl-fp32     TRL's with the same weights in float32: what training in bf16 should come near to
     fxrl         ``FxrlSFTTrainer``, ... of fxrl.integrations.trl, with all the memory there is
     fxrl:SIZE    the same with ``fxrl.Config(gpu_memory=SIZE)``
 
@@ -50,6 +51,7 @@ COLUMNS = (
     "curve_first",
     "curve_last",
     "curve_difference",
+    "curve_to_fp32",
     "missed",
     "error",
 )
@@ -74,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"times: median, least and most of the steps after the first {args.skip} of {args.steps}; "
         "first_step_s compiles; peaks: of PyTorch's allocator, model and optimizer included, in "
         "the timed steps and in those before",
-        "curve_difference: the largest distance to trl's curve at any step; trl-liger's says how "
-        "far two correct runs are apart in bf16",
+        "curve_difference: the largest distance to trl's curve at any step, curve_to_fp32: to "
+        "trl-fp32's, which has the same weights in float32",
         "trl's own losses are computed in chunks of tokens (its fused head); missed: rewrites that "
         "fxrl found no way for",
     ]
@@ -110,9 +112,10 @@ def _add(results: common.Results, kind: str, variant: str, found: dict[str, Any]
             results.extra["reports"][f"{kind}/{variant}"] = report
         curve = curves[variant][CURVES[kind]]
         row |= {"curve": CURVES[kind], "curve_first": curve[0], "curve_last": curve[-1]}
-        if variant != "trl" and "trl" in curves:
-            pairs = zip(curve, curves["trl"][CURVES[kind]], strict=True)
-            row["curve_difference"] = max(abs(a - b) for a, b in pairs)
+        for column, other in (("curve_difference", "trl"), ("curve_to_fp32", "trl-fp32")):
+            if variant != other and other in curves:
+                pairs = zip(curve, curves[other][CURVES[kind]], strict=True)
+                row[column] = max(abs(a - b) for a, b in pairs)
     results.add(kind=kind, variant=variant, **row)
 
 
@@ -181,7 +184,7 @@ def make_trainer(args: argparse.Namespace, kind: str, variant: str, folder: str)
         "per_device_train_batch_size": rows // 2 if kind == "dpo" else rows,
         "max_steps": args.steps,
         "gradient_checkpointing": True,
-        "bf16": True,
+        "bf16": name != "trl-fp32",
         "use_liger_kernel": name == "trl-liger",
         "use_cpu": args.device == "cpu",
         "logging_steps": 1,
@@ -206,6 +209,8 @@ def make_trainer(args: argparse.Namespace, kind: str, variant: str, folder: str)
     model = qwen.make_model(
         args.shape, args.device, layers=args.layers, rank=0, checkpointing=False
     )
+    if name == "trl-fp32":
+        model = model.float()
     torch.manual_seed(0)  # LoRA's factors
     return getattr(home, f"{prefix}{kind.upper()}Trainer")(
         model=model,
@@ -313,7 +318,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     if unknown := set(args.kinds) - CURVES.keys():
         parser.error(f"--kinds has {', '.join(sorted(unknown))}; there are {', '.join(CURVES)}")
     names = {variant.partition(":")[0] for variant in args.variants}
-    if unknown := names - {"trl", "trl-liger", "fxrl"}:
+    if unknown := names - {"trl", "trl-liger", "trl-fp32", "fxrl"}:
         parser.error(f"--variants has {', '.join(sorted(unknown))}; see --help")
     if args.tokens % (2 * args.length):
         parser.error(f"--tokens {args.tokens} is no even number of rows of --length {args.length}")

@@ -46,10 +46,13 @@ def test_rows_and_curves(tmp_path):
 @pytest.mark.usefixtures("in_this_process", "fresh_dynamo")
 def test_fxrls_rows_stand_beside_trls(tmp_path):
     out = tmp_path / "rows.json"
-    variants = ["--kinds", "grpo", "--variants", "trl,fxrl,fxrl:nothing"]
+    variants = ["--kinds", "grpo", "--variants", "trl-fp32,trl,fxrl,fxrl:nothing"]
     assert trl_step.main([*SIZES, *variants, "--out", str(out)]) == 1
     record = json.loads(out.read_text())
-    theirs, ours, broken = (dict(zip(record["columns"], r, strict=True)) for r in record["rows"])
+    rows = [dict(zip(record["columns"], row, strict=True)) for row in record["rows"]]
+    exact, theirs, ours, broken = rows
+    assert exact["curve_to_fp32"] is None
+    assert 0 < theirs["curve_to_fp32"] < 1e-2
     assert ours["curve_first"] == pytest.approx(theirs["curve_first"], rel=1e-3)
     assert ours["curve_difference"] < 1e-2
     assert ours["missed"] == 0

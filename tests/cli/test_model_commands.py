@@ -115,6 +115,7 @@ def test_verify_for_real(capsys):
 
 
 def test_dump_for_real(tmp_path, capsys):
+    pytest.importorskip("depyf")
     assert main(["dump", *TINY, *CONFIG, "--out", str(tmp_path / "d"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["remarks"] >= 1
     assert (tmp_path / "d" / "index.md").read_text().startswith("# ")

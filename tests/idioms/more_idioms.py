@@ -1337,7 +1337,8 @@ def copied_over_trained_values(hidden, weight, ids, value_w):
     return values.square().mean()
 
 
-@shape(APPLY)
+# Before torch 2.13, torch.quantile takes no size that varies.
+@shape(APPLY if torch.__version__ >= "2.13" else REFUSE)
 def mask_from_a_quantile_of_entropies(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     lp = _logp(z, ids[:, 1:])

@@ -24,6 +24,7 @@ def test_every_example_is_valid(file):
 def test_the_tiny_example_is_optimized_and_resumes_exactly(tmp_path, capsys):
     """The real thing: ``fxrl.optimize``, captured anew for the resumed run, and every number of
     its step the same."""
+    pytest.importorskip("reasoning_gym")
     example = str(EXAMPLES / "tiny.toml")
     options = ["save_every=2", "tensorboard=false", "model.id=tiny:qwen3:layers=1", "loss.beta=0"]
     options += ["steps=3"]
