@@ -62,11 +62,11 @@ def main() -> int:
         args.config = str(sums.write(args.config, Path(args.run_dir) / args.config, args.model))
     config = Path(args.config)
     notes = [
-        f"{config}, overrides: {' '.join(args.overrides) or 'none'}; {args.parallel} runs at once",
+        f"{config.name}, overrides: {' '.join(args.overrides) or 'none'}; {args.parallel} runs at once",
         "measure: of held-out questions, none of which is trained on; curve: of the rollouts or "
         "examples that are",
     ]
-    results = common.results(args, "Learning runs", COLUMNS, notes)
+    results = common.results(args, f"Learning runs of {config.name}", COLUMNS, notes)
     results.extra["config"] = config.read_text()
     curves: dict[str, Any] = {}
     for runs in _batches(args.seeds, args.parallel):
