@@ -62,7 +62,8 @@ def main() -> int:
         args.config = str(sums.write(args.config, Path(args.run_dir) / args.config, args.model))
     config = Path(args.config)
     notes = [
-        f"{config.name}, overrides: {' '.join(args.overrides) or 'none'}; {args.parallel} runs at once",
+        f"{config.name}, overrides: {' '.join(args.overrides) or 'none'}; {args.parallel} runs at "
+        "once",
         "measure: of held-out questions, none of which is trained on; curve: of the rollouts or "
         "examples that are",
     ]
