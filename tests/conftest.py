@@ -10,6 +10,9 @@ from hypothesis import HealthCheck, settings
 # bit. Read when torch is imported, here and in processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What a CPU says of itself is believed: a cold cache has a compiler try it, for six seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # A loaded machine draws slowly; that says nothing about the code. Draws are the same every time.
 settings.register_profile(
     "fxrl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -17,10 +20,15 @@ settings.register_profile(
 settings.load_profile("fxrl")
 
 
+def pytest_sessionstart():
+    gc.disable()
+
+
 def pytest_collection_finish():
     """What was imported stays: the collector looks at what tests make, and seldom."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(100_000, 20, 20)
 
 

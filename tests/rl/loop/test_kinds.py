@@ -15,6 +15,7 @@ from fxrl.rl.config.load import config_of
 from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.build import read_data
 from fxrl.rl.train import main
+from tests.capture.mixer import assert_matches_eager
 
 TINY = "tiny:llama:layers=1,hidden=32,heads=2,kv_heads=1"
 WORDS = ("one", "two or three", "no", "four, five and six", "all", "none at all", "yes", "who?")
@@ -221,13 +222,8 @@ def test_the_optimized_step_is_eager(kind):
         given["teacher"], _ = load_model(TEACHER, torch.float64)
     loss_fn = losses.by_name(kind, **given)
     config = Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
-    step, found = optimize(model, loss_fn, config), []
-    for call in (lambda: step(batch), lambda: loss_fn(model, batch)):
-        model.zero_grad()
-        loss, metrics = call()
-        loss.backward()
-        found.append((loss, metrics, [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+    step = optimize(model, loss_fn, config)
+    assert_matches_eager(step, loss_fn, model, batch)
     if not scores:  # which has no vocabulary
         rewritten = "chunk-vocab-region" if kind == "distill" else "fuse-linear-logprob"
         assert rewritten in {r.pass_name for r in step.report.of_kind("applied")}
