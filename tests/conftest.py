@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import atexit
 import gc
 import os
 
@@ -21,7 +22,7 @@ settings.load_profile("fxrl")
 
 
 def pytest_sessionstart():
-    gc.disable()
+    gc.disable()  # while all is imported
 
 
 def pytest_collection_finish():
@@ -30,10 +31,8 @@ def pytest_collection_finish():
     gc.freeze()
     gc.enable()
     gc.set_threshold(100_000, 20, 20)
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # or bindings that count what is left at the end warn of it
+    # Bindings that count what is left at the end warn of it; pytest's own five looks come before.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,6 +19,7 @@ from fxrl.rl import Trainer
 from fxrl.rl.callbacks import Callback
 from fxrl.rl.config.load import config_of
 from tests.capture.mixer import assert_matches_eager
+from tests.rl.metrics import numbers
 
 TINY = "tiny:llama:layers=1,hidden=32,heads=2,kv_heads=1"
 ROWS = [{"prompt": "so " * (i % 3) + f"count to {i}"} for i in range(8)]
@@ -42,12 +43,6 @@ def tables(**further):
         **{"tensorboard": False, "optimize": False, "engine": "torch"},
     }
     return table | further
-
-
-def numbers(run_dir):
-    lines = [json.loads(text) for text in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    left_out = ("time", "per_second", "engine/")
-    return [{k: v for k, v in e.items() if not any(w in k for w in left_out)} for e in lines]
 
 
 def policy(seed=3):
@@ -169,9 +164,7 @@ def test_micro_batches_change_no_number(tmp_path, monkeypatch):
     found = []
     for size in (90, 4096):
         Trainer(config=tables(micro_batch_tokens=size, run_dir=str(size))).train()
-        found.append(
-            [{k: v for k, v in n.items() if "padding" not in k} for n in numbers(str(size))]
-        )
+        found.append(numbers(str(size), "padding", "engine/"))
     assert found[0] == [pytest.approx(line, rel=1e-9) for line in found[1]]
 
 
@@ -183,7 +176,7 @@ def test_a_resumed_run_is_an_unbroken_one(adapter, tmp_path, monkeypatch):
     whole = Trainer(config=tables(steps=3, run_dir="whole", **further)).train()
     Trainer(config=tables(steps=2, run_dir="parts", **further)).train()
     parts = Trainer(config=tables(steps=3, run_dir="parts", **further)).train(resume="")
-    assert numbers("whole")[2:] == numbers("parts")[2:]
+    assert numbers("whole", "engine/")[2:] == numbers("parts", "engine/")[2:]
     same = zip(whole.model.parameters(), parts.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in same)
     assert whole.model.value_head.weight.abs().max() > 0
