@@ -225,7 +225,7 @@ CASES = {
         policy_losses(*FAMILY),
         [hf_batch(4, 5)],
     ),
-    # One that is a mean over tokens, one that is of sequences.
+    # One of tokens' ratios, one of sequences'.
     "the GRPO family, packed": Case(
         4,
         lambda: hf_model("llama"),
