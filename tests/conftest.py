@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import atexit
 import gc
 import os
 
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, settings
 # bit. Read when torch is imported, here and in processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What a CPU says of itself is believed: a cold cache has a compiler try it, for six seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # A loaded machine draws slowly; that says nothing about the code. Draws are the same every time.
 settings.register_profile(
     "fxrl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -17,15 +21,18 @@ settings.register_profile(
 settings.load_profile("fxrl")
 
 
+def pytest_sessionstart():
+    gc.disable()  # while all is imported
+
+
 def pytest_collection_finish():
     """What was imported stays: the collector looks at what tests make, and seldom."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(100_000, 20, 20)
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # or bindings that count what is left at the end warn of it
+    # Bindings that count what is left at the end warn of it; pytest's own five looks come before.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,10 +6,12 @@ One mixing layer and a tied head stand in for a transformer where a feature does
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fxrl.config import Config
 from fxrl.step import TrainStep
@@ -61,8 +63,13 @@ def policy_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return -(logps * batch["adv"] * mask).sum() / mask.sum().clamp_min(1)
 
 
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
 def grads(model: nn.Module) -> dict[str, Tensor]:
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    """The gradients, which are none then."""
+    found = gradients(model)
     model.zero_grad(set_to_none=True)
     return found
 
@@ -71,19 +78,24 @@ def assert_same(got: Any, wanted: Any, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
+def outcome(function: Callable[[Any], Any], model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """What a step returns, its loss first or alone, and the gradient of every weight."""
+    model.zero_grad(set_to_none=True)
+    result = function(batch)
+    loss, *_ = result if isinstance(result, tuple) else (result,)
+    loss.backward()
+    return tree_map_only(Tensor, Tensor.detach, result), gradients(model)
+
+
 def assert_matches_eager(
     step: TrainStep, loss_fn: Callable[..., Any], model: nn.Module, batch: Any, tol: float = 1e-10
-) -> None:
-    """Loss and all gradients of one batch."""
-    wanted = loss_fn(model, batch)
-    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
-    wanted.backward()
-    wanted_grads = grads(model)
-    got = step(batch)
-    got = got[0] if isinstance(got, tuple) else got
-    got.backward()
-    assert_same(got.detach(), wanted.detach(), tol)
-    assert_same(grads(model), wanted_grads, tol)
+) -> tuple[Any, Any]:
+    """The outcome of one batch: loss, metrics and all gradients."""
+    wanted = outcome(partial(loss_fn, model), model, batch)
+    got = outcome(step, model, batch)
+    model.zero_grad(set_to_none=True)
+    assert_same(got, wanted, tol)
+    return got
 
 
 def fused(step: TrainStep) -> bool:

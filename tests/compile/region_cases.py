@@ -40,28 +40,6 @@ def square_loss(model, batch):
     return model(batch["ids"]).square().mean()
 
 
-def gradients(model):
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def run(function, model, batch):
-    """The loss and every gradient of one step."""
-    model.zero_grad(set_to_none=True)
-    loss = function(batch)
-    loss.backward()
-    return loss.detach(), gradients(model)
-
-
-def assert_same(step, loss_fn, model, batch, *, tolerance):
-    """Loss and gradients of ``step`` equal those of eager."""
-    loss, found = run(step, model, batch)
-    expected_loss, expected = run(lambda b: loss_fn(model, b), model, batch)
-    torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=tolerance)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=name)
-
-
 def saved_bytes(function, without=()):
     """Bytes that autograd keeps for the backward of ``function()``, each storage once.
 

@@ -102,18 +102,22 @@ FAMILY = {
 }
 
 
-def every_policy_loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    """The losses of the GRPO family over one forward; a gradient of each goes into the sum."""
-    columns = batch["completion_mask"].shape[1]
-    given = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
-    output = model(**given, logits_to_keep=columns + 1)
-    total, metrics = 0.0, {}
-    for weight, (name, one) in enumerate(FAMILY.items(), 1):
-        loss, found = one(lambda **_: output, batch)
-        total = total + weight * loss
-        metrics[name] = loss.detach()
-        metrics |= {f"{name}/{key}": value for key, value in found.items()}
-    return total, metrics
+def policy_losses(*names: str) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
+    """Losses of the GRPO family over one forward; a gradient of each goes into the sum."""
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        columns = batch["completion_mask"].shape[1]
+        given = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
+        output = model(**given, logits_to_keep=columns + 1)
+        total, metrics = 0.0, {}
+        for weight, name in enumerate(names, 1):
+            loss, found = FAMILY[name](lambda **_: output, batch)
+            total = total + weight * loss
+            metrics[name] = loss.detach()
+            metrics |= {f"{name}/{key}": value for key, value in found.items()}
+        return total, metrics
+
+    return loss_fn
 
 
 def hf_model(kind: str, *, full: bool = True, **sizes: int) -> nn.Module:
@@ -218,13 +222,14 @@ CASES = {
     "the GRPO family": Case(
         2,
         lambda: hf_model("qwen3", full=False),
-        every_policy_loss,
+        policy_losses(*FAMILY),
         [hf_batch(4, 5)],
     ),
+    # One of tokens' ratios, one of sequences'.
     "the GRPO family, packed": Case(
         4,
         lambda: hf_model("llama"),
-        every_policy_loss,
+        policy_losses("grpo", "gspo"),
         [hf_batch(8, 5, packed=True)],
     ),
     # Gemma's norms are computed in float32, the gradients of their weights included.

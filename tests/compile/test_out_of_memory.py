@@ -25,7 +25,7 @@ from fxrl.ops.out_of_memory import MemoryWarning
 from fxrl.planner.budget import Limits
 from fxrl.planner.target import TARGETS
 from fxrl.step import TrainStep
-from tests.passes.layered import GatedBlock, make_stack, square_loss
+from tests.passes.layered import make_stack, square_loss
 
 LAYERS = 3
 IDS = {"ids": torch.randint(0, 11, (2, 256), generator=torch.Generator().manual_seed(0))}
@@ -71,7 +71,7 @@ def make_step(plan=None, *, layers=LAYERS, link=None, **options):
     options = {"gpu_memory": "1GiB", "host_memory": "1GiB"} | options
     passes = ("recompute", "offload", "tile-tokens")
     config = fxrl.Config(passes=passes, compile_regions=False, on_miss="error", **options)
-    model = make_stack(layers, block=GatedBlock, width=32, heads=4, wide=64)
+    model = make_stack(layers, width=32, heads=4)
     if link is None:
         return fxrl.optimize(model, square_loss, config, plan=plan)
     target = replace(TARGETS["h200"], link=link)

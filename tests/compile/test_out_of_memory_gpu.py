@@ -7,7 +7,7 @@ import torch
 
 import fxrl
 from fxrl.ops.out_of_memory import MemoryWarning
-from tests.compile.region_cases import run
+from tests.capture.mixer import outcome
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
 
 pytestmark = [
@@ -42,18 +42,18 @@ def test_a_step_goes_on_below_its_plan(limit, share):
     model = model.to(device="cuda", dtype=torch.bfloat16)
     batch = {"ids": ids_batch(ROWS, LENGTH)["ids"].cuda()}
     step = fxrl.optimize(model, square_loss, fxrl.Config(passes=("offload",), on_miss="error"))
-    run(step, model, batch)
+    outcome(step, model, batch)
     least = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    loss, true = run(step, model, batch)
+    loss, true = outcome(step, model, batch)
     peak = torch.cuda.max_memory_allocated()
     limit(least + share * (peak - least))
     with pytest.warns(MemoryWarning, match="memory ran out in .* were predicted there"):
-        found = run(step, model, batch)
+        found = outcome(step, model, batch)
     for _ in range(3):  # tighter each time that it has to be
-        last = run(step, model, batch)
+        last = outcome(step, model, batch)
     with warnings.catch_warnings(action="error", category=MemoryWarning):
-        last = run(step, model, batch)
+        last = outcome(step, model, batch)
     for its_loss, grads in (found, last):
         torch.testing.assert_close(its_loss, loss)
         assert distance(grads, true) < 1e-2
@@ -65,11 +65,11 @@ def test_what_cannot_fit_is_said_and_costs_nothing(limit):
     model = model.to(device="cuda", dtype=torch.bfloat16)
     batch = {"ids": ids_batch(ROWS, LENGTH)["ids"].cuda()}
     step = fxrl.optimize(model, square_loss, fxrl.Config(passes=("offload",), on_miss="error"))
-    loss, _ = run(step, model, batch)
+    loss, _ = outcome(step, model, batch)
     model.zero_grad(set_to_none=True)
     limit(torch.cuda.memory_allocated() + 2**24)
     with pytest.raises(torch.OutOfMemoryError, match="memory ran out in forward"):
         step(batch)
     assert all(p.grad is None for p in model.parameters())
     limit(2**40)
-    torch.testing.assert_close(run(step, model, batch)[0], loss)
+    torch.testing.assert_close(outcome(step, model, batch)[0], loss)

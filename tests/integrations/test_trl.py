@@ -12,9 +12,11 @@ import fxrl
 from fxrl.engines import TorchEngine
 from fxrl.errors import ConfigError, MissedRewriteError
 from fxrl.models import load_model
+from tests.forked import in_processes
 
 pytest.importorskip("trl", reason="needs the extra trl")
 import trl
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
@@ -299,6 +301,7 @@ def test_another_trl_is_named():
 def process(rank, port, folder):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "CI": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+    AcceleratorState._reset_state(reset_partial_state=True)  # it was the parent's, who is alone
     torch.set_num_threads(1)
     options = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "max_steps": 1}
     weights = []
@@ -315,6 +318,6 @@ def test_gradients_are_reduced_between_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, (port, str(tmp_path)), nprocs=2)
+    in_processes(process, port, str(tmp_path))
     one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(map(torch.equal, one, other))

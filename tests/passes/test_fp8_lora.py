@@ -370,8 +370,16 @@ def test_a_weight_that_is_written_to_is_quantised_again():
     assert_same(step, model, ids_batch())
 
 
+class MlpAlone(GatedBlock):
+    """Every further product is a few more kernels to compile."""
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
 def test_compiled():
-    model, twin = (gated(1).float() for _ in range(2))
+    options = {"block": MlpAlone, "width": 32, "wide": 48}
+    model, twin = (make_stack(1, **options).float() for _ in range(2))
     step = fxrl.optimize(model, square_loss, fxrl.Config(**FP8 | COMPILED))
     op_by_op = fxrl.optimize(twin, square_loss, fxrl.Config(**FP8))
     made, expected = (each(ids_batch()) for each in (step, op_by_op))

@@ -13,6 +13,7 @@ from fxrl.config import Config
 from fxrl.ir.graph import is_call, tensor_val
 from fxrl.ir.region import regions_of
 from fxrl.step import TrainStep, optimize
+from tests.capture.mixer import assert_matches_eager
 
 CONFIG = Config(min_saved_bytes=0, chunk_tokens=8, compile_regions=False, on_miss="error")
 
@@ -35,15 +36,6 @@ def log_prob_loss(model: nn.Module, batch: Any) -> Tensor:
     return -logps.gather(-1, batch["input_ids"][:, 1:, None]).mean()
 
 
-def assert_eagers(step: TrainStep, model: nn.Module, batch: Any) -> None:
-    found = []
-    for loss in (log_prob_loss(model, batch), step(batch)):
-        loss.backward()
-        found.append((loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}))
-        model.zero_grad()
-    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
-
-
 def masks_of(step: TrainStep) -> list[str]:
     return [r.reason for r in step.report.remarks if "attention calls" in r.reason]
 
@@ -61,7 +53,7 @@ def ids(rows: int = 3, length: int = 9) -> Tensor:
 def test_no_mask_given_and_grouped_queries_are_not_repeated() -> None:
     model = tiny("qwen3")
     step = optimize(model, log_prob_loss, CONFIG)
-    assert_eagers(step, model, {"input_ids": ids()})
+    assert_matches_eager(step, log_prob_loss, model, {"input_ids": ids()})
     assert not any("another mask" in reason for reason in masks_of(step))
     (call,) = attention_of(step)
     assert call["enable_gqa"] is True
@@ -73,7 +65,7 @@ def test_padding_stays_exact_and_says_so() -> None:
     step = optimize(model, log_prob_loss, CONFIG)
     mask = torch.ones(3, 9, dtype=torch.int64)
     mask[0, :4] = 0
-    assert_eagers(step, model, {"input_ids": ids(), "attention_mask": mask})
+    assert_matches_eager(step, log_prob_loss, model, {"input_ids": ids(), "attention_mask": mask})
     (reason,) = masks_of(step)
     assert "attention_mask" in reason
 
@@ -83,7 +75,9 @@ def test_packed_positions_stay_exact() -> None:
     step = optimize(model, log_prob_loss, CONFIG)
     for cut in (4, 6):
         positions = torch.cat([torch.arange(cut), torch.arange(9 - cut)])[None]
-        assert_eagers(step, model, {"input_ids": ids(1), "position_ids": positions})
+        assert_matches_eager(
+            step, log_prob_loss, model, {"input_ids": ids(1), "position_ids": positions}
+        )
     assert "position_ids" in masks_of(step)[0]
 
 
@@ -104,7 +98,7 @@ def test_no_dense_mask_where_it_is_computed(given: Any, checkpointed: bool) -> N
         model.train()
     passes = ("factor-masks", "outline-layers", "recompute", "fuse-linear-logprob")
     step = optimize(model, log_prob_loss, replace(CONFIG, passes=passes))
-    assert_eagers(step, model, {"input_ids": ids()} | given)
+    assert_matches_eager(step, log_prob_loss, model, {"input_ids": ids()} | given)
     gm = step.captures[0].rewritten.gm
     graphs = [gm.graph, *(region.forward.graph for region in regions_of(gm).values())]
     nodes = [node for graph in graphs for node in graph.nodes]

@@ -7,7 +7,7 @@ import torch
 
 import fxrl
 from fxrl.ir.plan import CutLayer, Plan
-from tests.compile.region_cases import run
+from tests.capture.mixer import outcome
 from tests.passes.layered import ids_batch, make_stack, square_loss
 
 pytestmark = [
@@ -56,9 +56,9 @@ def test_gradients_are_as_near_to_fp32_as_eagers(model, cut):
     exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
     for length in LENGTHS:
         batch = batch_of(length)
-        _, true = run(lambda b: square_loss(exact, b), exact, batch)
-        _, eager = run(lambda b: square_loss(model, b), model, batch)
-        _, ours = run(step, model, batch)
+        _, true = outcome(lambda b: square_loss(exact, b), exact, batch)
+        _, eager = outcome(lambda b: square_loss(model, b), model, batch)
+        _, ours = outcome(step, model, batch)
         assert distance(ours, true) <= 1.2 * distance(eager, true)
 
 
@@ -66,7 +66,7 @@ def test_hopper_takes_cudnn(model):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs an sm_90 GPU")
     step = planned(model, "attention")
-    run(step, model, batch_of(200))
+    outcome(step, model, batch_of(200))
     assert any(r.reason == "attention: cuDNN attention" for r in step.report.remarks)
 
 
@@ -74,7 +74,7 @@ def test_hopper_takes_cudnn(model):
 def test_offload_is_exact_at_every_length(model, cut):
     steps = {places: planned(model, cut, *places) for places in PLACES}
     for length in (*LENGTHS, LENGTHS[0]):
-        found = {places: run(step, model, batch_of(length)) for places, step in steps.items()}
+        found = {places: outcome(step, model, batch_of(length)) for places, step in steps.items()}
         loss, grads = found["gpu", "gpu"]
         for its_loss, its_grads in found.values():
             assert torch.equal(loss, its_loss)

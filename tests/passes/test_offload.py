@@ -14,7 +14,7 @@ from fxrl.ir.plan import CutLayer, Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
 from fxrl.passes.offload import Offload
 from fxrl.passes.outline_layers import OutlineLayers
-from tests.compile.region_cases import assert_same
+from tests.capture.mixer import assert_matches_eager
 from tests.passes.layered import ids_batch, make_stack, outlined, square_loss
 from tests.passes.lowered import lowered, plain
 
@@ -109,4 +109,4 @@ def test_numerics_and_gradients(loss):
     config = fxrl.Config(passes=("offload",), compile_regions=False, on_miss="error")
     step = fxrl.optimize(model, loss, config, plan=plan)
     for shape in ((2, 5), (1, 4)):
-        assert_same(step, loss, model, ids_batch(*shape), tolerance=1e-12)
+        assert_matches_eager(step, loss, model, ids_batch(*shape), tol=1e-12)

@@ -12,7 +12,7 @@ import fxrl
 from fxrl.ir.printer import print_graph
 from fxrl.passes.outline_layers import OutlineLayers
 from fxrl.passes.outline_norms import OutlineNorms
-from tests.compile.region_cases import assert_same
+from tests.capture.mixer import assert_matches_eager
 from tests.passes.layered import Block, Stack, ids_batch, square_loss
 from tests.passes.lowered import lowered, plain
 
@@ -112,5 +112,5 @@ def test_missed():
 def test_numbers_and_gradients_are_eagers(behind):
     model = Normed(behind)
     step = fxrl.optimize(model, square_loss, ONLY)
-    assert_same(step, square_loss, model, ids_batch(3, 7), tolerance=1e-12)
+    assert_matches_eager(step, square_loss, model, ids_batch(3, 7), tol=1e-12)
     assert [r.site for r in step.report.remarks if r.pass_name == "outline-norms"]

@@ -13,7 +13,8 @@ from fxrl.ir.plan import CutLayer, Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
 from fxrl.passes.recompute import Recompute
-from tests.compile.region_cases import assert_same, saved_bytes
+from tests.capture.mixer import assert_matches_eager
+from tests.compile.region_cases import saved_bytes
 from tests.passes.layered import Block, ids_batch, make_stack, outlined, square_loss
 from tests.passes.lowered import lowered, plain
 
@@ -88,7 +89,7 @@ def test_every_plan_gives_the_same_numbers(cuts):
     plan = Plan.from_json(plan.to_json())
     step = fxrl.optimize(model, square_loss, fxrl.Config(**OPTIONS), plan=plan)
     for shape in ((2, 5), (3, 8), (1, 4)):
-        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
+        assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-12)
     assert [step.plan.choices[f"0:blocks.{i}"].kept for i in range(2)] == list(cuts)
     assert step.verify(ids_batch()).ok
 

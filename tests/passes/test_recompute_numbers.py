@@ -8,7 +8,8 @@ import torch
 
 import fxrl
 from fxrl.ir.plan import CutLayer, Plan
-from tests.compile.region_cases import assert_same, run, saved_bytes
+from tests.capture.mixer import assert_matches_eager, outcome
+from tests.compile.region_cases import saved_bytes
 from tests.passes.layered import ids_batch, make_stack, square_loss
 
 ONLY = fxrl.Config(passes=("recompute",), compile_regions=False, on_miss="error")
@@ -26,7 +27,7 @@ def test_numerics_and_gradients(checkpointed):
     model = make_stack(3, checkpointed=checkpointed)
     step = fxrl.optimize(model, square_loss, ONLY)
     for shape in ((2, 5), (3, 7), (4, 9)):
-        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
+        assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-12)
     (capture,) = step.captures
     assert [site for site in step.plan.choices if "/" not in site and "-" not in site] == [
         f"0:blocks.{i}" for i in range(3)
@@ -49,7 +50,7 @@ def test_any_choice_for_any_layer_has_eagers_numbers(checkpointed):
     plan = Plan({f"0:blocks.{i}": CutLayer(cut) for i, cut in enumerate(WALK)})
     step = fxrl.optimize(model, square_loss, ONLY, plan=plan)
     for shape in ((2, 5), (3, 7)):
-        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
+        assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-12)
     assert [step.plan.choices[f"0:blocks.{i}"].kept for i in range(len(WALK))] == WALK
     bodies = step.captures[0].kernels.values()
     assert {kernels.region.cut for kernels in bodies} == {*CUTS}
@@ -63,7 +64,7 @@ def held_in(cut, places):
     model, batch = make_stack(3), ids_batch(4, 32)
     plan = Plan({f"0:blocks.{i}": CutLayer(cut, *there) for i, there in enumerate(places)})
     step = fxrl.optimize(model, square_loss, HOST, plan=plan)
-    loss, grads = run(step, model, batch)
+    loss, grads = outcome(step, model, batch)
     moved = [r.reason for r in step.report.of_kind("applied") if r.pass_name == "offload"]
     return loss, grads, activations(model, step, batch), moved
 
@@ -126,7 +127,7 @@ def test_layers_of_any_batch_layout(name):
             batch[field] = ids_batch(rows, width, seed=index)["ids"]
             if field == "mask":
                 batch[field] = batch[field] / 11 + 0.5
-        assert_same(step, loss, model, batch, tolerance=1e-12)
+        assert_matches_eager(step, loss, model, batch, tol=1e-12)
     assert [len(capture.kernels) for capture in step.captures] == [2] * len(step.captures)
 
 
@@ -134,7 +135,7 @@ def test_one_row_and_then_many():
     model = make_stack(2)
     step = fxrl.optimize(model, square_loss, ONLY)
     for shape in ((1, 4), (3, 4), (1, 6), (2, 1)):
-        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
+        assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-12)
 
 
 def test_frozen_weights_and_embeddings_share_bodies_and_get_no_gradient():
@@ -142,7 +143,7 @@ def test_frozen_weights_and_embeddings_share_bodies_and_get_no_gradient():
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("up" in name)
     step = fxrl.optimize(model, square_loss, ONLY)
-    assert_same(step, square_loss, model, ids_batch(), tolerance=1e-12)
+    assert_matches_eager(step, square_loss, model, ids_batch(), tol=1e-12)
     assert len(step.captures[0].kernels) == 1
 
 

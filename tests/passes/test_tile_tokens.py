@@ -13,7 +13,8 @@ from fxrl.ir.plan import CutLayer, Plan, TileHead
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
 from fxrl.passes.tile_tokens import TileTokens
-from tests.compile.region_cases import assert_same, saved_bytes
+from tests.capture.mixer import assert_matches_eager
+from tests.compile.region_cases import saved_bytes
 from tests.passes.layered import Block, GatedBlock, ids_batch, make_stack, outlined, square_loss
 from tests.passes.lowered import plain
 
@@ -143,7 +144,7 @@ def test_any_mixture_of_choices_has_eagers_numbers():
     model = make_stack(len(choices), block=GatedBlock, checkpointed=checkpointed)
     step = fxrl.optimize(model, square_loss, ONE_BY_ONE, plan=Plan(choices))
     for shape in ((2, 5), (1, 4)):
-        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
+        assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-12)
     assert {name: step.plan.choices[name] for name in choices} == choices
 
 
@@ -153,15 +154,15 @@ def test_tiles_of_any_size():
     plan = {f"0:blocks.{i}": CutLayer("attention", tile_tokens=t) for i, t in enumerate(tiles)}
     step = fxrl.optimize(model, square_loss, ONE_BY_ONE, plan=Plan(plan))
     for shape in ((2, 5), (3, 7), (1, 4), (1, 1)):
-        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-12)
+        assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-12)
 
 
 def test_compiled():
-    model = make_stack(2, block=GatedBlock, checkpointed=True).float()
+    model = make_stack(2, checkpointed=True).float()
     plan = Plan({f"0:blocks.{i}": CutLayer("attention", tile_tokens=4) for i in range(2)})
     step = fxrl.optimize(model, square_loss, fxrl.Config(**OPTIONS), plan=plan)
     for shape in ((2, 5), (3, 8)):
-        assert_same(step, square_loss, model, ids_batch(*shape), tolerance=1e-5)
+        assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-5)
     for kernels in step.captures[0].kernels.values():
         assert "def call" in kernels.generated()["forward.py"]
     assert step.verify(ids_batch()).ok

@@ -11,6 +11,7 @@ import fxrl
 from fxrl.rl.callbacks import Control
 from fxrl.rl.config.load import load_config
 from fxrl.rl.train import main
+from tests.rl.metrics import numbers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -65,14 +66,6 @@ def test_a_loop_with_one_changed_line(name, tmp_path, monkeypatch):
     losses, step = main(**LOOPS[name], config=config)
     assert losses[-1] < losses[0]
     assert "fuse-linear-logprob" in {r.pass_name for r in step.report.of_kind("applied")}
-
-
-def numbers(run_dir):
-    lines = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if "time" not in k and "per_second" not in k}
-        for line in lines
-    ]
 
 
 def test_the_callback_of_the_python_example():

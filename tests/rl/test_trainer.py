@@ -18,6 +18,7 @@ from fxrl.rl.callbacks import EVENTS
 from fxrl.rl.config.load import load_config
 from fxrl.rl.errors import CallbackError
 from fxrl.rl.train import main
+from tests.rl.metrics import numbers
 
 TINY = "tiny:llama:layers=1,hidden=32,heads=2,kv_heads=1"
 ROWS = [{"prompt": f"count to {i}", "answer": f"{i % 3}"} for i in range(8)]
@@ -37,14 +38,6 @@ def tables(config_file):
     table = tomllib.loads(config_file.read_text())
     del table["data"], table["reward"]["functions"], table["model"]["id"]
     return table | {"save_every": 0}
-
-
-def numbers(run_dir):
-    lines = [json.loads(text) for text in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if "time" not in k and "per_second" not in k}
-        for line in lines
-    ]
 
 
 def test_it_is_the_run_of_the_command(config_file, tables):

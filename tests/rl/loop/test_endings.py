@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fxrl.rl.train import main
+from tests.rl.metrics import numbers
 
 BEHAVE = """
 import asyncio, os, signal, sys, torch
@@ -38,13 +39,6 @@ def behaving(config_file):
         return main(str(config_file), extra, resume=resume, json=json, **options)
 
     return train
-
-
-def metrics(run_dir):
-    lines = [json.loads(t) for t in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if "time" not in k and "per_s" not in k} for line in lines
-    ]
 
 
 def events(capsys, kind):
@@ -74,7 +68,7 @@ def test_a_reward_that_ends_the_run(behaving, capsys, behaviour, code, says, how
     assert "the state before it is in out/checkpoints/step-00000002; go on with --resume" in text
     if code == 1:
         assert "behaving.py:" in text
-    assert len(metrics("out")) == 2
+    assert len(numbers("out")) == 2
 
 
 def test_what_a_reward_ended_goes_on_as_if_it_had_not(behaving):
@@ -82,7 +76,7 @@ def test_what_a_reward_ended_goes_on_as_if_it_had_not(behaving):
     Path("well").touch()
     assert behaving("sys.exit(0)", resume="") == 0
     assert behaving("pass", run_dir="whole") == 0
-    assert metrics("out") == metrics("whole")
+    assert numbers("out") == numbers("whole")
 
 
 def test_model_made_code_that_exits_is_skipped_where_errors_are(behaving, capsys):
@@ -91,7 +85,7 @@ def test_model_made_code_that_exits_is_skipped_where_errors_are(behaving, capsys
     assert "raised SystemExit(0) at behaving.py:10; 8 completions" in "\n".join(
         events(capsys, "message")
     )
-    assert len(metrics("out")) == 4
+    assert len(numbers("out")) == 4
 
 
 REACHING_OUT = (
@@ -106,7 +100,7 @@ def test_a_reward_changes_nothing_but_its_values(behaving):
     extra = ("steps=6", "prompts_per_step=4", "sampling.num_generations=2")  # three epochs
     assert behaving("pass", *extra, run_dir="whole") == 0
     assert behaving(REACHING_OUT, *extra) == 0
-    assert metrics("out") == metrics("whole")
+    assert numbers("out") == numbers("whole")
 
 
 @pytest.mark.parametrize("behaviour", ["sys.stdout = open(os.devnull, 'w')", "sys.stdout.close()"])
@@ -180,22 +174,22 @@ def test_a_loss_that_goes_wrong_at_step_3(config_file, capsys, behaviour, says):
     [text] = events(capsys, "error")
     assert f"loss 'behaving_loss.py:loss' (defined at behaving_loss.py:5) {says}" in text
     assert "the state before it is in out/checkpoints/step-00000002" in text
-    assert len(metrics("out")) == 2
+    assert len(numbers("out")) == 2
 
 
 def test_a_loss_changes_nothing_but_its_values(config_file):
     assert train_with_loss(config_file, "pass") == 0
-    plain = metrics("out")
+    plain = numbers("out")
     shutil.rmtree("out")
     behaviour = "torch.set_grad_enabled(False); torch.set_default_dtype(torch.float64)"
     assert train_with_loss(config_file, f"import os; os.chdir('/'); {behaviour}") == 0
-    assert metrics("out") == plain
+    assert numbers("out") == plain
 
 
 def test_numbers_are_metrics_and_appear_when_they_like(config_file):
     assert train_with_loss(config_file, "metrics |= {'calls': len(calls), 'late': True}") == 0
-    assert [line.get("calls") for line in metrics("out")] == [None, None, 3.0, 4.0]
-    assert metrics("out")[2]["late"] == 1.0
+    assert [line.get("calls") for line in numbers("out")] == [None, None, 3.0, 4.0]
+    assert numbers("out")[2]["late"] == 1.0
 
 
 def test_micro_batches_with_different_metrics(config_file, capsys):
@@ -214,7 +208,7 @@ def test_every_name_of_the_trainer_is_reserved(config_file):
     )
     extra = ["loss={name='bare.py:loss'}", "eval.size=2", "dynamic_sampling=refill", "steps=1"]
     assert main(str(config_file), ["run_dir=out", *extra], json=True) == 0
-    free = {name for name in metrics("out")[0] if not RESERVED.match(name)}
+    free = {name for name in numbers("out")[0] if not RESERVED.match(name)}
     assert all(name.startswith("sampling/") for name in free), "the drift's, as the losses call it"
 
 
@@ -229,7 +223,7 @@ def test_rewards_that_teach_nothing_are_told(config_file, capsys, values, words)
     told = [text for text in events(capsys, "message") if "rewards were" in text]
     assert [text.partition(":")[0] for text in told] == ["step 3", "step 6"]
     assert f"rewards were {words} in the last 3 steps, so nothing is learned" in told[0]
-    assert {line["reward"] for line in metrics("out")} == {None if "None" in values else 0.5}
+    assert {line["reward"] for line in numbers("out")} == {None if "None" in values else 0.5}
 
 
 def test_ctrl_c_is_answered_within_the_step(behaving, capsys):
@@ -271,7 +265,7 @@ def test_a_reader_that_goes_away(behaving, monkeypatch, capsys):
     assert "a print of the reward" in log
     assert "step 4/4" in log
     assert "step 2/4" not in log
-    assert len(metrics("out")) == 4
+    assert len(numbers("out")) == 4
     assert f"writes to {Path('out/train.log').absolute()}" in capsys.readouterr().err
 
 
@@ -318,7 +312,7 @@ def test_what_vanishes_while_the_run_writes_it(behaving, capsys, behaviour):
     capsys.readouterr()
     assert behaving(behaviour) == 0
     assert "out/metrics.jsonl was deleted; it is written on" in "\n".join(events(capsys, "message"))
-    assert metrics("out") == metrics("whole")
+    assert numbers("out") == numbers("whole")
     summary = json.loads(Path("out/summary.json").read_text())
     assert summary["tokens"] == json.loads(Path("whole/summary.json").read_text())["tokens"]
     assert Path("out/final/adapter_model.safetensors").is_file()
@@ -369,7 +363,7 @@ def test_the_end_of_the_run_is_no_exception(behaving, monkeypatch, capsys, error
     [text] = events(capsys, "error")
     assert "what step 4 reached is saved; go on with --resume run_dir=out" in text
     assert behaving("pass", resume="") == 0
-    assert len(metrics("out")) == 4
+    assert len(numbers("out")) == 4
 
 
 def test_metrics_that_cannot_be_drawn_cost_no_model(behaving):
@@ -390,6 +384,6 @@ def test_a_resumed_run_keeps_what_it_cannot_read(behaving, capsys):
     assert "out/metrics.jsonl: 1 lines could not be read; they are kept in" in "\n".join(
         events(capsys, "message")
     )
-    assert [line["step"] for line in metrics("out")] == [2, 3, 4]
+    assert [line["step"] for line in numbers("out")] == [2, 3, 4]
     damaged = Path("out/metrics.jsonl.damaged").read_bytes()
     assert damaged.replace(b"\xff", b"") == first

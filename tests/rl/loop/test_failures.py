@@ -12,6 +12,7 @@ from fxrl.errors import ConfigError
 from fxrl.rl.loop import build, checkpoint
 from fxrl.rl.report.files import JsonLines
 from fxrl.rl.train import main
+from tests.rl.metrics import numbers
 
 
 class FailingEngine(TorchEngine):
@@ -68,13 +69,6 @@ def train(file, run_dir, *overrides, resume=None):
     return main(str(file), extra, resume=resume, json=True)
 
 
-def metrics(run_dir):
-    lines = [json.loads(t) for t in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if "time" not in k and "per_s" not in k} for line in lines
-    ]
-
-
 def error_of(capsys):
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["event"] == "error"
@@ -93,9 +87,9 @@ def test_a_dead_engine_costs_no_step_that_was_done(config_file, failing, capsys,
     assert f"out/checkpoints/step-{saved:08d}; go on with --resume run_dir=out" in text
     assert ("step 3 failed after its updates" in text) == (saved == 3)
     assert FailingEngine.made[0].closed == 1
-    assert len(metrics("out")) == saved
+    assert len(numbers("out")) == saved
     assert train(config_file, "out", resume="") == 0
-    assert metrics("out") == metrics("whole")
+    assert numbers("out") == numbers("whole")
     assert weights("out") == weights("whole")
 
 
@@ -105,10 +99,10 @@ def test_an_engine_that_dies_evaluating_costs_no_step(config_file, failing, caps
     failing("generate", when=5)  # evaluations before and after step 1, then after step 2
     assert train(config_file, "out", *extra) == 1
     assert "step 2 failed after its updates" in error_of(capsys)
-    assert len(metrics("out")) == 2
-    assert metrics("out")[1]["num_tokens"] == metrics("whole")[1]["num_tokens"]
+    assert len(numbers("out")) == 2
+    assert numbers("out")[1]["num_tokens"] == numbers("whole")[1]["num_tokens"]
     assert train(config_file, "out", *extra, resume="") == 0
-    assert metrics("out")[2:] == metrics("whole")[2:]
+    assert numbers("out")[2:] == numbers("whole")[2:]
     assert weights("out") == weights("whole")
 
 
@@ -118,7 +112,7 @@ def test_a_generation_that_took_too_long_is_drawn_again(config_file, failing, ca
     failing(where, error=GenerateTimeoutError)
     assert train(config_file, "out", "engine_retries=1") == 0
     assert "drawing again, 1 tries left" in capsys.readouterr().out
-    assert metrics("out") == metrics("whole"), "the same completions"
+    assert numbers("out") == numbers("whole"), "the same completions"
     failing(where, error=GenerateTimeoutError)
     assert train(config_file, "no", "engine_retries=0") == 1
 
@@ -187,7 +181,7 @@ def test_a_full_disk_delays_checkpoints_and_loses_nothing(config_file, monkeypat
     assert "the checkpoint of step 2 could not be written" in told
     assert "tries again after the next step" in told
     assert "1 lines wait in memory" in told
-    assert metrics("out") == metrics("whole")
+    assert numbers("out") == numbers("whole")
     assert weights("out") == weights("whole")
     assert Path("out/completions.jsonl").read_text() == Path("whole/completions.jsonl").read_text()
 
@@ -241,7 +235,7 @@ def test_a_reward_that_hangs_keeps_the_run(config_file, capsys, per_group):
     Path("fixed").touch()
     assert train(config_file, "out", *extra, "reward.timeout_s=20", resume="") == 0
     assert train(config_file, "whole", *extra) == 0
-    assert metrics("out") == metrics("whole")
+    assert numbers("out") == numbers("whole")
 
 
 def test_skipped_rewards_are_told(config_file, capsys):
@@ -249,5 +243,5 @@ def test_skipped_rewards_are_told(config_file, capsys):
     extra = ("reward.functions=['stuck_too:stuck', 'length']", "reward.params={}", "steps=2")
     assert train(config_file, "out", *extra, "reward.timeout_s=0.3", "reward.on_error=skip") == 0
     assert "8 completions get no value from it" in capsys.readouterr().out
-    assert metrics("out")[1]["rewards/stuck/mean"] is None
-    assert metrics("out")[1]["rewards/length/mean"] is not None
+    assert numbers("out")[1]["rewards/stuck/mean"] is None
+    assert numbers("out")[1]["rewards/length/mean"] is not None

@@ -15,6 +15,8 @@ from fxrl.rl.config.load import config_of
 from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.build import read_data
 from fxrl.rl.train import main
+from tests.capture.mixer import assert_matches_eager
+from tests.rl.metrics import numbers
 
 TINY = "tiny:llama:layers=1,hidden=32,heads=2,kv_heads=1"
 WORDS = ("one", "two or three", "no", "four, five and six", "all", "none at all", "yes", "who?")
@@ -46,14 +48,6 @@ def tables(kind, **further):
     if kind == "distill":
         table["teacher"] = {"id": TEACHER, "dtype": "float64"}
     return table | further
-
-
-def numbers(run_dir):
-    lines = [json.loads(text) for text in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if "time" not in k and "per_second" not in k}
-        for line in lines
-    ]
 
 
 SAYS = {
@@ -91,8 +85,7 @@ def test_micro_batches_change_no_number(kind, tmp_path, monkeypatch):
     for tokens in (60, 4096):
         config = tables(kind, steps=2, run_dir=str(tokens), micro_batch_tokens=tokens, model=model)
         Trainer(config=config).train()
-        lines = numbers(str(tokens))
-        found.append([{k: v for k, v in line.items() if "padding" not in k} for line in lines])
+        found.append(numbers(str(tokens), "padding"))
     assert found[0] == [pytest.approx(line, rel=1e-9) for line in found[1]]
 
 
@@ -221,13 +214,8 @@ def test_the_optimized_step_is_eager(kind):
         given["teacher"], _ = load_model(TEACHER, torch.float64)
     loss_fn = losses.by_name(kind, **given)
     config = Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
-    step, found = optimize(model, loss_fn, config), []
-    for call in (lambda: step(batch), lambda: loss_fn(model, batch)):
-        model.zero_grad()
-        loss, metrics = call()
-        loss.backward()
-        found.append((loss, metrics, [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+    step = optimize(model, loss_fn, config)
+    assert_matches_eager(step, loss_fn, model, batch)
     if not scores:  # which has no vocabulary
         rewritten = "chunk-vocab-region" if kind == "distill" else "fuse-linear-logprob"
         assert rewritten in {r.pass_name for r in step.report.of_kind("applied")}

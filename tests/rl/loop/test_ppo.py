@@ -18,6 +18,8 @@ from fxrl.models import load_model, tiny_tokenizer
 from fxrl.rl import Trainer
 from fxrl.rl.callbacks import Callback
 from fxrl.rl.config.load import config_of
+from tests.capture.mixer import assert_matches_eager
+from tests.rl.metrics import numbers
 
 TINY = "tiny:llama:layers=1,hidden=32,heads=2,kv_heads=1"
 ROWS = [{"prompt": "so " * (i % 3) + f"count to {i}"} for i in range(8)]
@@ -41,12 +43,6 @@ def tables(**further):
         **{"tensorboard": False, "optimize": False, "engine": "torch"},
     }
     return table | further
-
-
-def numbers(run_dir):
-    lines = [json.loads(text) for text in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    left_out = ("time", "per_second", "engine/")
-    return [{k: v for k, v in e.items() if not any(w in k for w in left_out)} for e in lines]
 
 
 def policy(seed=3):
@@ -168,9 +164,7 @@ def test_micro_batches_change_no_number(tmp_path, monkeypatch):
     found = []
     for size in (90, 4096):
         Trainer(config=tables(micro_batch_tokens=size, run_dir=str(size))).train()
-        found.append(
-            [{k: v for k, v in n.items() if "padding" not in k} for n in numbers(str(size))]
-        )
+        found.append(numbers(str(size), "padding", "engine/"))
     assert found[0] == [pytest.approx(line, rel=1e-9) for line in found[1]]
 
 
@@ -182,7 +176,7 @@ def test_a_resumed_run_is_an_unbroken_one(adapter, tmp_path, monkeypatch):
     whole = Trainer(config=tables(steps=3, run_dir="whole", **further)).train()
     Trainer(config=tables(steps=2, run_dir="parts", **further)).train()
     parts = Trainer(config=tables(steps=3, run_dir="parts", **further)).train(resume="")
-    assert numbers("whole")[2:] == numbers("parts")[2:]
+    assert numbers("whole", "engine/")[2:] == numbers("parts", "engine/")[2:]
     same = zip(whole.model.parameters(), parts.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in same)
     assert whole.model.value_head.weight.abs().max() > 0
@@ -239,21 +233,16 @@ def test_the_optimized_step_is_eager():
     ids = torch.randint(5, 60, (3, 12))
     batch = {"input_ids": ids, "completion_mask": mask, "right_padded": True, **drawn}
     batch["old_logps"] = -5.5 + 0.3 * torch.randn(shape).double()
-    calls, found = [], []
+    calls = []
     layer = model.get_output_embeddings()
     loss_fn = losses.ppo(vf_coef=0.5)
     passes = ("fuse-linear-logprob", "outline-layers", "recompute")
     config = Config(min_saved_bytes=0, compile_regions=False, on_miss="error", passes=passes)
     step = optimize(model, loss_fn, config)
-    for call in (lambda: step(batch), lambda: loss_fn(model, batch)):
-        model.zero_grad()
-        loss, metrics = call()
-        loss.backward()
-        found.append((loss, metrics, [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+    (_, metrics), _ = assert_matches_eager(step, loss_fn, model, batch)
     assert {*passes} <= {r.pass_name for r in step.report.of_kind("applied")}
     assert any("2 layers were captured as 1" in r.reason for r in step.report.remarks)
-    assert found[0][1]["value_loss"] > 0
+    assert metrics["value_loss"] > 0
     with layer.register_forward_hook(lambda *_: calls.append(1)):
         loss_fn(model, batch)
     assert calls == [1]

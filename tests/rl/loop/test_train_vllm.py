@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fxrl.rl.train import main
+from tests.rl.metrics import numbers
 
 pytestmark = pytest.mark.vllm
 
@@ -35,19 +36,13 @@ def train(file, run_dir, *overrides, resume=None):
     return main(str(file), extra, resume=resume, json=True)
 
 
-def metrics(run_dir):
-    lines = [json.loads(t) for t in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    drop = ("time", "per_s", "_s")
-    return [{k: v for k, v in line.items() if not any(d in k for d in drop)} for line in lines]
-
-
 def test_a_run_and_its_continuation(config_file, capsys):
     assert train(config_file, "whole", "steps=2") == 0
     events = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
     told = "\n".join(e["text"] for e in events if e["event"] in ("message", "stage"))
     assert "max_num_seqs=8" in told
     assert "rollouts take the trained weights by 'slots'" in told
-    first, second = metrics("whole")
+    first, second = numbers("whole")
     # drawn by vLLM, judged by the trainer: the same distribution, before and after an update
     for line in (first, second):
         assert line["sampling/sampling_logp_difference/max"] < 1e-3
@@ -61,10 +56,10 @@ def test_a_run_and_its_continuation(config_file, capsys):
     assert (Path("whole") / "model" / "config.json").is_file()
     assert train(config_file, "parts", "steps=1") == 0
     assert train(config_file, "parts", "steps=2", resume="") == 0
-    assert [line["loss"] for line in metrics("parts")] == [
-        line["loss"] for line in metrics("whole")
+    assert [line["loss"] for line in numbers("parts")] == [
+        line["loss"] for line in numbers("whole")
     ]
-    assert metrics("parts")[1]["reward"] == second["reward"]
+    assert numbers("parts")[1]["reward"] == second["reward"]
 
 
 @pytest.mark.parametrize("adapter", ["model.lora.r=4", "model.lora=none"])
@@ -72,7 +67,7 @@ def test_a_value_head_is_the_trainers_alone(config_file, adapter):
     """However the weights get into vLLM, PPO's value head stays out of it."""
     ppo = ("loss.name=ppo", "loss.kl_coef=0.1", "loss.beta=0", "num_iterations=2", "steps=2")
     assert train(config_file, "ppo", adapter, *ppo) == 0
-    for line in metrics("ppo"):
+    for line in numbers("ppo"):
         assert line["sampling/sampling_logp_difference/max"] < 1e-3
         assert line["value_loss"] > 0
     assert (Path("ppo") / "final" / "value_head.safetensors").is_file()
@@ -82,6 +77,6 @@ def test_all_weights_are_copied_where_they_cannot_be_shared(config_file, capsys)
     extra = ("model.lora=none", "vllm.max_lora_rank=none", "optim.lr=1e-2", "eval.size=0")
     assert train(config_file, "full", "steps=2", *extra) == 0
     assert "by 'copy': the trainer has weights of its own" in capsys.readouterr().out
-    for line in metrics("full"):
+    for line in numbers("full"):
         assert line["sampling/sampling_logp_difference/max"] < 1e-3
-    assert metrics("full")[1]["kl"] > 1e-3
+    assert numbers("full")[1]["kl"] > 1e-3

@@ -1,6 +1,5 @@
 """Groups whose rewards are all the same: kept, dropped, or replaced."""
 
-import json
 import math
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from fxrl.rl.report.progress import Reporter
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.rollout.rollouter import Rollouter, TrainerState
 from fxrl.rl.train import main
+from tests.rl.metrics import numbers
 
 
 def finish(prompt, sample):
@@ -146,13 +146,6 @@ def same(completions, **columns):
 """
 
 
-def metrics(run_dir):
-    lines = [json.loads(t) for t in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if "time" not in k and "per_s" not in k} for line in lines
-    ]
-
-
 def train(file, run_dir, *overrides, resume=None):
     extra = ["reward.params={}", f"run_dir={run_dir}", *overrides]
     return main(str(file), extra, resume=resume, json=True)
@@ -162,17 +155,17 @@ def test_a_run_with_refills_resumes_exactly(config_file):
     Path("refill_rewards.py").write_text(REWARD)
     extra = ("reward.functions=['refill_rewards:even']", "dynamic_sampling=refill", "save_every=1")
     assert train(config_file, "whole", *extra) == 0
-    assert any(line["dynamic_sampling/num_refills"] for line in metrics("whole"))
+    assert any(line["dynamic_sampling/num_refills"] for line in numbers("whole"))
     assert train(config_file, "parts", *extra, "steps=2") == 0
     assert train(config_file, "parts", *extra, resume="") == 0
-    assert metrics("parts") == metrics("whole")
+    assert numbers("parts") == numbers("whole")
 
 
 def test_a_step_without_any_signal_updates_nothing_and_goes_on(config_file):
     Path("same_rewards.py").write_text(REWARD)
     extra = ("reward.functions=['same_rewards:same']", "dynamic_sampling=drop", "steps=2")
     assert train(config_file, "out", *extra) == 0
-    for line in metrics("out"):
+    for line in numbers("out"):
         assert line["loss"] is None
         assert line["dynamic_sampling/num_dropped"] == 2
         assert line["reward"] == 1.0
@@ -195,5 +188,5 @@ def test_completions_that_were_cut_off_are_left_out_of_the_loss(config_file):
 def test_a_step_whose_completions_were_all_cut_off_updates_nothing_and_says_so(config_file, capsys):
     extra = ("mask_truncated_completions=true", "sampling.max_tokens=1", "sampling.min_tokens=1")
     assert train(config_file, "out", *extra, "steps=2") == 0
-    assert [line["loss"] for line in metrics("out")] == [None, None]
+    assert [line["loss"] for line in numbers("out")] == [None, None]
     assert capsys.readouterr().out.count("no update was made: all completions were cut off") == 2
