@@ -220,7 +220,8 @@ class DataConfig(Table):
         form: what rows are: ``prompts``, which the model answers; or what it learns as it stands:
             ``sequences``, ``pairs`` of a chosen and a rejected answer, or ``labelled`` sequences.
             ``auto`` is what the loss reads, of your own loss ``prompts``.
-        path: JSONL file, a question a line.
+        path: JSONL file, a question a line; or a ``.csv`` file, whose first line names the columns
+            and whose values are all texts.
         dataset: Hugging Face dataset, a name or a folder.
         subset: part of ``dataset``, what ``datasets.load_dataset`` calls ``name``.
         split: split of ``dataset``.
