@@ -10,7 +10,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fxrl.distributed import Ranks, joined
+from fxrl.engines import check_engine
 from fxrl.errors import FxrlError, did_you_mean
 from fxrl.files import refuse_links, remove, rename, replacing_folder, write_text
 from fxrl.models import load_tokenizer
@@ -102,12 +103,6 @@ def prepare(
 
     ``Trainer.train`` says what the arguments are.
 
-    NOTE [What the other ranks write]
-    Of several ranks the first has ``run_dir``, callbacks and trackers. The others go through the
-    same loop with a folder of their own, that goes when they end, so that nothing needs to ask who
-    it is but what is large: checkpoints and the trained model. They read rank 0's checkpoints, so
-    ranks of several hosts need a file system that all of them see.
-
     Raises:
         FxrlError: something in them is wrong, or another run has ``run_dir``.
     """
@@ -115,45 +110,60 @@ def prepare(
     config = config.settled()
     if accept_changes and resume is None:
         raise BadConfigError("--accept-changes says nothing without --resume")
-    with ExitStack() as held:
-        ranks = held.enter_context(joined(in_words))
+    check_engine(config.engine)
+    device = pick_device(config.model.device)
+    with joined(in_words) as ranks:
         _check_ranks(config, ranks)
-        called: list[object] = []
-        found = None
-        if ranks.primary:
-            _check_own(Path(config.run_dir))
-            if resume in ("", checkpoint.SOUND):
-                _check_begun(Path(config.run_dir))
-            called += [*trackers(config, tell), *callbacks]
-            if config.push_to_hub is not None:
-                called.append(HubPush(config.push_to_hub, tell))
-            held.enter_context(hold(Path(config.run_dir), tell))
-            found = None if overwrite else _where_to_start(config, resume, tell)
-        else:
-            scratch = held.enter_context(TemporaryDirectory(prefix="fxrl-rank-"))
-            config = dataclasses.replace(config, run_dir=scratch)
-        found = ranks.broadcast(found)
-        saved = None if found is None else checkpoint.read_trainer(found)
-        model = settle(
-            config.model,
-            pick_device(config.model.device),
-            None if saved is None else saved["config"]["model"],
-            tell,
-        )
-        config = dataclasses.replace(config, model=model)
-        for warning in config.warnings():
-            tell(warning)
-        if tokenizer is None:
-            tokenizer = _tokenizer(model.name, reporter)
-        with reporter.stage("reading the data"):
-            data = read_data(config, tokenizer, tell)
-        if config.epochs is not None:
-            config = _by_epochs(config, len(data.split.train), tell)
-        if found is not None and saved is not None:
-            checkpoint.check_same_run(found, saved["config"], as_table(config))
-            check_unchanged(found, saved["fingerprints"], data.fingerprints, accept=accept_changes)
-        ranks.check_same("data, rewards and loss", dict(data.fingerprints))
-        yield Task(config, data, found, accept_changes, tuple(called), overwrite, ranks)
+        with _written_by(ranks, config, callbacks, resume, tell) as (config, called):
+            found = None
+            if ranks.primary and not overwrite:
+                found = _where_to_start(config, resume, tell)
+            found = ranks.broadcast(found)
+            saved = None if found is None else checkpoint.read_trainer(found)
+            begun = None if saved is None else saved["config"]["model"]
+            model = settle(config.model, device, begun, tell)
+            config = dataclasses.replace(config, model=model)
+            for warning in config.warnings():
+                tell(warning)
+            if tokenizer is None:
+                tokenizer = _tokenizer(model.name, reporter)
+            with reporter.stage("reading the data"):
+                data = read_data(config, tokenizer, tell)
+            if config.epochs is not None:
+                config = _by_epochs(config, len(data.split.train), tell)
+            if found is not None and saved is not None:
+                checkpoint.check_same_run(found, saved["config"], as_table(config))
+                former, present = saved["fingerprints"], data.fingerprints
+                check_unchanged(found, former, present, accept=accept_changes)
+            ranks.check_same("data, rewards and loss", dict(data.fingerprints))
+            yield Task(config, data, found, accept_changes, called, overwrite, ranks)
+
+
+@contextmanager
+def _written_by(
+    ranks: Ranks, config: TrainConfig, callbacks: tuple[object, ...], resume: str | None, tell: Tell
+) -> Iterator[tuple[TrainConfig, tuple[object, ...]]]:
+    """``config`` with the folder that this rank has while the block lasts; what it calls.
+
+    NOTE [What the other ranks write]
+    Of several ranks the first has ``run_dir``, callbacks and trackers. The others go through the
+    same loop with a folder of their own, that goes when they end, so that nothing needs to ask who
+    it is but what is large: checkpoints and the trained model. They read rank 0's checkpoints, so
+    ranks of several hosts need a file system that all of them see.
+    """
+    if not ranks.primary:
+        with TemporaryDirectory(prefix="fxrl-rank-") as scratch:
+            yield dataclasses.replace(config, run_dir=scratch), ()
+        return
+    run_dir = Path(config.run_dir)
+    _check_own(run_dir)
+    if resume in ("", checkpoint.SOUND):
+        _check_begun(run_dir)
+    called = [*trackers(config, tell), *callbacks]
+    if config.push_to_hub is not None:
+        called.append(HubPush(config.push_to_hub, tell))
+    with hold(run_dir, tell):
+        yield config, tuple(called)
 
 
 def _check_ranks(config: TrainConfig, ranks: Ranks) -> None:
