@@ -66,9 +66,9 @@ class FakeVllm:
 @pytest.mark.parametrize(
     ("version", "gpu", "words"),
     [
-        (None, False, "vLLM is not installed, and PyTorch sees none; set engine='torch'"),
+        (None, False, "vLLM is not installed, and PyTorch sees no GPU; set engine='torch'"),
         (None, True, "is not installed; `fxrl doctor` says how to"),
-        ("0.25.1", False, "vLLM 0.25.1 needs a GPU, and PyTorch sees none"),
+        ("0.25.1", False, "vLLM 0.25.1 is built for GPUs, and PyTorch sees no GPU"),
         ("0.25.1", True, None),
         ("0.25.1+cpu", False, None),
     ],

@@ -53,9 +53,9 @@ def check_machine() -> None:
             "does without"
         )
     if not on_gpu and not (here and "cpu" in version):  # vLLM itself tells its builds so
-        what = f"vLLM {version} needs a GPU" if here else "vLLM is not installed"
+        what = f"vLLM {version} is built for GPUs" if here else "vLLM is not installed"
         raise EngineLoadError(
-            f"engine='vllm': {what}, and PyTorch sees none; set engine='torch', or run on a "
+            f"engine='vllm': {what}, and PyTorch sees no GPU; set engine='torch', or run on a "
             "machine with a GPU"
         )
 
