@@ -50,6 +50,14 @@ from fxrl.rl.report.trackers import trackers
 CONFIG = "config.json"
 
 
+class Start(NamedTuple):
+    """Where a run begins; ``Trainer.train`` says what each is."""
+
+    resume: str | None = None
+    accept_changes: bool = False
+    overwrite: bool = False
+
+
 class Task(NamedTuple):
     """A run that is checked as far as that goes without its model.
 
@@ -57,18 +65,16 @@ class Task(NamedTuple):
         config: complete.
         data: what it is trained on.
         found: the checkpoint to go on from.
-        accept_changes: goes on with what has changed since, if it is no configuration.
+        start: where it was told to begin; ``found`` is what that came to.
         callbacks: the caller's between the trackers and the push to the hub.
-        overwrite: a run that run_dir holds is moved aside.
         ranks: that run it.
     """
 
     config: TrainConfig
     data: Questions | Examples
     found: Path | None
-    accept_changes: bool
+    start: Start
     callbacks: tuple[object, ...]
-    overwrite: bool
     ranks: Ranks
 
 
@@ -92,32 +98,28 @@ class Outcome(NamedTuple):
 def prepare(
     config: TrainConfig,
     reporter: Reporter,
+    start: Start,
     *,
-    resume: str | None = None,
-    accept_changes: bool = False,
-    overwrite: bool = False,
     callbacks: tuple[object, ...] = (),
     tokenizer: Any = None,
 ) -> Iterator[Task]:
     """Reads checkpoint, tokenizer and data; loads no model. Holds ``run_dir`` while it is open.
-
-    ``Trainer.train`` says what the arguments are.
 
     Raises:
         FxrlError: something in them is wrong, or another run has ``run_dir``.
     """
     tell = reporter.message
     config = config.settled()
-    if accept_changes and resume is None:
+    if start.accept_changes and start.resume is None:
         raise BadConfigError("--accept-changes says nothing without --resume")
     check_engine(config.engine)
     device = pick_device(config.model.device)
     with joined(in_words) as ranks:
         _check_ranks(config, ranks)
-        with _written_by(ranks, config, callbacks, resume, tell) as (config, called):
+        with _written_by(ranks, config, callbacks, start.resume, tell) as (config, called):
             found = None
-            if ranks.primary and not overwrite:
-                found = _where_to_start(config, resume, tell)
+            if ranks.primary and not start.overwrite:
+                found = _where_to_start(config, start.resume, tell)
             found = ranks.broadcast(found)
             saved = None if found is None else checkpoint.read_trainer(found)
             begun = None if saved is None else saved["config"]["model"]
@@ -134,9 +136,9 @@ def prepare(
             if found is not None and saved is not None:
                 checkpoint.check_same_run(found, saved["config"], as_table(config))
                 former, present = saved["fingerprints"], data.fingerprints
-                check_unchanged(found, former, present, accept=accept_changes)
+                check_unchanged(found, former, present, accept=start.accept_changes)
             ranks.check_same("data, rewards and loss", dict(data.fingerprints))
-            yield Task(config, data, found, accept_changes, called, overwrite, ranks)
+            yield Task(config, data, found, start, called, ranks)
 
 
 @contextmanager
@@ -205,7 +207,7 @@ def run(task: Task, reporter: Reporter) -> Outcome:
         FxrlError: it failed; the state is saved where that is possible.
     """
     config, run_dir = task.config, Path(task.config.run_dir)
-    if task.overwrite:
+    if task.start.overwrite:
         _move_aside(run_dir, reporter.message)
     try_to_write(lambda: _start_folder(config, run_dir, new=task.found is None), str(run_dir))
     seed_everything(config.seed)
@@ -228,7 +230,7 @@ def _trained(loop: TrainingLoop, task: Task, reporter: Reporter) -> Outcome:
     config, parts = loop.config, loop.parts
     try:
         if task.found is not None:
-            loop.resume(task.found, accept_changes=task.accept_changes)
+            loop.resume(task.found, accept_changes=task.start.accept_changes)
             reporter.message(f"resumed at step {loop.done} from {task.found}")
         weights = [(n, p) for n, p in parts.model.named_parameters() if p.requires_grad]
         parts.ranks.check_same("the model", [parts.fingerprints, of_tensors(weights)])
