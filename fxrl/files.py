@@ -51,17 +51,10 @@ def refuse_links(path: Path, below: Path | None = None) -> Path:
     return path
 
 
-def opened(
-    path: Path,
-    mode: Literal["rb", "ab", "a+b", "xb"],
-    *,
-    below: Path | None = None,
-    buffering: int = -1,
-) -> IO[bytes]:
+def opened(path: Path, mode: Literal["rb", "ab", "a+b", "xb"], *, buffering: int = -1) -> IO[bytes]:
     """``open`` for plain files: no links, no pipes, no devices.
 
     Args:
-        below: see ``refuse_links``.
         mode: reads, appends (and makes the file; with ``+`` reads as well), or makes a file that
             must not be there.
 
@@ -69,7 +62,7 @@ def opened(
         ForeignFileError: it is no plain file, or reached through a link.
         OSError: as of ``open``.
     """
-    refuse_links(path, below)
+    refuse_links(path)
     # Without O_NONBLOCK a pipe without a writer is waited for.
     flags = _FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     stream = os.fdopen(os.open(path, flags, 0o666), mode, buffering)
@@ -80,9 +73,7 @@ def opened(
 
 
 @contextmanager
-def replacing(
-    path: Path, *, below: Path | None = None, work: str = "writing"
-) -> Iterator[IO[bytes]]:
+def replacing(path: Path, *, work: str = "writing") -> Iterator[IO[bytes]]:
     """A new file, which takes the place of ``path`` once it is complete and on the disk.
 
     Args:
@@ -92,7 +83,7 @@ def replacing(
         ForeignFileError: ``path`` is reached through a link.
         OSError: it could not be written; ``path`` is as it was.
     """
-    refuse_links(path, below)
+    refuse_links(path)
     new = path.with_name(f".{path.name}.{work}")
     new.unlink(missing_ok=True)
     try:
@@ -106,28 +97,26 @@ def replacing(
         raise
 
 
-def write_bytes(
-    path: Path, content: bytes, *, below: Path | None = None, work: str = "writing"
-) -> None:
+def write_bytes(path: Path, content: bytes, *, work: str = "writing") -> None:
     """``content`` in the place of ``path``, as ``replacing`` does it."""
-    with replacing(path, below=below, work=work) as stream:
+    with replacing(path, work=work) as stream:
         stream.write(content)
 
 
-def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
+def write_text(path: Path, text: str) -> None:
     """UTF-8, in the place of ``path``; raises as ``replacing`` does."""
-    write_bytes(path, text.encode(), below=below)
+    write_bytes(path, text.encode())
 
 
 @contextmanager
-def replacing_folder(path: Path, *, below: Path | None = None) -> Iterator[Path]:
+def replacing_folder(path: Path) -> Iterator[Path]:
     """A new, empty folder, which takes the place of ``path`` once all in it is on the disk.
 
     Raises:
         ForeignFileError: ``path`` is reached through a link.
         OSError: it could not be written; ``path`` is as it was.
     """
-    refuse_links(path, below)
+    refuse_links(path)
     work, former = (path.with_name(f".{path.name}.{what}") for what in ("writing", "former"))
     remove(work)
     work.mkdir()

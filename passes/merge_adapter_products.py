@@ -22,6 +22,7 @@ from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     RESHAPES,
     TRANSPOSES,
+    ancestors,
     as_node,
     hint,
     is_call,
@@ -227,17 +228,9 @@ def _can_share(group: Sequence[Sequence[_Product]]) -> bool:
     rests = [product for summands in group for product in summands[1:]]
     if any(hint(shape_of(product.left)[1]) > _NARROW for product in rests):
         return False
-    products = {product.node for summands in group for product in summands}
-    seen: set[fx.Node] = set()
-    stack = [product.left for summands in group for product in summands]
-    while stack:
-        node = stack.pop()
-        if node in products:
-            return False
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return True
+    products = [product for summands in group for product in summands]
+    needed = ancestors(product.left for product in products)
+    return needed.isdisjoint(product.node for product in products)
 
 
 def _merge(graph: fx.Graph, group: Sequence[Sequence[_Product]]) -> None:

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from fxrl.errors import ForeignFileError
-from fxrl.files import opened, replacing, replacing_folder
+from fxrl.files import opened, refuse_links, replacing, replacing_folder
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-def write(path, **place):
-    with replacing(path, **place) as stream:
+def write(path):
+    with replacing(path) as stream:
         stream.write(b"new")
 
 
@@ -39,7 +39,7 @@ def test_a_linked_folder_is_not_followed_but_the_named_one_may_be_a_link(folder,
     (tmp_path / "elsewhere").mkdir()
     (folder / "inner").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ForeignFileError, match="inner is a link"):
-        write(folder / "inner" / "a", below=folder)
+        refuse_links(folder / "inner" / "a", folder)
     (tmp_path / "alias").symlink_to(folder)
     write(tmp_path / "alias" / "a")
     assert (folder / "a").read_bytes() == b"new"

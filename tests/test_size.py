@@ -9,8 +9,6 @@ MOST = 60
 LONGER = {
     "fxrl/kernels/decode_attention.py:attend": 136,
     "fxrl/kernels/hopper/rows.py:combine_blocks": 83,
-    "fxrl/engines/vllm/decode_attention.py:make_backend": 94,
-    "fxrl/rl/loop/run.py:prepare": 66,
 }
 
 

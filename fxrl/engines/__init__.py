@@ -15,6 +15,7 @@ from fxrl.engines.engine import (
 )
 from fxrl.engines.torch import engine as _torch
 from fxrl.engines.torch.engine import TorchEngine
+from fxrl.engines.vllm import door as _door
 from fxrl.engines.vllm import engine as _vllm
 from fxrl.engines.vllm.engine import VllmEngine
 from fxrl.engines.vllm.options import VllmOptions
@@ -33,11 +34,22 @@ __all__ = [
     "VllmEngine",
     "VllmOptions",
     "build_engine",
+    "check_engine",
 ]
 
 ENGINES: Mapping[str, Callable[[EngineSpec], Built]] = MappingProxyType(
     {"torch": _torch.build, "vllm": _vllm.build}
 )
+
+
+def check_engine(name: str) -> None:
+    """Refuses an engine that this machine cannot have, before anything is loaded for it.
+
+    Raises:
+        EngineError: why, and the cure.
+    """
+    if name == "vllm":
+        _door.check_machine()
 
 
 def build_engine(name: str, spec: EngineSpec) -> Built:

@@ -34,7 +34,7 @@ from torch import fx
 from fxrl.capture._torch import cache_entries
 from fxrl.compile.bodies.variants import CompiledRegion
 from fxrl.compile.outer import aot_graphs
-from fxrl.errors import FxrlError
+from fxrl.errors import FxrlError, MissingPackageError, optional
 from fxrl.files import refuse_links
 from fxrl.ir.capture_record import Capture, GraphBreak
 from fxrl.ir.printer import print_graph
@@ -204,7 +204,7 @@ def write_dump(
     for function in functions:
         try:
             depyf |= decompile_dynamo(function)
-        except DecompileError as error:
+        except (MissingPackageError, DecompileError) as error:
             notes.append(str(error))
     _write(root, render(records, report, depyf=depyf, notes=list(dict.fromkeys(notes))))
     return root / "index.md"
@@ -432,22 +432,17 @@ _RESUME = "__resume_at_"
 
 
 class DecompileError(FxrlError):
-    """Bytecode cannot be shown as source: depyf is missing, or does not know the bytecode."""
+    """Bytecode cannot be shown as source: depyf does not know it."""
 
 
 def decompile(code: CodeType) -> str:
     """Python source of a code object, ending in a newline.
 
     Raises:
-        DecompileError: depyf is not installed, or fails on this code.
+        MissingPackageError: depyf is not installed.
+        DecompileError: it fails on this code.
     """
-    try:
-        import depyf
-    except ImportError as error:
-        raise DecompileError(
-            f"depyf is not installed ({error}), so Dynamo's bytecode is not decompiled; "
-            "cure: pip install depyf"
-        ) from error
+    depyf = optional("depyf", "decompiling Dynamo's bytecode", "depyf")
     try:
         source = str(depyf.decompile(code))
     except Exception as error:  # depyf raises whatever its many bytecode handlers meet
@@ -465,7 +460,7 @@ def decompile_dynamo(function: Callable[..., Any]) -> dict[str, str]:
     function that resumes after a graph break. Empty if Dynamo has compiled nothing of it.
 
     Raises:
-        DecompileError: as ``decompile``.
+        MissingPackageError, DecompileError: as ``decompile``.
     """
     sources: dict[str, str] = {}
     todo = [_plain(function)]

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from fxrl.compile.by_plan import random_state, torch_random_states
 from fxrl.errors import FxrlError
 from fxrl.ir.remark import format_bytes
+from fxrl.ops.out_of_memory import free_bytes
 from fxrl.planner.budget import host_free
 
 LossFn = Callable[[Any, Any], Any]
@@ -317,7 +318,4 @@ def _require_memory(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be taken on ``device``; ``None`` if the system does not say."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    return host_free() if device.type == "cpu" else None
+    return host_free() if device.type == "cpu" else free_bytes(device)

@@ -92,6 +92,14 @@ def put_parameter(model: nn.Module, names: Sequence[str], value: Tensor) -> None
         setattr(*owner_of(model, name), parameter)
 
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory read as integers of the same width, any strides."""
+    return tensor.detach().view(_INTEGERS[tensor.element_size()])
+
+
 _INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fxrl.ir.remark import format_bytes
 from fxrl.models.checkpoint import (
     CheckpointTensors,
+    bits,
     build_skeleton,
     owner_of,
 )
@@ -244,8 +245,7 @@ def _told(named: tuple[str, nn.Linear]) -> tuple[Any, ...]:
     """What ranks must have alike of a Linear: sums over its bits do not depend on the device."""
     path, linear = named
     weight = linear.weight
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.itemsize]
-    total = int(weight.contiguous().view(bits).sum(dtype=torch.int64))
+    total = int(bits(weight.contiguous()).sum(dtype=torch.int64))
     return path, tuple(weight.shape), str(weight.dtype), total
 
 

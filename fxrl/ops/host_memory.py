@@ -69,11 +69,20 @@ class HostPool:
         """Begin to copy tensors to the host; the caller may drop them at once."""
         flats = [_flat(x) for x in tensors]
         with _LOCK:
-            pages = self._take(sum(flat.numel() for flat in flats))
+            pages = self._take(flats)
             self._send(flats, pages)
             stored = Stored(self, tensors, pages, self._last)
             self._last = weakref.ref(stored)
         return stored
+
+    def room_for(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Pages, and the parts of tensors as bytes, each with its place in them."""
+        flats = [_flat(x) for x in tensors]
+        with _LOCK:
+            pages = self._take(flats)
+        return pages, list(_pieces(flats, pages))
 
     def take_back(self, pages: Sequence[Tensor]) -> None:
         """Pages that nobody reads any more."""
@@ -112,8 +121,8 @@ class HostPool:
             arrived.record(self._stream)
         return arrived
 
-    def _take(self, size: int) -> list[Tensor]:
-        count = -(-size // PAGE)
+    def _take(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        count = -(-sum(flat.numel() for flat in flats) // PAGE)
         while len(self._free) < count:
             self._free.append(self._page())
             self.bytes += PAGE

@@ -62,6 +62,14 @@ class Shortage:
         return cls(str(error), op, used, torch.cuda.memory_reserved(device) - used)
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """What a new tensor on a GPU can get now; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 class Watch:
     """One run of a captured step: what its ops keep, and who is told when memory runs out.
 

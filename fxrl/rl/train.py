@@ -71,13 +71,12 @@ def main(
                 with reporter.stage("importing PyTorch"):
                     from fxrl.losses.own_code import importable_from
                     from fxrl.rl.config.load import load_config
+                    from fxrl.rl.loop.run import Start
                     from fxrl.rl.trainer import Trainer
                 with importable_from(Path(config_path).parent, Path.cwd()):
                     trainer = Trainer(config=load_config(config_path, overrides))
-                    prepared = trainer.prepared(
-                        reporter, resume=resume, accept_changes=accept_changes, overwrite=overwrite
-                    )
-                    with prepared as run:
+                    start = Start(resume, accept_changes, overwrite)
+                    with trainer.prepared(reporter, start) as run:
                         code = FAILED
                         if rank == "0":
                             output.go_on_in(Path(trainer.config.run_dir) / LOG)

@@ -121,42 +121,24 @@ class Trainer:
                 the run failed, its state saved where possible.
             ConfigError: a second call with a model that was given itself.
         """
+        start = loop.Start(resume, accept_changes, overwrite)
         with (
             reporter_on(self._console, json=False) as reporter,
-            self.prepared(
-                reporter, resume=resume, accept_changes=accept_changes, overwrite=overwrite
-            ) as run,
+            self.prepared(reporter, start) as run,
         ):
             return run()
 
     @contextmanager
-    def prepared(
-        self,
-        reporter: Reporter,
-        *,
-        resume: str | None = None,
-        accept_changes: bool = False,
-        overwrite: bool = False,
-    ) -> Iterator[Callable[[], Outcome]]:
+    def prepared(self, reporter: Reporter, start: loop.Start) -> Iterator[Callable[[], Outcome]]:
         """All that ``train`` does before it loads the model; the rest is what it yields. No other
-        run can have ``run_dir`` in the block.
-
-        Args:
-            reporter: shows both.
-        """
+        run can have ``run_dir`` in the block."""
         if self._trained_in_place:
             raise ConfigError(
                 "this model was trained in place by an earlier call; load it anew and give it to "
                 "another Trainer, or give its name"
             )
         prepared = loop.prepare(
-            self.config,
-            reporter,
-            resume=resume,
-            accept_changes=accept_changes,
-            overwrite=overwrite,
-            callbacks=self.callbacks,
-            tokenizer=self.tokenizer,
+            self.config, reporter, start, callbacks=self.callbacks, tokenizer=self.tokenizer
         )
         with ExitStack() as held:
             with reporter.stage("reading the configuration and the data"):

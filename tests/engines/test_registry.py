@@ -1,5 +1,6 @@
 """Engines by name: each makes the model and itself in the order that it needs."""
 
+import sys
 import typing
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,7 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fxrl.engines import ENGINES, EngineError, EngineSpec, TorchEngine, VllmOptions, build_engine
+from fxrl.engines import (
+    ENGINES,
+    EngineError,
+    EngineSpec,
+    TorchEngine,
+    VllmOptions,
+    build_engine,
+    check_engine,
+)
 from fxrl.errors import ConfigError
 from fxrl.models import load_model
 from fxrl.rl.config.tables import TrainConfig
@@ -52,6 +61,32 @@ class FakeVllm:
 
     def close(self):
         self.calls.append("close")
+
+
+@pytest.mark.parametrize(
+    ("version", "gpu", "words"),
+    [
+        (None, False, "vLLM is not installed, and PyTorch sees no GPU; set engine='torch'"),
+        (None, True, "is not installed; `fxrl doctor` says how to"),
+        ("0.25.1", False, "vLLM 0.25.1 is built for GPUs, and PyTorch sees no GPU"),
+        ("0.25.1", True, None),
+        ("0.25.1+cpu", False, None),
+    ],
+)
+def test_an_engine_that_a_machine_cannot_have(tmp_path, monkeypatch, version, gpu, words):
+    """The packages are folders here, for this machine has one vLLM or none."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    if version is not None:
+        (tmp_path / "vllm").mkdir()
+        (tmp_path / "vllm" / "__init__.py").touch()
+        (tmp_path / "vllm-1.dist-info").mkdir()
+        about = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+        (tmp_path / "vllm-1.dist-info" / "METADATA").write_text(about)
+    with nullcontext() if words is None else pytest.raises(EngineError, match=words):
+        check_engine("vllm")
+    check_engine("torch")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fxrl.errors import ForeignFileError
+from fxrl.errors import ForeignFileError, MissingPackageError
 from fxrl.inspect.dump import (
     CaptureRecord,
     DecompileError,
@@ -321,10 +321,10 @@ def test_decompile_is_runnable_source():
 
 def test_without_depyf_the_index_says_so(compiled, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "depyf", None)
-    with pytest.raises(DecompileError, match="cure: pip install depyf"):
+    with pytest.raises(MissingPackageError, match="pip install depyf brings it"):
         decompile(broken.__code__)
     page = write_dump(tmp_path, [], Report(), functions=[compiled, compiled]).read_text()
-    assert page.count("cure: pip install depyf") == 1
+    assert page.count("pip install depyf brings it") == 1
 
 
 def test_what_depyf_cannot_read_is_named(monkeypatch):

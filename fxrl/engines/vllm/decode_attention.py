@@ -178,8 +178,38 @@ def make_backend(
         max_rows: most sequences in a step; larger steps are vLLM's.
         name: the member of vLLM's enumeration, which looks its backends up by it.
     """
+    fast = _implementation(impl, decode, make_workspace, _pair_dimension(backend), max_rows)
+    made = _builder(builder, decode_graphs, max_rows)
+
+    class FastBackend(backend):  # type: ignore[misc]
+        @staticmethod
+        def get_name() -> str:
+            return name
+
+        @staticmethod
+        def get_impl_cls() -> type:
+            return fast
+
+        @staticmethod
+        def get_builder_cls() -> type:
+            return made
+
+        @classmethod
+        def supports_batch_invariance(cls) -> bool:
+            return False  # how a sequence is split depends on the others' lengths
+
+    return FastBackend
+
+
+def _implementation(
+    impl: Any,
+    decode: Callable[..., Tensor],
+    make_workspace: Callable[[int, int, int], Any],
+    pair: int | None,
+    max_rows: int,
+) -> type:
+    """What a layer runs."""
     workspaces: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()
-    pair = _pair_dimension(backend)
 
     class FastImpl(impl):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -229,6 +259,12 @@ def make_backend(
             )
             return output
 
+    return FastImpl
+
+
+def _builder(builder: Any, decode_graphs: Any, max_rows: int) -> type:
+    """What a step's metadata is made by."""
+
     class FastBuilder(builder):  # type: ignore[misc]
         _cudagraph_support = decode_graphs
 
@@ -243,24 +279,7 @@ def make_backend(
             )
             return super().build(common_prefix_len, common_attn_metadata, fast_build or ours)
 
-    class FastBackend(backend):  # type: ignore[misc]
-        @staticmethod
-        def get_name() -> str:
-            return name
-
-        @staticmethod
-        def get_impl_cls() -> type:
-            return FastImpl
-
-        @staticmethod
-        def get_builder_cls() -> type:
-            return FastBuilder
-
-        @classmethod
-        def supports_batch_invariance(cls) -> bool:
-            return False  # how a sequence is split depends on the others' lengths
-
-    return FastBackend
+    return FastBuilder
 
 
 def _layer_fits(impl: Any) -> bool:

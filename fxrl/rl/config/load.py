@@ -42,7 +42,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise BadConfigError(f"{path}: cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise BadConfigError(f"{path}: cannot be read: {why} (seen from {Path.cwd()})") from error
     table = parse_toml(text, str(path))
     problems: list[str] = []
     for override in overrides:

@@ -220,7 +220,8 @@ class DataConfig(Table):
         form: what rows are: ``prompts``, which the model answers; or what it learns as it stands:
             ``sequences``, ``pairs`` of a chosen and a rejected answer, or ``labelled`` sequences.
             ``auto`` is what the loss reads, of your own loss ``prompts``.
-        path: JSONL file, a question a line.
+        path: JSONL file, a question a line; or a ``.csv`` file, whose first line names the columns
+            and whose values are all texts.
         dataset: Hugging Face dataset, a name or a folder.
         subset: part of ``dataset``, what ``datasets.load_dataset`` calls ``name``.
         split: split of ``dataset``.
@@ -499,7 +500,7 @@ class EvalConfig(Table):
     Attributes:
         size: questions (distinct prompts) held out of ``[data]``; 0 holds out none. Of a source of
             their own, or of another split, the first so many; 0 is all.
-        path: JSONL file of their own.
+        path: JSONL or ``.csv`` file of their own.
         dataset: Hugging Face dataset of their own, a name or a folder.
         subset: part of ``dataset``, what ``datasets.load_dataset`` calls ``name``.
         split: split of ``dataset``, ``test`` by default; alone, ``split = "test"``, it is one of

@@ -5,6 +5,8 @@ A row is a plain dict: the dataset's columns. Reading a source never touches the
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import random
 import re
@@ -66,7 +68,7 @@ def read_source(config: DataConfig, *, prompts: bool = True) -> Source:
         rows, name = [dict(row) for row in config.rows], "data.rows"
         places = [f"{name}: row {number}" for number in range(1, len(rows) + 1)]
     elif config.path is not None:
-        numbered, name = read_jsonl(Path(config.path)), config.path
+        numbered, name = read_file(Path(config.path)), config.path
         rows = list(numbered.values())
         places = [f"{name}:{number}" for number in numbered]
     else:
@@ -83,8 +85,11 @@ def read_source(config: DataConfig, *, prompts: bool = True) -> Source:
     return Source(tuple(rows[: config.size]), config.prompt, tuple(places[: config.size]))
 
 
-def read_jsonl(path: Path) -> dict[int, Row]:
-    """One JSON object per line, by the line's number from 1; blank lines are skipped.
+def read_file(path: Path) -> dict[int, Row]:
+    """The rows of a file by the number of the line, from 1, at which each ends.
+
+    That of ``.csv`` is read as such, with texts alone, of any other as a JSON object per line;
+    blank lines are skipped.
 
     Raises:
         DataError: it cannot be read; names the line where it is one.
@@ -93,6 +98,24 @@ def read_jsonl(path: Path) -> dict[int, Row]:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from error
+    return _csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text)
+
+
+def _csv_rows(path: Path, text: str) -> dict[int, Row]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows: dict[int, Row] = {}
+    try:
+        names = next(reader, [])
+        for cells in filter(None, reader):
+            if len(cells) != len(names):
+                raise csv.Error(f"{len(cells)} cells under {len(names)} columns")
+            rows[reader.line_num] = dict(zip(names, cells, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: not CSV: {error}") from error
+    return rows
+
+
+def _json_rows(path: Path, text: str) -> dict[int, Row]:
     rows: dict[int, Row] = {}
     # By line feeds alone: JSON's texts may hold all the other characters that Python splits at.
     for number, line in enumerate(text.split("\n"), 1):
@@ -111,7 +134,10 @@ def _row(line: str) -> Row:
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
     except ValueError as error:  # also of a number with more digits than Python converts
-        raise ValueError(f"not JSON ({str(error).partition(';')[0]}); one object a line") from error
+        raise ValueError(
+            f"not JSON ({str(error).partition(';')[0]}); write one object a line, {{...}}, or a "
+            ".csv file whose first line names the columns"
+        ) from error
     if not isinstance(row, dict):
         raise ValueError(f"{type(row).__name__} where an object must be")
     may_be_deep = line.count("[") + line.count("{") > MOST_NESTED

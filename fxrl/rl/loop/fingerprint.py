@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.models import ShardedLinear
+from fxrl.models.checkpoint import bits
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.types import Row
 
@@ -117,7 +118,6 @@ def of_tokenizer(tokenizer: Any) -> str:
     return _short(hashlib.sha256(json.dumps(parts).encode()).hexdigest())
 
 
-_AS_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 2**22
 
 
@@ -127,13 +127,13 @@ def _checksum(value: Tensor) -> list[int]:
     if flat.nbytes % 8 == 0:
         if flat.storage_offset() * flat.itemsize % 8:
             flat = flat.clone()
-        bits = flat.view(torch.int64)
+        words = flat.view(torch.int64)
     else:
-        bits = flat.view(_AS_INT[flat.itemsize]).to(torch.int64)
-    places = torch.arange(1, 1 + min(len(bits), _PIECE), device=bits.device)
-    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), _PIECE):
-        piece = bits[start : start + _PIECE]
+        words = bits(flat).to(torch.int64)
+    places = torch.arange(1, 1 + min(len(words), _PIECE), device=words.device)
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for start in range(0, len(words), _PIECE):
+        piece = words[start : start + _PIECE]
         plain = piece.sum()
         sums[0] += plain
         sums[1] += (piece * places[: len(piece)]).sum() + start * plain

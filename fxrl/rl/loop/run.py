@@ -10,7 +10,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fxrl.distributed import Ranks, joined
+from fxrl.engines import check_engine
 from fxrl.errors import FxrlError, did_you_mean
 from fxrl.files import refuse_links, remove, rename, replacing_folder, write_text
 from fxrl.models import load_tokenizer
@@ -49,6 +50,14 @@ from fxrl.rl.report.trackers import trackers
 CONFIG = "config.json"
 
 
+class Start(NamedTuple):
+    """Where a run begins; ``Trainer.train`` says what each is."""
+
+    resume: str | None = None
+    accept_changes: bool = False
+    overwrite: bool = False
+
+
 class Task(NamedTuple):
     """A run that is checked as far as that goes without its model.
 
@@ -56,18 +65,16 @@ class Task(NamedTuple):
         config: complete.
         data: what it is trained on.
         found: the checkpoint to go on from.
-        accept_changes: goes on with what has changed since, if it is no configuration.
+        start: where it was told to begin; ``found`` is what that came to.
         callbacks: the caller's between the trackers and the push to the hub.
-        overwrite: a run that run_dir holds is moved aside.
         ranks: that run it.
     """
 
     config: TrainConfig
     data: Questions | Examples
     found: Path | None
-    accept_changes: bool
+    start: Start
     callbacks: tuple[object, ...]
-    overwrite: bool
     ranks: Ranks
 
 
@@ -91,69 +98,74 @@ class Outcome(NamedTuple):
 def prepare(
     config: TrainConfig,
     reporter: Reporter,
+    start: Start,
     *,
-    resume: str | None = None,
-    accept_changes: bool = False,
-    overwrite: bool = False,
     callbacks: tuple[object, ...] = (),
     tokenizer: Any = None,
 ) -> Iterator[Task]:
     """Reads checkpoint, tokenizer and data; loads no model. Holds ``run_dir`` while it is open.
-
-    ``Trainer.train`` says what the arguments are.
-
-    NOTE [What the other ranks write]
-    Of several ranks the first has ``run_dir``, callbacks and trackers. The others go through the
-    same loop with a folder of their own, that goes when they end, so that nothing needs to ask who
-    it is but what is large: checkpoints and the trained model. They read rank 0's checkpoints, so
-    ranks of several hosts need a file system that all of them see.
 
     Raises:
         FxrlError: something in them is wrong, or another run has ``run_dir``.
     """
     tell = reporter.message
     config = config.settled()
-    if accept_changes and resume is None:
+    if start.accept_changes and start.resume is None:
         raise BadConfigError("--accept-changes says nothing without --resume")
-    with ExitStack() as held:
-        ranks = held.enter_context(joined(in_words))
+    check_engine(config.engine)
+    device = pick_device(config.model.device)
+    with joined(in_words) as ranks:
         _check_ranks(config, ranks)
-        called: list[object] = []
-        found = None
-        if ranks.primary:
-            _check_own(Path(config.run_dir))
-            if resume in ("", checkpoint.SOUND):
-                _check_begun(Path(config.run_dir))
-            called += [*trackers(config, tell), *callbacks]
-            if config.push_to_hub is not None:
-                called.append(HubPush(config.push_to_hub, tell))
-            held.enter_context(hold(Path(config.run_dir), tell))
-            found = None if overwrite else _where_to_start(config, resume, tell)
-        else:
-            scratch = held.enter_context(TemporaryDirectory(prefix="fxrl-rank-"))
-            config = dataclasses.replace(config, run_dir=scratch)
-        found = ranks.broadcast(found)
-        saved = None if found is None else checkpoint.read_trainer(found)
-        model = settle(
-            config.model,
-            pick_device(config.model.device),
-            None if saved is None else saved["config"]["model"],
-            tell,
-        )
-        config = dataclasses.replace(config, model=model)
-        for warning in config.warnings():
-            tell(warning)
-        if tokenizer is None:
-            tokenizer = _tokenizer(model.name, reporter)
-        with reporter.stage("reading the data"):
-            data = read_data(config, tokenizer, tell)
-        if config.epochs is not None:
-            config = _by_epochs(config, len(data.split.train), tell)
-        if found is not None and saved is not None:
-            checkpoint.check_same_run(found, saved["config"], as_table(config))
-            check_unchanged(found, saved["fingerprints"], data.fingerprints, accept=accept_changes)
-        ranks.check_same("data, rewards and loss", dict(data.fingerprints))
-        yield Task(config, data, found, accept_changes, tuple(called), overwrite, ranks)
+        with _written_by(ranks, config, callbacks, start.resume, tell) as (config, called):
+            found = None
+            if ranks.primary and not start.overwrite:
+                found = _where_to_start(config, start.resume, tell)
+            found = ranks.broadcast(found)
+            saved = None if found is None else checkpoint.read_trainer(found)
+            begun = None if saved is None else saved["config"]["model"]
+            model = settle(config.model, device, begun, tell)
+            config = dataclasses.replace(config, model=model)
+            for warning in config.warnings():
+                tell(warning)
+            if tokenizer is None:
+                tokenizer = _tokenizer(model.name, reporter)
+            with reporter.stage("reading the data"):
+                data = read_data(config, tokenizer, tell)
+            if config.epochs is not None:
+                config = _by_epochs(config, len(data.split.train), tell)
+            if found is not None and saved is not None:
+                checkpoint.check_same_run(found, saved["config"], as_table(config))
+                former, present = saved["fingerprints"], data.fingerprints
+                check_unchanged(found, former, present, accept=start.accept_changes)
+            ranks.check_same("data, rewards and loss", dict(data.fingerprints))
+            yield Task(config, data, found, start, called, ranks)
+
+
+@contextmanager
+def _written_by(
+    ranks: Ranks, config: TrainConfig, callbacks: tuple[object, ...], resume: str | None, tell: Tell
+) -> Iterator[tuple[TrainConfig, tuple[object, ...]]]:
+    """``config`` with the folder that this rank has while the block lasts; what it calls.
+
+    NOTE [What the other ranks write]
+    Of several ranks the first has ``run_dir``, callbacks and trackers. The others go through the
+    same loop with a folder of their own, that goes when they end, so that nothing needs to ask who
+    it is but what is large: checkpoints and the trained model. They read rank 0's checkpoints, so
+    ranks of several hosts need a file system that all of them see.
+    """
+    if not ranks.primary:
+        with TemporaryDirectory(prefix="fxrl-rank-") as scratch:
+            yield dataclasses.replace(config, run_dir=scratch), ()
+        return
+    run_dir = Path(config.run_dir)
+    _check_own(run_dir)
+    if resume in ("", checkpoint.SOUND):
+        _check_begun(run_dir)
+    called = [*trackers(config, tell), *callbacks]
+    if config.push_to_hub is not None:
+        called.append(HubPush(config.push_to_hub, tell))
+    with hold(run_dir, tell):
+        yield config, tuple(called)
 
 
 def _check_ranks(config: TrainConfig, ranks: Ranks) -> None:
@@ -195,7 +207,7 @@ def run(task: Task, reporter: Reporter) -> Outcome:
         FxrlError: it failed; the state is saved where that is possible.
     """
     config, run_dir = task.config, Path(task.config.run_dir)
-    if task.overwrite:
+    if task.start.overwrite:
         _move_aside(run_dir, reporter.message)
     try_to_write(lambda: _start_folder(config, run_dir, new=task.found is None), str(run_dir))
     seed_everything(config.seed)
@@ -218,7 +230,7 @@ def _trained(loop: TrainingLoop, task: Task, reporter: Reporter) -> Outcome:
     config, parts = loop.config, loop.parts
     try:
         if task.found is not None:
-            loop.resume(task.found, accept_changes=task.accept_changes)
+            loop.resume(task.found, accept_changes=task.start.accept_changes)
             reporter.message(f"resumed at step {loop.done} from {task.found}")
         weights = [(n, p) for n, p in parts.model.named_parameters() if p.requires_grad]
         parts.ranks.check_same("the model", [parts.fingerprints, of_tensors(weights)])

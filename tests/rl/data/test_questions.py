@@ -14,7 +14,7 @@ from fxrl.rl.config.tables import DataConfig, EvalConfig
 from fxrl.rl.data.questions import (
     PromptStream,
     majority_baseline,
-    read_jsonl,
+    read_file,
     read_source,
     split_rows,
 )
@@ -41,7 +41,7 @@ def nested(depth):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{oops}", "not JSON"),
+        ("{oops}", r"not JSON \(.*\); write one object a line, \{\.\.\.\}, or a \.csv file"),
         ("[1]", "list where an object"),
         ('{"prompt": "half of \\ud83d"}', r"\\ud83d alone is half a character"),
         ('{"\\udc00": "in a name"}', r"\\udc00 alone is half a character"),
@@ -53,7 +53,7 @@ def nested(depth):
 def test_jsonl_names_the_bad_line(tmp_path, line, words):
     (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a"}}\n\n{line}\n{{"prompt": "b"}}\n')
     with pytest.raises(DataError, match=rf"a\.jsonl:3: {words}"):
-        read_jsonl(tmp_path / "a.jsonl")
+        read_file(tmp_path / "a.jsonl")
 
 
 def test_jsonl_may_hold_any_character_a_bom_and_windows_line_ends(tmp_path):
@@ -64,6 +64,28 @@ def test_jsonl_may_hold_any_character_a_bom_and_windows_line_ends(tmp_path):
     found = [row["prompt"] for row in read_source(DataConfig(path=str(tmp_path / "a.jsonl"))).rows]
     assert found[:2] == texts[:2]
     assert found[3:] == ["\U0001f600"] * 2
+
+
+def test_csv_has_texts(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes('\ufeffprompt,answer\r\n"a ""b"",\nc",007\r\n\r\nd,\r\n'.encode())
+    source = read_source(DataConfig(path=str(path)))
+    assert source.rows == ({"prompt": 'a "b",\nc', "answer": "007"}, {"prompt": "d", "answer": ""})
+    assert source.places == (f"{path}:3", f"{path}:5")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prompt,answer\na,b\nc\n", r"a\.csv:3: not CSV: 1 cells under 2 columns"),
+        ('prompt\n"a" b\n', r"a\.csv:2: not CSV: ',' expected after '\"'"),
+        ("", "no rows"),
+    ],
+)
+def test_csv_names_the_bad_line(tmp_path, text, words):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(DataError, match=words):
+        read_source(DataConfig(path=str(tmp_path / "a.csv")))
 
 
 def test_a_missing_prompt_column_is_named(tmp_path):

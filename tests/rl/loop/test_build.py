@@ -58,6 +58,7 @@ class FakeVllm(TorchEngine):
 def fake(monkeypatch):
     CALLS.clear()
     monkeypatch.setattr("fxrl.engines.vllm.engine.VllmEngine", FakeVllm)
+    monkeypatch.setattr("fxrl.engines.vllm.door.check_machine", lambda: None)
     monkeypatch.setattr(FakeVllm, "fails_at", "")
     return FakeVllm
 
@@ -88,6 +89,16 @@ def test_given_options_stand(config_file, fake):
     assert train(config_file, *extra, "model.autocast=bfloat16") == 0
     options = CALLS[0][1]
     assert (options.max_model_len, options.max_num_seqs, options.dtype) == (100, 3, "float32")
+
+
+def test_an_engine_that_is_not_here_is_refused_before_anything_is_loaded(
+    config_file, monkeypatch, capsys
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(str(config_file), ["engine=vllm", "model.id=no/model"], json=True) == 2
+    out = capsys.readouterr().out
+    assert "engine='vllm'" in out
+    assert "tokenizer" not in out
 
 
 def test_the_engine_computes_as_the_trainer_does(config_file, fake):

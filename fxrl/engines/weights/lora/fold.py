@@ -44,6 +44,9 @@ from fxrl.engines.weights.lora.sites import (
     merge_all,
     why_lost,
 )
+from fxrl.errors import HostMemoryError
+from fxrl.ops.host_memory import pool_of
+from fxrl.ops.out_of_memory import free_bytes
 
 # By layer, so that it is found through every wrapper of the model: folded, or why it is lost.
 _state: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -279,9 +282,6 @@ def _words(tensor: Tensor) -> Tensor:
 # What stays free on the device: the merge's own scratch and a margin.
 _MARGIN_BYTES = 2**29
 
-# Pinned blocks are rounded up to a power of two, so the copy is cut into blocks of that size.
-_BLOCK_BYTES = 2**28
-
 
 class BackupError(EngineError):
     """There is no memory for a copy of the weights; they have not been touched."""
@@ -327,7 +327,7 @@ class WeightBackup:
 
     def _new_device_backup(self) -> DeviceBackup | None:
         """None where the device has too little memory for it, or too fragmented."""
-        free = free_device_bytes(self._tensors[0].device)
+        free = free_bytes(self._tensors[0].device)
         if free is not None and free < self._num_bytes() + _MARGIN_BYTES:
             return None
         try:
@@ -338,70 +338,45 @@ class WeightBackup:
     def _new_host_backup(self) -> HostBackup:
         try:
             return HostBackup(self._tensors)
-        except RuntimeError as error:  # what torch raises where the host's memory does not do
+        except HostMemoryError as error:
+            why = str(error.__cause__).partition("\n")[0]
             raise BackupError(
                 f"no room for a backup of {self._num_bytes()} bytes of weights, neither on the "
-                f"device nor in pinned host memory ({str(error).splitlines()[0]}); give the KV "
-                "cache less, or use the engine's LoRA"
+                f"device nor in pinned host memory ({why}); give the KV cache less, or use the "
+                "engine's LoRA"
             ) from error
 
     def _num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors)
 
 
-class DeviceBackup:
+class _Copies:
+    """Memory, and a copy of it elsewhere, in pairs."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._originals, self._copies = ([*side] for side in zip(*pairs, strict=True))
+
+    def save(self) -> None:
+        """Copies the present bytes; waits for nothing."""
+        torch.ops.aten._foreach_copy_.default(self._copies, self._originals, True)
+
+    def load(self) -> None:
+        """Writes the saved bytes back; waits for nothing."""
+        torch.ops.aten._foreach_copy_.default(self._originals, self._copies, True)
+
+
+class DeviceBackup(_Copies):
     """Clones on the tensors' own device, freed with this object."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._copies = [torch.empty_like(tensor) for tensor in tensors]
-
-    def save(self) -> None:
-        """Copies the tensors' present bytes; waits for nothing."""
-        torch.ops.aten._foreach_copy_.default(self._copies, self._tensors)
-
-    def load(self) -> None:
-        """Writes the saved bytes back; waits for nothing."""
-        torch.ops.aten._foreach_copy_.default(self._tensors, self._copies)
+        super().__init__([(tensor, torch.empty_like(tensor)) for tensor in tensors])
 
 
-class HostBackup:
+class HostBackup(_Copies):
     """The bytes in host memory, pinned where the tensors are on a GPU."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        pinned = tensors[0].is_cuda
-        total = sum(tensor.nbytes for tensor in tensors)
-        blocks = [
-            torch.empty(min(_BLOCK_BYTES, total - at), dtype=torch.uint8, pin_memory=pinned)
-            for at in range(0, total, _BLOCK_BYTES)
-        ]
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        block = at = 0
-        for tensor in tensors:
-            flat = tensor.detach().view(-1).view(torch.uint8)
-            done = 0
-            while done < flat.numel():
-                if at == blocks[block].numel():
-                    block, at = block + 1, 0
-                count = min(flat.numel() - done, blocks[block].numel() - at)
-                self._pairs.append((flat[done : done + count], blocks[block][at : at + count]))
-                done, at = done + count, at + count
-
-    def save(self) -> None:
-        """Copies the tensors' present bytes to the host; waits for nothing."""
-        for tensor, copy in self._pairs:
-            copy.copy_(tensor, non_blocking=True)
-
-    def load(self) -> None:
-        """Writes the saved bytes back; waits for nothing."""
-        for tensor, copy in self._pairs:
-            tensor.copy_(copy, non_blocking=True)
-
-
-def free_device_bytes(device: torch.device) -> int | None:
-    """What a new allocation on the device can get now; ``None`` for the CPU (no such limit)."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + cached
+        pool = pool_of(tensors[0].device)
+        pages, pairs = pool.room_for(tensors)
+        super().__init__(pairs)
+        weakref.finalize(self, pool.take_back, pages)

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxrl.models.checkpoint import bits
+
 _SHARD_ORDER = {"q": 0, "k": 1, "v": 2}
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +192,6 @@ def row_blocks(tensor: Tensor, max_bytes: int = BLOCK_BYTES) -> list[tuple[int, 
     row_bytes = max(1, tensor[0].numel() * tensor.element_size())
     step = max(1, max_bytes // row_bytes)
     return [(at, min(step, len(tensor) - at)) for at in range(0, len(tensor), step)]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The same memory read as integers of the same width, any strides."""
-    return tensor.detach().view(_INTEGERS[tensor.element_size()])
 
 
 def equal_bits(view: Tensor, reference: Tensor) -> bool:

@@ -24,6 +24,7 @@ from fxrl.engines.weights.lora.sites import (
     merge_reference,
 )
 from fxrl.models import Quantization, quantize
+from fxrl.ops import host_memory
 from fxrl.ops.fp8 import RECIPES, dequantized
 from tests.engines.weights.lora.lora_models import (
     assert_same_bits,
@@ -66,7 +67,7 @@ CASES = {
 
 @pytest.fixture
 def full_device(monkeypatch):
-    monkeypatch.setattr(folding, "free_device_bytes", lambda device: 2**20)
+    monkeypatch.setattr(folding, "free_bytes", lambda device: 2**20)
 
 
 @pytest.fixture(params=["device", "host"])
@@ -305,7 +306,7 @@ def test_an_interrupt_during_the_restore_waits_for_its_end(monkeypatch):
         load(self)
         calls.append(1)
         if len(calls) == 1:
-            self._tensors[3].zero_()
+            self._originals[3].zero_()
             raise KeyboardInterrupt
 
     monkeypatch.setattr(folding.DeviceBackup, "load", interrupted)
@@ -371,14 +372,15 @@ def test_no_memory_at_all_says_so_and_changes_nothing(monkeypatch):
     model = with_lora(llama())
     before = snapshot(model)
 
-    def full(tensors):
+    def full(*args, **kwargs):
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(folding, "DeviceBackup", full)
     with folded(Fold(model)) as fold:  # fragmented: the host does
         assert fold._backup._on_host is not None
-    monkeypatch.setattr(folding, "HostBackup", full)
-    with pytest.raises(BackupError, match=r"pinned host memory.*; give the KV cache less"):
+    monkeypatch.setattr(host_memory, "_POOLS", {})
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(BackupError, match=r"pinned host memory \(full\); give the KV cache less"):
         Fold(model).apply()
     assert_same_bits(model, before)
     require_sound(model)

@@ -75,7 +75,7 @@ def test_sums_agree_with_the_cpu():
 @pytest.mark.parametrize("backup", ["device", "host"])
 def test_a_thousand_folds_leave_every_bit(backup, monkeypatch):
     if backup == "host":
-        monkeypatch.setattr(folding, "free_device_bytes", lambda device: 2**20)
+        monkeypatch.setattr(folding, "free_bytes", lambda device: 2**20)
     model = with_lora(llama(torch.bfloat16)).cuda()
     before, fold = snapshot(model), Fold(model)
     ids = torch.arange(24, device="cuda").view(2, 12)
