@@ -52,6 +52,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "rollout_func": "rollout.rollout_func",
         "max_tool_calling_iterations": "rollout.max_tool_calling_iterations",
         "num_iterations": "num_iterations",
+        "precompute_ref_log_probs": "precompute_ref_log_probs",
         "mask_truncated_completions": "mask_truncated_completions",
         "scale_rewards": "scale_rewards",
         "loss_type": "loss.name",
@@ -221,6 +222,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "vespo_lambda_neg": _VESPO,
         "multi_objective_aggregation": "rewards are summed by reward.weights, then scaled as "
         "scale_rewards says",
+        "precompute_ref_batch_size": _BATCH,
         "sync_ref_model": _REFERENCE,
         "ref_model_mixup_alpha": _REFERENCE,
         "ref_model_sync_steps": _REFERENCE,
