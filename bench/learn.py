@@ -244,7 +244,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--run-dir", default="runs/learn")
     parser.add_argument("--parallel", type=int, default=3, help="runs at the same time")
     parser.add_argument("--time-limit", type=float, default=540, help="seconds for each group")
-    return parser.parse_args()
+    args = parser.parse_args()
+    former = [folder for seed in args.seeds if (folder := _run_dir(args, seed)).exists()]
+    if former:  # what they wrote would be read as this run's
+        there = ", ".join(map(str, former))
+        parser.error(f"there are runs already: {there}; remove them, or give another --run-dir")
+    return args
 
 
 if __name__ == "__main__":

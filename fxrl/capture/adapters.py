@@ -6,7 +6,14 @@
 PEFT walks over all modules there: it counts parameters for a warning, and tells weights that
 nobody reads then that they need no gradient. Dynamo ends the graph at both, and inside of a block
 it cannot go on behind the break, so all of the loss would run as written. While a step is traced
-the block sets what forwards read, the flag of each adapter layer, and nothing else.
+the block sets what forwards read, an attribute of each adapter layer, and nothing else.
+
+NOTE [Why the reference multiplies by its adapter, too]: an adapter of zeros must give the bits of
+none, so that DPO begins with ln 2 and a KL with 0. A forward without its products is another graph:
+products are merged otherwise, kernels fused otherwise, and in bf16 each rounding that falls
+otherwise grows with depth (12 layers of Qwen3-8B's shape: a first loss of 0.687). So LoRA, where
+its output is added, keeps its ops and is scaled by 0, which costs its narrow products. So is an
+adapter that was switched off around the call of a step.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +36,7 @@ class AdapterBlocks:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._blocks: dict[Any, _Block] = {}
+        self._looked = False
 
     @contextmanager
     def traceable(self) -> Iterator[None]:
@@ -37,9 +45,14 @@ class AdapterBlocks:
         NOTE [Why models are looked at only before a trace]: they have some two hundred adapter
         layers. What was traced of their flags and weights, Dynamo's guards hold at every call.
         """
-        self._put()
+        if not self._looked:
+            self._look()
         try:
-            with around_compiles(self._look):
+            with ExitStack() as inside:
+                silent = [inside.enter_context(block.silent()) for block in self._blocks.values()]
+                if not any(silent):  # else flags are not as PEFT has left them
+                    inside.enter_context(around_compiles(self._look))
+                self._put()
                 yield
         finally:
             self._take_away()
@@ -49,12 +62,11 @@ class AdapterBlocks:
         peft: Any = sys.modules.get("peft")  # where it is not loaded, nothing is adapted
         models = [] if peft is None else self._model.modules()
         found = {m: _layers_of(peft, m) for m in models if isinstance(m, peft.PeftModel)}
-        known, self._blocks = self._blocks, {}
+        known, self._blocks, self._looked = self._blocks, {}, True
         for model, layers in found.items():
             if layers:
                 block = self._blocks[model] = known.get(model) or _Block(model)
-                block.layers.clear()
-                block.layers.update(layers)
+                block.hold(layers)
         self._put()
 
     def _put(self) -> None:
@@ -67,7 +79,7 @@ class AdapterBlocks:
                 del model.__dict__[_METHOD]
 
 
-_METHOD = "disable_adapter"
+_METHOD, _OFF = "disable_adapter", "_disable_adapters"
 
 
 def _layers_of(peft: Any, model: Any) -> dict[str, Any]:
@@ -100,37 +112,77 @@ def _is_settled(layer: Any) -> bool:
     )
 
 
+def _is_plain_lora(layer: Any) -> bool:
+    """Whether it adds ``scaling`` times its adapters' output, and draws no random numbers."""
+    lora: Any = sys.modules["peft"].tuners.lora.layer
+    if type(layer).forward not in (lora.Linear.forward, lora.Embedding.forward) or layer.merged:
+        return False
+    draws = layer.training and any(getattr(d, "p", 0) for d in layer.lora_dropout.values())
+    return not (layer.lora_variant or draws)
+
+
 class _Block:
     """The adapter layers of a model, and its method that switches them off.
 
     Attributes:
         layers: all of them by their paths, which sites are named by; their flags are equal.
+        scales: their ``scaling`` while they are silent: 0 for each adapter, the integer, which
+            Dynamo never makes a variable of; none where they would not be silent by it.
         method: PEFT's own but in traced code.
     """
 
     def __init__(self, model: Any) -> None:
         self.layers: dict[str, Any] = {}
-        layers, original = self.layers, model.disable_adapter
+        self.scales: dict[str, int] = {}
+        layers, scales, original = self.layers, self.scales, model.disable_adapter
 
         def method() -> Any:
-            return _Disabled(layers) if torch.compiler.is_compiling() else original()
+            if not torch.compiler.is_compiling():
+                return original()
+            return _Set(layers, "scaling", scales) if scales else _Set(layers, _OFF, True)
 
         self.method: Callable[[], Any] = method
 
+    def hold(self, layers: dict[str, Any]) -> None:
+        """Takes these for the model's."""
+        self.layers.clear()
+        self.layers.update(layers)
+        self._rescale()
 
-class _Disabled:
-    """The block as it is traced."""
+    def _rescale(self) -> None:
+        layers = [*self.layers.values()]
+        plain = all(map(_is_plain_lora, layers))
+        names = {name for layer in layers for name in layer.scaling} if plain else set()
+        if names != self.scales.keys():
+            self.scales.clear()
+            self.scales.update(dict.fromkeys(sorted(names), 0))
 
-    def __init__(self, layers: dict[str, Any]) -> None:
-        self.layers = [*layers.values()]
+    @contextmanager
+    def silent(self) -> Iterator[bool]:
+        """Layers that are off now are on, and scaled by 0; whether there are any."""
+        off = next(iter(self.layers.values()))._disable_adapters
+        if off:
+            self._rescale()
+        if not off or not self.scales:
+            yield False
+            return
+        with _Set(self.layers, _OFF, False), _Set(self.layers, "scaling", self.scales):
+            yield True
+
+
+class _Set:
+    """Inside, an attribute of each layer has this value."""
+
+    def __init__(self, layers: dict[str, Any], name: str, value: Any) -> None:
+        self.layers, self.name, self.value = [*layers.values()], name, value
 
     def __enter__(self) -> None:
-        self.before = self.layers[0]._disable_adapters
-        self.switch(True)
+        self.before = [getattr(layer, self.name) for layer in self.layers]
+        self.put([self.value] * len(self.layers))
 
     def __exit__(self, *_: object) -> None:
-        self.switch(self.before)
+        self.put(self.before)
 
-    def switch(self, off: bool) -> None:
-        for layer in self.layers:
-            object.__setattr__(layer, "_disable_adapters", off)  # nn.Module's own takes 4 ms
+    def put(self, values: list[Any]) -> None:
+        for layer, value in zip(self.layers, values, strict=True):
+            object.__setattr__(layer, self.name, value)  # nn.Module's own takes 4 ms

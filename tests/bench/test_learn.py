@@ -68,3 +68,13 @@ def test_a_file_is_judged_by_accuracy(tmp_path):
     assert row["majority_baseline"] == 0.1
     assert [point["step"] for point in curve["held_out"]] == [0, 2]
     assert "gain_asked" not in row
+
+
+def test_former_runs_are_left_alone(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sft_seed1").mkdir()
+    monkeypatch.setattr("sys.argv", ["learn", "sft", "--run-dir", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        learn.main()
+    told = capsys.readouterr().err
+    assert f"there are runs already: {tmp_path}/sft_seed1; remove them, or give" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["sft_seed1"]

@@ -22,9 +22,11 @@ def logps_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[s
     return logps.sum(), {"logps": logps}
 
 
-def policy(device: str) -> nn.Module:
-    """bf16, under an adapter in fp32."""
-    model, _ = load_model("tiny:qwen3:layers=2,hidden=64", "bf16", device, seed=1)
+def policy(device: str, layers: int) -> nn.Module:
+    """bf16, under an adapter in fp32; as wide as products must be for an operand of a few rows more
+    to round otherwise."""
+    sizes = f"layers={layers},hidden=1024,intermediate=2048"
+    model, _ = load_model(f"tiny:qwen3:{sizes}", "bf16", device, seed=1)
     return lora(model, r=4, seed=2)
 
 
@@ -44,9 +46,10 @@ def logps(step: TrainStep, model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_what_is_scored_has_the_bits_of_what_is_trained():
-    model, ids = policy("cpu"), torch.randint(3, 200, (4, 33))
+    torch.manual_seed(0)
+    model, ids = policy("cpu", 1), torch.randint(3, 200, (4, 400))
     step = step_of(model, False)
-    for scale in (0.0, 1e-6, 1e-2):
+    for scale in (0.0, 1e-6):
         with torch.no_grad():
             for name, value in model.named_parameters():
                 if "lora_B" in name:
@@ -84,7 +87,7 @@ def test_a_compiled_layer_has_the_bits_of_one_that_runs_op_by_op():
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_on_a_gpu():
-    model, ids = policy("cuda"), torch.randint(3, 200, (4, 512), device="cuda")
+    model, ids = policy("cuda", 4), torch.randint(3, 200, (4, 512), device="cuda")
     trained, scored, reference = logps(step_of(model, True), model, ids)
     assert torch.equal(trained, scored)
-    torch.testing.assert_close(trained, reference, rtol=0, atol=2e-2)
+    assert torch.equal(trained, reference)

@@ -40,6 +40,7 @@ from fxrl.rl.config.binding import (
 from fxrl.rl.config.named import (
     build_loss,
     code_problem,
+    keyword,
     loss_problems,
     optimizer_problems,
     reward_problems,
@@ -571,7 +572,7 @@ OF_PROMPTS = (
     *("max_refills", "mask_truncated_completions"),
 )
 """Keys that say something where rows are prompts alone."""
-OF_ANSWERS = ("data.columns", "data.train_on", "data.max_length")
+OF_ANSWERS = ("data.columns", "data.train_on", "data.max_length", "precompute_ref_log_probs")
 """Where they are not."""
 
 
@@ -610,6 +611,10 @@ class TrainConfig(Table):
             memory and more passes. The loss of the step does not depend on it, unless
             ``loss.top_entropy_quantile`` is below 1.
         num_iterations: optimizer updates on the same completions.
+        precompute_ref_log_probs: scoring of all rows by the reference of ``dpo`` or ``kto`` before
+            the first step, into run_dir, in place of each step: less work from the second epoch on,
+            and, without an adapter, no copy of the weights for the reference. The KL of ``kto`` is
+            of other answers in each step, and still asks the reference.
         advantages: what a completion is worth: its reward minus its group's mean (``group``, GRPO),
             or minus the mean of the others (``leave_one_out``, RLOO). By default the loss's own:
             ``leave_one_out`` for ``rloo``, ``group`` for all others but ``ppo``, whose value head
@@ -672,6 +677,7 @@ class TrainConfig(Table):
     prompts_per_step: Positive = 8
     micro_batch_tokens: Positive = 16384
     num_iterations: Annotated[int, within(1, 1000)] = 1
+    precompute_ref_log_probs: bool = False
     advantages: Literal["group", "leave_one_out"] | None = None
     scale_rewards: Literal["group", "batch", "none"] | None = None
     max_nonfinite: Positive = 3
@@ -764,6 +770,11 @@ class TrainConfig(Table):
             )
         if self.loss_info().scalar_head and self.model.sharded:
             yield "model.sharded=true: a reward model's weights are not shared out; leave it out"
+        if self.precompute_ref_log_probs and not self.needs_reference:
+            yield (
+                f"precompute_ref_log_probs=true: loss.name={self.loss.name!r} compares with no "
+                "reference as it is set up; leave it out"
+            )
         yield from self._given(OF_PROMPTS, "is of prompts and their completions")
         if form != "sequences":
             yield from self._given(("data.train_on",), "is of sequences")
@@ -849,6 +860,13 @@ class TrainConfig(Table):
                 max_tokens=sampling.max_tokens,
             )
         )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads log-probabilities of the reference."""
+        said = self.loss_info().reference
+        beta = keyword(self.loss.name, self.loss.options, "beta", 0.0)
+        return bool(beta if said is None else said)
 
     @property
     def form(self) -> str:

@@ -14,8 +14,8 @@ _ALIKE = """
     sampling.num_generations sampling.temperature sampling.top_p sampling.top_k sampling.min_p
     rollout.tools rollout.environment_factory rollout.rollout_func
     rollout.max_tool_calling_iterations
-    num_iterations mask_truncated_completions scale_rewards log_completions seed project
-    push_to_hub hub_strategy
+    num_iterations precompute_ref_log_probs mask_truncated_completions scale_rewards
+    log_completions seed project push_to_hub hub_strategy
     loss.beta loss.epsilon loss.epsilon_high loss.delta loss.sapo_temperature_neg
     loss.sapo_temperature_pos loss.importance_sampling_level loss.top_entropy_quantile
     loss.entropy_coef loss.off_policy_mask_threshold loss.use_bias_correction_kl
@@ -84,7 +84,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
 _ANSWERS = {
     "prompts_per_step counts a step's prompts (TRL's batch, accumulated, over "
     "num_generations), and micro_batch_tokens the tokens of one forward pass": (
-        "per_device_train_batch_size train_batch_size batch_size "
+        "per_device_train_batch_size train_batch_size batch_size precompute_ref_batch_size "
         "gradient_accumulation_steps generation_batch_size"
     ),
     "num_iterations updates are made on a step's completions": "steps_per_generation",

@@ -28,7 +28,7 @@ from fxrl.models import ModelError, Peers, QuantizedLinear, load_model, lora, qu
 from fxrl.models.hf import VALUE_HEAD, train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.rl.callbacks import Events
-from fxrl.rl.config.named import build_loss, keyword
+from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import ModelConfig, TrainConfig
 from fxrl.rl.data.examples import FORMS, ExampleBuilder, Examples, Unit
 from fxrl.rl.data.questions import (
@@ -102,7 +102,8 @@ class RunParts:
         old_policy: scores completions before the first of several updates; else ``None``.
         critic: does so before any update, and gives the values of their tokens with that, where the
             loss reads some.
-        reference: scores them under the reference policy; ``None`` without a KL.
+        reference: scores them under the reference policy; ``None`` without a KL, and where that is
+            done for all rows (``fxrl.rl.loop.precomputed``).
         mismatched: scores prompts with each other's answers, where the loss wants their KL.
         probe: scores some of them for the drift, where the loss does not measure it.
         fingerprints: of the questions, and of model and tokenizer as they are before training.
@@ -418,10 +419,10 @@ def _around(
     )
     critic = scorer(model, values=True) if info.critic is not None else None
     old_policy = scorer(model) if config.num_iterations > 1 and critic is None else None
-    beta = keyword(config.loss.name, config.loss.options, "beta", 0.0)
-    needs_reference = bool(beta if info.reference is None else info.reference)
-    made_here = config.model.lora is not None
-    ref_model, context = reference(model, made_here) if needs_reference else (model, None)
+    ref_model, context = model, None
+    if config.needs_reference:
+        lasts = info.mismatched_kl or not config.precompute_ref_log_probs
+        ref_model, context = reference(model, config.model.lora is not None, lasts)
     return RunParts(
         model=model,
         teacher=teacher,
@@ -658,14 +659,16 @@ def scoring(model: nn.Module, step: Callable[[Batch], Any], batch: Batch) -> Any
 
 
 def reference(
-    model: nn.Module, new_adapter: bool
+    model: nn.Module, new_adapter: bool, lasts: bool
 ) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
     """The reference policy, which is ``model`` as it is before training: with its adapter switched
-    off where that is new, for it starts as zero; else a frozen copy of what is trained, which has
-    all other weights in common with ``model``."""
+    off where that is new, for it starts as zero; else, where it lasts, a frozen copy of what is
+    trained, which has all other weights in common with ``model``."""
     if new_adapter:
         switch: Any = model.disable_adapter
         return model, switch
+    if not lasts:
+        return model, nullcontext
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     frozen = copy.deepcopy(model, shared)
     frozen.requires_grad_(False)

@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from fxrl.models import ShardedLinear
 from fxrl.models.checkpoint import bits
 from fxrl.rl.errors import CheckpointError
-from fxrl.rl.types import Row
+from fxrl.rl.types import Row, TokenRow
 
 
 def of_rows(rows: Sequence[Row]) -> str:
@@ -40,6 +41,16 @@ def of_rows(rows: Sequence[Row]) -> str:
 def _told(value: Any) -> str:
     """What JSON does not know, without its address, which differs in every process."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def of_tokens(rows: Sequence[TokenRow]) -> str:
+    """Changes with any token, with what of them is learned from, and with the rows' order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        mask = row.per_token.get("completion_mask", ())
+        for part in (row.prompt, row.completion, mask):
+            digest.update(f"{len(part)} ".encode() + array("q", map(int, part)).tobytes())
+    return f"{len(rows)} rows, {_short(digest.hexdigest())}"
 
 
 def of_code(function: Callable[..., Any]) -> str | None:

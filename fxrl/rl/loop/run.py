@@ -40,6 +40,7 @@ from fxrl.rl.loop.fingerprint import check_unchanged, of_tensors
 from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
 from fxrl.rl.loop.lock import LOCK, hold
 from fxrl.rl.loop.outlook import outlook
+from fxrl.rl.loop.precomputed import precompute
 from fxrl.rl.loop.trainer import TrainingLoop
 from fxrl.rl.report.files import METRICS, Tell, read_lines, try_to_write, why
 from fxrl.rl.report.hub import HubPush
@@ -229,6 +230,8 @@ def run(task: Task, reporter: Reporter) -> Outcome:
 def _trained(loop: TrainingLoop, task: Task, reporter: Reporter) -> Outcome:
     config, parts = loop.config, loop.parts
     try:
+        if config.precompute_ref_log_probs:
+            precompute(config, parts, loop.run_dir, reporter)
         if task.found is not None:
             loop.resume(task.found, accept_changes=task.start.accept_changes)
             reporter.message(f"resumed at step {loop.done} from {task.found}")

@@ -182,7 +182,7 @@ def scored_batches(
         if train and parts.critic is not None:
             batch["old_logps"], values = parts.critic(batch)
             batch |= values
-        if parts.reference is not None:
+        if parts.reference is not None and "ref_logps" not in batch:
             batch["ref_logps"] = parts.reference(batch)
         batch |= {n: batch["num_sequences_in_batch"].new_tensor(v) for n, v in counts.items()}
     if train and (critic := parts.updater.info.critic) is not None:

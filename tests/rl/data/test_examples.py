@@ -156,6 +156,8 @@ def test_unusable_rows_are_skipped_and_counted():
         ("dpo", {"data": {"form": "sequences"}}, "loss.name='dpo' reads pairs; leave it out"),
         ("dpo", {"data": {"train_on": "all"}}, "data.train_on='all' is of sequences"),
         ("grpo", {"data": {"max_length": 9}}, "data.max_length=9 is of given answers"),
+        ("grpo", {"precompute_ref_log_probs": True}, "precompute.* is of given answers"),
+        ("sft", {"precompute_ref_log_probs": True}, "loss.name='sft' compares with no reference"),
         ("kto", {"engine": "vllm"}, "engine='vllm' is of prompts"),
         ("sft", {"assistant_only_loss": True}, "did you mean 'data.train_on'"),
     ],

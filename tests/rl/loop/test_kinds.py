@@ -12,8 +12,10 @@ from fxrl.models import ModelError, load_model, tiny_tokenizer
 from fxrl.models.load import write_model
 from fxrl.rl import Trainer
 from fxrl.rl.config.load import config_of
+from fxrl.rl.errors import CheckpointError
 from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.build import read_data
+from fxrl.rl.loop.precomputed import FILE
 from fxrl.rl.train import main
 from tests.capture.mixer import assert_matches_eager
 from tests.rl.metrics import numbers
@@ -98,6 +100,42 @@ def test_all_weights_have_a_frozen_reference(tmp_path, monkeypatch):
         margins = [line["rewards/margins"] for line in numbers(f"{lora is None}")]
         assert margins[0] == 0
         assert margins[1] != 0
+
+
+@pytest.mark.parametrize(("kind", "lora"), [("dpo", {"r": 4}), ("dpo", None), ("kto", {"r": 4})])
+def test_a_reference_that_is_asked_beforehand(kind, lora, tmp_path, monkeypatch):
+    """The numbers of one that is asked in each step; a resumed run has those of the file."""
+    monkeypatch.chdir(tmp_path)
+    model = {"id": TINY, "lora": lora, "dtype": "float64"}
+    Trainer(config=tables(kind, run_dir="each", model=model)).train()
+    before = {"model": model, "precompute_ref_log_probs": True}
+    Trainer(config=tables(kind, run_dir="once", steps=2, **before)).train()
+    path = Path("once", FILE)
+    kept = path.read_bytes()
+    Trainer(config=tables(kind, run_dir="once", **before)).train(resume="")
+    found, wanted = numbers("once"), numbers("each")
+    assert found == [pytest.approx(line, rel=1e-9) for line in wanted]
+    assert found[0].get("rewards/margins") == pytest.approx(0.0, abs=1e-12)
+    assert path.read_bytes() == kept
+
+
+def test_a_reference_of_another_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = tables("dpo", run_dir="a", steps=1, precompute_ref_log_probs=True)
+    Trainer(config=config).train()
+    kept = Path("a", FILE).read_bytes()
+    damaged = kept[:-1] + bytes([kept[-1] ^ 1])
+    another = config | {"data": {"rows": ROWS[::-1]}}
+    for given, content, words in (
+        (config, damaged, "is damaged: its values are not those written; remove b/"),
+        (config, kept[:99], "cannot be read"),
+        (another, kept, "another run's log-probs:\n  rows: was 16 rows, .*; is 16 rows, "),
+    ):
+        Path("b").mkdir(exist_ok=True)
+        Path("b", FILE).write_bytes(content)
+        with pytest.raises(CheckpointError, match=words):
+            Trainer(config=given | {"run_dir": "b"}).train()
+        assert Path("b", FILE).read_bytes() == content
 
 
 def test_distillation_on_the_models_own_completions(tmp_path, monkeypatch):
