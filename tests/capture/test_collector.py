@@ -17,6 +17,23 @@ def test_a_compilation_that_ends_behind_the_step_leaves_the_collector_on():
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_was_made_while_something_compiled_is_old(frozen):
+    looked = []
+    gc.freeze() if frozen else gc.unfreeze()
+    before = gc.get_freeze_count()
+    with compiles_undisturbed():
+        callback_handler.run_start_callbacks(None)
+        made = [[]]
+        gc.callbacks.append(lambda phase, _: looked.append(phase))
+        callback_handler.run_end_callbacks(None)
+        gc.callbacks.pop()
+    assert any(one is made for one in gc.get_objects(generation=2))
+    assert bool(looked) is bool(before) is frozen  # what is frozen on purpose stays so
+    assert bool(gc.get_freeze_count()) is frozen
+    gc.freeze()  # as every test finds it
+
+
 def test_no_file_is_tokenized_for_a_log(monkeypatch):
     monkeypatch.setattr(funcname_cache, "_add_file", lambda name: pytest.fail(f"tokenizes {name}"))
     names = symbolic_convert.get_funcname
