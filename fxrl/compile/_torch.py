@@ -116,17 +116,18 @@ def _as_traced(gm: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]:
     again: a twentieth of a cold first step."""
     from torch._inductor import compile_fx
 
-    run: Any = compile_fx.fake_tensor_prop
+    module: Any = compile_fx
+    run = module.fake_tensor_prop
 
     def known(given: fx.GraphModule, *args: Any) -> FakeTensorMode:
         told = given is gm and all("val" in node.meta for node in gm.graph.nodes if node.op != "output")
         return mode if told else run(given, *args)
 
-    compile_fx.fake_tensor_prop = known
+    module.fake_tensor_prop = known
     try:
         yield
     finally:
-        compile_fx.fake_tensor_prop = run
+        module.fake_tensor_prop = run
 
 
 class _JointPasses(CustomGraphPass):
