@@ -134,18 +134,23 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
+_AGED: list[bool] = []  # holds one where a step's objects were made old already
+
+
 def _age() -> None:
     """Let the collector count all objects among the old ones, which it looks at last.
 
     NOTE [Why without a look]: what a step was compiled to is kept, and is a million objects. The
     collector would look at them three times before it knew (0.9 s of the first step of 36 layers).
-    Frozen and set free again they are old; cycles among them go with the next full collection.
+    Frozen and set free again they are old. So only once: cycles among them stay until the next full
+    collection, and those of many captures would pile up.
     """
-    if gc.get_freeze_count() == 0:  # else some are frozen on purpose
+    if _AGED or gc.get_freeze_count():  # some are frozen on purpose
+        gc.collect(1)
+    else:
         gc.freeze()
         gc.unfreeze()
-    else:
-        gc.collect(1)
+        _AGED.append(True)
 
 
 @contextmanager
