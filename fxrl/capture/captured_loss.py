@@ -45,14 +45,19 @@ _SETTINGS: dict[str, Any] = {
     "fail_on_recompile_limit_hit": True,  # never run eager in silence
     "skip_nnmodule_hook_guards": False,  # hooks that come or go later are honoured
     "skip_tensor_guards_with_matching_dict_tags": False,  # requires_grad_() leaves a module's dicts
-    "nested_graph_breaks": True,  # a break in a helper ends the graph there, not where it is called
     "fake_tensor_cache_enabled": False,  # with sizes that vary a found entry is dearer than the op
 }
 _DATA = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
+#: A break in a helper ends the graph there, not where it is called. Where no graph may end Dynamo
+#: would all the same ask every function on the stack, at every line of it: 0.2 s.
+_INSIDE = "nested_graph_breaks"
 #: The ways to capture, in the order in which they are tried: equal layers once; every layer; and
 #: the graph ended where numbers are read off tensors. In the others such a number is a symbol of
 #: the graph, such as the count of rows that a mask selects; Python may decide by it all the same.
-_WAYS = tuple(_SETTINGS | dict.fromkeys(_DATA, read) for read in (True, True, False))
+_WAYS = tuple(
+    _SETTINGS | {_INSIDE: ends} | dict.fromkeys(_DATA, read)
+    for ends, read in ((False, True), (True, True), (True, False))
+)
 _LAYERS_ONCE, _WHOLE, _IN_PARTS, _AS_WRITTEN = range(4)
 _ONE_AT_A_TIME = threading.RLock()
 

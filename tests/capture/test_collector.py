@@ -7,6 +7,7 @@ import torch
 from torch._dynamo import funcname_cache, symbolic_convert
 
 import fxrl
+from fxrl.capture import _torch
 from fxrl.capture._torch import callback_handler, compiles_undisturbed
 
 
@@ -15,6 +16,23 @@ def test_a_compilation_that_ends_behind_the_step_leaves_the_collector_on():
         callback_handler.run_start_callbacks(None)  # of another thread
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("frozen", "aged"), [(False, False), (True, False), (False, True)])
+def test_what_was_made_while_something_compiled_is_old(monkeypatch, frozen, aged):
+    monkeypatch.setattr(_torch, "_AGED", [True] * aged)
+    looked = []
+    gc.freeze() if frozen else gc.unfreeze()
+    with compiles_undisturbed():
+        callback_handler.run_start_callbacks(None)
+        made = [[]]
+        gc.callbacks.append(lambda phase, _: looked.append(phase))
+        callback_handler.run_end_callbacks(None)
+        gc.callbacks.pop()
+    assert any(one is made for one in gc.get_objects(generation=2))
+    assert bool(looked) is (frozen or aged)
+    assert bool(gc.get_freeze_count()) is frozen  # what is frozen on purpose stays so
+    gc.freeze()  # as every test finds it
 
 
 def test_no_file_is_tokenized_for_a_log(monkeypatch):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 from torch._inductor.fx_passes import joint_graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -109,6 +110,22 @@ def test_halves_are_lowered_as_they_were_traced_and_found_by_the_next_who_asks(m
     monkeypatch.delattr(joint_graph, "joint_graph_passes")
     compiled()
     assert counters["inductor"]["fxgraph_cache_hit"] == 2
+
+
+def test_fake_values_are_taken_as_they_were_traced(monkeypatch):
+    class Reached(BaseException):
+        pass
+
+    def stop(*_, **__):
+        raise Reached
+
+    run = compile_fx.fake_tensor_prop
+    monkeypatch.setattr(compile_fx, "FakeTensorProp", lambda *_, **__: pytest.fail("run again"))
+    monkeypatch.setattr(compile_fx, "_recursive_post_grad_passes", stop)  # what is next
+    region = region_of(layer, inputs(), NEEDS)
+    with pytest.raises(Reached):
+        build_region(region, InductorOptions.of({"force_disable_caches": True})).compile()
+    assert compile_fx.fake_tensor_prop is run
 
 
 def test_what_passes_add_behind_the_trace_is_lowered():
