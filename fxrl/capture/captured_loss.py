@@ -206,8 +206,8 @@ class CapturedLoss:
                     raise
                 del captures[before:]
                 raise _CaptureFailedError(error) from None
-        for frames in self._branches.met:
-            source, code = place_of(frames)
+        for stack in self._branches.met:
+            source, code = place_of(stack)
             reason = f"a branch on a tensor's value is captured the way that it goes: {code}"
             self._note(RemarkKind.ANALYSIS, source, reason)
         if breaks:
