@@ -47,7 +47,6 @@ _SETTINGS: dict[str, Any] = {
     "skip_nnmodule_hook_guards": False,  # hooks that come or go later are honoured
     "skip_tensor_guards_with_matching_dict_tags": False,  # requires_grad_() leaves a module's dicts
     "nested_graph_breaks": True,  # a break in a helper ends the graph there, not where it is called
-    "allow_unspec_int_on_nn_module": True,
     "fake_tensor_cache_enabled": False,  # with sizes that vary a found entry is dearer than the op
 }
 _DATA = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")

@@ -17,15 +17,13 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Deciding(Mixer):
-    """Writes a buffer, counts its calls, draws, and goes by what the batch asks for."""
+    """Writes a buffer, draws, and goes by what the batch asks for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 2  # Dynamo takes 0 and 1 for constants
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
 
     def forward(self, ids: Tensor, high: Tensor) -> Tensor:
-        self.calls += 1
         self.seen += 1
         logits = super().forward(ids) * (1 + 0.1 * self.seen)
         noise = torch.rand(1, dtype=torch.float64)
@@ -72,14 +70,13 @@ def assert_runs_as_eager(loss: Any, wanted: list[bool], config: Any = CONFIG) ->
             grads = [p.grad for p in one.parameters()]
             got.append((value.detach(), one.seen, *grads, torch.rand(1)))
         torch.testing.assert_close(got[0], got[1], rtol=1e-10, atol=1e-12)
-        assert model.calls == eager.calls
     return step
 
 
 @pytest.mark.parametrize("loss", [early, rows])
 def test_a_branch_costs_no_rewrite_and_goes_each_way_once(loss):
     step = assert_runs_as_eager(loss, [False, False, True, False])
-    assert captures(step) <= 3  # each way, and the counter as a number that varies
+    assert captures(step) == 2
     facts = [r.reason for r in step.report.of_kind("analysis") if r.pass_name == "capture"]
     assert any("captured the way that it goes: `if high.any():`" in fact for fact in facts)
 
