@@ -15,7 +15,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +40,7 @@ from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify as maybe_en
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op below autograd
 
+from fxrl.capture.branches import Branches
 from fxrl.capture.checks import check
 
 SET_GRAD = torch._C._set_grad_enabled  # what a Dynamo graph calls where torch.no_grad begins and ends
@@ -209,21 +210,27 @@ def dynamo_settings(changes: Mapping[str, Any]) -> Iterator[None]:
 
 
 _IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]
-_JUMPS = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_", "BACKWARD_") for value in ("TRUE", "FALSE") if f"POP_JUMP_{way}IF_{value}" in dis.opmap]
+_JUMPS = [name for name in dis.opmap if "JUMP" in name and re.search("IF_(TRUE|FALSE)", name)]
+_ENDS = {code for name, code in dis.opmap.items() if name.startswith(("RETURN", "RAISE", "JUMP_BACKWARD"))}
 _LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE")))}
 _TRANSLATORS: tuple[Any, ...] = (torch._dynamo.symbolic_convert.InstructionTranslator, torch._dynamo.symbolic_convert.InliningInstructionTranslator, torch._dynamo.symbolic_convert.InliningGeneratorInstructionTranslator)
 _make_instance: Any = UserDefinedClassVariable.call_function
 _KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)  # torch 2.15 does
 
 
+# The function that is captured and the branches that are followed in it, innermost last.
+_followed: list[tuple[CodeType, Branches]] = []
+
+
 @contextmanager
-def plain_python_is_traced() -> Iterator[None]:
+def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]:
     """What libraries write, and Dynamo ends the graph at, is traced as Python runs it.
 
     An import that fails raises there: libraries try a faster package inside of a loss's function,
     and go on without it. A class of torch has a name and a module: ``type(weight).__module__`` says
     whose weight it is. A ``SimpleNamespace`` is made: small models return one. A branch on a
-    tensor's value that only raises is a check (``fxrl.capture.checks``).
+    tensor's value that only raises is a check (``fxrl.capture.checks``); in the first graph of
+    ``root`` others are followed.
     """
     tables, had = [one.dispatch_table for one in _TRANSLATORS], UserDefinedClassVariable.call_function
     before = [list(table) for table in tables]
@@ -233,9 +240,12 @@ def plain_python_is_traced() -> Iterator[None]:
     if not _KNOWS_NAMESPACES:
         UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
         UserDefinedClassVariable.call_function = _instance
+    branches.begin()
+    _followed.append((root, branches))
     try:
         yield
     finally:
+        _followed.pop()
         for table, own in zip(tables, before, strict=True):
             table[:] = own
         UserDefinedClassVariable.call_function = had
@@ -263,30 +273,49 @@ def _load_attribute(translator: Any, instruction: Any) -> None:
 
 
 def _jump(name: str) -> Callable[[Any, Any], None]:
-    jumps_if = name.endswith("TRUE")
+    jumps_if, keeps = "IF_TRUE" in name, name.endswith("OR_POP")
 
     def jump(translator: Any, instruction: Any) -> None:
         value = translator.stack[-1].realize()
-        if not _known_when_run(value):
+        taken = _taken(translator, instruction, jumps_if) if _known_when_run(value) else None
+        if taken is None:
             getattr(translator, name)(instruction)
             return
-        at = translator.indexof[instruction.target], translator.instruction_pointer
-        jump_raises, next_raises = (_only_raises(translator.instructions[start:]) for start in at)
-        if jump_raises == next_raises:
-            getattr(translator, name)(instruction)
-            return
-        translator.pop()
+        truth, branch = taken
         call = translator.output.create_proxy
         passes = value.as_proxy()
         if isinstance(value, SymNodeVariable):
             passes = call("call_function", torch.scalar_tensor, (passes,), {})
-        if jumps_if == jump_raises:  # it raises where the value is true
+        if not truth:
             passes = call("call_function", torch.logical_not, (passes,), {})
-        call("call_function", check, (passes,), {})
-        if next_raises:
+        call("call_function", check, (passes, *branch), {})
+        if truth == jumps_if:
             translator.jump(instruction)
+        if truth != jumps_if or not keeps:
+            translator.pop()
 
     return jump
+
+
+def _taken(translator: Any, instruction: Any, jumps_if: bool) -> tuple[bool, tuple[int, ...]] | None:
+    """What to take a jump's value for, and the number of its branch: none where it only raises."""
+    target, following = translator.indexof[instruction.target], translator.instruction_pointer
+    jump_raises, next_raises = (_only_raises(translator.instructions[start:]) for start in (target, following))
+    if jump_raises != next_raises:
+        return jumps_if != jump_raises, ()
+    root, branches = _followed[-1] if _followed else (None, None)
+    if branches is None or translator.output.root_tx.f_code is not root:
+        return None
+    back = target < following  # of a loop
+    jumps = not back and _length(translator.instructions[target:]) > _length(translator.instructions[following:])
+    site = translator.f_code, instruction.offset
+    found = branches.follow(site, jumps == jumps_if, torch._guards.TracingContext.extract_stack)
+    return None if found is None else (found[1], found[:1])
+
+
+def _length(instructions: list[Any]) -> int:
+    """How far code that begins so goes on: a way that leaves early is the rarer one."""
+    return next((n for n, one in enumerate(instructions) if one.opcode in _ENDS), len(instructions))
 
 
 def _known_when_run(value: Any) -> bool:

@@ -31,6 +31,7 @@ from fxrl.capture._torch import (
     plain_python_is_traced,
     reset_code,
 )
+from fxrl.capture.branches import Branches, CannotBeginAnewError, random_state
 from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place_of
 from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.dynamic import mark_batch
@@ -97,6 +98,7 @@ class CapturedLoss:
         self._way: dict[Any, int] = {}  # of the kinds of batches that the first way failed at
         self._takeover = Takeover(model)
         self._repeated = RepeatedLayers(model)
+        self._branches = Branches()
         self.losses = Report()
 
     @property
@@ -128,6 +130,7 @@ class CapturedLoss:
             return self._loss_fn(self._model, batch)
         way = self._first_way(batch)
         failure: Exception | None = None
+        begin_anew = random_state()
         while way < _AS_WRITTEN:
             try:
                 result = self._run(way, batch)
@@ -138,7 +141,14 @@ class CapturedLoss:
                     continue
                 failure = failed.error
                 way = _next(way, failure)
-            except CheckFailedError:  # as written it raises its own error, or handles it
+            except CannotBeginAnewError:
+                self._branches.leave()
+            except CheckFailedError as failed:
+                begin_anew()
+                if failed.branch is not None:
+                    self._branches.turn(failed.branch)
+                    continue
+                # as written it raises its own error, or handles it
                 self._note(RemarkKind.ANALYSIS, "", "a check failed: the call was run as written")
                 return self._loss_fn(self._model, batch)
         else:
@@ -165,8 +175,9 @@ class CapturedLoss:
             _CaptureFailedError: a compilation failed, or the first run of what it made.
         """
         once = way == _LAYERS_ONCE
-        key = global_hooks(), way, self._repeated.generation if once else 0
-        if key not in self.compiled:
+        generation = self._repeated.generation if once else 0
+        key = global_hooks(), way, generation, self._branches.variant
+        if new := key not in self.compiled:
             fresh = _fresh(self._model, self._loss_fn)
             self.compiled[key] = torch.compile(fresh, backend=self._weak_backend, fullgraph=once)
             weakref.finalize(self, reset_code, fresh.__code__).atexit = False
@@ -176,16 +187,21 @@ class CapturedLoss:
         with (
             dynamo_settings(_WAYS[way]),
             layers,
-            plain_python_is_traced(),
+            plain_python_is_traced(inspect.unwrap(self.compiled[key]).__code__, self._branches),
             compiles_undisturbed(),
             breaks_inside() as breaks,
         ):
             try:
                 result = self.compiled[key](batch)
-            except CheckFailedError:
+            except CheckFailedError as failed:
+                if new and failed.branch is not None:  # it has never run to its end
+                    del captures[before:], self.compiled[key]
                 raise
             except Exception as error:  # a graph can hold anything that PyTorch can
                 own = getattr(error, "inner_exception", error)
+                if isinstance(own, CannotBeginAnewError):
+                    del captures[before:]
+                    raise own from None
                 if isinstance(own, FxrlError):
                     raise own from None  # its text is all that a user needs
                 capturing = isinstance(error, (TorchDynamoException, GuardOnDataDependentSymNode))
@@ -194,6 +210,10 @@ class CapturedLoss:
                     raise
                 del captures[before:]
                 raise _CaptureFailedError(error) from None
+        for stack in self._branches.met:
+            source, code = place_of(stack)
+            reason = f"a branch on a tensor's value is captured the way that it goes: {code}"
+            self._note(RemarkKind.ANALYSIS, source, reason)
         if breaks:
             self._note_breaks(breaks, captures[before:])
         elif _skipped() > skipped and not any(one.report.remarks for one in captures[before:]):

@@ -2,7 +2,8 @@
 
 Traced code cannot raise what the user's code would: the text is made of values. So a branch that
 does nothing but raise becomes one op, which ends the call when its tensor is false; the loss is
-then run as it was written, and raises its own error from its own line, or handles it.
+then run as it was written, and raises its own error from its own line, or handles it. A branch that
+does something else is followed one way, and checked likewise (``fxrl.capture.branches``).
 """
 
 from __future__ import annotations
@@ -12,23 +13,31 @@ from torch import Tensor
 
 
 class CheckFailedError(Exception):
-    """Traced code would have raised here. Only a backward that runs layers again shows it."""
+    """Traced code would have raised here, or gone another way. Only a backward that runs layers
+    again shows it.
 
-    def __init__(self) -> None:
+    Attributes:
+        branch: the number of the branch that goes another way; None for code that raises.
+    """
+
+    def __init__(self, branch: int | None = None) -> None:
+        self.branch = branch
         super().__init__(
             "a check of the loss or of the model does not hold where the backward runs it again; "
             "it held in the forward, so what it reads is not computed alike twice"
         )
 
 
-@torch.library.custom_op("fxrl::check", mutates_args=(), schema="(Tensor passes) -> ()")
-def _check(passes: Tensor) -> None:
+@torch.library.custom_op(
+    "fxrl::check", mutates_args=(), schema="(Tensor passes, int? branch=None) -> ()"
+)
+def _check(passes: Tensor, branch: int | None = None) -> None:
     if not passes:
-        raise CheckFailedError
+        raise CheckFailedError(branch)
 
 
 @_check.register_fake
-def _(passes: Tensor) -> None:
+def _(passes: Tensor, branch: int | None = None) -> None:
     pass
 
 

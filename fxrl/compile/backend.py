@@ -17,13 +17,20 @@ from torch import fx
 
 from fxrl import kernels
 from fxrl.capture._torch import RestartAnalysis
+from fxrl.capture.branches import (
+    CannotBeginAnewError,
+    follows_branches,
+    random_state,
+    talks_to_ranks,
+)
 from fxrl.capture.breaks import break_of, break_remarks
+from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.lower import lower
 from fxrl.capture.repeated import share_bodies
 from fxrl.compile._torch import without_autocast
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
-from fxrl.compile.by_plan import ByPlan, random_state
+from fxrl.compile.by_plan import ByPlan
 from fxrl.compile.outer import calls_higher_order, restore_checkpoints, run_outer
 from fxrl.compile.planning import Planner, Sizes, known_profiles
 from fxrl.config import Config
@@ -84,6 +91,10 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         gm, lifted = share_bodies(gm)
         run = self._capture(gm, [*example_inputs, *lifted])
+        if follows_branches(gm) and not self.only_explain:
+            capture, alone = self.captures[-1], self.config.context_parallel == 1
+            if not capture.running or not alone or talks_to_ranks(capture.lowered):
+                raise CannotBeginAnewError
         return run if not lifted else lambda *args: run(*args, *lifted)
 
     def _capture(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
@@ -281,9 +292,11 @@ class _Guarded:
         random = random_state()
         try:
             result = self._run(*args)
-        except (FxrlError, torch.OutOfMemoryError):
+        except (FxrlError, torch.OutOfMemoryError, CheckFailedError):
             raise
         except Exception as error:
+            if follows_branches(self._gm):
+                raise CannotBeginAnewError from error
             why = _line(error)
             random()
             self._run = _as_written(self._gm)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrl.capture.branches import random_state
 from fxrl.capture.breaks import in_one_line
 from fxrl.compile.planning import symbols_of
 from fxrl.errors import HostMemoryError, PlanError
@@ -220,21 +221,3 @@ def _layers(gm: fx.GraphModule, plan: Plan) -> Iterator[int | None]:
 
 def _within(sizes: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
     return all(size <= most for (_, size), (_, most) in zip(sizes, known, strict=True))
-
-
-def torch_random_states() -> list[torch.Tensor]:
-    """Those of PyTorch's generators: the CPU's, and of GPUs that are in use."""
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if used else ())]
-
-
-def random_state() -> Callable[[], None]:
-    """Puts the random generators back to where they are now."""
-    cpu, *gpus = torch_random_states()
-
-    def restore() -> None:
-        torch.set_rng_state(cpu)
-        if gpus:
-            torch.cuda.set_rng_state_all(gpus)
-
-    return restore

@@ -5,7 +5,6 @@ The truth for half precision is a run of the same model and loss in a wider dtyp
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxrl.compile.by_plan import random_state, torch_random_states
+from fxrl.capture.branches import random_state, random_states
 from fxrl.errors import FxrlError
 from fxrl.ir.remark import format_bytes
 from fxrl.ops.out_of_memory import free_bytes
@@ -86,11 +85,11 @@ def evaluate(step: Step, model: nn.Module, params: Mapping[str, Tensor], batch: 
     wanted = {**params, **leaves}
     versions = [(name, t, t._version) for name, t in _tensors(batch)]
     with preserved(model, wanted.values()) as buffers:
-        before = torch_random_states()
+        before = random_states()
         loss, metrics = split_result(step(batch))
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-        after = torch_random_states()
+        after = random_states()
         outcome = Outcome(
             loss=_copy(loss),
             metrics={name: _copy(value) for name, value in metrics.items()},
@@ -132,7 +131,7 @@ def preserved(model: nn.Module, leaves: Any = ()) -> Iterator[dict[str, Tensor]]
     owners = [(m, n, b) for m in model.modules() for n, b in m._buffers.items() if b is not None]
     copies = {id(b): b.detach().clone() for _, _, b in owners}
     names = {name: copies[id(b)] for name, b in model.named_buffers()}
-    restore, python, numpy = random_state(), random.getstate(), np.random.get_state()
+    restore, numpy = random_state(), np.random.get_state()
     for tensor, _ in grads:
         tensor.grad = None
     try:
@@ -148,7 +147,6 @@ def preserved(model: nn.Module, leaves: Any = ()) -> Iterator[dict[str, Tensor]]
                     buffer.copy_(copies[id(buffer)])
                 module._buffers[name] = buffer
         restore()
-        random.setstate(python)
         np.random.set_state(numpy)
 
 

@@ -45,13 +45,6 @@ def in_a_loop(model: nn.Module, batch: Any) -> Tensor:
     return total
 
 
-def decided_by_data(model: nn.Module, batch: Any) -> Tensor:
-    logits = model(batch["ids"])
-    if logits.sum().item() > 1e9:  # here
-        logits = logits / 2
-    return -token_logps(logits, batch["ids"]).mean()
-
-
 def counted_by_data(model: nn.Module, batch: Any) -> Tensor:
     logits = model(batch["ids"])
     for row in batch["mask"].any(-1).nonzero():  # here
@@ -85,7 +78,6 @@ def own_function(model: nn.Module, batch: Any) -> Tensor:
     [
         (retained, "retain_grad"),
         (in_a_loop, "graph_break"),
-        (decided_by_data, "ata-dependent"),
         (counted_by_data, "cannot be traced"),
         (own_function, "autograd.Function"),
     ],

@@ -1,0 +1,101 @@
+"""Branches on tensors' values inside of a loss: followed as they go, and numbers stay eager's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxrl.step import optimize
+from tests.capture.mixer import CONFIG, QUIET, Mixer, captures, make_batch, token_logps
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Deciding(Mixer):
+    """Writes a buffer, draws, and goes by what the batch asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, ids: Tensor, high: Tensor) -> Tensor:
+        self.seen += 1
+        logits = super().forward(ids) * (1 + 0.1 * self.seen)
+        noise = torch.rand(1, dtype=torch.float64)
+        if high.any():
+            logits = logits * (2 + noise)
+        return logits
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    logps = token_logps(model(batch["ids"], batch["high"]), batch["ids"])
+    return -(logps * batch["adv"] * batch["mask"]).sum()
+
+
+def early(model: nn.Module, batch: Any) -> Tensor:
+    loss = loss_fn(model, batch)
+    if batch["high"].all() or loss > 1e9:
+        return loss * 0.0
+    return loss
+
+
+def rows(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"], batch["high"])
+    total = logits.new_zeros(())
+    for row in range(3):
+        if batch["adv"][row].item() < -1e9:
+            continue
+        total = total - token_logps(logits[row : row + 1], batch["ids"][row : row + 1]).sum()
+    return total
+
+
+def assert_runs_as_eager(loss: Any, wanted: list[bool], config: Any = CONFIG) -> Any:
+    torch.manual_seed(0)
+    model = Deciding()
+    eager = copy.deepcopy(model)
+    step = optimize(model, loss, config)
+    for number, high in enumerate(wanted):
+        batch = make_batch(length=7 + number % 2, high=torch.tensor([high, high]))
+        got = []
+        for run, one in ((step, model), (lambda b: loss(eager, b), eager)):
+            torch.manual_seed(number)
+            one.zero_grad()
+            value = run(batch)
+            value.backward()
+            grads = [p.grad for p in one.parameters()]
+            got.append((value.detach(), one.seen, *grads, torch.rand(1)))
+        torch.testing.assert_close(got[0], got[1], rtol=1e-10, atol=1e-12)
+    return step
+
+
+@pytest.mark.parametrize("loss", [early, rows])
+def test_a_branch_costs_no_rewrite_and_goes_each_way_once(loss):
+    step = assert_runs_as_eager(loss, [False, False, True, False])
+    assert captures(step) == 2
+    facts = [r.reason for r in step.report.of_kind("analysis") if r.pass_name == "capture"]
+    assert any("captured the way that it goes: `if high.any():`" in fact for fact in facts)
+
+
+def test_a_branch_that_turns_at_each_call_ends_the_graph_there():
+    step = assert_runs_as_eager(loss_fn, [False, True] * 3, QUIET)
+    missed = step.report.of_kind("missed")
+    assert any("data-dependent branching" in remark.reason for remark in missed)
+
+
+def test_where_nothing_is_rewritten_no_call_begins_anew():
+    passes = dataclasses.replace(QUIET, passes=())
+    step = assert_runs_as_eager(loss_fn, [False, True, False], passes)
+    assert not step.report.of_kind("applied")
+
+
+def test_explain_follows_the_way_that_goes_further():
+    torch.manual_seed(0)
+    report = optimize(Deciding(), early, CONFIG).explain(
+        make_batch(high=torch.tensor([True, True]))
+    )
+    assert report.of_kind("applied")
