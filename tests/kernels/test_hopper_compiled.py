@@ -73,6 +73,6 @@ def test_a_variant_is_compiled_once(tmp_path, monkeypatch):
 
 def test_what_nvrtc_says_is_passed_on(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    defines = ("-DMODE=nonsense", "-DBIAS=0", "-DCAP=0", "-DMOMENTS=0")
     with pytest.raises(module.CudaModuleError, match="nonsense"):
-        defines = ("-DMODE=nonsense", "-DBIAS=0", "-DCAP=0", "-DMOMENTS=0")
         module._cubin.__wrapped__("loss_head", defines)
