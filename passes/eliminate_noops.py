@@ -111,8 +111,11 @@ def _same_shape(node: fx.Node, value: Any) -> bool:
 def _told_size(node: fx.Node) -> fx.Node | None:
     """``s`` of ``sym_size(view(x, [.., s, ..]), dim)``."""
     view: Any = node.args[0]
-    told: Any = view.args[1][node.args[1]] if is_call(view, *RESHAPES) else None
-    return told if isinstance(told, fx.Node) else None
+    dim: Any = node.args[1]
+    if not is_call(view, *RESHAPES):
+        return None
+    sizes: Any = view.args[1]
+    return sizes[dim] if isinstance(sizes[dim], fx.Node) else None
 
 
 def _before_column(node: fx.Node) -> fx.Node | None:

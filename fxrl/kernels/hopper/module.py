@@ -72,8 +72,9 @@ def available() -> bool:
     if find_spec("cuda") is not None and find_spec("cuda.bindings") is not None:
         return True
     warnings.warn(
-        "the loss head takes the slower route of cuBLAS and Triton: NVRTC's bindings, which come "
-        f"with torch's own packages, are not installed; {install_command()}",
+        "the loss head, and adapters on products in FP8, take the slower routes of cuBLAS and "
+        "Triton: NVRTC's bindings, which come with torch's own packages, are not installed; "
+        + install_command(),
         stacklevel=2,
     )
     return False

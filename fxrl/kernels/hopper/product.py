@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from fxrl.kernels.hopper import module
+from fxrl.kernels.jit import on_device
 
 _TILE = 256
 _DEPTH = 128  # e4m3 numbers of a step
+_PAD = 8  # bf16 numbers in the 16 bytes that TMA wants a row of the result to be a multiple of
 
 
 class Arguments(ctypes.Structure):
@@ -30,12 +32,13 @@ class Arguments(ctypes.Structure):
     )
 
 
-def serves(*matrices: Tensor) -> bool:
-    """Whether this route multiplies what lies so: on Hopper, rows apart and 16 bytes aligned."""
-    device = matrices[0].device
+def serves(a: Tensor, b: Tensor, left: Tensor, right: Tensor) -> bool:
+    """Whether ``product`` multiplies what lies so: on Hopper, rows apart and 16 bytes aligned."""
     return (
-        torch.cuda.get_device_capability(device) == (9, 0)
-        and all(map(_readable, matrices))
+        torch.cuda.get_device_capability(a.device) == (9, 0)
+        and left.dtype == right.dtype == torch.bfloat16
+        and b.shape[0] % _PAD == 0
+        and all(map(_readable, (a, b, left, right)))
         and module.available()
     )
 
@@ -88,11 +91,12 @@ def product(
     )
     function = _kernel(scale_b is not None, left is not None, a.device.index)
     tiles = arguments.row_pairs * arguments.column_tiles
-    module.launch_tiles(function, maps, arguments, tiles, module.shared_bytes(True), a.device)
+    with on_device(a):
+        module.launch_tiles(function, maps, arguments, tiles, module.shared_bytes(True), a.device)
     return out
 
 
 @cache
 def _kernel(columns: bool, low_rank: bool, device: int) -> Any:
-    defines = {"COLUMNS": columns, "LOW_RANK": low_rank}
+    defines = {"COLUMNS": int(columns), "LOW_RANK": int(low_rank)}
     return module.loaded("scaled_product", defines, device, module.shared_bytes(True))
