@@ -74,9 +74,9 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
 
 #: Over the joint graph of a region's body, whose gradients are values like others; and, when the
 #: region's cut has made two graphs of it, over each.
-JOINT_PIPELINE = Pipeline(
-    (EliminateNoops(differentiated=True), StackAdapterProducts(), AddAdapterProducts())
-)
+JOINT_PIPELINE = Pipeline((EliminateNoops(differentiated=True), StackAdapterProducts()))
+#: Behind the first, where the device has a kernel that adds (``fxrl.ops.fp8.adds_adapters``).
+ADDING_PIPELINE = Pipeline((AddAdapterProducts(),))
 HALF_PIPELINE = Pipeline((MergeAdapterProducts(),))
 
 

@@ -6,6 +6,9 @@ An adapter beside a frozen Linear writes a value as wide as the layer, which an 
 again with the layer's own; here it is added before the result is rounded and written. So is what an
 adapter gives to the gradient of the rows. Such sums are rounded once.
 
+NOTE [Why results no narrower than the product is deep]: what is saved goes by the result's width,
+and what a kernel that adds takes more than cuBLAS, by the product's depth (``kernels.hopper``).
+
 NOTE [Why over the joint graph]: a cut that keeps products keeps the sum, and no backward multiplies
 by an adapter again to have it.
 
@@ -63,7 +66,8 @@ class AddAdapterProducts(Normalisation[SumWithScaled]):
         "sums of a product in FP8 and one of low rank, in a layer's body: a Linear and its adapter",
         "a value as wide as the layer, written and read",
         "nothing",
-        "the other product is no narrow one: the sum stays",
+        "the other product is no narrow one, or the result narrower than the product is deep: "
+        "the sum stays",
     )
 
     def match(self, gm: fx.GraphModule) -> Iterator[SumWithScaled]:
@@ -75,8 +79,11 @@ class AddAdapterProducts(Normalisation[SumWithScaled]):
 
     def rewrite(self, gm: fx.GraphModule, site: SumWithScaled, choice: Choice) -> Applied:
         scaled = [p for p in site.scaled if p.top is p.node or is_call(p.top, *RESHAPES)]
+        scaled = [p for p in scaled if hint(shape_of(p.node)[1]) >= hint(shape_of(p.left)[1])]
         narrow = [p for p in site.others if hint(shape_of(p.left)[1]) <= NARROW]
         pairs = [*zip(scaled, narrow, strict=False)]
+        if not scaled:
+            raise Refusal("no product in FP8 is added as it is, and as wide as it is deep")
         if not pairs:
             raise Refusal(f"no product beside it is of {NARROW} columns or fewer")
         order = {node: place for place, node in enumerate(gm.graph.nodes)}

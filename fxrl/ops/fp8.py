@@ -343,6 +343,14 @@ def why_no_fp8(device: torch.device) -> str:
     return "" if have >= _FIRST else told
 
 
+def adds_adapters(device: torch.device) -> bool:
+    """Whether ``scaled_mm`` adds a product of low rank for less than it takes by itself: where it
+    has a kernel for it, on Hopper. A CPU stands in."""
+    if device.type != "cuda":
+        return device.type in ("cpu", "meta")
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 @cache
 def measured_seconds(
     device: torch.device, recipe: Recipe, gradient: str, rows: int, features: int, out: int

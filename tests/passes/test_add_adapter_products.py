@@ -89,6 +89,7 @@ def test_each_product_in_fp8_takes_one(order):
     assert (said, wide_products(gm)) == ("2 of 2 products are added inside FP8's", 0)
 
 
+DEEP = "no product in FP8 is added as it is, and as wide as it is deep"
 ADDED = "1 of {} products are added inside FP8's"
 
 
@@ -101,7 +102,7 @@ ADDED = "1 of {} products are added inside FP8's"
         (lambda y, a, b: y * (a @ b), "", 1),
         (lambda y, a, b: torch.add(y, a @ b, alpha=2), "", 1),
         (lambda y, a, b: y.float() + (a.float() @ b.float()), "", 1),
-        (lambda y, a, b: y * 2 + a @ b, "no product beside it is of 256 columns or fewer", 1),
+        (lambda y, a, b: y * 2 + a @ b, DEEP, 1),
         (
             lambda y, a, b: y + a.repeat(1, 65) @ b.repeat(65, 1),
             "no product beside it is of 256 columns or fewer",
@@ -116,6 +117,13 @@ def test_what_stays(function, said, left):
 
     gm, told = rewritten(of_sides, draw(6, 4), draw(4, 32), *held())
     assert (told, wide_products(gm)) == (said, left)
+
+
+def test_a_deep_product_stays():
+    gm, told = rewritten(
+        lambda a, b, *sides: fp8(*sides) + a @ b, draw(6, 4), draw(4, 32), *held(depth=48)
+    )
+    assert (told, wide_products(gm)) == (DEEP, 1)
 
 
 def test_an_adapter_is_added_once():
@@ -140,9 +148,9 @@ def test_both_halves_of_a_body():
         gate, up = linear(x, w1, s1, a1, b1), linear(x, w2, s2, a2, b2)
         return [F.silu(gate) * up, gate - up]
 
-    x = draw(5, 40, 16)
-    weights = [part for seed in (0, 1) for part in quantized_weight(draw(32, 16, seed=seed), "row")]
-    factors = [draw(4, 16), draw(32, 4), draw(4, 16, seed=1), draw(32, 4, seed=1)]
+    x = draw(5, 40, 32)
+    weights = [part for seed in (0, 1) for part in quantized_weight(draw(32, 32, seed=seed), "row")]
+    factors = [draw(4, 32), draw(32, 4), draw(4, 32, seed=1), draw(32, 4, seed=1)]
     given, needs = [x, *weights, *factors], (True, *[False] * 4, *[True] * 4)
     region = replace(region_of(layer, given, needs), forward=fx.symbolic_trace(layer))
     body = build_region(region, None)

@@ -53,17 +53,25 @@ __device__ __forceinline__ void load_tiles(const TensorMap* a, const TensorMap* 
   }
 }
 
-// d (row, column) times the scales of both. `column` is that of d[0].
-__device__ __forceinline__ void scale_tile(float (&d)[128], const Arguments& args, int column,
+// The scales of this lane's columns of a tile; `column` is the first of them. Fetched before the
+// product, whose steps hide the wait.
+__device__ __forceinline__ void load_scales(float2 (&scale)[32], const Arguments& args, int column) {
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    const bool inside = column + 8 * j < args.columns;  // columns are a multiple of 8
+    const float2* from = reinterpret_cast<const float2*>(args.column_scale + column + 8 * j);
+    scale[j] = inside ? __ldg(from) : make_float2(0.0f, 0.0f);
+  }
+}
+
+__device__ __forceinline__ void scale_tile(float (&d)[128], const float2 (&scale)[32],
                                            const float (&row_scale)[2]) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int at = column + 8 * j + i;
-      const float scale = COLUMNS ? (at < args.columns ? __ldg(args.column_scale + at) : 0.0f) : 1.0f;
-      d[4 * j + i] *= row_scale[0] * scale;
-      d[4 * j + 2 + i] *= row_scale[1] * scale;
+    for (int h = 0; h < 2; ++h) {
+      d[4 * j + 2 * h] *= COLUMNS ? row_scale[h] * scale[j].x : row_scale[h];
+      d[4 * j + 2 * h + 1] *= COLUMNS ? row_scale[h] * scale[j].y : row_scale[h];
     }
   }
 }
@@ -85,8 +93,10 @@ __device__ __forceinline__ void multiply_tiles(const TensorMap* out, const Argum
     for (int h = 0; h < 2; ++h) {
       row_scale[h] = row + 8 * h < args.rows ? __ldg(args.row_scale + row + 8 * h) : 0.0f;
     }
+    float2 column_scale[32];
+    if (COLUMNS) load_scales(column_scale, args, tile.column + 2 * (thread % 4));
     accumulate_tile<multiply_e4m3>(d, args.k_steps, ring, shared, full, empty, warpgroup);
-    scale_tile(d, args, tile.column + 2 * (thread % 4), row_scale);
+    scale_tile(d, column_scale, row_scale);
     if (LOW_RANK) {
       const int steps = (args.rank + RANK_DEPTH - 1) / RANK_DEPTH;
       accumulate_tile<multiply_bf16>(d, steps, ring, shared, full, empty, warpgroup, true);
