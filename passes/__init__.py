@@ -12,6 +12,7 @@ from fxrl.config import Config
 from fxrl.errors import ConfigError, did_you_mean
 from fxrl.ir.graph_pass import Pass
 from fxrl.ir.pipeline import Pipeline
+from fxrl.passes.add_adapter_products import AddAdapterProducts
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
 from fxrl.passes.differentiate_copies import DifferentiateCopies
 from fxrl.passes.drop_unused_inputs import DropUnusedInputs
@@ -74,6 +75,8 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
 #: Over the joint graph of a region's body, whose gradients are values like others; and, when the
 #: region's cut has made two graphs of it, over each.
 JOINT_PIPELINE = Pipeline((EliminateNoops(differentiated=True), StackAdapterProducts()))
+#: Behind the first, where the device has a kernel that adds (``fxrl.ops.fp8.adds_adapters``).
+ADDING_PIPELINE = Pipeline((AddAdapterProducts(),))
 HALF_PIPELINE = Pipeline((MergeAdapterProducts(),))
 
 

@@ -7,7 +7,8 @@
 
 Rewrites leave such calls behind where one speaks of rows and the next of ``[B, T]``; adapters in
 float32 ask for the casts under autocast. Where gradients are values like others (the two halves of
-a region), a detach is nothing as well.
+a region), a detach is nothing as well, and a size that autograd asks a view for is the one that the
+view was given: nothing but a sum then reads what it adds.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class EliminateNoops(Normalisation[Noop]):
             node.update_arg(0, value)
             if node.target is aten.view.default and not is_call(value, *RESHAPES):
                 node.target = aten.reshape.default  # the value's strides may be any
-        elif _same_shape(node, value):
+        elif is_call(node, aten.sym_size.int) or _same_shape(node, value):
             node.replace_all_uses_with(value)
         else:  # one column of a view: the view without it
             column: Any = node.args[0]
@@ -92,6 +93,8 @@ class EliminateNoops(Normalisation[Noop]):
         first: Any = node.args[0]
         if is_call(node, *_DETACHES):
             return first if self.differentiated else None
+        if is_call(node, aten.sym_size.int):
+            return _told_size(node) if self.differentiated else None
         if is_call(node, *RESHAPES):
             if _same_shape(node, first):
                 return first  # type: ignore[no-any-return]
@@ -103,6 +106,16 @@ class EliminateNoops(Normalisation[Noop]):
 
 def _same_shape(node: fx.Node, value: Any) -> bool:
     return is_tensor(value) and spelled_alike(shape_of(node), shape_of(value))
+
+
+def _told_size(node: fx.Node) -> fx.Node | None:
+    """``s`` of ``sym_size(view(x, [.., s, ..]), dim)``."""
+    view: Any = node.args[0]
+    dim: Any = node.args[1]
+    if not is_call(view, *RESHAPES):
+        return None
+    sizes: Any = view.args[1]
+    return sizes[dim] if isinstance(sizes[dim], fx.Node) else None
 
 
 def _before_column(node: fx.Node) -> fx.Node | None:

@@ -38,7 +38,7 @@ from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
-_NARROW = 256  # columns of an adapter's part of a shared operand
+NARROW = 256  # columns of an adapter's part of a shared operand
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _on(graph: fx.Graph, before: fx.Node, views: Sequence[fx.Node], value: Any) 
 
 # ---------------------------------------------------------------------------- sums of products
 @dataclass(frozen=True, slots=True)
-class _Product:
+class Product:
     """``scale * left @ right``, one summand; ``top`` is what the sum's ``add`` reads of it."""
 
     node: fx.Node
@@ -134,19 +134,24 @@ class _Product:
 
 
 def _merge_sums(graph: fx.Graph) -> int:
-    sums = [found for root in _roots(graph) if len(found := _summands(root)) > 1]
+    sums = sums_of_products(graph, aten.mm.default)
     readers: dict[fx.Node, int] = {}
     for summands in sums:
         for left in {product.left for product in summands}:
             readers[left] = readers.get(left, 0) + 1
     chosen = [best for summands in sums if len(best := _worth(summands, readers)) > 1]
-    groups: dict[fx.Node, list[list[_Product]]] = {}
+    groups: dict[fx.Node, list[list[Product]]] = {}
     for summands in chosen:
         groups.setdefault(summands[0].left, []).append(summands)
     for group in groups.values():
         for shared in [group] if _can_share(group) else [[summands] for summands in group]:
             _merge(graph, shared)
     return len(chosen)
+
+
+def sums_of_products(graph: fx.Graph, *targets: Any) -> list[list[Product]]:
+    """Of two or more calls of these targets, whose results nothing else reads."""
+    return [found for root in _roots(graph) if len(found := _summands(root, targets)) > 1]
 
 
 def _roots(graph: fx.Graph) -> Iterable[fx.Node]:
@@ -169,9 +174,8 @@ def _is_sum(node: object) -> bool:
     return spelled_alike(left.shape, right.shape)
 
 
-def _summands(root: fx.Node) -> list[_Product]:
-    """The products of a sum that nothing else reads."""
-    found: list[_Product] = []
+def _summands(root: fx.Node, targets: Sequence[Any]) -> list[Product]:
+    found: list[Product] = []
 
     def visit(node: fx.Node, top: fx.Node, scale: float) -> None:
         if node is not root and len(node.users) > 1:
@@ -183,16 +187,16 @@ def _summands(root: fx.Node) -> list[_Product]:
             visit(node.args[0], top, scale)  # type: ignore[arg-type]
         elif _is_scaling(node):
             visit(node.args[0], top, scale * node.args[1])  # type: ignore[arg-type, operator]
-        elif _is_product(node) and _same_width(node, root):
-            found.append(_Product(node, top, scale))
+        elif is_call(node, *targets) and _has_depth(node) and _same_width(node, root):
+            found.append(Product(node, top, scale))
 
     visit(root, root, 1.0)
     return found
 
 
-def _is_product(node: fx.Node) -> bool:
-    inner = is_call(node, aten.mm.default) and shape_of(node.args[0])[1]  # type: ignore[arg-type]
-    return isinstance(inner, int) and not isinstance(inner, bool)
+def _has_depth(product: fx.Node) -> bool:
+    """Whether it is known how many products each of its sums is of."""
+    return isinstance(shape_of(as_node(product.args[0]))[1], int)
 
 
 def _same_width(node: fx.Node, root: fx.Node) -> bool:
@@ -202,7 +206,7 @@ def _same_width(node: fx.Node, root: fx.Node) -> bool:
     return value.dtype == like.dtype and value.dim() > 1 and value.shape[-1] == like.shape[-1]
 
 
-def _worth(summands: Sequence[_Product], readers: dict[fx.Node, int]) -> list[_Product]:
+def _worth(summands: Sequence[Product], readers: dict[fx.Node, int]) -> list[Product]:
     """Those to merge, the widest left operand first; fewer than two where none pays.
 
     A merged product saves writing and reading a result; it costs copying its operands.
@@ -222,18 +226,18 @@ def _worth(summands: Sequence[_Product], readers: dict[fx.Node, int]) -> list[_P
     return merged if merged and merged[0].scale == 1.0 else []
 
 
-def _can_share(group: Sequence[Sequence[_Product]]) -> bool:
+def _can_share(group: Sequence[Sequence[Product]]) -> bool:
     """Whether one left operand may serve all sums: none is needed to compute another one's
     operands, and the rows that only one sum reads are few."""
     rests = [product for summands in group for product in summands[1:]]
-    if any(hint(shape_of(product.left)[1]) > _NARROW for product in rests):
+    if any(hint(shape_of(product.left)[1]) > NARROW for product in rests):
         return False
     products = [product for summands in group for product in summands]
     needed = ancestors(product.left for product in products)
     return needed.isdisjoint(product.node for product in products)
 
 
-def _merge(graph: fx.Graph, group: Sequence[Sequence[_Product]]) -> None:
+def _merge(graph: fx.Graph, group: Sequence[Sequence[Product]]) -> None:
     """One product for each sum of the group, all over one concatenated left operand.
 
     The first summand of each sum is left[0] of all: the operand that they share.
@@ -241,7 +245,7 @@ def _merge(graph: fx.Graph, group: Sequence[Sequence[_Product]]) -> None:
     with Builder(graph).before(group[0][0].node) as builder:
         shared = group[0][0].left
         rests = [product for summands in group for product in summands[1:]]
-        lefts = [shared, *(_scaled_left(builder, product) for product in rests)]
+        lefts = [shared, *(scaled_left(builder, product) for product in rests)]
         left = builder.call(aten.cat.default, lefts, 1)
         for summands in group:
             rights: list[fx.Node | int] = [summands[0].right]
@@ -253,10 +257,11 @@ def _merge(graph: fx.Graph, group: Sequence[Sequence[_Product]]) -> None:
             summands[0].node.replace_all_uses_with(merged)
     for summands in group:
         for product in summands[1:]:
-            _drop(product.top)
+            drop(product.top)
 
 
-def _scaled_left(builder: Builder, product: _Product) -> fx.Node:
+def scaled_left(builder: Builder, product: Product) -> fx.Node:
+    """A summand's left operand, its scale in it."""
     if product.scale == 1.0:
         return product.left
     return builder.call(aten.mul.Tensor, product.left, product.scale)
@@ -280,7 +285,7 @@ def _stacked(builder: Builder, parts: Sequence[fx.Node | int]) -> fx.Node:
     return builder.call(aten.permute.default, whole, [1, 0]) if turned else whole
 
 
-def _drop(top: fx.Node) -> None:
+def drop(top: fx.Node) -> None:
     """Take one summand out of the sum that reads it."""
     (add,) = top.users
     (other,) = (arg for arg in add.args if arg is not top)

@@ -3,7 +3,8 @@
 ``quantize`` reads a row once, keeps it in registers and writes it in a byte a value with its scale:
 bit for bit what the reference writes. The next row is on its way meanwhile, and factors of columns
 stay in registers. The product is cuBLAS's or CUTLASS's, by
-``torch._scaled_mm``, and ``turn`` lays a weight down for the gradient.
+``torch._scaled_mm``; with an adapter's on Hopper that of ``kernels.hopper``, which adds it before
+the result is rounded and written. ``turn`` lays a weight down for the gradient.
 
 NOTE [Why partial sums are not promoted]
 Hopper's tensor cores add FP8 products in an accumulator of about 14 bits, and
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fxrl.kernels.hopper import product as hopper
 from fxrl.kernels.jit import jit, jit_unspecialized, on_device
 from fxrl.ops.fp8 import (
     E4M3,
@@ -154,26 +156,40 @@ def product(
     scale_b: Tensor | None,
     transpose: bool,
     dtype: torch.dtype,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
 ) -> Tensor:
     """See ``fxrl.ops.fp8.scaled_mm``.
 
-    ``torch._scaled_mm`` scales rows alone, and wants b's rows along the contraction. A weight with
-    scales by block is widened, a tile at a time, and multiplied in bf16.
+    Kernels scale rows alone, and want b's rows along the contraction. A weight with scales by
+    block is widened, a tile at a time, and multiplied in bf16.
     """
     if not factors_out(scale_a, b, scale_b):
         assert scale_b is not None
         wide = dequantized(a, scale_a, torch.bfloat16)
-        widened: Tensor = torch.ops.fxrl.dequantized_mm.default(wide, [b, scale_b], "fp8", False)
-        return widened.to(dtype)
-    right = transposed(b) if transpose else b.contiguous()
-    width = right.shape[0]
-    columns = scale_a.new_ones(1, width) if scale_b is None else scale_b.t().expand(1, width)
-    made: Tensor = torch.ops.aten._scaled_mm.default(
-        a.contiguous(),
-        right.t(),
-        scale_a.contiguous(),
-        columns.contiguous(),
+        made: Tensor = torch.ops.fxrl.dequantized_mm.default(wide, [b, scale_b], "fp8", False)
+        return _added(made.to(dtype), left, right)
+    rows = a.contiguous()
+    columns = transposed(b) if transpose else b.contiguous()
+    if scale_b is not None and scale_b.shape[0] == 1:
+        scale_a, scale_b = scale_a * scale_b, None
+    scale_a = scale_a.contiguous()
+    if left is not None and right is not None and dtype == torch.bfloat16:
+        low = (left, right.t() if right.stride(0) == 1 else right.t().contiguous())
+        if hopper.serves(rows, columns, *low):
+            by_column = None if scale_b is None else scale_b.contiguous()
+            return hopper.product(rows, scale_a, columns, by_column, *low)
+    made = torch.ops.aten._scaled_mm.default(
+        rows,
+        columns.t(),
+        scale_a,
+        scale_a.new_ones(1, columns.shape[0]) if scale_b is None else scale_b.t().contiguous(),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    return made.to(dtype)
+    return _added(made.to(dtype), left, right)
+
+
+def _added(made: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """A product with one of low rank added in place: by the GEMM, not by a kernel behind it."""
+    return made if left is None or right is None else made.addmm_(left, right)

@@ -3,7 +3,8 @@
     fxrl::quantize_rows(x, block)            -> (values, scale)     x = values * scale, by row
     fxrl::fp8_linear(x, values, scale, weight, weight_scale, gradient) -> [T, N]
     fxrl::rows_in_e4m3(x, factor, block)     -> (values, scale)     the quantiser itself
-    fxrl::scaled_mm(a, scale_a, b, scale_b, transpose, dtype)       the product itself
+    fxrl::scaled_mm(a, scale_a, b, scale_b, transpose, dtype,       the product itself, and what an
+                    left, right)                                    adapter of low rank adds to it
 
     x [T, K]; values, weight [N, K] float8_e4m3fn; float32 scales:
     of rows        [T, 1], or [T, K/128] where ``block`` is 128
@@ -227,7 +228,7 @@ def _quantize_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     "fxrl::scaled_mm",
     mutates_args=(),
     schema="(Tensor a, Tensor scale_a, Tensor b, Tensor? scale_b, bool transpose, "
-    "ScalarType dtype) -> Tensor",
+    "ScalarType dtype, Tensor? left=None, Tensor? right=None) -> Tensor",
 )
 def scaled_mm(
     a: Tensor,
@@ -236,14 +237,17 @@ def scaled_mm(
     scale_b: Tensor | None,
     transpose: bool,
     dtype: torch.dtype,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
 ) -> Tensor:
-    """``(a * scale_a) (b * scale_b)^T`` of FP8 values, as ``dtype``.
+    """``(a * scale_a) (b * scale_b)^T + left right`` of FP8 values, as ``dtype``.
 
     Args:
         a, scale_a: rows [M, K], and their scales; see the module.
         b, scale_b: a weight [N, K]; None stands for ones.
         transpose: b is not turned: it is [K, N].
         dtype: of the result; float64 is accumulated in float64.
+        left, right: [M, R] and [R, N] in ``dtype``, or neither.
 
     The reference, for every device: FP8 values are exact in float32.
     """
@@ -254,6 +258,8 @@ def scaled_mm(
     product = a.to(wide) @ (b.to(wide) if transpose else b.to(wide).t())
     product = product * scale_a
     made: Tensor = product if scale_b is None else product * scale_b.t()
+    if left is not None and right is not None:
+        made = made + left.to(wide) @ right.to(wide)
     return made.to(dtype)
 
 
@@ -265,6 +271,8 @@ def _(
     scale_b: Tensor | None,
     transpose: bool,
     dtype: torch.dtype,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[int(transpose)]), dtype=dtype)
 
@@ -333,6 +341,14 @@ def why_no_fp8(device: torch.device) -> str:
     have = torch.cuda.get_device_capability(device)
     told = f"this GPU has compute capability {have[0]}.{have[1]}, and FP8 begins at 8.9"
     return "" if have >= _FIRST else told
+
+
+def adds_adapters(device: torch.device) -> bool:
+    """Whether ``scaled_mm`` adds a product of low rank for less than it takes by itself: where it
+    has a kernel for it, on Hopper. A CPU stands in."""
+    if device.type != "cuda":
+        return device.type in ("cpu", "meta")
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache

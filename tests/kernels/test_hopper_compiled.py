@@ -1,4 +1,4 @@
-"""``loss_head.cu`` compiles for a Hopper GPU, without one, to the code that its speed needs."""
+"""The GEMMs compile for a Hopper GPU, without one, to the code that their speed needs."""
 
 import re
 import subprocess
@@ -33,11 +33,11 @@ def _cache(tmp_path_factory):
         yield
 
 
-def machine_code(variant, tmp_path):
+def machine_code(variant, tmp_path, kernel="loss_head", names=NAMES):
     """Instructions in order, without addresses and operands' encodings."""
-    defines = tuple(f"-D{name}={value}" for name, value in zip(NAMES, variant, strict=True))
-    binary = tmp_path / "loss_head.cubin"
-    binary.write_bytes(module._cubin(defines))
+    defines = tuple(f"-D{name}={value}" for name, value in zip(names, variant, strict=True))
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(module._cubin(kernel, defines))
     done = subprocess.run(
         [DISASSEMBLER, "-c", binary], capture_output=True, text=True, check=True, timeout=120
     )
@@ -56,14 +56,26 @@ def test_nothing_stalls_the_main_loop(variant, tmp_path):
     assert any("UTMASTG" in line for line in code) == (variant[0] != module.STATISTICS)
 
 
+@pytest.mark.parametrize("variant", [(1, 1), (0, 0)], ids=str)
+def test_products_in_fp8_and_of_low_rank_share_their_sums(variant, tmp_path):
+    code = machine_code(variant, tmp_path, "scaled_product", ("COLUMNS", "LOW_RANK"))
+    of = {kind: [k for k, line in enumerate(code) if kind in line] for kind in ("QGMMA", "HGMMA")}
+    assert len(of["QGMMA"]) >= 4
+    assert bool(of["HGMMA"]) == bool(variant[1])
+    loop = code[of["QGMMA"][0] : of["QGMMA"][-1]]
+    assert not [line for line in loop if re.search("MEMBAR|CCTL|STL|LDL", line)]
+    assert not [line for line in code if re.search("STL|LDL", line)]  # no sum leaves registers
+
+
 def test_a_variant_is_compiled_once(monkeypatch):
     compile_ = module._cubin.__wrapped__
     defines = tuple(f"-D{name}=0" for name in NAMES)
-    first = compile_(defines)
+    first = compile_("loss_head", defines)
     monkeypatch.setattr("cuda.bindings.nvrtc.nvrtcCompileProgram", None)
-    assert compile_(defines) == first
+    assert compile_("loss_head", defines) == first
 
 
 def test_what_nvrtc_says_is_passed_on():
+    defines = ("-DMODE=nonsense", "-DBIAS=0", "-DCAP=0", "-DMOMENTS=0")
     with pytest.raises(module.CudaModuleError, match="nonsense"):
-        module._cubin.__wrapped__(("-DMODE=nonsense", "-DBIAS=0", "-DCAP=0", "-DMOMENTS=0"))
+        module._cubin.__wrapped__("loss_head", defines)

@@ -56,7 +56,9 @@ def test_fake_values_are_those_of_the_ops(recipe):
     values, rows_scale = ops.quantize_rows.default(draw(5, 32), 0)
     checks = ("test_faketensor", "test_autograd_registration")  # its schema's has no float8
     given = (values, rows_scale, weight, scale, False, torch.bfloat16)
-    opcheck(ops.scaled_mm.default, given, test_utils=checks)
+    low = (draw(5, 4, dtype=torch.bfloat16), draw(4, 48, dtype=torch.bfloat16))
+    for adapter in ((), low):
+        opcheck(ops.scaled_mm.default, (*given, *adapter), test_utils=checks)
     for block, factor in ((0, draw(160, 1)), (128, None)):
         opcheck(ops.rows_in_e4m3.default, (draw(5, 160), factor, block), test_utils=checks)
     rows = draw(5, 48).requires_grad_()

@@ -54,6 +54,29 @@ def test_a_turned_weight_is_multiplied():
     assert float((made - wanted).norm() / wanted.norm()) < 2**-8
 
 
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "rank"),
+    [(256, 128, 256, 16), (333, 512, 384, 32), (129, 144, 272, 8), (300, 384, 1040, 100)],
+)
+@pytest.mark.parametrize("scaled", [True, False])
+def test_an_adapter_is_added_to_a_product(rows, depth, columns, rank, scaled):
+    """Whole tiles and parts of them, ranks of one step and of more; 100 lies too close for TMA."""
+    draw = torch.Generator(GPU).manual_seed(rows)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draw, device=GPU).bfloat16()
+
+    a, scale = ops.rows_in_e4m3.default(normal(rows, depth), None, 0)
+    b, by_column = quantized_weight(normal(columns, depth), "row")
+    left, right = normal(rows, rank + 8)[:, :rank], normal(columns, rank)
+    weight_scale = by_column if scaled else None
+    plain = (a.float() * scale) @ (b.float() * (by_column if scaled else 1)).t()
+    for factor in (right.t(), right.t().contiguous()):
+        made = ops.scaled_mm.default(a, scale, b, weight_scale, False, torch.bfloat16, left, factor)
+        wanted = plain + left.float() @ right.float().t()
+        assert float((made - wanted).norm() / wanted.norm()) < 2**-8
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("gradient", ["fp8", "bf16"])
 def test_a_linear_and_its_gradient(recipe, gradient):

@@ -43,7 +43,8 @@ from fxrl.ir.plan import Plan
 from fxrl.ir.region import InputSpec, Region
 from fxrl.ir.site import name_sites
 from fxrl.ir.sizes import BoundSizes, measure_by
-from fxrl.passes import HALF_PIPELINE, JOINT_PIPELINE
+from fxrl.ops.fp8 import adds_adapters
+from fxrl.passes import ADDING_PIPELINE, HALF_PIPELINE, JOINT_PIPELINE
 
 #: The row count that tracing sees; any value of two or more gives the same graph.
 _TRACE_ROWS = 64
@@ -108,7 +109,7 @@ class TracedBody:
             self._joint = self._trace_joint(given)
         else:
             forward = self._trace(self._forward, self.input_examples)
-            self.forward = self._passed(JOINT_PIPELINE, forward)
+            self.forward = self._joined(forward)
         self._cut()
 
     def with_cut(self, region: Region) -> TracedBody:
@@ -141,7 +142,12 @@ class TracedBody:
         ]
         self.input_examples = self._inputs()  # a mode traces one tensor as one value
         values = [self.input_examples, self.grad_examples]
-        return self._passed(JOINT_PIPELINE, self._trace(self._both(), values))
+        return self._joined(self._trace(self._both(), values))
+
+    def _joined(self, gm: fx.GraphModule) -> fx.GraphModule:
+        gm = self._passed(JOINT_PIPELINE, gm)
+        adds = adds_adapters(self.region.inputs[0].example.device)
+        return self._passed(ADDING_PIPELINE, gm) if adds else gm
 
     def _passed(self, pipeline: Pipeline, gm: fx.GraphModule) -> fx.GraphModule:
         name_sites(gm, self.region.id)

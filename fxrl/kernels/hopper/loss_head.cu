@@ -9,11 +9,6 @@
 // tanh(cap * a). Compile-time constants: MODE, BIAS, CAP (0 or 1), MOMENTS (statistics of entropy,
 // sum p^2 and mean as well), WEIGHTED (MODE 2: sum_v gradient_v log2 p_v per row and block).
 //
-// A cluster of two thread blocks makes a 256 x 256 tile of logits: each 128 rows, of the same 256
-// vocabulary entries, so that each fetches half of the weight's tile and multicasts it to both. In
-// a block one warp issues the copies (TMA) into a ring of STAGES; two warpgroups multiply (wgmma)
-// 64 x 256 each, and while one is in its epilogue the other may go on for as long as the ring lasts.
-//
 // NOTE [What does not shorten the epilogue]
 // It is bound by its instructions, not by waiting: at depth 4096 it costs 4 to 7 %, at 576 a third
 // of MODE 0 and half of MODE 1. Tried on an H200 without gain: starting one warpgroup 1 to 4 steps
@@ -31,7 +26,7 @@
 // statistics (shifted by the block's own maximum) and the stored exponentials (by the row's) are
 // the same numbers, computed once.
 
-#include "ptx.cuh"
+#include "gemm.cuh"
 
 struct Arguments {
   const long long* target;  // [rows]
@@ -48,13 +43,9 @@ struct Arguments {
   float cap;
 };
 
-constexpr int TILE_M = 128, TILE_N = 256, TILE_K = 64, STAGES = 4, CLUSTER = 2;
-constexpr int A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2;
-constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int BOX_BYTES = 64 * 64 * 2;  // what one TMA store takes: 64 rows of 64 entries
+constexpr int TILE_K = STEP_BYTES / 2;  // bf16
 constexpr int STAGED_BYTES = MODE ? 4 * BOX_BYTES : 0;  // two boxes for each multiplying warpgroup
 constexpr int BARRIERS_AT = STAGES * STAGE_BYTES + STAGED_BYTES;
-constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
 constexpr float EXCLUDED = -1e30f, LOWEST_SHIFT = -1e29f;
 
 // ---- the epilogue's arithmetic
@@ -220,46 +211,7 @@ __device__ __forceinline__ void differentiate_row(float (&d)[128], int h, int at
   }
 }
 
-// Rounds d to bf16 and stores it by way of shared memory, half of the columns at a time.
-__device__ __forceinline__ void store_tile(const float (&d)[128], u32 staged, int warpgroup,
-                                           const TensorMap* out, int column, int row) {
-  const int thread = threadIdx.x % 128, lane = thread % 32;
-  const int in_row = 16 * (thread / 32) + (lane & 15), odd = lane >> 4;
-  const bool elected = thread == 0;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (elected) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    warpgroup_sync(warpgroup);
-#pragma unroll
-    for (int j = 16 * half; j < 16 * half + 16; j += 2) {
-      const int chunk = (j % 8 + odd) ^ (in_row & 7);
-      const u32 to = staged + (j / 8 % 2) * BOX_BYTES + in_row * 128 + chunk * 16;
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                   "r"(pack_bf16(d[4 * j], d[4 * j + 1])),
-                   "r"(pack_bf16(d[4 * j + 2], d[4 * j + 3])),
-                   "r"(pack_bf16(d[4 * j + 4], d[4 * j + 5])),
-                   "r"(pack_bf16(d[4 * j + 6], d[4 * j + 7]))
-                   : "memory");
-    }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    warpgroup_sync(warpgroup);
-    if (elected) {
-      store_box(out, staged, column + 128 * half, row);
-      store_box(out, staged + BOX_BYTES, column + 128 * half + 64, row);
-      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    }
-  }
-}
-
 // ---- the kernel's two roles
-
-struct Ring {
-  int stage = 0;
-  u32 phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, phase ^= 1;
-  }
-};
 
 __device__ __forceinline__ void load_tiles(const TensorMap* hidden, const TensorMap* weight,
                                            const Arguments& args, u32 shared, u32 full, u32 empty,
@@ -270,43 +222,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap* hidden, const Tensor
     const int row = (tile % args.row_pairs * CLUSTER + rank) * TILE_M;
     const int column = args.vocab_begin + tile / args.row_pairs * TILE_N + rank * (TILE_N / CLUSTER);
     for (int k = 0; k < args.k_steps; ++k, ring.advance()) {
-      barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-      const u32 a = shared + ring.stage * STAGE_BYTES, loaded = full + 8 * ring.stage;
-      barrier_expect(loaded, STAGE_BYTES);
-      load_tile(a, hidden, k * TILE_K, row, loaded);
-      load_tile_to_all<CLUSTER>(a + A_BYTES + rank * (B_BYTES / CLUSTER), weight, k * TILE_K, column,
-                       loaded);
+      load_step(hidden, weight, k * TILE_K, row, column, ring, shared, full, empty, rank);
     }
   }
-}
-
-__device__ __forceinline__ void accumulate_tile(float (&d)[128], int k_steps, Ring& ring,
-                                                u32 shared, u32 full, u32 empty, int warpgroup) {
-  const bool signals = threadIdx.x % 128 < CLUSTER;
-  const u32 to = threadIdx.x % 128;
-  int before = 0;
-  for (int k = 0; k < k_steps; ++k, ring.advance()) {
-    barrier_wait(full + 8 * ring.stage, ring.phase);
-    const u32 stage = shared + ring.stage * STAGE_BYTES;
-    const u64 a = tile_descriptor(stage + warpgroup * (A_BYTES / 2));
-    const u64 b = tile_descriptor(stage + A_BYTES);
-    multiply_begin();
-#pragma unroll
-    for (int part = 0; part < TILE_K / 16; ++part) {
-      multiply(d, a + 2 * part, b + 2 * part, k > 0 || part > 0);
-    }
-    multiply_commit();
-    if (k > 0) {
-      multiply_wait<1>();
-      if (signals) barrier_arrive(empty + 8 * before, to);
-    }
-    before = ring.stage;
-  }
-  multiply_wait<0>();
-  // The wait does not name the accumulators: nothing may be computed of them before it.
-#pragma unroll
-  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
-  if (signals) barrier_arrive(empty + 8 * before, to);
 }
 
 __device__ __forceinline__ void multiply_tiles(const TensorMap* out, const Arguments& args,
@@ -332,7 +250,7 @@ __device__ __forceinline__ void multiply_tiles(const TensorMap* out, const Argum
       inverse_scale[h] = CAP ? 1.0f / scale[h] : 0.0f;
       shift[h] = MODE == 1 ? __ldg(args.shift + safe) : 0.0f;
     }
-    accumulate_tile(d, args.k_steps, ring, shared, full, empty, warpgroup);
+    accumulate_tile<multiply_bf16>(d, args.k_steps, ring, shared, full, empty, warpgroup);
     transform(d, args, first_column + lane_column, scale);
     const bool edge = columns < TILE_N;
 #pragma unroll
@@ -374,15 +292,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
   const u32 full = shared + BARRIERS_AT, empty = full + 8 * STAGES;
   const u32 rank = cluster_rank();
   const int warpgroup = threadIdx.x / 128;
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(full + 8 * stage, 1);
-      barrier_init(empty + 8 * stage, 2 * CLUSTER);  // both multiplying warpgroups of each block
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
-  cluster_sync();
+  begin(full, empty);
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     if (threadIdx.x == 0) load_tiles(&hidden, &weight, args, shared, full, empty, rank);

@@ -1,4 +1,4 @@
-"""Compiles ``loss_head.cu`` with NVRTC, once per variant and machine, and launches it.
+"""Compiles the GEMMs here with NVRTC, once per variant and machine, and launches the loss head's.
 
 NOTE [Why CUDA C++ here and not Triton]
 The loss head is bound by the tensor cores: it is as fast as its matrix product, and what the
@@ -27,15 +27,16 @@ from fxrl.errors import FxrlError
 
 TILE_ROWS, TILE_VOCAB, TILE_DEPTH = 128, 256, 64
 CLUSTER = 2
+_STEP_BYTES = 2 * TILE_DEPTH
 _THREADS = 384
-_STAGES_BYTES = 4 * (TILE_ROWS + TILE_VOCAB) * TILE_DEPTH * 2
+_STAGES_BYTES = 4 * (TILE_ROWS + TILE_VOCAB) * _STEP_BYTES
 _STAGED_BYTES = 4 * 64 * 64 * 2
 _BARRIER_BYTES = 64
 
 STATISTICS, EXPONENTIALS, GRADIENT = 0, 1, 2  # MODE
 
 
-_SOURCES = ("loss_head.cu", "ptx.cuh")
+_HEADERS = ("gemm.cuh", "ptx.cuh")
 
 
 class CudaModuleError(FxrlError):
@@ -71,8 +72,9 @@ def available() -> bool:
     if find_spec("cuda") is not None and find_spec("cuda.bindings") is not None:
         return True
     warnings.warn(
-        "the loss head takes the slower route of cuBLAS and Triton: NVRTC's bindings, which come "
-        f"with torch's own packages, are not installed; {install_command()}",
+        "the loss head, and adapters on products in FP8, take the slower routes of cuBLAS and "
+        "Triton: NVRTC's bindings, which come with torch's own packages, are not installed; "
+        + install_command(),
         stacklevel=2,
     )
     return False
@@ -88,16 +90,25 @@ def install_command() -> str:
 @cache
 def kernel(mode: int, bias: bool, cap: bool, moments: bool, weighted: bool, device: int) -> Any:
     """The compiled variant, loaded on ``device``, ready for ``launch``."""
+    defines = {"MODE": mode, "BIAS": bias, "CAP": cap, "MOMENTS": moments, "WEIGHTED": weighted}
+    return loaded("loss_head", defines, device, shared_bytes(mode != STATISTICS))
+
+
+def loaded(name: str, defines: dict[str, int], device: int, shared: int) -> Any:
+    """The kernel ``name`` of ``name.cu``, compiled with these constants, on ``device``.
+
+    Args:
+        shared: bytes of shared memory that a block of it takes.
+    """
     from cuda.bindings import driver
 
-    defines = {"MODE": mode, "BIAS": bias, "CAP": cap, "MOMENTS": moments, "WEIGHTED": weighted}
-    cubin = _cubin(tuple(f"-D{name}={int(value)}" for name, value in defines.items()))
+    cubin = _cubin(name, tuple(f"-D{key}={int(value)}" for key, value in defines.items()))
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current
         library = _checked(driver.cuModuleLoadData(cubin))
-        function = _checked(driver.cuModuleGetFunction(library, b"loss_head"))
+        function = _checked(driver.cuModuleGetFunction(library, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(function, attribute, _shared_bytes(mode)))
+        _checked(driver.cuFuncSetAttribute(function, attribute, shared))
     return function
 
 
@@ -119,23 +130,35 @@ def launch(
         out: ``[R, C]`` bf16, rows 16 bytes aligned; None for ``STATISTICS``.
         arguments: pointers and sizes.
     """
-    from cuda.bindings import driver
-
     maps = [
         tensor_map(hidden, TILE_ROWS),
         tensor_map(weight, TILE_VOCAB // CLUSTER),
         tensor_map(hidden if out is None else out, 64),
     ]
+    tiles = arguments.row_pairs * arguments.vocab_tiles
+    launch_tiles(function, maps, arguments, tiles, shared_bytes(mode != STATISTICS), hidden.device)
+
+
+def launch_tiles(
+    function: Any,
+    maps: list[Any],
+    arguments: ctypes.Structure,
+    tiles: int,
+    shared: int,
+    device: torch.device,
+) -> None:
+    """Runs a kernel over tiles of 256 x 256, in as many clusters as the device has room for."""
+    from cuda.bindings import driver
+
     pointers = [map_.getPtr() for map_ in maps] + [ctypes.addressof(arguments)]
     packed = (ctypes.c_void_p * len(pointers))(*(int(pointer) for pointer in pointers))
-    tiles = arguments.row_pairs * arguments.vocab_tiles
-    clusters = min(tiles, multiprocessors(hidden.device.index) // CLUSTER)
+    clusters = min(tiles, multiprocessors(device.index) // CLUSTER)
     _checked(
         driver.cuLaunchKernel(
             function,
             *(clusters * CLUSTER, 1, 1),
             *(_THREADS, 1, 1),
-            _shared_bytes(mode),
+            shared,
             torch.cuda.current_stream().cuda_stream,
             ctypes.addressof(packed),
             0,
@@ -144,18 +167,22 @@ def launch(
 
 
 def tensor_map(matrix: Tensor, box_rows: int) -> Any:
-    """How TMA reads or writes boxes of ``box_rows`` x 64 entries of a bf16 matrix."""
+    """How TMA reads or writes boxes of ``box_rows`` x 128 bytes of a bf16 or FP8 matrix."""
     from cuda.bindings import driver
 
     rows, columns = matrix.shape
+    size = matrix.element_size()
+    types = driver.CUtensorMapDataType
     return _checked(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            types.CU_TENSOR_MAP_DATA_TYPE_UINT8
+            if size == 1
+            else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             2,
             matrix.data_ptr(),
             [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(matrix.stride(0) * matrix.element_size())],
-            [driver.cuuint32_t(TILE_DEPTH), driver.cuuint32_t(box_rows)],
+            [driver.cuuint64_t(matrix.stride(0) * size)],
+            [driver.cuuint32_t(_STEP_BYTES // size), driver.cuuint32_t(box_rows)],
             [driver.cuuint32_t(1), driver.cuuint32_t(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
@@ -171,34 +198,35 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _shared_bytes(mode: int) -> int:
-    staged = 0 if mode == STATISTICS else _STAGED_BYTES
-    return _STAGES_BYTES + staged + _BARRIER_BYTES
+def shared_bytes(stores: bool) -> int:
+    """Of a block, which ``stores`` its tile by way of shared memory or does not."""
+    return _STAGES_BYTES + (_STAGED_BYTES if stores else 0) + _BARRIER_BYTES
 
 
 @cache
-def _cubin(defines: tuple[str, ...]) -> bytes:
+def _cubin(name: str, defines: tuple[str, ...]) -> bytes:
     """Machine code for sm_90a; Triton's cache folder keeps it for the next process."""
     from cuda.bindings import nvrtc
     from triton.runtime.cache import get_cache_manager
 
-    source, header = (Path(__file__).with_name(name).read_bytes() for name in _SOURCES)
+    file = f"{name}.cu"
+    source, *headers = (Path(__file__).with_name(n).read_bytes() for n in (file, *_HEADERS))
     options = [b"--gpu-architecture=sm_90a", b"-std=c++17", *(d.encode() for d in defines)]
     version = _nvrtc_version()
-    key = hashlib.sha256(b"\0".join([source, header, *options, version])).hexdigest()
+    key = hashlib.sha256(b"\0".join([source, *headers, *options, version])).hexdigest()
     cached = get_cache_manager(key)
-    if (path := cached.get_file("loss_head.cubin")) is not None:
+    if (path := cached.get_file(f"{name}.cubin")) is not None:
         return Path(path).read_bytes()
-    names = [name.encode() for name in _SOURCES]
-    program = _checked(nvrtc.nvrtcCreateProgram(source, names[0], 1, [header], names[1:]))
+    names = [header.encode() for header in _HEADERS]
+    program = _checked(nvrtc.nvrtcCreateProgram(source, file.encode(), len(names), headers, names))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(status):
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise CudaModuleError(f"NVRTC cannot compile loss_head.cu: {log.decode()}")
+        raise CudaModuleError(f"NVRTC cannot compile {file}: {log.decode()}")
     cubin = b" " * int(_checked(nvrtc.nvrtcGetCUBINSize(program)))
     _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-    cached.put(cubin, "loss_head.cubin", binary=True)
+    cached.put(cubin, f"{name}.cubin", binary=True)
     return cubin
 
 
@@ -215,7 +243,7 @@ def _checked(returned: tuple[Any, ...]) -> Any:
     status, *values = returned
     if int(status):
         raise CudaModuleError(
-            f"{type(status).__name__} {status.name}; the loss head needs a driver for the CUDA "
+            f"{type(status).__name__} {status.name}; kernels for Hopper need a driver for the CUDA "
             "that torch was built with, see fxrl doctor"
         )
     return values[0] if len(values) == 1 else tuple(values)
