@@ -180,6 +180,7 @@ LINES = (
         _UPDATE_CELLS,
         "update_ms",
         ours="fxrl-fp8",
+        beside=("fxrl",),
     ),
 )
 

@@ -26,9 +26,7 @@ from fxrl.capture.checks import check
 from fxrl.ir.graph import modules_of
 
 _TURNS = 3  # a branch that turns more often decides anew at each call: Dynamo ends the graph there
-_LOOPS = (
-    1000  # as often as a trace follows branches: a loop whose end a tensor decides may have none
-)
+_MOST = 1000  # a loop that a tensor ends would be followed for ever
 Site = tuple[CodeType, int]
 
 
@@ -67,7 +65,7 @@ class Branches:
             where: tells its place in the user's code.
         """
         self._followed += 1
-        if self._off or self._turns[site] > _TURNS or self._followed > _LOOPS:
+        if self._off or self._turns[site] > _TURNS or self._followed > _MOST:
             return None
         if site not in self._sites:
             self._sites.append(site)
