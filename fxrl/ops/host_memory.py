@@ -78,10 +78,13 @@ class HostPool:
     def room_for(
         self, tensors: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Pages, and the parts of tensors as bytes, each with its place in them."""
+        """Pages, and the parts of tensors as bytes, each with its place in them; for copies by the
+        caller, on its own stream."""
         flats = [_flat(x) for x in tensors]
         with _LOCK:
             pages = self._take(flats)
+        if self._stream is not None:  # what the pages held may still be on its way
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return pages, list(_pieces(flats, pages))
 
     def take_back(self, pages: Sequence[Tensor]) -> None:
