@@ -174,7 +174,8 @@ def test_the_reference_is_the_policy_that_training_began_with(new_adapter):
             return policy(input_ids=ids).logits
 
     start = logits(model)
-    policy, context = reference(model, new_adapter)
+    assert reference(model, new_adapter, lasts=False)[0] is model, "which nobody asks later"
+    policy, context = reference(model, new_adapter, lasts=True)
     with torch.no_grad():
         for parameter in trained:
             parameter.add_(0.3)
