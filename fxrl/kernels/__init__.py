@@ -17,9 +17,10 @@ def register() -> bool:
     """
     if find_spec("triton") is None:
         return False
-    from fxrl.kernels import fp8
+    from fxrl.kernels import dequantized, fp8
     from fxrl.kernels.linear_logprob import cuda as linear_logprob
 
+    dequantized.register()
     fp8.register()
     linear_logprob.register()
     return True

@@ -16,6 +16,8 @@ vLLM's products of FP8 values in rollouts do the same.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -30,8 +32,6 @@ from fxrl.ops.fp8 import (
     dequantized,
     factors_out,
     quantized_rows,
-    rows_in_e4m3,
-    scaled_mm,
 )
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,10 +41,11 @@ _ROWS = 4  # that a program takes where each column has a factor: twice the byte
 _SIDE = 128  # of a tile that is turned
 
 
+@cache
 def register() -> None:
     """Attach the kernels to their ops for CUDA tensors."""
-    rows_in_e4m3.register_kernel("cuda", rows)
-    scaled_mm.register_kernel("cuda", product)
+    torch.library.impl("fxrl::rows_in_e4m3", "cuda")(rows)
+    torch.library.impl("fxrl::scaled_mm", "cuda")(product)
 
 
 # ---------------------------------------------------------------------------- rows

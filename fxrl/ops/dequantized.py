@@ -15,7 +15,7 @@ quantiles of a normal distribution (Dettmers et al. 2023, arXiv:2305.14314, appe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,8 @@ from fxrl.ops.fp8 import BLOCK, Recipe, dequantized, quantized_weight
 
 Format = Literal["fp8", "int4", "nf4"]
 FORMATS: tuple[Format, ...] = ("fp8", "int4", "nf4")
+#: ``widened``, or a faster one.
+Widen = Callable[[Sequence[Tensor], str, torch.dtype], Tensor]
 #: Entries of a row that share a scale, in 4 bits.
 GROUP = 64
 #: Entries of a weight that are widened at a time: 32 MiB in float32.
@@ -107,8 +109,21 @@ def dequantized_mm(rows: Tensor, weight: Sequence[Tensor], format: str, transpos
     Args:
         rows: [M, K], or [M, N] where ``transpose``.
     """
+    return product(rows, weight, format, transpose, widened, _TILE)
+
+
+def product(
+    rows: Tensor,
+    weight: Sequence[Tensor],
+    format: str,
+    transpose: bool,
+    widen: Widen,
+    entries: int,
+) -> Tensor:
+    """``dequantized_mm`` with ``entries`` of the weight widened at a time, as ``widen`` does it."""
     out = rows.new_empty(rows.shape[0], _sizes(weight, format)[int(transpose)])
-    for tile, columns in _tiles(weight, format, transpose, rows.dtype):
+    for parts, columns in _tiles(weight, format, transpose, entries):
+        tile = widen(parts, format, rows.dtype)
         torch.mm(rows, tile if transpose else tile.t(), out=out[:, columns])
     return out
 
@@ -139,15 +154,15 @@ def _sizes(weight: Sequence[Tensor], format: str) -> tuple[Any, Any]:
 
 
 def _tiles(
-    weight: Sequence[Tensor], format: str, transpose: bool, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, slice]]:
-    """Parts of a weight in ``dtype``, and the columns of the result that each gives."""
+    weight: Sequence[Tensor], format: str, transpose: bool, entries: int
+) -> Iterator[tuple[list[Tensor], slice]]:
+    """Parts of a weight, and the columns of the result that each gives."""
     dim, sizes = int(transpose), _sizes(weight, format)
-    step = max(BLOCK, _TILE // max(1, sizes[1 - dim]) // BLOCK * BLOCK)
+    step = max(BLOCK, entries // max(1, sizes[1 - dim]) // BLOCK * BLOCK)
     for start in range(0, sizes[dim], step):
         size = min(step, sizes[dim] - start)
         parts = [_part(one, dim, start, size, sizes[dim]) for one in weight]
-        yield widened(parts, format, dtype), slice(start, start + size)
+        yield parts, slice(start, start + size)
 
 
 def _part(one: Tensor, dim: int, start: int, size: int, whole: int) -> Tensor:

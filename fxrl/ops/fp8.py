@@ -23,6 +23,10 @@ times as long as memory does (0.25 ms for 16384 x 4096 in bf16, H200); a kernel 
 in registers reads it once. Fused with the norm before it, it would read nothing: of less worth than
 that, since adapters read the rows in bf16 too.
 
+NOTE [Why rows_in_e4m3 and scaled_mm are no custom_op]: its wrapper looks at every call whether a
+result shares memory with an argument. A layer has two dozen such calls, and where a micro-batch has
+4000 tokens they take the host longer than the GPU (30 of 80 us each on a server's CPU).
+
 NOTE [Why the weight is not kept twice]: tensor cores contract FP8 along rows that lie in memory, so
 dX = dY W wants W turned, which PyTorch's own recipes keep as a second copy with scales of its own:
 as much memory as bf16. Here the scale of an output row, along which dX contracts, goes into dY
@@ -33,6 +37,7 @@ that the forward used. A weight with scales by block cannot do this, and takes `
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -200,15 +205,15 @@ def quantized_rows(x: Tensor, factor: Tensor | None, block: int) -> tuple[Tensor
     return values.flatten(1)[:, :columns].contiguous(), scale
 
 
-rows_in_e4m3 = torch.library.custom_op(
+torch.library.define(
     "fxrl::rows_in_e4m3",
-    quantized_rows,
-    mutates_args=(),
-    schema="(Tensor x, Tensor? factor, int block) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor? factor, int block) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
 )
+torch.library.impl("fxrl::rows_in_e4m3", "CompositeExplicitAutograd")(quantized_rows)
 
 
-@rows_in_e4m3.register_fake
+@torch.library.register_fake("fxrl::rows_in_e4m3")  # type: ignore[untyped-decorator]
 def _(x: Tensor, factor: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
     scales = -(-x.shape[1] // block) if block else 1
     return x.new_empty(x.shape, dtype=E4M3), x.new_empty((x.shape[0], scales), dtype=torch.float32)
@@ -224,12 +229,15 @@ def _quantize_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------------- the product
-@torch.library.custom_op(
+torch.library.define(
     "fxrl::scaled_mm",
-    mutates_args=(),
-    schema="(Tensor a, Tensor scale_a, Tensor b, Tensor? scale_b, bool transpose, "
-    "ScalarType dtype, Tensor? left=None, Tensor? right=None) -> Tensor",
+    "(Tensor a, Tensor scale_a, Tensor b, Tensor? scale_b, bool transpose, ScalarType dtype, "
+    "Tensor? left=None, Tensor? right=None) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
 )
+
+
+@torch.library.impl("fxrl::scaled_mm", "CompositeExplicitAutograd")
 def scaled_mm(
     a: Tensor,
     scale_a: Tensor,
@@ -263,7 +271,7 @@ def scaled_mm(
     return made.to(dtype)
 
 
-@scaled_mm.register_fake
+@torch.library.register_fake("fxrl::scaled_mm")  # type: ignore[untyped-decorator]
 def _(
     a: Tensor,
     scale_a: Tensor,
@@ -319,12 +327,18 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, scale = ctx.saved_tensors
-        if ctx.gradient == "bf16":
-            made = torch.ops.fxrl.dequantized_mm.default(grad, [weight, scale], "fp8", True)
-        else:
-            values, scales = torch.ops.fxrl.rows_in_e4m3.default(grad, scale, 0)
-            made = torch.ops.fxrl.scaled_mm.default(values, scales, weight, None, True, grad.dtype)
+        made = _gradient_of_rows(grad, weight, scale, ctx.gradient)
         return made, None, None, None, None, None
+
+
+def _gradient_of_rows(grad: Tensor, weight: Tensor, scale: Tensor, gradient: str) -> Tensor:
+    made: Tensor
+    if gradient == "bf16":
+        made = torch.ops.fxrl.dequantized_mm.default(grad, [weight, scale], "fp8", True)
+    else:
+        values, scales = torch.ops.fxrl.rows_in_e4m3.default(grad, scale, 0)
+        made = torch.ops.fxrl.scaled_mm.default(values, scales, weight, None, True, grad.dtype)
+    return made
 
 
 # ---------------------------------------------------------------------------- what a device can do
@@ -360,30 +374,31 @@ def measured_seconds(
     Each shape is measured once in a process, at a power of two of rows.
     """
     rows = min(_ENOUGH, 1 << max(0, rows - 1).bit_length())
-    x = torch.randn(rows, features, dtype=torch.bfloat16, device=device, requires_grad=True)
+    x = torch.randn(rows, features, dtype=torch.bfloat16, device=device)
+    grad = torch.randn(rows, out, dtype=torch.bfloat16, device=device)
     weight = torch.randn(out, features, dtype=torch.bfloat16, device=device)
     kept = quantized_weight(weight, recipe)
     block = BLOCK if recipe == "block" else 0
-    fxrl = torch.ops.fxrl
 
-    def in_fp8() -> Tensor:
-        values, scale = fxrl.quantize_rows.default(x, block)
-        made: Tensor = fxrl.fp8_linear.default(x, values, scale, *kept, gradient)
-        return made
+    def in_bf16() -> None:
+        torch.mm(x, weight.t())
+        torch.mm(grad, weight)
 
-    def timed(forward: Callable[[], Tensor]) -> float:
-        def run() -> None:
-            (made := forward()).backward(made.detach())  # type: ignore[no-untyped-call]
+    def in_fp8() -> None:
+        values = torch.ops.fxrl.rows_in_e4m3.default(x, None, block)
+        torch.ops.fxrl.scaled_mm.default(*values, *kept, False, x.dtype)
+        _gradient_of_rows(grad, *kept, gradient)
 
-        return _device_seconds(run)
-
-    with torch.cuda.device(device), torch.enable_grad():
-        return timed(lambda: x @ weight.t()), timed(in_fp8)
+    with torch.cuda.device(device), torch.no_grad():
+        return _seconds(in_bf16), _seconds(in_fp8)
 
 
-def _device_seconds(run: Callable[[], None], repeats: int = 10) -> float:
-    """A run's seconds on the GPU alone: as a graph, launched at once; a step's launches hide behind
-    the kernels before them, and here there are none."""
+def _seconds(run: Callable[[], None], repeats: int = 10) -> float:
+    """A run's seconds on the GPU, or the host's to tell the GPU of it, where these are more.
+
+    The GPU's are those of a graph, launched at once: a step's launches hide behind the kernels
+    before them, for as long as these take longer.
+    """
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -391,6 +406,11 @@ def _device_seconds(run: Callable[[], None], repeats: int = 10) -> float:
         for _ in range(3):  # kernels are compiled, workspaces allocated
             run()
     stream.synchronize()
+    with torch.cuda.stream(stream):
+        began = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        told = time.perf_counter() - began
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(repeats):
             run()
@@ -400,4 +420,4 @@ def _device_seconds(run: Callable[[], None], repeats: int = 10) -> float:
         graph.replay()
         end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / repeats
+    return max(told, float(start.elapsed_time(end)) / 1e3) / repeats

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import warnings
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -168,10 +168,15 @@ def launch_tiles(
 
 def tensor_map(matrix: Tensor, box_rows: int) -> Any:
     """How TMA reads or writes boxes of ``box_rows`` x 128 bytes of a bf16 or FP8 matrix."""
+    shape, size = tuple(matrix.shape), matrix.element_size()
+    return _tensor_map(matrix.data_ptr(), shape, matrix.stride(0) * size, size, box_rows)
+
+
+@lru_cache(2**14)  # what is allocated in a step lies where it lay in the last one
+def _tensor_map(place: int, shape: tuple[int, int], stride: int, size: int, box_rows: int) -> Any:
     from cuda.bindings import driver
 
-    rows, columns = matrix.shape
-    size = matrix.element_size()
+    rows, columns = shape
     types = driver.CUtensorMapDataType
     return _checked(
         driver.cuTensorMapEncodeTiled(
@@ -179,9 +184,9 @@ def tensor_map(matrix: Tensor, box_rows: int) -> Any:
             if size == 1
             else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             2,
-            matrix.data_ptr(),
+            place,
             [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(matrix.stride(0) * size)],
+            [driver.cuuint64_t(stride)],
             [driver.cuuint32_t(_STEP_BYTES // size), driver.cuuint32_t(box_rows)],
             [driver.cuuint32_t(1), driver.cuuint32_t(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

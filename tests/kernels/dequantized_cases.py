@@ -1,0 +1,42 @@
+"""Checks of ``widened`` on any device; run as a script, they run under Triton's interpreter."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from fxrl.kernels.dequantized import widened
+from fxrl.ops import dequantized as op
+
+FORMATS = [("int4", "row"), ("nf4", "row"), *(("fp8", r) for r in ("row", "block", "tensor"))]
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_bits(format, recipe, dtype, device):
+    """Bit for bit the reference's: parts of a weight by rows and by columns, and the whole."""
+    draw = torch.Generator().manual_seed(len(format))
+    weight = op.quantized(torch.randn(300, 704, generator=draw), format, recipe)
+    seen = []
+
+    def widen(parts, format, dtype):
+        wanted = op.widened(parts, format, dtype)
+        made = widened([part.to(device) for part in parts], format, dtype).cpu()
+        assert made.dtype == dtype
+        assert torch.equal(made, wanted)
+        seen.append(made.shape)
+        return wanted
+
+    for transpose, entries in ((False, 128 * 704), (True, 128 * 300), (False, 300 * 704)):
+        rows = torch.randn(2, 300 if transpose else 704, generator=draw).to(dtype)
+        op.product(rows, weight, format, transpose, widen, entries)
+    assert {(128, 704), (44, 704), (300, 128), (300, 64)} <= {tuple(shape) for shape in seen}
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    from interpreted import mend_interpreter
+
+    mend_interpreter()
+    for which in FORMATS:
+        check_bits(*which, torch.float32, "cpu")
+    print("all agree")
