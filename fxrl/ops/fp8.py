@@ -37,7 +37,6 @@ that the forward used. A weight with scales by block cannot do this, and takes `
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -390,15 +389,12 @@ def measured_seconds(
         _gradient_of_rows(grad, *kept, gradient)
 
     with torch.cuda.device(device), torch.no_grad():
-        return _seconds(in_bf16), _seconds(in_fp8)
+        return _device_seconds(in_bf16), _device_seconds(in_fp8)
 
 
-def _seconds(run: Callable[[], None], repeats: int = 10) -> float:
-    """A run's seconds on the GPU, or the host's to tell the GPU of it, where these are more.
-
-    The GPU's are those of a graph, launched at once: a step's launches hide behind the kernels
-    before them, for as long as these take longer.
-    """
+def _device_seconds(run: Callable[[], None], repeats: int = 10) -> float:
+    """A run's seconds on the GPU alone: as a graph, launched at once; a step's launches hide behind
+    the kernels before them, and here there are none."""
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -406,11 +402,6 @@ def _seconds(run: Callable[[], None], repeats: int = 10) -> float:
         for _ in range(3):  # kernels are compiled, workspaces allocated
             run()
     stream.synchronize()
-    with torch.cuda.stream(stream):
-        began = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        told = time.perf_counter() - began
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(repeats):
             run()
@@ -420,4 +411,4 @@ def _seconds(run: Callable[[], None], repeats: int = 10) -> float:
         graph.replay()
         end.record()
     end.synchronize()
-    return max(told, float(start.elapsed_time(end)) / 1e3) / repeats
+    return float(start.elapsed_time(end)) / 1e3 / repeats
