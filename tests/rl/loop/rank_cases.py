@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,7 +73,12 @@ def _rank(rank, size, port, work, arguments):
     file = os.open(f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.exit(work(*arguments))
+    try:
+        code = work(*arguments)
+    except Exception:  # pytest's own stderr would take it along
+        os.write(file, traceback.format_exc().encode())
+        code = 1
+    sys.exit(code)
 
 
 # -- updates: every loss and layout, whatever is dealt to whom
