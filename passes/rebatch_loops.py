@@ -24,12 +24,13 @@ from torch import fx
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
-    OpOverload,
     Size,
     ancestors,
     bound,
+    draws_random,
     equal_sizes,
     is_call,
+    is_pointwise,
     is_tensor,
     is_view,
     shape_of,
@@ -262,9 +263,6 @@ def _aligned(arguments: Iterable[Any], dim: int) -> bool:
 
 
 def _known(node: fx.Node) -> bool:
-    target = node.target
-    if target in _ALONG_A_DIM or target in COPIES:
+    if node.target in _ALONG_A_DIM or node.target in COPIES:
         return True
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    return torch.Tag.pointwise in target.tags
+    return is_pointwise(node) and not draws_random(node)

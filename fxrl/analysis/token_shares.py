@@ -41,6 +41,7 @@ from fxrl.ir.graph import (
     graphs_of,
     hint,
     is_call,
+    is_pointwise,
     is_tensor,
     numel_hint,
     shape_of,
@@ -252,7 +253,7 @@ class _Walk:
         if not isinstance(target, OpOverload):
             raise Refusal(f"{op_name(node)} is opaque to fxrl", "write it in PyTorch ops")
         kind: Any = RULES.get(target)
-        if kind is None and torch.Tag.pointwise in target.tags:
+        if kind is None and is_pointwise(node):
             kind = compute.pointwise
         if kind not in _KINDS:
             raise Refusal(f"{op_name(node)} may mix the tokens of a sequence")
