@@ -21,6 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxrl.analysis.rows import compute, layout
+from fxrl.analysis.rows.analysis import RULES
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
@@ -43,25 +45,12 @@ from fxrl.ir.remark import Refusal
 aten = torch.ops.aten
 
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-#: Ops that act within one sequence, along ``dim``.
-_ALONG_A_DIM = (
-    aten.logsumexp.default,
-    aten.sum.dim_IntList,
-    aten.mean.dim,
-    aten.amax.default,
-    aten._softmax.default,
-    aten._log_softmax.default,
-    aten.gather.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.argmax.default,
-    aten.cumsum.default,
-    aten.sort.default,
-    aten.scatter.src,
-    aten.scatter.value,
+#: Kinds of ops, to the row rules, that act within one sequence, along ``dim``.
+_WITHIN = (
+    *(compute.reduction, compute.whole_row, layout.gather, layout.scatter),
+    *(layout.unsqueeze, layout.select, layout.slice_),
 )
+_ALONG_A_DIM = {aten.squeeze.dim, *(op for op, kind in RULES.items() if kind in _WITHIN)}
 
 
 @dataclass(frozen=True, slots=True)

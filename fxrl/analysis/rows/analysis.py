@@ -396,11 +396,10 @@ def programs(outputs: list[RowOutput]) -> list[RowProgram]:
     outputs form a second region that recomputes the logits.
     """
     nodes = {output.node for output in outputs}
-    position = {node: i for i, node in enumerate(outputs[0].node.graph.nodes)}
     stage: dict[fx.Node, int] = {}
     groups: dict[Any, list[RowOutput]] = {}
     group_of: dict[tuple[int, int], int] = {}
-    for output in sorted(outputs, key=lambda o: position[o.node]):
+    for output in sorted(outputs, key=lambda output: output.node):
         root = output.value.expr
         inputs = [leaf.leaf.node for leaf in leaves([root]) if leaf.leaf is not None]
         before = [stage[node] for node in ancestors(inputs) if node in nodes]

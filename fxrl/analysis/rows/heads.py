@@ -31,7 +31,7 @@ from fxrl.ir.graph import (
 aten = torch.ops.aten
 
 #: Ops that treat a dim as a set of classes; reading a matmul's output makes it a head.
-_CLASS_OPS = (
+CLASS_OPS = (
     aten._softmax.default,
     aten._log_softmax.default,
     aten.logsumexp.default,
@@ -174,7 +174,7 @@ def feeds_class_op(head: fx.Node) -> bool:
     while stack:
         node = stack.pop()
         for user in node.users:
-            if is_call(user, *_CLASS_OPS):
+            if is_call(user, *CLASS_OPS):
                 val = node.meta.get("val")
                 if isinstance(val, torch.Tensor) and width in [hint(s) for s in val.shape]:
                     return True
