@@ -296,13 +296,6 @@ def _seed(node: fx.Node) -> Step:
 Rule = Callable[[SharedGraph, fx.Node], Step]
 
 
-def _tensors(value: Any) -> list[fx.Node]:
-    """All tensors among arguments."""
-    found: list[fx.Node] = []
-    fx.map_arg(value, lambda arg: found.append(arg) if is_tensor(arg) else None)
-    return found
-
-
 def _of(into: SharedGraph, node: object) -> Share:
     share = into.share(node)
     if share is None:
@@ -357,7 +350,7 @@ def _pointwise(into: SharedGraph, node: fx.Node) -> Step:
         raise Refusal(f"{op_name(node)} runs over the tokens of a sequence")
     val = node.meta["val"]
     rank = (val if isinstance(val, torch.Tensor) else val[0]).dim()
-    operands = _tensors((node.args, node.kwargs))
+    operands = filter(is_tensor, node.all_input_nodes)
     step = _aligned(into, node, {arg: rank - len(shape_of(arg)) for arg in operands})
     return replace(step, shares=_of_each(node, _share_in(step)))
 
@@ -428,7 +421,7 @@ def _quantized_product(into: SharedGraph, node: fx.Node) -> Step:
 def _picked(into: SharedGraph, node: fx.Node) -> Step:
     """``gather`` and ``scatter``: operands with the same dims, along one that counts no tokens."""
     given = bound(node)
-    operands = _tensors((node.args, node.kwargs))
+    operands = [*filter(is_tensor, node.all_input_nodes)]
     step = _aligned(into, node, dict.fromkeys(operands, 0))
     share = _share_in(step)
     _apart(node, share, dims_of(given["dim"], len(shape_of(node))))

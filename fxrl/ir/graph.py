@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 import operator
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
@@ -181,10 +182,7 @@ def memory_like(like: torch.Tensor, device: str | None = None) -> torch.Tensor:
 
 def numel_hint(node: fx.Node) -> int:
     """Number of elements, at the sizes seen while tracing."""
-    total = 1
-    for size in shape_of(node):
-        total *= hint(size)
-    return total
+    return math.prod(map(hint, shape_of(node)))
 
 
 def nbytes(node: fx.Node) -> int:

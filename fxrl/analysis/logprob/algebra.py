@@ -26,7 +26,7 @@ from fxrl.analysis.logprob.forms import (
     finite,
 )
 from fxrl.analysis.rows.expr import ExprPool, RowExpr
-from fxrl.ir.graph import bound, hint, is_call, shape_of
+from fxrl.ir.graph import bound, is_call, numel_hint, shape_of
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -243,7 +243,7 @@ class LogprobAlgebra:
         if expr.leaf is not None:
             if expr.leaf.tiled:
                 return math.prod(expr.leaf.local_sizes) == 1
-            return math.prod(map(hint, shape_of(expr.leaf.node))) == 1
+            return numel_hint(expr.leaf.node) == 1
         if expr.target == "stat":
             return True
         operands = list(expr.operands())
