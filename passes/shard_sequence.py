@@ -56,6 +56,7 @@ from fxrl.ir.graph import (
     graphs_of,
     hint,
     is_call,
+    is_embedding,
     is_pointwise,
     is_tensor,
     last_input,
@@ -129,12 +130,10 @@ class ShardSequence(Normalisation[Sequences]):
 
 def _anchor(gm: fx.GraphModule) -> fx.Node | None:
     """The embedding; in a graph without one, its first product."""
-    for targets in ((aten.embedding.default,), PRODUCTS):
-        for graph in graphs_of(gm):
-            for node in graph.nodes:
-                if is_call(node, *targets):
-                    return node
-    return None
+    nodes = [node for graph in graphs_of(gm) for node in graph.nodes]
+    embeddings = filter(is_embedding, nodes)
+    products = (node for node in nodes if is_call(node, *PRODUCTS))
+    return next(embeddings, None) or next(products, None)
 
 
 class _Sharing:

@@ -41,6 +41,7 @@ from fxrl.ir.graph import (
     graphs_of,
     hint,
     is_call,
+    is_embedding,
     is_pointwise,
     is_tensor,
     numel_hint,
@@ -173,7 +174,7 @@ def attention_calls(found: SharedGraph) -> list[fx.Node]:
 
 def _seeds(graph: fx.Graph) -> set[fx.Node]:
     """Embeddings of ids in rows, and of as many positions; where there are none, of one row."""
-    calls = graph.find_nodes(op="call_function", target=aten.embedding.default)
+    calls = [node for node in graph.nodes if is_embedding(node)]
     rows = [call for call in calls if len(shape_of(_ids(call))) > 1]
     tokens = [shape_of(_ids(call))[-1] for call in rows]
     vectors = [call for call in calls if len(shape_of(_ids(call))) == 1]
@@ -247,9 +248,9 @@ class _Walk:
             return _attention(into, node, self.ranks)
         if str(node.target) in (DEQUANTIZED_MM, SHARDED_MM):
             return _quantized_product(into, node)
+        if is_embedding(node):
+            return Step(_of(into, _ids(node)))
         target: Any = node.target
-        if target in _OWN:
-            return _OWN[target](into, node)
         if not isinstance(target, OpOverload):
             raise Refusal(f"{op_name(node)} is opaque to fxrl", "write it in PyTorch ops")
         kind: Any = RULES.get(target)
@@ -283,7 +284,7 @@ class _Walk:
 
 
 def _ids(embedding: fx.Node) -> fx.Node:
-    return as_node(embedding.args[1])
+    return as_node(embedding.args[int(is_call(embedding, aten.embedding.default))])
 
 
 def _seed(node: fx.Node) -> Step:
@@ -438,10 +439,6 @@ def _index(into: SharedGraph, node: fx.Node) -> Step:
     if share is None or into.share(source) is not None:
         raise Refusal(f"{op_name(node)} may mix the tokens of a sequence")
     return Step(share)
-
-
-def _embedding(into: SharedGraph, node: fx.Node) -> Step:
-    return Step(_of(into, _ids(node)))
 
 
 # ---------------------------------------------------------------------------- dims and shapes
@@ -623,4 +620,3 @@ _KINDS: dict[Any, Rule] = {
     layout.scatter: _picked,
     layout.index: _index,
 }
-_OWN: dict[Any, Rule] = {aten.embedding.default: _embedding}

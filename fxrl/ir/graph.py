@@ -34,9 +34,25 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 #: Products with weights that are quantised, or of which ranks have parts (``fxrl.ops``), and the
 #: quantiser of rows, by name: they are defined above this.
 FP8_LINEAR, DEQUANTIZED_MM = "fxrl.fp8_linear.default", "fxrl.dequantized_mm.default"
-SHARDED_MM = "fxrl.sharded_mm.default"
+SHARDED_MM, SHARDED_ROWS = "fxrl.sharded_mm.default", "fxrl.sharded_rows.default"
 QUANTIZED_PRODUCTS = (FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM)
 QUANTIZE_ROWS = "fxrl.quantize_rows.default"
+
+
+#: The loss head, and that over a head of which ranks have parts.
+LOSS_HEADS = "fxrl.linear_logprob.default", "fxrl.sharded_logprob.default"
+
+
+def is_embedding(node: object) -> TypeGuard[fx.Node]:
+    """Whether ``node`` looks rows up in a table of weights."""
+    return isinstance(node, fx.Node) and (
+        is_call(node, aten.embedding.default) or str(node.target) == SHARDED_ROWS
+    )
+
+
+def is_loss_head(node: object) -> TypeGuard[fx.Node]:
+    """Whether ``node`` is the fused loss head, whose hidden states and options it takes by name."""
+    return isinstance(node, fx.Node) and str(node.target) in LOSS_HEADS
 
 
 def is_quantized_product(call: Any) -> bool:
