@@ -86,10 +86,9 @@ class AddAdapterProducts(Normalisation[SumWithScaled]):
             raise Refusal("no product in FP8 is added as it is, and as wide as it is deep")
         if not pairs:
             raise Refusal(f"no product beside it is of {NARROW} columns or fewer")
-        order = {node: place for place, node in enumerate(gm.graph.nodes)}
         for product, adapter in pairs:
             top = product.top
-            with Builder(gm.graph).before(max(top, adapter.node, key=order.__getitem__)) as build:
+            with Builder(gm.graph).before(max(top, adapter.node)) as build:
                 left = scaled_left(build, adapter)
                 made = build.call(_FP8, *product.node.args, left, adapter.right)
                 if top is not product.node:

@@ -27,12 +27,9 @@ from fxrl.analysis.masks import Axes, FactoredMask, factored, is_square
 from fxrl.config import Config
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
-    add_input,
+    Lender,
     as_node,
-    body_of,
-    modules_of,
     nbytes,
-    needs_grad,
     shape_of,
     val_of,
 )
@@ -122,9 +119,10 @@ class FactorMasks(Pass[MaskSite]):
             blocks = _parts(
                 build, torch.ops.fxrl.mask_blocks.default, vectors, text, *counts, device
             )
-        lent = _Lender(gm, mask.graph, [*vectors, *blocks])
+        lender = Lender(gm)
         for call in dict.fromkeys(site.readers):
-            _replace(call, lent.to(call.graph), len(vectors), text)
+            lent = [lender.to(call.graph, value) for value in (*vectors, *blocks)]
+            _replace(call, lent, len(vectors), text)
         what = f"{len(site.readers)} attention calls compute their mask: {text}"
         return Applied(what, site.saved_bytes)
 
@@ -203,26 +201,3 @@ def _replace(call: fx.Node, lent: list[fx.Node], vectors: int, text: str) -> Non
     out.meta = {**call.meta, "val": out.meta["val"]}
     call.replace_all_uses_with(out)
     call.graph.erase_node(call)
-
-
-class _Lender:
-    """Makes values of one graph inputs of the bodies that it calls, directly or not."""
-
-    def __init__(self, gm: fx.GraphModule, owner: fx.Graph, values: list[fx.Node]) -> None:
-        self._modules = modules_of(gm)
-        self._lent = {owner: values}
-
-    def to(self, graph: fx.Graph) -> list[fx.Node]:
-        """The values as ``graph`` knows them."""
-        if graph not in self._lent:
-            for owner in self._modules:
-                for call in owner.graph.nodes:
-                    body = body_of(owner, call)
-                    if body is not None and body.graph is graph:
-                        values = self.to(owner.graph)
-                        call.args = (*call.args, *values)
-            self._lent[graph] = [
-                add_input(graph, value.name, val_of(value), requires_grad=needs_grad(value))
-                for value in values
-            ]
-        return self._lent[graph]

@@ -247,14 +247,17 @@ class Fp8Lora(Pass[FrozenProduct]):
     def rounded(self, gm: fx.GraphModule) -> list[RoundedWeight]:
         """Each weight that is multiplied in FP8, as the model has it."""
         found: dict[fx.Node, RoundedWeight] = {}
-        for path, node in _everywhere(gm, ()):
-            if not is_call(node, ops.fp8_linear.default):
-                continue
+        products = (
+            (path, node)
+            for path, graph in _graphs(gm, (), tiles=True)
+            for node in graph.find_nodes(op="call_function", target=ops.fp8_linear.default)
+        )
+        for path, node in products:
             weight, scale, gradient = (node.args[i] for i in (3, 4, 5))
-            origin = _origin(weight, path)
+            origin, _ = _outwards(weight, path)
             derived = origin.meta.get("derived")
             if derived is None:
-                source, scales = self._input(origin), self._input(_origin(scale, path))
+                source, scales = self._input(origin), self._input(_outwards(scale, path)[0])
                 held = None if source is None or scales is None else (source, scales)
             else:
                 source = self.input_at(derived.place) if self.input_at is not None else None
@@ -282,15 +285,17 @@ def _products(gm: fx.GraphModule) -> Iterator[FrozenProduct]:
                 yield FrozenProduct(anchor, 0, path, node, _name(node, path), *found)
 
 
-def _graphs(gm: fx.GraphModule, path: Path) -> Iterator[tuple[Path, fx.Graph]]:
-    """The graph, the bodies that it calls, and the layers' regions."""
+def _graphs(
+    gm: fx.GraphModule, path: Path, *, tiles: bool = False
+) -> Iterator[tuple[Path, fx.Graph]]:
+    """The graph, the bodies that it calls, and the layers' regions; all regions with ``tiles``."""
     yield path, gm.graph
     for call in gm.graph.nodes:
-        region = region_at(call)
-        if (body := body_of(gm, call)) is not None:
-            yield from _graphs(body, (*path, call))
-        elif region is not None and region.layer and not region.tiled:
-            yield (*path, call), region.forward.graph
+        inner, region = body_of(gm, call), region_at(call)
+        if region is not None and (tiles or (region.layer and not region.tiled)):
+            inner = region.forward
+        if inner is not None:
+            yield from _graphs(inner, (*path, call), tiles=tiles)
 
 
 def _weight(right: fx.Node, path: Path) -> tuple[fx.Node, bool] | None:
@@ -298,18 +303,14 @@ def _weight(right: fx.Node, path: Path) -> tuple[fx.Node, bool] | None:
 
     Views tell by their strides what they are of it, whatever they went through.
     """
-    node = right
-    while node.op != "placeholder" or path:
-        if node.op == "placeholder":
-            place = node.graph.find_nodes(op="placeholder").index(node)
-            node, path = _inputs(path[-1])[place], path[:-1]
-            continue
+    node, path = _outwards(right, path)
+    while node.op != "placeholder":
         operand: Any = node.args[0] if is_call(node, *_LOOKS, *COPIES) else None
         if operand is None:
             return None
         if is_call(node, *COPIES) and val_of(operand).stride() != val_of(node).stride():
             return None
-        node = operand
+        node, path = _outwards(operand, path)
     val, seen = tensor_val(node), val_of(right)
     if val is None or val.dim() != 2 or not val.is_floating_point() or val.itemsize < 2:
         return None
@@ -393,23 +394,12 @@ def _errors(
     return error
 
 
-def _everywhere(gm: fx.GraphModule, path: Path) -> Iterator[tuple[Path, fx.Node]]:
-    """Every node of the graph, of the bodies that it calls and of the regions, tiles included."""
-    for node in gm.graph.nodes:
-        yield path, node
-        region = region_at(node)
-        inner = body_of(gm, node) if region is None else region.forward
-        if inner is not None:
-            yield from _everywhere(inner, (*path, node))
-
-
-def _origin(value: Any, path: Path) -> fx.Node:
-    """What a value that is handed from graph to graph is in the outermost."""
-    node: fx.Node = value
+def _outwards(node: Any, path: Path) -> tuple[fx.Node, Path]:
+    """What a value that is handed from graph to graph is where it was made, and the way there."""
     while path and node.op == "placeholder":
         place = node.graph.find_nodes(op="placeholder").index(node)
         node, path = _inputs(path[-1])[place], path[:-1]
-    return node
+    return node, path
 
 
 # ---------------------------------------------------------------------------- what is done

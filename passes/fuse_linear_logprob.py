@@ -18,24 +18,26 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+import fxrl.ops.sharded_head  # noqa: F401  (declares torch.ops.fxrl.sharded_logprob)
 from fxrl.analysis.logprob.algebra import LogprobAlgebra
 from fxrl.analysis.logprob.forms import Transform
 from fxrl.analysis.rows.analysis import HeadSite, RowProgram
 from fxrl.analysis.rows.cost import eager_bytes
 from fxrl.analysis.rows.emit import RowEmitter, as_argument
 from fxrl.analysis.rows.expr import RowExpr, walk
-from fxrl.ir.graph import hint, last_input, shape_of, val_of
+from fxrl.ir.graph import SHARDED_MM, hint, last_input, shape_of, val_of
 from fxrl.ir.graph_pass import PassDoc
 from fxrl.ir.remark import Refusal
 from fxrl.ops.linear_logprob import OUTPUTS, LossHead
 from fxrl.passes.chunk_vocab_region import HeadCluster, HeadPass
 
 aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +95,24 @@ def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
     Raises:
         Refusal: it has several heads, or needs a statistic that the op does not return.
     """
-    products = [e for e in walk(program.roots) if e.target in (aten.mm.default, aten.addmm.default)]
+    products = [e for e in walk(program.roots) if e.target in _PRODUCTS or _is_sharded(e)]
     if len(products) != 1:
         raise Refusal("the logits of several heads are used together")
     (head,) = products
-    rows = head.args[0] if head.target is aten.mm.default else head.args[1]
+    rows = head.args[head.target is aten.addmm.default]
     if rows.leaf is None:
         raise Refusal("the head reads computed rows")
     algebra = LogprobAlgebra(site.rules.pool, head, hint(shape_of(site.anchor)[-1]))
     roots = tuple(algebra.narrow(out.value.expr, out.attached) for out in program.outputs)
     if not algebra.stats:
         raise Refusal("nothing of the vocabulary is reduced")
+    if _is_sharded(head) and algebra.transform is not None and algebra.transform.bias is not None:
+        raise Refusal("ranks share the head out, and its logits have a bias")
     return FusedProgram(program, algebra, roots)
+
+
+def _is_sharded(expr: RowExpr) -> bool:
+    return str(expr.target) == SHARDED_MM
 
 
 class _Emission:
@@ -131,9 +139,8 @@ class _Emission:
     def _op(self) -> None:
         head, transform = self.algebra.head, self.algebra.transform
         assert transform is not None
-        rows, matrix = head.args[-2:]
-        hidden = self.emit(rows)
-        options = {
+        hidden = self.emit(head.args[head.target is aten.addmm.default])
+        options: dict[str, Any] = {
             "bias": None if transform.bias is None else self.emit(transform.bias),
             "temperature": self._temperature(hidden, transform),
             "scale": transform.scale,
@@ -142,10 +149,15 @@ class _Emission:
             "grad_outputs": ",".join(name for name in OUTPUTS if self.algebra.stats.get(name)),
             "chunk_tokens": self.tile_tokens,
         }
+        if _is_sharded(head):
+            _, (part,), options["vocab"], options["dtype"], _ = head.args
+            op, weight = torch.ops.fxrl.sharded_logprob.default, self.emit(part)
+        else:
+            op, weight = torch.ops.fxrl.linear_logprob.default, self._weight(head.args[-1])
         call = self.call(
-            torch.ops.fxrl.linear_logprob.default,
+            op,
             hidden,
-            self._weight(matrix),
+            weight,
             self._target(hidden),
             **{k: v for k, v in options.items() if v != LossHead._field_defaults.get(k)},
         )

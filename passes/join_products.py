@@ -25,10 +25,11 @@ from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
     RESHAPES,
-    OpOverload,
     bound,
+    draws_random,
     equal_sizes,
     is_call,
+    is_pointwise,
     is_tensor,
     is_view,
     shape_of,
@@ -147,13 +148,10 @@ def _acts_within(node: fx.Node) -> bool:
         return bool(bound(node)["dim"] % len(shape_of(node.args[0])) != 0)  # type: ignore[arg-type]
     if node.target in COPIES:
         return True
-    if not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags:
+    if not is_pointwise(node) or draws_random(node):
         return False
-    drawn = torch.Tag.nondeterministic_seeded in node.target.tags
-    others = node.all_input_nodes[1:]
-    return not drawn and all(
-        not is_tensor(other) or len(shape_of(other)) < len(shape_of(node)) for other in others
-    )
+    others = filter(is_tensor, node.all_input_nodes[1:])
+    return all(len(shape_of(other)) < len(shape_of(node)) for other in others)
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -15,26 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrl.analysis.attention import SDPA
+from fxrl.analysis.rows.heads import CLASS_OPS
 from fxrl.ir.graph import CHECKPOINT, body_of, inline, is_call
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
-
-aten = torch.ops.aten
-_OVER_CLASSES = (
-    aten._log_softmax.default,
-    aten._softmax.default,
-    aten.log_softmax.int,
-    aten.softmax.int,
-    aten.logsumexp.default,
-    aten.gather.default,
-    aten.nll_loss_forward.default,
-)
 
 
 @dataclass(frozen=True)
@@ -71,5 +60,5 @@ class OpenLossCheckpoints(Normalisation[Site]):
 
 
 def _computes_over_classes(graph: fx.Graph) -> bool:
-    heads = any(is_call(node, *_OVER_CLASSES) for node in graph.nodes)
+    heads = any(is_call(node, *CLASS_OPS) for node in graph.nodes)
     return heads and not any(is_call(node, SDPA) for node in graph.nodes)

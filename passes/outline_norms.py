@@ -23,7 +23,7 @@ from torch import fx
 from fxrl.analysis.layers import layer_path
 from fxrl.analysis.outline import computes, find_outline, illegal, outline
 from fxrl.analysis.saved_tensors import predict_saved
-from fxrl.ir.graph import COPIES, OpOverload, is_call, is_tensor, is_view, numel_hint
+from fxrl.ir.graph import COPIES, is_call, is_pointwise, is_tensor, is_view, numel_hint
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice
 from fxrl.ir.region import region_at
@@ -103,6 +103,5 @@ def _may_stand(node: fx.Node) -> bool:
     """Whether an op is elementwise, a reduction, a norm or a view, and legal in a region."""
     if not computes(node) or illegal(node) is not None:
         return False
-    if is_view(node) or is_call(node, operator.getitem, *COPIES, *_REDUCTIONS, *_NORMS):
-        return True
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    known = is_call(node, operator.getitem, *COPIES, *_REDUCTIONS, *_NORMS)
+    return known or is_view(node) or is_pointwise(node)

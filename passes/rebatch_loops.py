@@ -21,15 +21,18 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxrl.analysis.rows import compute, layout
+from fxrl.analysis.rows.analysis import RULES
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
-    OpOverload,
     Size,
     ancestors,
     bound,
+    draws_random,
     equal_sizes,
     is_call,
+    is_pointwise,
     is_tensor,
     is_view,
     shape_of,
@@ -42,25 +45,12 @@ from fxrl.ir.remark import Refusal
 aten = torch.ops.aten
 
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-#: Ops that act within one sequence, along ``dim``.
-_ALONG_A_DIM = (
-    aten.logsumexp.default,
-    aten.sum.dim_IntList,
-    aten.mean.dim,
-    aten.amax.default,
-    aten._softmax.default,
-    aten._log_softmax.default,
-    aten.gather.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.argmax.default,
-    aten.cumsum.default,
-    aten.sort.default,
-    aten.scatter.src,
-    aten.scatter.value,
+#: Kinds of ops, to the row rules, that act within one sequence, along ``dim``.
+_WITHIN = (
+    *(compute.reduction, compute.whole_row, layout.gather, layout.scatter),
+    *(layout.unsqueeze, layout.select, layout.slice_),
 )
+_ALONG_A_DIM = {aten.squeeze.dim, *(op for op, kind in RULES.items() if kind in _WITHIN)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +252,6 @@ def _aligned(arguments: Iterable[Any], dim: int) -> bool:
 
 
 def _known(node: fx.Node) -> bool:
-    target = node.target
-    if target in _ALONG_A_DIM or target in COPIES:
+    if node.target in _ALONG_A_DIM or node.target in COPIES:
         return True
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    return torch.Tag.pointwise in target.tags
+    return is_pointwise(node) and not draws_random(node)

@@ -49,19 +49,20 @@ from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
     PRODUCTS,
+    Lender,
     OpOverload,
     Size,
-    add_input,
     as_node,
     graphs_of,
     hint,
     is_call,
+    is_embedding,
+    is_pointwise,
     is_tensor,
     last_input,
     needs_grad,
     replace_by,
     shape_of,
-    val_of,
 )
 from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
@@ -129,12 +130,10 @@ class ShardSequence(Normalisation[Sequences]):
 
 def _anchor(gm: fx.GraphModule) -> fx.Node | None:
     """The embedding; in a graph without one, its first product."""
-    for targets in ((aten.embedding.default,), PRODUCTS):
-        for graph in graphs_of(gm):
-            for node in graph.nodes:
-                if is_call(node, *targets):
-                    return node
-    return None
+    nodes = [node for graph in graphs_of(gm) for node in graph.nodes]
+    embeddings = filter(is_embedding, nodes)
+    products = (node for node in nodes if is_call(node, *PRODUCTS))
+    return next(embeddings, None) or next(products, None)
 
 
 class _Sharing:
@@ -144,20 +143,21 @@ class _Sharing:
         self._gm, self._ranks = gm, ranks
         self._known: dict[Any, fx.Node] = {}
         self._graphs: dict[fx.Graph, SharedGraph] = {}
-        self._calls: dict[fx.Graph, list[fx.Node]] = {}
+        self._lender = Lender(gm)
+        self._calls = self._lender.calls
+        self._done: set[fx.Graph] = set()
         self._learn(found)
         self._tables: dict[fx.Graph, SizeTable] = {}
         self._builders = {graph: Builder(graph) for graph in self._graphs}
         self._moved: dict[fx.Node, fx.Node] = {}  # what attention handed back: its call
 
     def _learn(self, found: SharedGraph) -> None:
-        """Who calls which graph."""
+        """What becomes of which graph."""
         if found.module.graph in self._graphs:
             return
         self._graphs[found.module.graph] = found
-        for node, step in found.steps.items():
+        for step in found.steps.values():
             if step.body is not None:
-                self._calls.setdefault(step.body.module.graph, []).append(node)
                 self._learn(step.body)
 
     # -- graph by graph, callers first
@@ -219,7 +219,8 @@ class _Sharing:
 
     def _call(self, node: fx.Node, body: SharedGraph) -> None:
         graph = body.module.graph
-        if self._calls[graph][0] is node:
+        if graph not in self._done:
+            self._done.add(graph)
             for place, arg in zip(graph.find_nodes(op="placeholder"), node.args[1:], strict=True):
                 place.meta["val"] = _val(arg)
             self.share(body)
@@ -235,7 +236,7 @@ class _Sharing:
         key, value = ungrouped(here, key, value)
         heads, groups = (hint(shape_of(arg)[1]) for arg in (query, key))
         each = self._ranks // gcd(groups, self._ranks)  # with fewer heads of keys than ranks
-        ids = self._lent(node.graph, share.ids)
+        ids = self._lender.to(node.graph, share.ids)
         with build.before(node):
             given = [query, self._repeated(build, key, each), self._repeated(build, value, each)]
             parts = build.call(torch.ops.fxrl.seq_to_head.default, given, ids, self._ranks)
@@ -385,25 +386,8 @@ class _Sharing:
         given = {call: made(as_node(call.args[index])) for call in self._calls[graph]}
         if all(new is call.args[index] for call, new in given.items()):
             return node
-        for call, new in given.items():
-            call.args = (*call.args, new)
-        return self._placeholder(graph, given[self._calls[graph][0]])
-
-    def _lent(self, graph: fx.Graph, value: fx.Node) -> fx.Node:
-        """A value of the outer graph in another one."""
-        if graph is value.graph:
-            return value
-        if ("lent", graph, value) not in self._known:
-            given = []
-            for call in self._calls[graph]:
-                given.append(self._lent(call.graph, value))
-                call.args = (*call.args, given[-1])
-            self._known["lent", graph, value] = self._placeholder(graph, given[0])
-        return self._known["lent", graph, value]
-
-    def _placeholder(self, graph: fx.Graph, like: fx.Node) -> fx.Node:
         self._tables.pop(graph, None)
-        return add_input(graph, like.name, val_of(like), requires_grad=needs_grad(like))
+        return self._lender.add(graph, given)
 
     def _builder(self, graph: fx.Graph) -> Builder:
         return self._builders.setdefault(graph, Builder(graph))
@@ -415,7 +399,7 @@ class _Sharing:
         found = self._tables[graph].arg(size)
         if found is None and graph in self._calls:
             for share in self._graphs[graph].given.values():
-                self._lent(graph, share.ids)
+                self._lender.to(graph, share.ids)
             self._tables[graph] = SizeTable(graph)
             found = self._tables[graph].arg(size)
         if found is None:
@@ -431,9 +415,7 @@ def _one_source(node: fx.Node, dim: int) -> tuple[fx.Node | None, int]:
     if is_call(node, aten.unsqueeze.default):
         (added,) = dims_of(node.args[1], len(shape_of(node)))
         return (None, dim) if added == dim else (source, dim - (added < dim))
-    target: Any = node.target
-    follows = target in COPIES or torch.Tag.pointwise in getattr(target, "tags", ())
-    return (source if follows else None), dim
+    return (source if node.target in COPIES or is_pointwise(node) else None), dim
 
 
 def _behind(node: fx.Node) -> fx.Node:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,7 +120,7 @@ def has_work(nodes: Iterable[fx.Node]) -> bool:
     return len(work) > 2 or (len(work) == 2 and any(is_call(n, *PRODUCTS) for n in work))
 
 
-def is_product(node: object) -> bool:
+def is_product(node: fx.Node) -> bool:
     """Whether ``node`` is a matrix product: too dear to be computed twice."""
     return is_call(node, *PRODUCTS) or is_quantized_product(node)
 
@@ -226,17 +226,17 @@ def signature(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
             return f"<{_value(node)}>"  # one size may have several names
         if node not in places:
             places[node] = len(places)
-            lines.append((places[node], "in", _type(node)))
+            lines.append((places[node], "in", type_of(_value(node))))
         return f"%{places[node]}"
 
     for node in nodes:
         if node.op == "placeholder":
             places[node] = len(places)
-            lines.append((places[node], "in", _type(node)))
+            lines.append((places[node], "in", type_of(_value(node))))
             continue
         args = repr(fx.map_arg((node.args, node.kwargs), lambda n: _Text(place(n))))
         places[node] = len(places)
-        lines.append((places[node], str(node.target), args, _type(node)))
+        lines.append((places[node], str(node.target), args, type_of(_value(node))))
     return tuple(lines)
 
 
@@ -249,16 +249,9 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("val", node.meta.get("example_value"))
 
 
-def _type(node: fx.Node) -> str:
-    return " ".join(_types(_value(node)))
-
-
-def _types(value: Any) -> Iterator[str]:
+def type_of(value: Any) -> str:
+    """What a value looks like, as text."""
     if isinstance(value, torch.Tensor):
         strides = value.stride() if value.layout == torch.strided else value.layout
-        yield f"{value.dtype} {tuple(value.shape)} {strides} {value.device}"
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _types(item)
-    else:
-        yield str(value)
+        return f"{value.dtype} {tuple(value.shape)} {strides} {value.device}"
+    return " ".join(map(type_of, value)) if isinstance(value, (tuple, list)) else str(value)

@@ -28,10 +28,10 @@ from torch import fx
 from fxrl.analysis.attention import Constant, Positions, aten, known
 from fxrl.ir.graph import (
     RESHAPES,
-    OpOverload,
     bound,
     draws_random,
     is_call,
+    is_pointwise,
     is_tensor,
     shape_of,
     spelled_alike,
@@ -141,17 +141,12 @@ class _Reader:
             return self._cast(node, axes)
         if is_call(node, *_AND) and all(map(_is_bool, node.args)):
             return _all(self._factors(node.args, axes))
-        overload: Any = node.target
-        if (
-            not isinstance(overload, OpOverload)
-            or torch.Tag.pointwise not in overload.tags
-            or draws_random(node)
-            or node.kwargs
-        ):
+        if not is_pointwise(node) or draws_random(node) or node.kwargs:
             raise Refusal(f"%{node} ({node.target}) is not made pair by pair", at=node)
         args = [self._argument(arg, axes) for arg in node.args]
         if is_call(node, *_COMPARE):
             args = _without_common_offset(*args)
+        overload: Any = node.target
         return f"{overload.overloadpacket.__name__}({', '.join(args)})"
 
     def _factors(self, args: Iterable[Any], axes: Axes) -> list[str]:

@@ -41,6 +41,8 @@ from fxrl.ir.graph import (
     graphs_of,
     hint,
     is_call,
+    is_embedding,
+    is_pointwise,
     is_tensor,
     numel_hint,
     shape_of,
@@ -172,7 +174,7 @@ def attention_calls(found: SharedGraph) -> list[fx.Node]:
 
 def _seeds(graph: fx.Graph) -> set[fx.Node]:
     """Embeddings of ids in rows, and of as many positions; where there are none, of one row."""
-    calls = graph.find_nodes(op="call_function", target=aten.embedding.default)
+    calls = [node for node in graph.nodes if is_embedding(node)]
     rows = [call for call in calls if len(shape_of(_ids(call))) > 1]
     tokens = [shape_of(_ids(call))[-1] for call in rows]
     vectors = [call for call in calls if len(shape_of(_ids(call))) == 1]
@@ -246,13 +248,13 @@ class _Walk:
             return _attention(into, node, self.ranks)
         if str(node.target) in (DEQUANTIZED_MM, SHARDED_MM):
             return _quantized_product(into, node)
+        if is_embedding(node):
+            return Step(_of(into, _ids(node)))
         target: Any = node.target
-        if target in _OWN:
-            return _OWN[target](into, node)
         if not isinstance(target, OpOverload):
             raise Refusal(f"{op_name(node)} is opaque to fxrl", "write it in PyTorch ops")
         kind: Any = RULES.get(target)
-        if kind is None and torch.Tag.pointwise in target.tags:
+        if kind is None and is_pointwise(node):
             kind = compute.pointwise
         if kind not in _KINDS:
             raise Refusal(f"{op_name(node)} may mix the tokens of a sequence")
@@ -282,7 +284,7 @@ class _Walk:
 
 
 def _ids(embedding: fx.Node) -> fx.Node:
-    return as_node(embedding.args[1])
+    return as_node(embedding.args[int(is_call(embedding, aten.embedding.default))])
 
 
 def _seed(node: fx.Node) -> Step:
@@ -293,13 +295,6 @@ def _seed(node: fx.Node) -> Step:
 
 # ---------------------------------------------------------------------------- what ops do
 Rule = Callable[[SharedGraph, fx.Node], Step]
-
-
-def _tensors(value: Any) -> list[fx.Node]:
-    """All tensors among arguments."""
-    found: list[fx.Node] = []
-    fx.map_arg(value, lambda arg: found.append(arg) if is_tensor(arg) else None)
-    return found
 
 
 def _of(into: SharedGraph, node: object) -> Share:
@@ -356,7 +351,7 @@ def _pointwise(into: SharedGraph, node: fx.Node) -> Step:
         raise Refusal(f"{op_name(node)} runs over the tokens of a sequence")
     val = node.meta["val"]
     rank = (val if isinstance(val, torch.Tensor) else val[0]).dim()
-    operands = _tensors((node.args, node.kwargs))
+    operands = filter(is_tensor, node.all_input_nodes)
     step = _aligned(into, node, {arg: rank - len(shape_of(arg)) for arg in operands})
     return replace(step, shares=_of_each(node, _share_in(step)))
 
@@ -427,7 +422,7 @@ def _quantized_product(into: SharedGraph, node: fx.Node) -> Step:
 def _picked(into: SharedGraph, node: fx.Node) -> Step:
     """``gather`` and ``scatter``: operands with the same dims, along one that counts no tokens."""
     given = bound(node)
-    operands = _tensors((node.args, node.kwargs))
+    operands = [*filter(is_tensor, node.all_input_nodes)]
     step = _aligned(into, node, dict.fromkeys(operands, 0))
     share = _share_in(step)
     _apart(node, share, dims_of(given["dim"], len(shape_of(node))))
@@ -444,10 +439,6 @@ def _index(into: SharedGraph, node: fx.Node) -> Step:
     if share is None or into.share(source) is not None:
         raise Refusal(f"{op_name(node)} may mix the tokens of a sequence")
     return Step(share)
-
-
-def _embedding(into: SharedGraph, node: fx.Node) -> Step:
-    return Step(_of(into, _ids(node)))
 
 
 # ---------------------------------------------------------------------------- dims and shapes
@@ -629,4 +620,3 @@ _KINDS: dict[Any, Rule] = {
     layout.scatter: _picked,
     layout.index: _index,
 }
-_OWN: dict[Any, Rule] = {aten.embedding.default: _embedding}

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxrl.analysis.layers import type_of
 from fxrl.capture._torch import FakeTensor, guarded_names, in_graph, written_by_trace
 from fxrl.capture.opaque import autocasts
 from fxrl.ir.graph import (
@@ -667,15 +668,8 @@ def _matched(layer: _Layer, theirs: Any, ours: Any) -> dict[fx.Node, fx.Node]:
         if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
             if isinstance(one, fx.Node) or isinstance(other, fx.Node) or one != other:
                 raise Refusal(why)
-        elif (
-            _kind(_example(one)) != _kind(_example(other))
-            or found.setdefault(one, other) is not other
-        ):
-            raise Refusal(why)
+        else:
+            alike = type_of(_example(one)) == type_of(_example(other))
+            if not alike or found.setdefault(one, other) is not other:
+                raise Refusal(why)
     return found
-
-
-def _kind(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return str((value.dtype, value.device, [*value.shape], [*value.stride()]))
-    return str(value)

@@ -27,7 +27,7 @@ from fxrl.capture.breaks import in_one_line
 from fxrl.compile.planning import symbols_of
 from fxrl.errors import HostMemoryError, PlanError
 from fxrl.ir.capture_record import Capture
-from fxrl.ir.graph import body_of, hint, is_call, needs_grad
+from fxrl.ir.graph import body_of, hint, is_loss_head, needs_grad
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ir.region import region_at
 from fxrl.ir.remark import format_bytes
@@ -213,7 +213,7 @@ def _layers(gm: fx.GraphModule, plan: Plan) -> Iterator[int | None]:
         region = region_at(node)
         if (body := body_of(gm, node)) is not None:
             yield from _layers(body, plan)
-        elif region is None and not is_call(node, torch.ops.fxrl.linear_logprob.default):
+        elif region is None and not is_loss_head(node):
             continue
         elif any(map(needs_grad, node.all_input_nodes)):
             yield None if region is None else number.get(region.layer)

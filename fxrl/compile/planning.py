@@ -30,7 +30,7 @@ from fxrl.ir.graph import (
     bound,
     clone,
     hint,
-    is_call,
+    is_loss_head,
     is_tensor,
     is_view,
     memory_like,
@@ -44,15 +44,17 @@ from fxrl.ir.remark import format_bytes
 from fxrl.ir.sizes import measure_by
 from fxrl.ops.host_memory import PAGE
 from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, MADE_IN_FORWARD, parse_outputs
+from fxrl.ops.sharded import piece_bytes
 from fxrl.passes.offload import own_inputs
 from fxrl.passes.recompute import OutlinedLayer, outlined_layers
 from fxrl.passes.tile_tokens import tile_widest
 from fxrl.planner.budget import Budget
 from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes, step_seconds
+from fxrl.planner.cost import brought_bytes
 from fxrl.planner.eager_profile import CallCost
 from fxrl.planner.eager_profile import peak as eager_peak
 from fxrl.planner.memory_profile import nbytes, tensor_bytes
-from fxrl.planner.schedule import Measure, is_sharded, volume
+from fxrl.planner.schedule import Measure, shared_weight, volume
 from fxrl.planner.solver import fastest, least_peak
 from fxrl.planner.target import Target
 
@@ -517,13 +519,12 @@ class _Outer:
         return sum(nbytes(node, self._step.measure) for node in nodes)
 
     def _buffers(self, ops: Iterable[fx.Node], calls: Iterable[fx.Node]) -> int:
-        """Two of the largest weight that ranks have parts of (``fxrl.ops.sharded``)."""
+        """Two of the largest piece of the weights that ranks have parts of (``ops.sharded``)."""
         bodies = {region.forward for call in calls if (region := region_at(call)) is not None}
         inside = (node for body in bodies for node in body.graph.nodes)
-        products = [node for node in (*ops, *inside) if is_sharded(node)]
-        given: list[dict[str, Any]] = [bound(node) for node in products]
-        whole = (one["ranks"] * self._bytes(one["weight"]) for one in given)
-        return 2 * max(whole, default=0)
+        read = [found for node in (*ops, *inside) if (found := shared_weight(node)) is not None]
+        sizes = ((rows, self._step.measure(shape_of(part)[1])) for part, rows in read)
+        return 2 * max((piece_bytes(*size) for size in sizes), default=0)
 
     def _shared(self, ahead: Sequence[fx.Node]) -> set[fx.Node]:
         """What is made ahead of the layers and stays until the backward: what several layers read,
@@ -541,7 +542,7 @@ class _Outer:
 
     def _cost(self, node: fx.Node) -> CallCost | None:
         """A head's, or that of another region that is no layer; None for ATen ops."""
-        if is_call(node, torch.ops.fxrl.linear_logprob.default):
+        if is_loss_head(node):
             return self._head_cost(node)
         if (region := region_at(node)) is None:
             return None
@@ -582,16 +583,18 @@ class _Outer:
         if (region := region_at(node)) is not None:
             figures = self._figures(node, region)
             return figures.forward_s + figures.backward_s
-        if not is_call(node, torch.ops.fxrl.linear_logprob.default):
-            return 0.0
-        given, measure = bound(node), self._step.measure
-        rows = prod(map(measure, shape_of(given["hidden"])[:-1]))
-        entries = prod(map(measure, shape_of(given["weight"])))
-        products = 1
+        measure, target = self._step.measure, self._step.target
+        brought = brought_bytes(node, measure) / target.peer_link
+        if not is_loss_head(node):
+            return brought
+        given = bound(node)
+        *rows, width = map(measure, shape_of(given["hidden"]))
+        entries = measure(given.get("vocab") or shape_of(given["weight"])[0]) * width
+        products = reads = 1
         if _differentiated(node):
             again = not _made_in_forward(node)
-            products = 2 + again + needs_grad(given["weight"])
-        return 2 * products * rows * entries / self._step.target.product_flops
+            products, reads = 2 + again + needs_grad(given["weight"]), 1 + again
+        return max(2 * products * prod(rows) * entries / target.product_flops, reads * brought)
 
 
 def _differentiated(head: fx.Node) -> set[str]:
@@ -606,5 +609,7 @@ def _differentiated(head: fx.Node) -> set[str]:
 def _made_in_forward(head: fx.Node) -> bool:
     """Whether a loss head's forward makes its gradients, too."""
     given = bound(head)
+    if "vocab" in given:  # one of which ranks have parts makes none
+        return False
     frozen = not needs_grad(given["weight"]) and not needs_grad(given["bias"])
     return frozen and _differentiated(head) <= {*MADE_IN_FORWARD}

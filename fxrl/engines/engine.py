@@ -329,6 +329,30 @@ class Drawing:
             log.info(words, self._ended, self._total, speed)
 
 
+class Groups:
+    """Completions as they end, in whatever order, by prompt.
+
+    Args:
+        prompts: how many there are.
+        n: completions of each; a prompt may have none.
+        on_finished: see ``Engine.generate``.
+    """
+
+    def __init__(self, prompts: int, n: int, on_finished: OnFinished | None) -> None:
+        self._found: list[dict[int, Completion]] = [{} for _ in range(prompts)]
+        self._n, self._on_finished = n, on_finished
+
+    def add(self, prompt: int, sample: int, completion: Completion) -> None:
+        """One that has ended; if it is its prompt's last, that is told."""
+        self._found[prompt][sample] = completion
+        if len(self._found[prompt]) == self._n and self._on_finished is not None:
+            self._on_finished(prompt, self.all()[prompt])
+
+    def all(self) -> list[list[Completion]]:
+        """What there is of every prompt, in the order of the samples."""
+        return [[found[sample] for sample in sorted(found)] for found in self._found]
+
+
 def check_prompts(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 import operator
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -33,14 +34,30 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 #: Products with weights that are quantised, or of which ranks have parts (``fxrl.ops``), and the
 #: quantiser of rows, by name: they are defined above this.
 FP8_LINEAR, DEQUANTIZED_MM = "fxrl.fp8_linear.default", "fxrl.dequantized_mm.default"
-SHARDED_MM = "fxrl.sharded_mm.default"
+SHARDED_MM, SHARDED_ROWS = "fxrl.sharded_mm.default", "fxrl.sharded_rows.default"
+QUANTIZED_PRODUCTS = (FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM)
 QUANTIZE_ROWS = "fxrl.quantize_rows.default"
 
 
-def is_quantized_product(node: object) -> TypeGuard[fx.Node]:
-    """Whether ``node`` is a product of rows with a weight that is quantised, or shared out."""
-    held = FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM
-    return isinstance(node, fx.Node) and str(node.target) in held
+#: The loss head, and that over a head of which ranks have parts.
+LOSS_HEADS = "fxrl.linear_logprob.default", "fxrl.sharded_logprob.default"
+
+
+def is_embedding(node: object) -> TypeGuard[fx.Node]:
+    """Whether ``node`` looks rows up in a table of weights."""
+    return isinstance(node, fx.Node) and (
+        is_call(node, aten.embedding.default) or str(node.target) == SHARDED_ROWS
+    )
+
+
+def is_loss_head(node: object) -> TypeGuard[fx.Node]:
+    """Whether ``node`` is the fused loss head, whose hidden states and options it takes by name."""
+    return isinstance(node, fx.Node) and str(node.target) in LOSS_HEADS
+
+
+def is_quantized_product(call: Any) -> bool:
+    """Whether a node, or what else has a target, is a product of rows with such a weight."""
+    return str(call.target) in QUANTIZED_PRODUCTS
 
 
 def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:
@@ -181,10 +198,7 @@ def memory_like(like: torch.Tensor, device: str | None = None) -> torch.Tensor:
 
 def numel_hint(node: fx.Node) -> int:
     """Number of elements, at the sizes seen while tracing."""
-    total = 1
-    for size in shape_of(node):
-        total *= hint(size)
-    return total
+    return math.prod(map(hint, shape_of(node)))
 
 
 def nbytes(node: fx.Node) -> int:
@@ -362,6 +376,38 @@ def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
     return (module.graph for module in modules_of(gm))
 
 
+class Lender:
+    """Makes values of a graph inputs of the bodies that it calls, directly or not.
+
+    Attributes:
+        calls: of each body's graph the calls that run it.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.calls: dict[fx.Graph, list[fx.Node]] = {}
+        self._lent: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
+        for owner in modules_of(gm):
+            for call in owner.graph.nodes:
+                if (body := body_of(owner, call)) is not None:
+                    self.calls.setdefault(body.graph, []).append(call)
+
+    def to(self, graph: fx.Graph, value: fx.Node) -> fx.Node:
+        """A value as ``graph`` knows it."""
+        if graph is value.graph:
+            return value
+        if (graph, value) not in self._lent:
+            given = {call: self.to(call.graph, value) for call in self.calls[graph]}
+            self._lent[graph, value] = self.add(graph, given)
+        return self._lent[graph, value]
+
+    def add(self, graph: fx.Graph, given: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """One more input of a body, which each of its calls is given a value for."""
+        for call, value in given.items():
+            call.args = (*call.args, value)
+        like = given[self.calls[graph][0]]
+        return add_input(graph, like.name, val_of(like), requires_grad=needs_grad(like))
+
+
 def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
     """Every node that one of ``nodes`` depends on, themselves included.
 
@@ -453,6 +499,11 @@ def topological_sort(graph: fx.Graph) -> None:
         if last is not None and last.next is not node:
             last.append(node)
         last = node
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether PyTorch itself says of an op that it is elementwise."""
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def draws_random(node: fx.Node) -> bool:

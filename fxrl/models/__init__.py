@@ -5,7 +5,7 @@ from fxrl.models.hf import FetchError, ModelError
 from fxrl.models.load import build_from_config, load_model, load_tokenizer
 from fxrl.models.lora import lora
 from fxrl.models.quantized import Quantization, QuantizedLinear, quantize
-from fxrl.models.sharded import ShardedLinear, shard
+from fxrl.models.sharded import Sharded, ShardedLinear, shard
 from fxrl.models.smollm2 import fetch_smollm2
 from fxrl.models.tiny import TINY_KINDS, TinySize, tiny_config, tiny_tokenizer
 from fxrl.ops.sharded import Peers
@@ -18,6 +18,7 @@ __all__ = [
     "Peers",
     "Quantization",
     "QuantizedLinear",
+    "Sharded",
     "ShardedLinear",
     "TinySize",
     "build_from_config",

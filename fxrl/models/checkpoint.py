@@ -149,19 +149,19 @@ class CheckpointTensors:
             )
         return found
 
-    def rows(self, name: str, shape: torch.Size, start: int, stop: int) -> Tensor:
-        """Rows of one parameter, likewise; no more is read where it is stored under this name.
+    def rows(self, names: Sequence[str], shape: torch.Size, start: int, stop: int) -> Tensor:
+        """Rows of one parameter, likewise; no more is read where it is stored under its name.
 
         Raises:
             ModelError: see ``get``.
         """
-        if name in self._files:
+        if (name := next((name for name in names if name in self._files), None)) is not None:
             stored = self._file(name).get_slice(name)
             if tuple(stored.get_shape()) == tuple(shape):
                 found: Tensor = stored[start:stop]
                 if found.is_floating_point() and found.itemsize > 1:
                     return found
-        return self.get([name], shape)[start:stop]
+        return self.get(names, shape)[start:stop]
 
     def find(self, name: str) -> Tensor | None:
         """The tensor stored under this very name, as it is stored."""

@@ -203,8 +203,9 @@ def load_model(
             FP8 or NF4 has its Linears so in any case.
         scalar_head: a sequence classifier with one label, a reward model; its head is
             random where the checkpoint has none.
-        peers: ranks that share the Linears' weights out (``ShardedLinear``), each of which reads
-            its part; all of them call this. Not with ``quantization`` or ``scalar_head``.
+        peers: ranks that share the weights of Linears and embeddings out (``Sharded``), each of
+            which reads its part; all of them call this. Not with ``quantization`` or
+            ``scalar_head``.
         on_progress: is told, in words, of a download or a conversion under way.
 
     Returns:

@@ -1,12 +1,13 @@
-"""Frozen Linears of which each rank of a host holds a part: a model that does not fit one GPU.
+"""Frozen weights of which each rank of a host holds a part: a model that does not fit one GPU.
 
     torchrun --nproc-per-node 2 loop.py
 
     model = fxrl.models.lora(fxrl.models.shard(model))       # or load_model(..., peers=Peers.of())
     step = fxrl.optimize(model, loss_fn)
 
-A weight's rows are shared out; what products read of the other ranks' is ``fxrl.ops.sharded``'s.
-Embeddings, norms, the output layer and what is trained are whole on every rank.
+The rows of Linears and embeddings are shared out, the output layer's among them; what is read of
+the other ranks' is ``fxrl.ops.sharded``'s. Norms and what is trained are whole on every rank, and
+so is what a class of its own computes with (Gemma's scaled embeddings, a mixture's experts).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,65 +31,67 @@ from fxrl.models.checkpoint import (
     owner_of,
 )
 from fxrl.models.hf import ModelError
-from fxrl.models.quantized import QuantizedLinear, linears_of
-from fxrl.ops.sharded import Peers, Shards, new_part, sharded_mm
+from fxrl.models.quantized import QuantizedLinear
+from fxrl.ops.sharded import Peers, Shards, new_part, piece_bytes, sharded_mm, sharded_rows
 
 log = logging.getLogger(__name__)
 #: Parts begin at multiples of this many bytes, as products want their operands.
 _ALIGNED = 256
 
 
-class ShardedLinear(nn.Linear):
-    """``x weight^T + bias`` with a weight of which this rank has a part of the rows.
+class Sharded(nn.Module):
+    """What has a part of a weight's rows; the base of those that compute with it.
 
     NOTE [Why the part is no parameter]: whatever moves, casts, sends or saves the parameters of a
     model would make of this rank's part another one's (DistributedDataParallel sends rank 0's to
     all), or memory that nobody else maps. It is never written, and none of them is to touch it.
 
-    Args:
-        part: this rank's rows as bytes [out / ranks, in * itemsize].
-        ranks: that have one.
+    Attributes:
+        part: this rank's rows as bytes [rows / ranks, columns * itemsize].
+        rows: of the weight.
         dtype: of the weight.
-        bias: [out], or None.
         shards: what maps the others' parts; None on ``meta``.
     """
 
-    def __init__(
-        self,
-        part: Tensor,
-        ranks: int,
-        dtype: torch.dtype,
-        bias: nn.Parameter | None = None,
-        shards: Shards | None = None,
-    ) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would allocate and draw a weight
-        self.part, self.ranks, self.dtype, self.shards = part, ranks, dtype, shards
-        self.out_features = part.shape[0] * ranks
-        self.in_features = part.shape[1] // dtype.itemsize
-        self.register_parameter("bias", bias)
+    part: Tensor
+    rows: int
+    dtype: torch.dtype
+    shards: Shards | None
+
+    def hold(self, part: Tensor, rows: int, dtype: torch.dtype, shards: Shards | None) -> None:
+        """Sets the attributes, in place of ``__init__``: PyTorch's would make a weight."""
+        nn.Module.__init__(self)
+        self.part, self.rows, self.dtype, self.shards = part, rows, dtype, shards
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         """Looks like the weight for PEFT, which puts adapters on its device, and holds no number:
         who reads it has NaN, and who writes to it an error. ``whole`` has the numbers."""
-        return self.part.new_full((), torch.nan, dtype=self.dtype).expand(
-            self.out_features, self.in_features
-        )
+        columns = self.part.shape[1] // self.dtype.itemsize
+        return self.part.new_full((), torch.nan, dtype=self.dtype).expand(self.rows, columns)
+
+    @property
+    def bytes(self) -> int:
+        """Of the weight in full."""
+        return self.rows * self.part.shape[1]
 
     def whole(self) -> Tensor:
-        """A copy of the weight [out, in]."""
+        """A copy of the weight."""
         assert self.shards is not None, "on meta there are no numbers"
-        return self.shards.whole(self.part, self.dtype)
+        return self.shards.whole(self.part, self.rows, self.dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features], in the input's dtype, or autocast's."""
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
-            input = input.to(torch.get_autocast_dtype(kind))
-        rows = input.reshape(-1, self.in_features)
-        made: Tensor = sharded_mm(rows, [self.part], self.ranks, self.dtype, False)
-        made = made.view(*input.shape[:-1], self.out_features)
-        return made if self.bias is None else made + self.bias.to(made.dtype)
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Refuse to be trained in full, as ``modules_to_save`` of PEFT would have it.
+
+        Raises:
+            ModelError: it is to require a gradient.
+        """
+        if requires_grad:
+            raise ModelError(
+                f"a {type(self).__name__} is to be trained, and its weight is shared out over "
+                "ranks, frozen; put an adapter beside it, or leave sharding out"
+            )
+        return super().requires_grad_(requires_grad)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast the bias.
@@ -111,88 +115,167 @@ class ShardedLinear(nn.Linear):
         return made
 
     def extra_repr(self) -> str:
-        """Sizes and ranks, as ``print(model)`` shows them."""
-        return f"{super().extra_repr()}, ranks={self.ranks}"
+        """Sizes, as ``print(model)`` shows them."""
+        return f"{super().extra_repr()}, rows_held={self.part.shape[0]}"
+
+
+class ShardedLinear(Sharded, nn.Linear):  # type: ignore[override]
+    """``x weight^T + bias`` with a weight of which this rank has a part of the rows.
+
+    Args:
+        part, rows, dtype, shards: see ``Sharded``.
+        bias: [rows], or None.
+    """
+
+    def __init__(
+        self,
+        part: Tensor,
+        rows: int,
+        dtype: torch.dtype,
+        bias: nn.Parameter | None = None,
+        shards: Shards | None = None,
+    ) -> None:
+        self.hold(part, rows, dtype, shards)
+        self.out_features, self.in_features = self.weight.shape
+        self.register_parameter("bias", bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features], in the input's dtype, or autocast's."""
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
+            input = input.to(torch.get_autocast_dtype(kind))
+        flat = input.reshape(-1, self.in_features)
+        made: Tensor = sharded_mm(flat, [self.part], self.rows, self.dtype, False)
+        made = made.view(*input.shape[:-1], self.out_features)
+        return made if self.bias is None else made + self.bias.to(made.dtype)
+
+
+class ShardedEmbedding(Sharded, nn.Embedding):  # type: ignore[override]
+    """A table of which this rank has a part of the rows."""
+
+    def __init__(
+        self, part: Tensor, rows: int, dtype: torch.dtype, shards: Shards | None = None
+    ) -> None:
+        self.hold(part, rows, dtype, shards)
+        self.num_embeddings, self.embedding_dim = self.weight.shape
+        self.padding_idx = self.max_norm = None
+        self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """ids -> [*ids, embedding_dim]."""
+        return sharded_rows(input, [self.part], self.rows, self.dtype)  # type: ignore[no-any-return]
 
 
 def held_bytes(model: nn.Module) -> int:
     """Bytes of a model's weights on this rank, and of the buffers that others' are brought to."""
-    linears = [module for module in model.modules() if isinstance(module, ShardedLinear)]
-    whole = [linear.ranks * linear.part.nbytes for linear in linears]
-    parts = sum(linear.part.nbytes for linear in linears)
-    return sum(p.nbytes for p in model.parameters()) + parts + 2 * max(whole, default=0)
+    parts = {id(m.part): m for m in model.modules() if isinstance(m, Sharded)}.values()
+    pieces = [piece_bytes(m.rows, m.part.shape[1]) for m in parts]
+    held = sum(m.part.nbytes for m in parts)
+    return sum(p.nbytes for p in model.parameters()) + held + 2 * max(pieces, default=0)
 
 
 # ---------------------------------------------------------------------------- which, and where
-def chosen(model: nn.Module, ranks: int, *, trained: bool = False) -> dict[str, nn.Linear]:
-    """The Linears of a model whose weights are shared out, by path.
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A weight that is shared out.
+
+    Attributes:
+        weight: in full.
+        holders: the modules that compute with it, by path; tied ones are several.
+    """
+
+    weight: Tensor
+    holders: dict[str, nn.Module]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameter."""
+        return tuple(f"{path}.weight" for path in self.holders)
+
+    def part_rows(self, ranks: int) -> int:
+        """Rows of each rank's part; of the last ones some may stand for none."""
+        return -(-len(self.weight) // ranks)
+
+    def rows_of(self, rank: int, ranks: int) -> slice:
+        """Those of the weight that a rank has."""
+        share, most = self.part_rows(ranks), len(self.weight)
+        return slice(min(rank * share, most), min((rank + 1) * share, most))
+
+
+def chosen(model: nn.Module, *, trained: bool = False) -> list[Shared]:
+    """The weights of a model that are shared out: of its Linears, and its embeddings.
 
     Args:
-        trained: those whose weight requires a gradient, too.
+        trained: those that require a gradient, too.
 
     Raises:
         ModelError: there is none.
     """
-    held = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    found = {
-        path: linear
-        for path, linear in linears_of(model)
-        if (trained or not linear.weight.requires_grad)
-        and held[id(linear.weight)] == 1
-        and linear.out_features % ranks == 0
-    }
-    if not found:
-        trains = any(linear.weight.requires_grad for _, linear in linears_of(model))
-        why = "no weight of a Linear can be shared out"
-        if any(isinstance(module, QuantizedLinear) for module in model.modules()):
-            raise ModelError(f"{why}: they are in 8 or 4 bits; load the checkpoint in bf16")
-        if trains and not trained:
-            raise ModelError(
-                f"{why}, as they are trained, and only frozen ones are; freeze them "
-                "(model.requires_grad_(False)) and put an adapter beside them after that"
-            )
-        raise ModelError(f"{why} over {ranks} ranks: none has a multiple of {ranks} outputs")
-    return found
+    names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    found: dict[int, Shared] = {}
+    for path, module in model.named_modules():
+        if type(module) is nn.Linear or (type(module) is nn.Embedding and module.max_norm is None):
+            shared = found.setdefault(id(module.weight), Shared(module.weight, {}))
+            shared.holders[path] = module
+    able = [one for key, one in found.items() if names[key] == len(one.holders)]
+    taken = [one for one in able if trained or not one.weight.requires_grad]
+    if not taken or any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        raise ModelError(f"no weight of a Linear can be shared out{_why_none(model, able)}")
+    return taken
 
 
-def _laid_out(linears: Mapping[str, nn.Linear], ranks: int) -> tuple[dict[str, int], int]:
+def _why_none(model: nn.Module, able: list[Shared]) -> str:
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        return ": they are in 8 or 4 bits; load the checkpoint in bf16"
+    if able:
+        return (
+            ", as they are trained, and only frozen ones are; freeze them "
+            "(model.requires_grad_(False)) and put an adapter beside them after that"
+        )
+    return ": the model has no nn.Linear and no nn.Embedding whose weight nothing else has"
+
+
+def _laid_out(weights: Sequence[Shared], ranks: int) -> tuple[list[int], int]:
     """Where each weight's part begins, and the bytes of all."""
-    places, size = {}, 0
-    for path, linear in linears.items():
-        places[path] = size
-        size += -(-linear.weight.nbytes // ranks // _ALIGNED) * _ALIGNED
+    places, size = [], 0
+    for one in weights:
+        places.append(size)
+        part = one.part_rows(ranks) * one.weight.shape[1] * one.weight.itemsize
+        size += -(-part // _ALIGNED) * _ALIGNED
     return places, size
 
 
 def _parts(
-    linears: Mapping[str, nn.Linear], ranks: int, memory: Tensor
-) -> Iterator[tuple[str, Tensor]]:
+    weights: Sequence[Shared], ranks: int, memory: Tensor
+) -> Iterator[tuple[Shared, Tensor]]:
     """Each weight's part, as rows in its own dtype, of a rank's memory."""
-    for path, start in _laid_out(linears, ranks)[0].items():
-        weight = linears[path].weight
-        flat = memory[start : start + weight.nbytes // ranks]
-        yield path, flat.view(weight.dtype).view(-1, weight.shape[1])
+    for one, start in zip(weights, _laid_out(weights, ranks)[0], strict=True):
+        rows, width = one.part_rows(ranks), one.weight.shape[1] * one.weight.itemsize
+        flat = memory[start : start + rows * width]
+        yield one, flat.view(rows, width).view(one.weight.dtype)
 
 
 def _put(
-    model: nn.Module, linears: Mapping[str, nn.Linear], memory: Tensor, ranks: int, shards: Any
+    model: nn.Module, weights: Sequence[Shared], memory: Tensor, ranks: int, shards: Any
 ) -> None:
-    """What takes the Linears' places."""
-    for path, part in _parts(linears, ranks, memory):
-        linear = linears[path]
-        made = ShardedLinear(part.view(torch.uint8), ranks, part.dtype, linear.bias, shards).train(
-            linear.training
-        )
-        setattr(*owner_of(model, path), made)
+    """What takes the places of the weights' holders."""
+    for one, part in _parts(weights, ranks, memory):
+        given = part.view(torch.uint8), len(one.weight), part.dtype
+        for path, module in one.holders.items():
+            made: nn.Module
+            if isinstance(module, nn.Linear):
+                made = ShardedLinear(*given, module.bias, shards)
+            else:
+                made = ShardedEmbedding(*given, shards)
+            setattr(*owner_of(model, path), made.train(module.training))
 
 
-def _shared(
-    model: nn.Module, linears: Mapping[str, nn.Linear], memory: Tensor, peers: Peers
-) -> None:
-    """Map the others' parts, when this rank's are written, and put them in the Linears' places."""
-    largest = max(linear.weight.nbytes for linear in linears.values())
+def _shared(model: nn.Module, weights: Sequence[Shared], memory: Tensor, peers: Peers) -> None:
+    """Map the others' parts, when this rank's are written, and put them in the holders' places."""
+    widths = ((len(w), w.shape[1] * w.itemsize) for w in (one.weight for one in weights))
+    largest = max(piece_bytes(*sizes) for sizes in widths)
     shards = Shards(peers.map(memory), peers.rank, largest)
-    _put(model, linears, memory, peers.size, shards)
+    _put(model, weights, memory, peers.size, shards)
     whole = sum(p.nbytes for p in model.parameters())
     log.info(
         "%s of weights are shared out over %d ranks, and %s are whole on each",
@@ -205,7 +288,7 @@ def _shared(
 # ---------------------------------------------------------------------------- a model that is there
 @torch.no_grad()
 def shard(model: nn.Module, peers: Peers | None = None, *, trained: bool = False) -> nn.Module:
-    """Share the frozen Linears of a model out over the ranks of a host; all of them call it.
+    """Share the frozen weights of a model out over the ranks of a host; all of them call it.
 
     Every rank has loaded the same model, on a GPU of its own or on the CPU, and has room for a part
     more; a model that no rank has room for is read by ``load_model(peers=...)``.
@@ -226,27 +309,26 @@ def shard(model: nn.Module, peers: Peers | None = None, *, trained: bool = False
         FxrlError: the ranks have different models.
     """
     peers = peers or Peers.of()
-    linears = chosen(model, peers.size, trained=trained)
-    devices = {linear.weight.device for linear in linears.values()}
+    weights = chosen(model, trained=trained)
+    devices = {one.weight.device for one in weights}
     if len(devices) > 1 or any(device.type == "meta" for device in devices):
         names = ", ".join(sorted(map(str, devices)))
         raise ModelError(f"a rank's weights are on one device, and these on {names}")
-    peers.check_same("the weights", [*map(_told, linears.items())])
+    peers.check_same("the weights", [*map(_told, weights)])
     (device,) = devices
-    memory = new_part(_laid_out(linears, peers.size)[1], device)
-    for path, part in _parts(linears, peers.size, memory):
-        start = peers.rank * len(part)
-        part.copy_(linears[path].weight[start : start + len(part)])
-    _shared(model, linears, memory, peers)
+    memory = new_part(_laid_out(weights, peers.size)[1], device)
+    for one, part in _parts(weights, peers.size, memory):
+        mine = one.weight[one.rows_of(peers.rank, peers.size)]
+        part[: len(mine)] = mine
+    _shared(model, weights, memory, peers)
     return model
 
 
-def _told(named: tuple[str, nn.Linear]) -> tuple[Any, ...]:
-    """What ranks must have alike of a Linear: sums over its bits do not depend on the device."""
-    path, linear = named
-    weight = linear.weight
+def _told(one: Shared) -> tuple[Any, ...]:
+    """What ranks must have alike of a weight: sums over its bits do not depend on the device."""
+    weight = one.weight
     total = int(bits(weight.contiguous()).sum(dtype=torch.int64))
-    return path, tuple(weight.shape), str(weight.dtype), total
+    return one.names, tuple(weight.shape), str(weight.dtype), total
 
 
 def shard_skeleton(model: nn.Module, ranks: int) -> nn.Module:
@@ -255,9 +337,9 @@ def shard_skeleton(model: nn.Module, ranks: int) -> nn.Module:
     Raises:
         ModelError: no frozen weight can be shared out.
     """
-    linears = chosen(model, ranks)
-    memory = torch.empty(_laid_out(linears, ranks)[1], dtype=torch.uint8, device="meta")
-    _put(model, linears, memory, ranks, None)
+    weights = chosen(model)
+    memory = torch.empty(_laid_out(weights, ranks)[1], dtype=torch.uint8, device="meta")
+    _put(model, weights, memory, ranks, None)
     return model
 
 
@@ -268,7 +350,7 @@ def load_sharded(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """The model of a checkpoint, of whose Linears this rank reads its part; all ranks call it.
+    """The model of a checkpoint, of whose weights this rank reads its part; all ranks call it.
 
     No rank ever has more of such a weight than its part.
 
@@ -284,16 +366,17 @@ def load_sharded(
         ModelError: something of the checkpoint is missing, or no weight can be shared out.
     """
     model: Any = build_skeleton(folder, dtype)
-    linears = chosen(model, peers.size, trained=True)
+    weights = chosen(model, trained=True)
     peers.check_same(
         "the checkpoints",
-        [(p, tuple(m.weight.shape), str(m.weight.dtype)) for p, m in linears.items()],
+        [(one.names, tuple(one.weight.shape), str(one.weight.dtype)) for one in weights],
     )
     checkpoint = CheckpointTensors(folder, model)
-    memory = new_part(_laid_out(linears, peers.size)[1], torch.device(device))
-    for path, part in _parts(linears, peers.size, memory):
-        shape, start = linears[path].weight.shape, peers.rank * len(part)
-        part.copy_(checkpoint.rows(f"{path}.weight", shape, start, start + len(part)))
-    checkpoint.fill(device, but={f"{path}.weight" for path in linears})
-    _shared(model, linears, memory, peers)
+    memory = new_part(_laid_out(weights, peers.size)[1], torch.device(device))
+    for one, part in _parts(weights, peers.size, memory):
+        mine = one.rows_of(peers.rank, peers.size)
+        read = checkpoint.rows(one.names, one.weight.shape, mine.start, mine.stop)
+        part[: len(read)] = read.to(device, part.dtype)
+    checkpoint.fill(device, but={name for one in weights for name in one.names})
+    _shared(model, weights, memory, peers)
     return model.to(device).eval()  # type: ignore[no-any-return]

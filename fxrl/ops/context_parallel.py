@@ -213,30 +213,23 @@ def _(
     return x.new_empty(_resized(x, dim, outer * length * inner))
 
 
-def _shard_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    x, dim, outer, inner, start, _, _, ctx.ranks = inputs
-    ctx.place = (dim, outer, inner, start)
-    ctx.length = x.shape[dim] // (outer * inner)
+def _place_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    x, dim, outer, inner, start, *_, ctx.ranks = inputs
+    ctx.place = (dim, outer, inner, start, x.shape[dim] // (outer * inner))
 
 
 def _shard_vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    whole = torch.ops.fxrl.gather_tokens(grad, *ctx.place, ctx.length, ctx.ranks)
+    whole = torch.ops.fxrl.gather_tokens(grad, *ctx.place, ctx.ranks)
     return whole, None, None, None, None, None, None, None
 
 
-def _gather_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    x, dim, outer, inner, start, _, ctx.ranks = inputs
-    ctx.place = (dim, outer, inner, start)
-    ctx.local = x.shape[dim] // (outer * inner)
-
-
 def _gather_vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    part = torch.ops.fxrl.shard_tokens(grad, *ctx.place, ctx.local, False, ctx.ranks)
+    part = torch.ops.fxrl.shard_tokens(grad, *ctx.place, False, ctx.ranks)
     return part, None, None, None, None, None, None
 
 
-shard_tokens.register_autograd(_shard_vjp, setup_context=_shard_context)
-gather_tokens.register_autograd(_gather_vjp, setup_context=_gather_context)
+shard_tokens.register_autograd(_shard_vjp, setup_context=_place_context)
+gather_tokens.register_autograd(_gather_vjp, setup_context=_place_context)
 
 
 # ---------------------------------------------------------------------------- shared <-> by heads

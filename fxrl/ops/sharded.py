@@ -1,11 +1,17 @@
-"""``fxrl::sharded_mm``: rows times a frozen weight of which each rank of a host holds a part.
+"""Products with a frozen weight of which each rank of a host holds a part, and rows of one.
 
-    torch.ops.fxrl.sharded_mm(rows, [part], ranks, dtype, transpose)
+    torch.ops.fxrl.sharded_mm(rows, [part], outputs, dtype, transpose)
+    torch.ops.fxrl.sharded_rows(ids, [part], outputs, dtype)
 
-``part`` is this rank's [N / ranks, K] of the weight [N, K], as bytes: rank 0 has the first rows,
-and so on. The product is ``rows weight^T``, or ``rows weight`` where ``transpose``: bit for bit
-that of the weight in full, which is brought together in a buffer and forgotten. The backward is the
-same product the other way round, and keeps nothing but the part.
+``part`` is this rank's rows of the weight [N, K], as bytes: rank 0 has the first ones, and so on,
+as many as all others, so that the last ones may have none for some of theirs. The product is ``rows
+weight^T``, or ``rows weight`` where ``transpose``: bit for bit that of the weight in full, which is
+brought together in a buffer and forgotten. The backward is the same product the other way round,
+and keeps nothing but the part. ``sharded_rows`` is an embedding's lookup.
+
+NOTE [Why pieces]: buffers for a vocabulary in full would take more than it does on each rank. What
+is above ``PIECE`` bytes is read in pieces of its rows, and the products with them are joined, or
+summed in float32.
 
 NOTE [Why ranks read each other's memory]: ranks run unequal numbers of micro-batches, and one that
 fails stops. A collective within a layer would wait for it for ever. Frozen parts never change, so
@@ -42,11 +48,16 @@ import torch.multiprocessing
 from torch import Tensor
 
 from fxrl.errors import ConfigError, FxrlError
+from fxrl.ops.linear_logprob.matmul import backproject, full_precision, product_dtype, slices
 
 dist: Any = torch.distributed  # much of it has no types
+#: Bytes of a weight that are brought together at a time, at most.
+PIECE = 512 * 2**20
 _sharing: Any = torch.multiprocessing
 #: What each rank has, by rank; all of them call it.
 Gather = Callable[[Any], list[Any]]
+#: What is done with some rows of a weight.
+Reader = Callable[[slice, Tensor], None]
 
 
 # ---------------------------------------------------------------------------- the ranks of a host
@@ -149,16 +160,27 @@ def _by_name() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------- parts and buffers
-Place = tuple[int, int]
-"""Where a weight's part begins among all of a rank's, and how long it is, in bytes."""
+Place = tuple[int, int, int, int]
+"""Where a weight's part begins among all of a rank's, and how long it is; from where to where a
+piece goes in the weight; all in bytes."""
+
+
+def piece_rows(outputs: int, row_bytes: int) -> int:
+    """Rows of a weight that are brought together at a time: all, or so that pieces are alike."""
+    return -(-outputs // max(1, -(-outputs * row_bytes // PIECE)))
+
+
+def piece_bytes(outputs: int, row_bytes: int) -> int:
+    """And the bytes of that, which a buffer has for it."""
+    return piece_rows(outputs, row_bytes) * row_bytes
 
 
 class _Buffer:
-    """Where a weight is brought together.
+    """Where a piece of a weight is brought together.
 
     Attributes:
         memory: bytes of the largest one.
-        holds: the weight that it has, or that is on its way.
+        holds: the piece that it has, or that is on its way.
         arrived: when it is there; None on a CPU, where it is.
         read: when its last reader is done, likewise.
     """
@@ -176,13 +198,13 @@ class Shards:
     Args:
         parts: bytes [S] of every rank, laid out alike, by rank.
         rank: which of them is this one's.
-        largest: bytes of the largest weight in full.
+        largest: bytes of the largest piece of a weight.
         prefetch: bring the next weight while one is read; None where that is done meanwhile, on a
             GPU.
 
     Attributes:
         parts: as given.
-        fetched: how many weights were brought together.
+        fetched: how many pieces were brought together.
         expected: how many of them had begun before they were asked for.
     """
 
@@ -203,34 +225,84 @@ class Shards:
     def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
         return self  # as what is mapped is never written, a copy of a model has it in common
 
-    def place(self, part: Tensor) -> Place | None:
+    def place(self, part: Tensor) -> tuple[int, int] | None:
         """Where a weight's part lies in this rank's memory; None where it does not."""
         start = part.data_ptr() - self._own.data_ptr()
         inside = part.device == self._own.device and 0 <= start < self._own.numel()
         return (start, part.nbytes) if inside else None
 
-    def product(self, rows: Tensor, part: Tensor, dtype: torch.dtype, *, turned: bool) -> Tensor:
-        """Rows times the weight of which ``part`` is this rank's; see ``sharded_mm``."""
-        place = self.place(part)
+    def read(self, part: Tensor, outputs: int, dtype: torch.dtype, reader: Reader) -> None:
+        """Have a weight's rows read, piece by piece.
+
+        Args:
+            reader: of which rows, and these; they are gone when it returns.
+        """
+        place, width = self.place(part), part.shape[1]
         assert place is not None
         with self._lock:  # whoever else asks would overwrite what is read
-            buffer = self._take(place)
-            weight = _matrix(buffer.memory[: len(self.parts) * place[1]], part, dtype)
-            weight = weight.to(rows.dtype)
-            made = torch.mm(rows, weight if turned else weight.t())
-            buffer.read = self._now()
-        return made
+            for at in slices(outputs, piece_rows(outputs, width)):
+                buffer = self._take((*place, at.start * width, at.stop * width))
+                piece = buffer.memory[: (at.stop - at.start) * width]
+                try:
+                    reader(at, piece.view(-1, width).view(dtype))
+                finally:
+                    buffer.read = self._now()
 
-    def whole(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+    def product(
+        self, rows: Tensor, part: Tensor, outputs: int, dtype: torch.dtype, *, turned: bool
+    ) -> Tensor:
+        """Rows times the weight of which ``part`` is this rank's; see ``sharded_mm``."""
+        if turned:
+            return self._turned(rows, part, outputs, dtype)
+        out = rows.new_empty(rows.shape[0], outputs)
+
+        def multiply(at: slice, weight: Tensor) -> None:
+            torch.mm(rows, weight.to(rows.dtype).t(), out=out[:, at])
+
+        self.read(part, outputs, dtype, multiply)
+        return out
+
+    def _turned(self, rows: Tensor, part: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
+        made: list[Tensor] = []
+        whole = piece_rows(outputs, part.shape[1]) == outputs
+
+        def multiply(at: slice, weight: Tensor) -> None:
+            weight, some = weight.to(rows.dtype), rows[:, at]
+            if whole:
+                made.append(torch.mm(some, weight))
+                return
+            product = backproject(some.to(product_dtype(weight)), weight)
+            made[:] = [made[0].add_(product) if made else product]
+
+        with full_precision(rows.device.type, rows.dtype) if not whole else nullcontext():
+            self.read(part, outputs, dtype, multiply)
+        return made[0].to(rows.dtype)
+
+    def rows(self, ids: Tensor, part: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
+        """The weight's rows of these numbers; NaN on a GPU for numbers that it has not."""
+        flat = ids.reshape(-1)
+        if ids.device.type == "cpu" and ((flat < 0) | (flat >= outputs)).any():
+            raise IndexError(f"ids are from {flat.min()} to {flat.max()}, and there are {outputs}")
+        made = [part.new_full((), torch.nan, dtype=dtype)]
+
+        def take(at: slice, weight: Tensor) -> None:
+            inside = (flat >= at.start) & (flat < at.stop)
+            found = weight[(flat - at.start).clamp(0, len(weight) - 1)]
+            made[0] = torch.where(inside[:, None], found, made[0])
+
+        self.read(part, outputs, dtype, take)
+        return made[0].view(*ids.shape, -1)
+
+    def whole(self, part: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
         """A copy of the weight of which ``part`` is this rank's."""
         place = self.place(part)
         assert place is not None
         start, size = place
         parts = [one[start : start + size].to(part.device) for one in self.parts]
-        return _matrix(torch.cat(parts), part, dtype)
+        return torch.cat(parts).view(-1, part.shape[1]).view(dtype)[:outputs]
 
     def _take(self, place: Place) -> _Buffer:
-        """The buffer that has a weight; what comes next begins its way into the other one."""
+        """The buffer that has a piece; what comes next begins its way into the other one."""
         one, other = self._buffers  # by the time of their last reading
         if other.holds == place:
             one, other = other, one
@@ -251,8 +323,8 @@ class Shards:
         return one
 
     def _begin(self, into: _Buffer, place: Place, stream: torch.Stream | None) -> None:
-        """Copy every rank's part of a weight, on this stream or the current one."""
-        start, size = place
+        """Copy what every rank has of a piece, on this stream or the current one."""
+        start, size, first, last = place
         into.holds = None  # an error leaves nothing that would be taken for a weight
         if self._stream is not None:
             current = stream or torch.cuda.current_stream(self._own.device)
@@ -261,8 +333,10 @@ class Shards:
                     current.wait_event(event)
         with nullcontext() if stream is None else stream:
             for rank, part in enumerate(self.parts):
-                there = into.memory[rank * size : (rank + 1) * size]
-                there.copy_(part[start : start + size], non_blocking=True)
+                a, b = max(first, rank * size), min(last, (rank + 1) * size)
+                if a < b:
+                    there, begin = into.memory[a - first : b - first], start + a - rank * size
+                    there.copy_(part[begin : begin + b - a], non_blocking=True)
             into.arrived = self._now(stream)
         into.holds = place
 
@@ -273,11 +347,6 @@ class Shards:
         event = torch.Event(self._own.device)
         event.record(stream or torch.cuda.current_stream(self._own.device))
         return event
-
-
-def _matrix(memory: Tensor, part: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight's bytes as the weight [N, K] that ``part`` is a part of."""
-    return memory.view(-1, part.shape[1]).view(dtype)
 
 
 _ALIVE: WeakSet[Shards] = WeakSet()
@@ -298,48 +367,73 @@ def shards_of(part: Tensor) -> Shards:
     return found
 
 
-# ---------------------------------------------------------------------------- the product
+# ---------------------------------------------------------------------------- the ops
 @torch.library.custom_op(
     "fxrl::sharded_mm",
     mutates_args=(),
-    schema="(Tensor rows, Tensor[] weight, int ranks, ScalarType dtype, bool transpose) -> Tensor",
+    schema="(Tensor rows, Tensor[] weight, int outputs, ScalarType dtype, bool transpose)"
+    " -> Tensor",
 )
 def sharded_mm(
-    rows: Tensor, weight: Sequence[Tensor], ranks: int, dtype: torch.dtype, transpose: bool
+    rows: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype, transpose: bool
 ) -> Tensor:
     """See the module.
 
     Args:
         rows: [M, K], or [M, N] where ``transpose``.
         weight: this rank's part of it alone, as bytes [N / ranks, K * itemsize].
-        ranks: that have a part.
+        outputs: N.
         dtype: of the weight; the product is made in the rows'.
 
     Raises:
         FxrlError: the part is no memory that ranks share.
     """
     (part,) = weight
-    return shards_of(part).product(rows, part, dtype, turned=transpose)
+    return shards_of(part).product(rows, part, outputs, dtype, turned=transpose)
 
 
 @sharded_mm.register_fake
 def _(
-    rows: Tensor, weight: Sequence[Tensor], ranks: int, dtype: torch.dtype, transpose: bool
+    rows: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype, transpose: bool
 ) -> Tensor:
-    outputs, width = weight[0].shape
-    columns = width // dtype.itemsize if transpose else outputs * ranks
+    columns = weight[0].shape[1] // dtype.itemsize if transpose else outputs
     return rows.new_empty((rows.shape[0], columns))
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, weight, ctx.ranks, ctx.dtype, ctx.transpose = inputs
+    _, weight, ctx.outputs, ctx.dtype, ctx.transpose = inputs
     ctx.save_for_backward(*weight)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     weight, product = list(ctx.saved_tensors), torch.ops.fxrl.sharded_mm.default
-    made = product(grad, weight, ctx.ranks, ctx.dtype, not ctx.transpose)
+    made = product(grad, weight, ctx.outputs, ctx.dtype, not ctx.transpose)
     return made, [None], None, None, None
 
 
 sharded_mm.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op(
+    "fxrl::sharded_rows",
+    mutates_args=(),
+    schema="(Tensor ids, Tensor[] weight, int outputs, ScalarType dtype) -> Tensor",
+)
+def sharded_rows(ids: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype) -> Tensor:
+    """See the module.
+
+    Args:
+        ids: of rows, in any shape.
+        weight, outputs, dtype: as of ``sharded_mm``.
+
+    Raises:
+        FxrlError: the part is no memory that ranks share.
+        IndexError: on a CPU, there is no such row.
+    """
+    (part,) = weight
+    return shards_of(part).rows(ids, part, outputs, dtype)
+
+
+@sharded_rows.register_fake
+def _(ids: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype) -> Tensor:
+    return weight[0].new_empty((*ids.shape, weight[0].shape[1] // dtype.itemsize), dtype=dtype)

@@ -22,6 +22,7 @@ from fxrl.planner.schedule import (
     is_dequantized,
     is_scaled,
     is_sharded,
+    shared_weight,
 )
 from fxrl.planner.target import Target
 
@@ -68,7 +69,7 @@ def _arithmetic(call: fx.Node | None, target: Target, measure: Measure) -> float
     if call.target in PRODUCTS or is_dequantized(call) or is_sharded(call):
         slower = 1 if val_of(call).element_size() <= 2 else _FP32_SLOWER
         product = slower * product_flops(call, measure) / target.product_flops
-        return max(product, _brought(call, measure) / target.peer_link)
+        return max(product, brought_bytes(call, measure) / target.peer_link)
     if not is_attention(call):
         return 0.0
     flops = attention_flops(call, measure)
@@ -77,13 +78,12 @@ def _arithmetic(call: fx.Node | None, target: Target, measure: Measure) -> float
     return flops / target.attention_flops
 
 
-def _brought(call: fx.Node, measure: Measure) -> int:
-    """Bytes of a product's weight that come from other ranks, while the product ahead runs."""
-    if not is_sharded(call):
+def brought_bytes(call: fx.Node, measure: Measure) -> int:
+    """Bytes of a call's weight that come from other ranks, while what is ahead of it runs."""
+    if (read := shared_weight(call)) is None:
         return 0
-    given: dict[str, Any] = bound(call)
-    (part,) = given["weight"]
-    return int(given["ranks"] - 1) * nbytes(part, measure)
+    part, rows = read
+    return max(0, rows * int(shape_of(part)[1]) - nbytes(part, measure))
 
 
 def product_flops(call: fx.Node, measure: Measure) -> int:

@@ -27,6 +27,7 @@ from fxrl.ir.graph import (
     PRODUCTS,
     SHARDED_MM,
     as_node,
+    bound,
     is_call,
     is_view,
     tensor_val,
@@ -102,6 +103,15 @@ def is_dequantized(call: fx.Node) -> bool:
 def is_sharded(call: fx.Node) -> bool:
     """Whether a call is a product with a weight of which each rank has a part."""
     return str(call.target) == SHARDED_MM
+
+
+def shared_weight(call: fx.Node) -> tuple[fx.Node, int] | None:
+    """The part of a weight that a call reads of which each rank has one, and the weight's rows."""
+    if not str(call.target).startswith("fxrl.sharded_"):
+        return None
+    given: dict[str, Any] = bound(call)
+    part = given["weight"]
+    return (part, given["vocab"]) if "vocab" in given else (part[0], given["outputs"])
 
 
 def _holds_tensors(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from fxrl.kernels.hopper import head, module, plan
-from fxrl.kernels.hopper.head import aligned
+from fxrl.kernels.hopper.module import aligned
 from fxrl.ops.linear_logprob import LossHead
 from tests.kernels.interpreted import check_interpreted
 

@@ -19,7 +19,10 @@ from fxrl.errors import ConfigError, FxrlError
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.models import ModelError, ShardedLinear, load_model, lora, quantize, shard
 from fxrl.models.checkpoint import owner_of
-from fxrl.ops.sharded import Peers, Shards, new_part
+from fxrl.models.sharded import ShardedEmbedding, held_bytes
+from fxrl.ops import sharded as sharded_ops
+from fxrl.ops.linear_logprob import DIFFERENTIABLE, OUTPUTS, linear_logprob
+from fxrl.ops.sharded import Peers, Shards, new_part, piece_bytes
 from tests.compile.shared_sequences import in_ranks
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
 
@@ -72,6 +75,63 @@ def sharded_linears(model):
     return [m for m in model.modules() if isinstance(m, ShardedLinear)]
 
 
+def language_model():
+    """With adapters beside its layers; its head is the table of its embeddings."""
+    size = "tiny:llama:layers=1,hidden=32,heads=2,kv_heads=1,intermediate=48,vocab=321,tie=1"
+    model = lora(load_model(size, "fp64")[0], r=2, seed=0)
+    for seed, (name, parameter) in enumerate(model.named_parameters()):
+        if "lora_B" in name:
+            parameter.data = draw(*parameter.shape, seed=seed) / 10
+    return model
+
+
+def token_batches():
+    """Rows with padding, and a row of three documents."""
+    ids = torch.randint(0, 321, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[0, 8:] = 0
+    positions = torch.cat([torch.arange(n) for n in (5, 4, 3)])[None]
+    return {
+        "padded": {"input_ids": ids, "attention_mask": mask},
+        "packed": {"input_ids": ids[:1], "position_ids": positions},
+    }
+
+
+def token_loss(model, batch):
+    """Log-probabilities and entropies of the next tokens."""
+    logps = torch.log_softmax(model(**batch, use_cache=False).logits[:, :-1], -1)
+    chosen = logps.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    entropy = -(logps.exp() * logps).sum(-1)
+    keep = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[:, 1:]
+    return ((chosen.exp() - 0.1 * entropy) * keep).sum() / keep.sum()
+
+
+HEADS = {"padded": "fuse-linear-logprob", "packed": "chunk-vocab-region"}
+
+
+def loss_and_gradients(model, kind, step=None):
+    batch = token_batches()[kind]
+    loss = token_loss(model, batch) if step is None else step(batch)
+    loss.backward()
+    grads = [p.grad.flatten().tolist() for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    return [[loss.item()], *grads]
+
+
+def every_head(model):
+    """Losses and gradients of each batch, eager and with a rewritten head, and its graph's ops."""
+    made, ops = {}, []
+    for kind, name in HEADS.items():
+        config = fxrl.Config(
+            passes=(name,), compile_regions=False, min_saved_bytes=0, on_miss="ignore"
+        )
+        step = fxrl.optimize(model, token_loss, config)
+        made[kind] = [loss_and_gradients(model, kind, how) for how in (None, step)]
+        (capture,) = step.captures
+        ops += [str(node.target) for node in capture.rewritten.gm.graph.nodes]
+    return made, sorted({*ops})
+
+
 def same(made, expected):
     for ours, theirs in zip(made, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
@@ -100,6 +160,34 @@ def test_two_ranks_have_the_numbers_of_one_process_and_half_of_the_weights(optim
 
 def is_shared_out(module):
     return type(module) is nn.Linear and not module.weight.requires_grad
+
+
+def test_embeddings_and_head_are_shared_out_whichever_way_the_head_goes(monkeypatch):
+    """Of 321 tokens, which two ranks do not have in equal parts; in four pieces."""
+    pytest.importorskip("peft")
+    monkeypatch.setattr(sharded_ops, "PIECE", 100 * 32 * 8)
+
+    def work():
+        model = shard(language_model())
+        whole = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+        made, ops = every_head(model)
+        return [whole, held_bytes(model), made, ops]
+
+    model = language_model()
+    expected = {kind: loss_and_gradients(model, kind) for kind in HEADS}
+    table = model.get_input_embeddings().weight
+    assert model.get_output_embeddings().weight is table
+    norms = sum(p.nbytes for n, p in model.named_parameters() if "norm" in n)
+    for whole, held, made, ops in in_ranks(2, work):
+        assert whole == norms, "nothing else is whole"
+        rest = sum(p.nbytes for p in model.parameters()) - table.nbytes - norms
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        parts = (rest - trained) // 2 + 161 * 32 * 8
+        assert held == norms + trained + parts + 2 * 81 * 32 * 8
+        for name, values in expected.items():
+            for one in made[name]:
+                same(one, values)
+        assert {"fxrl.sharded_logprob.default", "fxrl.region.default"} <= {*ops}
 
 
 def test_a_rank_that_is_killed_holds_up_nobody(tmp_path):
@@ -143,11 +231,13 @@ def test_what_is_sent_names_memory_and_hands_over_no_open_file():
 # ---------------------------------------------------------------------------- one process
 def in_parts(*weights, prefetch=None, device="cpu"):
     """Weights as rank 1 of 2 has them, whose other part is memory of this process."""
-    halves = [w.to(device).view(torch.uint8).view(2, -1) for w in weights]
+    halves = [
+        torch.cat([w, w[: len(w) % 2]]).to(device).view(torch.uint8).view(2, -1) for w in weights
+    ]
     memory = [torch.cat([half[rank] for half in halves]) for rank in range(2)]
-    largest = max(w.nbytes for w in weights)
+    largest = max(piece_bytes(len(w), w.shape[1] * w.itemsize) for w in weights)
     shards = Shards(memory, 1, largest, prefetch=prefetch)
-    sizes = [w.nbytes // 2 for w in weights]
+    sizes = [half.shape[1] for half in halves]
     parts = [
         part.view(-1, w.shape[1] * w.itemsize)
         for part, w in zip(memory[1].split(sizes), weights, strict=True)
@@ -158,33 +248,90 @@ def in_parts(*weights, prefetch=None, device="cpu"):
 def in_place(model, linears):
     shards, parts = in_parts(*(linear.weight.detach() for linear in linears.values()))
     for (path, linear), part in zip(linears.items(), parts, strict=True):
-        made = ShardedLinear(part, 2, linear.weight.dtype, linear.bias, shards)
+        weight = linear.weight
+        made = ShardedLinear(part, len(weight), weight.dtype, linear.bias, shards)
         setattr(*owner_of(model, path), made)
 
 
 def product(rows, part, weight, transpose=False):
-    return torch.ops.fxrl.sharded_mm.default(rows, [part], 2, weight.dtype, transpose)
+    size = len(weight)
+    return torch.ops.fxrl.sharded_mm.default(rows, [part], size, weight.dtype, transpose)
 
 
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_product_is_that_of_the_weight_in_full(transpose, dtype):
-    weight = draw(10, 6, dtype=dtype)
+    weight = draw(11, 6, dtype=dtype)
     _shards, (part,) = in_parts(weight)
-    rows = draw(3, 10 if transpose else 6, seed=1, dtype=dtype).requires_grad_()
+    rows = draw(3, 11 if transpose else 6, seed=1, dtype=dtype).requires_grad_()
     made = product(rows, part, weight, transpose)
     expected = rows @ (weight if transpose else weight.t())
     assert made.equal(expected)
     grad = draw(*made.shape, seed=2, dtype=dtype)
     ours, theirs = (torch.autograd.grad(y, rows, grad)[0] for y in (made, expected))
     assert ours.equal(theirs)
-    checked = (rows, [part], 2, dtype, transpose)
+    checked = (rows, [part], 11, dtype, transpose)
     torch.library.opcheck(
         torch.ops.fxrl.sharded_mm.default, checked, test_utils="test_autograd_registration"
     )
     with FakeTensorMode() as mode:
         rows, part = map(mode.from_tensor, (rows, part))
         assert product(rows, part, weight, transpose).shape == made.shape
+
+
+@pytest.mark.parametrize("piece", [1000, 250, 50], ids=["whole", "pieces", "a row"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_comes_in_pieces_is_what_there_is_in_full(monkeypatch, piece, dtype):
+    """Products both ways, rows of an embedding, and the loss head with its gradients."""
+    monkeypatch.setattr(sharded_ops, "PIECE", piece * dtype.itemsize // 8)
+    weight = draw(21, 6, dtype=dtype)
+    shards, (part,) = in_parts(weight)
+    hidden = draw(8, 6, seed=1, dtype=dtype).requires_grad_()
+    near = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.1}
+    made, expected = product(hidden, part, weight), hidden @ weight.t()
+    assert made.equal(expected) or dtype == torch.float64
+    torch.testing.assert_close(made, expected, **near)
+    grad = draw(8, 21, seed=2, dtype=dtype)
+    ours, theirs = (torch.autograd.grad(y, hidden, grad)[0] for y in (made, expected))
+    torch.testing.assert_close(ours, theirs, **near)
+
+    table = ShardedEmbedding(part, 21, dtype, shards)
+    ids = torch.randint(0, 21, (3, 5))
+    assert table(ids).equal(weight[ids])
+    with pytest.raises(IndexError, match="ids are from -1 to 20, and there are 21"):
+        table(torch.tensor([-1, 20]))
+
+    target, mask = torch.randint(0, 21, (8,)), torch.arange(8) != 3
+    heat = (draw(8, seed=3).abs() + 0.5).to(hidden.dtype).requires_grad_()
+    options = {"temperature": heat, "row_mask": mask, "softcap": 9.0, "scale": 0.7}
+    whole = linear_logprob(hidden, weight, target, outputs=OUTPUTS, **options)
+    options |= {"vocab": 21, "dtype": dtype, "outputs": ",".join(OUTPUTS)}
+    parts = torch.ops.fxrl.sharded_logprob(hidden, part, target, **options)
+    near = near if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.01}
+    for name, a, b in zip(OUTPUTS, parts, whole, strict=True):
+        values = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
+        torch.testing.assert_close(a, b, **values)
+        assert a.requires_grad == (name in DIFFERENTIABLE)
+        if name in DIFFERENTIABLE:
+            grad = draw(8, seed=4).to(a.dtype)
+            pairs = (
+                torch.autograd.grad(v, (hidden, heat), grad, retain_graph=True) for v in (a, b)
+            )
+            for ours, theirs in zip(*pairs, strict=True):
+                torch.testing.assert_close(ours, theirs, **near)
+
+
+def test_a_confident_token_keeps_its_gradient_in_another_piece(monkeypatch):
+    """Whose probability is 1 in every float, and whose log-probability is not 0."""
+    monkeypatch.setattr(sharded_ops, "PIECE", 2 * 4 * 4)
+    weight = torch.eye(8, 4) * 20
+    _shards, (part,) = in_parts(weight)
+    hidden = torch.eye(4)[:1].requires_grad_()
+    given = {"vocab": 8, "dtype": torch.float32}
+    made = torch.ops.fxrl.sharded_logprob(hidden, part, torch.tensor([0]), **given)[0]
+    exact = torch.log_softmax(hidden.double() @ weight.double().t(), -1)[:, 0]
+    for ours, theirs in ((made, exact), (torch.autograd.grad(y, hidden)[0] for y in (made, exact))):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-5, atol=0)
 
 
 def test_rows_of_a_wider_dtype_widen_the_weight():
@@ -216,7 +363,7 @@ def test_what_comes_next_is_learned_and_a_wrong_guess_is_no_wrong_number():
 def test_the_weight_that_others_see_has_no_numbers():
     weight = draw(10, 6)
     shards, (part,) = in_parts(weight)
-    linear = ShardedLinear(part, 2, weight.dtype, None, shards)
+    linear = ShardedLinear(part, 10, weight.dtype, None, shards)
     assert (linear.weight.shape, linear.weight.dtype) == (weight.shape, weight.dtype)
     assert linear.weight.isnan().all()
     with pytest.raises(RuntimeError, match="single memory location"):
@@ -227,6 +374,9 @@ def test_the_weight_that_others_see_has_no_numbers():
     assert twin(draw(3, 6)).equal(linear(draw(3, 6)))
     linear.to(torch.bfloat16)
     assert linear.whole().equal(weight)
+    linear.requires_grad_(False)
+    with pytest.raises(ModelError, match="is to be trained, and its weight is shared out"):
+        linear.requires_grad_()
 
 
 # ---------------------------------------------------------------------------- refusals
@@ -239,8 +389,10 @@ def neighbour(value):
     return (value[0], "other") if isinstance(value, tuple) else value
 
 
-def odd():
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+def used_twice():
+    """By what nobody else knows."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    model.own = model[0].weight
     return model.requires_grad_(False)
 
 
@@ -250,7 +402,7 @@ def quantised():
 
 REFUSED = {
     "trained": (lambda: nn.Sequential(nn.Linear(4, 4)), "as they are trained, and only frozen"),
-    "odd": (odd, "over 2 ranks: none has a multiple of 2 outputs"),
+    "used twice": (used_twice, "no nn.Linear and no nn.Embedding whose weight nothing else has"),
     "quantised": (quantised, "they are in 8 or 4 bits; load the checkpoint in bf16"),
     "meta": (lambda: frozen(1).to("meta"), "a rank's weights are on one device, and these on meta"),
 }
@@ -283,7 +435,7 @@ def test_other_models_do_not_go_together():
 def test_a_part_that_is_moved_or_copied_is_found_out():
     weight = draw(10, 6)
     shards, (part,) = in_parts(weight)
-    linear = ShardedLinear(part, 2, weight.dtype, None, shards)
+    linear = ShardedLinear(part, 10, weight.dtype, None, shards)
     with pytest.raises(ModelError, match="stay on cpu, and were to go to meta"):
         linear.to("meta")
     linear.part = part.clone()

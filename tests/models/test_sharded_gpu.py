@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from fxrl.models import shard
+from fxrl.ops import sharded as sharded_ops
+from fxrl.ops.linear_logprob import linear_logprob
 from tests.models.test_sharded import draw, frozen, in_parts, product, same, three_steps
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +26,23 @@ def test_the_next_weight_comes_while_one_is_read():
     for i in [*order * 6, *wrong, *order * 2]:
         assert product(rows, parts[i], weights[i]).equal(rows @ weights[i].t())
     assert 60 < shards.expected < shards.fetched
+
+
+def test_a_vocabulary_comes_in_pieces(monkeypatch):
+    """Of 13 pieces, each is read while the next comes."""
+    monkeypatch.setattr(sharded_ops, "PIECE", 1024 * 2048 * 2)
+    weight = draw(13000, 2048, dtype=torch.bfloat16).cuda() / 16
+    _shards, (part,) = in_parts(weight, device="cuda")
+    ids = torch.arange(0, 13000, 3, device="cuda")
+    assert torch.ops.fxrl.sharded_rows(ids, [part], 13000, weight.dtype).equal(weight[ids])
+    hidden = draw(len(ids), 2048, seed=1, dtype=torch.bfloat16).cuda().requires_grad_()
+    (whole, *_), (made, *_) = (
+        linear_logprob(hidden, weight, ids),
+        torch.ops.fxrl.sharded_logprob(hidden, part, ids, vocab=13000, dtype=weight.dtype),
+    )
+    torch.testing.assert_close(made, whole, rtol=1e-4, atol=1e-4)
+    ours, theirs = (torch.autograd.grad(y.sum(), hidden)[0] for y in (made, whole))
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
 
 
 def run(rank, folder):

@@ -26,7 +26,7 @@ from fxrl.analysis.logprob.forms import (
     finite,
 )
 from fxrl.analysis.rows.expr import ExprPool, RowExpr
-from fxrl.ir.graph import bound, hint, is_call, shape_of
+from fxrl.ir.graph import bound, is_call, numel_hint, shape_of
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -51,6 +51,7 @@ class LogprobAlgebra:
         self.stats: dict[str, bool] = {}
         self._forms: dict[tuple[int, bool], Form] = {}
         self._narrow: dict[tuple[int, bool], RowExpr] = {}
+        self._reads: dict[int, bool] = {}
 
     # ------------------------------------------------------------------ statistics
     def stat(self, name: str, transform: Transform, attached: bool) -> RowExpr:
@@ -72,17 +73,16 @@ class LogprobAlgebra:
         lse = self.stat("lse", form.transform, form.attached)
         return lse if factor == 1 else self.pool.call(aten.mul.Tensor, lse, factor)
 
-    def add(self, *terms: RowExpr | None) -> RowExpr | None:
+    def add(self, total: RowExpr, *terms: RowExpr | None) -> RowExpr:
         """Sum of ``[n]`` terms; None is zero."""
-        total: RowExpr | None = None
         for term in terms:
             if term is not None:
-                total = term if total is None else self.pool.call(aten.add.Tensor, total, term)
+                total = self.pool.call(aten.add.Tensor, total, term)
         return total
 
-    def scale(self, term: RowExpr | None, factor: float) -> RowExpr | None:
+    def scale(self, term: RowExpr, factor: float) -> RowExpr:
         """``factor * term``."""
-        if term is None or factor == 1:
+        if factor == 1:
             return term
         if factor == -1:
             return self.pool.call(aten.neg.default, term)
@@ -122,8 +122,8 @@ class LogprobAlgebra:
             return form
         if form.k:
             raise Refusal("log-probabilities are scaled before they are normalised again")
-        moved, r = form.transform.scaled(form.a), self.scale(form.r, form.a)
-        return Affine(moved, 1.0, 0.0, r, form.attached)
+        r = None if form.r is None else self.scale(form.r, form.a)
+        return Affine(form.transform.scaled(form.a), 1.0, 0.0, r, form.attached)
 
     def fitted(self, form: Affine, transform: Transform | None) -> Affine:
         """``a z`` as plain logits of ``transform``, where these are ``a`` times as large as z."""
@@ -135,16 +135,9 @@ class LogprobAlgebra:
 
     def reads_head(self, expr: RowExpr) -> bool:
         """Whether the head's logits are among what ``expr`` is computed from."""
-        seen: set[int] = set()
-        stack = [expr]
-        while stack:
-            part = stack.pop()
-            if part is self.head:
-                return True
-            if id(part) not in seen:
-                seen.add(id(part))
-                stack.extend(part.operands())
-        return False
+        if (key := id(expr)) not in self._reads:
+            self._reads[key] = expr is self.head or any(map(self.reads_head, expr.operands()))
+        return self._reads[key]
 
     # ------------------------------------------------------------------ narrow values
     def narrow(self, expr: RowExpr, attached: bool = True) -> RowExpr:
@@ -250,7 +243,7 @@ class LogprobAlgebra:
         if expr.leaf is not None:
             if expr.leaf.tiled:
                 return math.prod(expr.leaf.local_sizes) == 1
-            return math.prod(map(hint, shape_of(expr.leaf.node))) == 1
+            return numel_hint(expr.leaf.node) == 1
         if expr.target == "stat":
             return True
         operands = list(expr.operands())
@@ -445,9 +438,9 @@ def _shifted(
         raise Refusal("two vocabulary-sized values are added")
     if not algebra.reads_head(other) and _is_vocab_vector(algebra, other):
         return _biased(algebra, form, other, sign)
-    row = algebra.narrow(other, attached)
-    row = algebra.per_row(row)
-    return replace(form, r=algebra.add(form.r, algebra.scale(row, sign / form.a)))
+    row = algebra.per_row(algebra.narrow(other, attached))
+    row = algebra.scale(row, sign / form.a)
+    return replace(form, r=row if form.r is None else algebra.add(form.r, row))
 
 
 def _is_vocab_vector(algebra: LogprobAlgebra, expr: RowExpr) -> bool:
@@ -488,16 +481,18 @@ def _keep(algebra: LogprobAlgebra, expr: RowExpr, value: RowExpr) -> RowExpr:
     return algebra.in_layout(value, ones)
 
 
-def _zero(algebra: LogprobAlgebra, form: Affine | Exp) -> RowExpr:
-    lse = algebra.stat("lse", form.transform, False)
-    return algebra.pool.call(aten.zeros_like.default, lse)
+def _exponent(algebra: LogprobAlgebra, form: Affine | Exp) -> RowExpr:
+    """``(1 + k) lse + r``, the logarithm of ``sum_v exp(z + k lse + r)``."""
+    terms = [t for t in (algebra.lse(form, 1 + form.k), form.r) if t is not None]
+    if terms:
+        return algebra.add(*terms)
+    return algebra.pool.call(aten.zeros_like.default, algebra.stat("lse", form.transform, False))
 
 
 def _logsumexp(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
     _vocab_dim_only(algebra, expr)
     form = algebra.unit(algebra.affine(expr.args[0], attached))
-    total = algebra.add(algebra.lse(form, 1 + form.k), form.r)
-    return _keep(algebra, expr, total if total is not None else _zero(algebra, form))
+    return _keep(algebra, expr, _exponent(algebra, form))
 
 
 def _sum(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
@@ -508,20 +503,14 @@ def _sum(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
 
 def _total(algebra: LogprobAlgebra, form: Form) -> RowExpr:
     if isinstance(form, Affine):
-        result = algebra.scale(_mean_of(algebra, form), float(algebra.vocab))
-    elif isinstance(form, Exp):
-        result = algebra.scale(_mass(algebra, form), form.c)
-    else:
-        result = algebra.scale(_product_total(algebra, form), form.c)
-    assert result is not None
-    return result
+        return algebra.scale(_mean_of(algebra, form), float(algebra.vocab))
+    total = _mass(algebra, form) if isinstance(form, Exp) else _product_total(algebra, form)
+    return algebra.scale(total, form.c)
 
 
 def _mass(algebra: LogprobAlgebra, form: Exp) -> RowExpr:
-    """``sum_v exp(z + k lse + r) = exp((1 + k) lse + r)``."""
-    exponent = algebra.add(algebra.lse(form, 1 + form.k), form.r)
-    exponent = exponent if exponent is not None else _zero(algebra, form)
-    return algebra.pool.call(aten.exp.default, exponent)
+    """``sum_v exp(z + k lse + r)``."""
+    return algebra.pool.call(aten.exp.default, _exponent(algebra, form))
 
 
 def _product_total(algebra: LogprobAlgebra, form: Product) -> RowExpr:
@@ -538,7 +527,6 @@ def _product_total(algebra: LogprobAlgebra, form: Product) -> RowExpr:
     # E_p[z + k lse + r] = (1 + k) lse + r - entropy
     mean = algebra.add(negative, algebra.lse(right, 1 + right.k), right.r)
     mean = algebra.scale(mean, right.a)
-    assert mean is not None
     if left.is_probability:
         return mean
     mass = algebra.scale(_mass(algebra, left), left.c)
@@ -558,9 +546,7 @@ def _mean(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
 def _mean_of(algebra: LogprobAlgebra, form: Affine) -> RowExpr:
     form = algebra.fitted(form, algebra.transform)
     mean = algebra.stat("mean_logit", form.transform, form.attached)
-    result = algebra.scale(algebra.add(mean, algebra.lse(form, form.k), form.r), form.a)
-    assert result is not None
-    return result
+    return algebra.scale(algebra.add(mean, algebra.lse(form, form.k), form.r), form.a)
 
 
 def _amax(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
@@ -569,9 +555,8 @@ def _amax(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
     if form.a <= 0:
         raise Refusal("a minimum over the vocabulary")
     top = algebra.stat("max_logit", form.transform, form.attached)
-    result = algebra.scale(algebra.add(top, algebra.lse(form, form.k), form.r), form.a)
-    assert result is not None
-    return _keep(algebra, expr, result)
+    top = algebra.add(top, algebra.lse(form, form.k), form.r)
+    return _keep(algebra, expr, algebra.scale(top, form.a))
 
 
 def _gather(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
@@ -587,9 +572,7 @@ def _gather(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
         value = _picked(algebra, form)
     elif isinstance(form, Exp):
         exponent = _picked(algebra, Affine(form.transform, 1.0, form.k, form.r, form.attached))
-        found = algebra.scale(algebra.pool.call(aten.exp.default, exponent), form.c)
-        assert found is not None
-        value = found
+        value = algebra.scale(algebra.pool.call(aten.exp.default, exponent), form.c)
     else:
         raise Refusal("an entry of a product over the vocabulary is gathered")
     return algebra.in_layout(value, len(algebra.local_sizes(source)))
@@ -599,10 +582,7 @@ def _picked(algebra: LogprobAlgebra, form: Affine) -> RowExpr:
     """``a (z_y + k lse + r) = a (logprob + (1 + k) lse + r)``."""
     form = algebra.fitted(form, algebra.transform)
     logprob = algebra.stat("logprob", form.transform, form.attached)
-    total = algebra.add(logprob, algebra.lse(form, 1 + form.k), form.r)
-    result = algebra.scale(total, form.a)
-    assert result is not None
-    return result
+    return algebra.scale(algebra.add(logprob, algebra.lse(form, 1 + form.k), form.r), form.a)
 
 
 # ---------------------------------------------------------------------- the ops that are known

@@ -22,15 +22,14 @@ from fxrl.analysis.rows.rules import RowRules, Rule
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
-    DEQUANTIZED_MM,
-    FP8_LINEAR,
     QUANTIZE_ROWS,
+    QUANTIZED_PRODUCTS,
     RESHAPES,
-    SHARDED_MM,
     TRANSPOSES,
     ancestors,
     hint,
     is_call,
+    is_quantized_product,
     shape_of,
 )
 from fxrl.ir.graph_pass import Miss
@@ -64,10 +63,9 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
         aten.cumprod.default, aten.logcumsumexp.default, aten.sort.default, aten.sort.stable,
         aten.argsort.default, aten.topk.default, aten.cummax.default, aten.cummin.default)),
     (compute.layer_norm, (aten.native_layer_norm.default,)),
-    (compute.matrix_product, (aten.mm.default, aten.addmm.default)),
+    (compute.matrix_product, (aten.mm.default, aten.addmm.default, *QUANTIZED_PRODUCTS)),
     (compute.vector_product, (aten.mv.default,)),
     (compute.row_products, (aten.bmm.default,)),
-    (compute.quantized_product, (FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM)),
     (compute.quantized_rows, (QUANTIZE_ROWS,)),
     (layout.view, (*RESHAPES, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)),
     (layout.unsqueeze, (aten.unsqueeze.default,)),
@@ -380,17 +378,14 @@ def _is_read(user: fx.Node) -> bool:
 
 def _head_key(expr: RowExpr) -> tuple[fx.Node, int] | None:
     """What a head's product is known by, under any row selection: hidden node and weight."""
-    if expr.target is aten.mm.default:
-        rows, matrix = expr.args
-    elif expr.target is aten.addmm.default:
-        _, rows, matrix = expr.args
-    elif str(expr.target) == FP8_LINEAR:
-        rows, _, _, matrix, *_ = expr.args
-    elif str(expr.target) in (DEQUANTIZED_MM, SHARDED_MM):
-        rows, (matrix, *_), *_ = expr.args
-    else:
+    if not _is_product(expr):
         return None
+    rows, matrix, _ = factors(expr)
     return (rows.leaf.node, id(matrix)) if rows.leaf is not None else None
+
+
+def _is_product(expr: RowExpr) -> bool:
+    return expr.target in (aten.mm.default, aten.addmm.default) or is_quantized_product(expr)
 
 
 def programs(outputs: list[RowOutput]) -> list[RowProgram]:
@@ -401,11 +396,10 @@ def programs(outputs: list[RowOutput]) -> list[RowProgram]:
     outputs form a second region that recomputes the logits.
     """
     nodes = {output.node for output in outputs}
-    position = {node: i for i, node in enumerate(outputs[0].node.graph.nodes)}
     stage: dict[fx.Node, int] = {}
     groups: dict[Any, list[RowOutput]] = {}
     group_of: dict[tuple[int, int], int] = {}
-    for output in sorted(outputs, key=lambda o: position[o.node]):
+    for output in sorted(outputs, key=lambda output: output.node):
         root = output.value.expr
         inputs = [leaf.leaf.node for leaf in leaves([root]) if leaf.leaf is not None]
         before = [stage[node] for node in ancestors(inputs) if node in nodes]
@@ -420,10 +414,8 @@ def programs(outputs: list[RowOutput]) -> list[RowProgram]:
 def _product_rows(roots: list[RowExpr]) -> set[int]:
     """Identities of the leaves that a product reads as rows."""
     found = set()
-    for expr in walk(roots):
-        quantized = str(expr.target) in (FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM)
-        if quantized or expr.target in (aten.mm.default, aten.addmm.default):
-            rows = expr.args[expr.target is aten.addmm.default]
-            if rows.leaf is not None:
-                found.add(id(rows))
+    for expr in filter(_is_product, walk(roots)):
+        rows, _, _ = factors(expr)
+        if rows.leaf is not None:
+            found.add(id(rows))
     return found

@@ -263,25 +263,25 @@ def seed(rules: RowRules, head: fx.Node) -> RowValue:
     Raises:
         Refusal: a feature or vocabulary dim is symbolic, or the product has options.
     """
-    rows, weight, bias = factors(head)
-    if is_quantized_product(head):
-        leaf = Leaf(rows, (), tuple(shape_of(rows)[:-1]), (static(shape_of(rows)[-1]),))
-        expr = _of_quantized(rules, head, rules.pool.leaf(leaf))
-        return normalised(rules, RowValue(expr, (TOKEN, VOCAB), shape_of(head)))
+    rows, _, _ = factors(head)
     if head.kwargs:
         raise Refusal("the head's addmm has alpha or beta")
-    width = static(shape_of(weight)[-1])
-    features = static(shape_of(weight)[-2])
+    features, _ = static(shape_of(rows)[-1]), static(shape_of(head)[-1])
     hidden = rules.pool.leaf(Leaf(rows, (), tuple(shape_of(rows)[:-1]), (features,)))
-    matrix = shared_leaf(rules, weight)
-    if head.target is aten.bmm.default:
-        matrix = rules.pool.call(aten.reshape.default, matrix, (features, width))
-    expr = _product(rules, hidden, matrix, bias)
+    expr = _product(rules, head, hidden)
     tokens = (TOKEN,) * (len(shape_of(head)) - 1)
     return normalised(rules, RowValue(expr, (*tokens, VOCAB), shape_of(head)))
 
 
-def _product(rules: RowRules, rows: RowExpr, matrix: RowExpr, bias: fx.Node | None) -> RowExpr:
+def _product(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
+    """The product of a node, with these rows."""
+    if is_quantized_product(node):
+        return _of_quantized(rules, node, rows)
+    _, weight, bias = factors(node)
+    matrix = shared_leaf(rules, weight)
+    if node.target is aten.bmm.default:
+        sizes = [static(size) for size in shape_of(weight)[1:]]
+        matrix = rules.pool.call(aten.reshape.default, matrix, sizes)
     if bias is None:
         return rules.pool.call(aten.mm.default, rows, matrix)
     if len(shape_of(bias)) != 1:
@@ -291,7 +291,7 @@ def _product(rules: RowRules, rows: RowExpr, matrix: RowExpr, bias: fx.Node | No
 
 def matrix_product(rules: RowRules, node: fx.Node) -> RowValue:
     """Rows times a fixed matrix: row-local; refused where the result is vocabulary-sized again."""
-    rows, weight, bias = factors(node)
+    rows, weight, _ = factors(node)
     value = rules.row(rows)
     if value is None or rules.row(weight) is not None:
         raise Refusal("a matrix product contracts tokens")
@@ -299,24 +299,9 @@ def matrix_product(rules: RowRules, node: fx.Node) -> RowValue:
         raise Refusal("a product on narrow rows stays outside")
     if value.is_token(-1) or not value.is_token(0):
         raise Refusal("a matrix product contracts tokens")
-    tag = rules.tag_of_size(shape_of(weight)[-1])
-    if tag == VOCAB:
-        raise Refusal("the logits re-enter a layer that keeps the vocabulary dim")
-    expr = _product(rules, value.expr, shared_leaf(rules, weight), bias)
-    return RowValue(expr, (TOKEN, tag), shape_of(node))
-
-
-def quantized_product(rules: RowRules, node: fx.Node) -> RowValue:
-    """Rows times a fixed matrix that is quantised: as ``matrix_product``."""
-    rows, _, _ = factors(node)
-    value = rules.row(rows)
-    if value is None or value.is_token(-1) or not value.is_token(0):
-        raise Refusal("a matrix product contracts tokens")
-    if not (value.wide or rules.narrow_products):
-        raise Refusal("a product on narrow rows stays outside")
     if (tag := rules.tag_of_size(shape_of(node)[-1])) == VOCAB:
         raise Refusal("the logits re-enter a layer that keeps the vocabulary dim")
-    return RowValue(_of_quantized(rules, node, value.expr), (TOKEN, tag), shape_of(node))
+    return RowValue(_product(rules, node, value.expr), (TOKEN, tag), shape_of(node))
 
 
 def _of_quantized(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:

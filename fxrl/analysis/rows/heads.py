@@ -17,10 +17,10 @@ from fxrl.ir.graph import (
     PRODUCTS,
     WRAPPERS,
     HigherOrderOperator,
-    OpOverload,
     ancestors,
     hint,
     is_call,
+    is_pointwise,
     is_quantized_product,
     is_tensor,
     is_view,
@@ -31,7 +31,7 @@ from fxrl.ir.graph import (
 aten = torch.ops.aten
 
 #: Ops that treat a dim as a set of classes; reading a matmul's output makes it a head.
-_CLASS_OPS = (
+CLASS_OPS = (
     aten._softmax.default,
     aten._log_softmax.default,
     aten.logsumexp.default,
@@ -47,12 +47,12 @@ _CLASS_OPS = (
 _MOVES = ("fxrl.shard_tokens", "fxrl.gather_tokens")
 
 
-def factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """``(rows, weight, bias)`` of a product node."""
-    args: Any = node.args
-    if is_quantized_product(node):
-        return args[0], args[3] if str(node.target) == FP8_LINEAR else args[1][0], None
-    if node.target in (aten.addmm.default, aten.baddbmm.default):
+def factors(call: Any) -> tuple[Any, Any, Any]:
+    """``(rows, weight, bias)`` of a product: a node, or what else has a target and arguments."""
+    args: Any = call.args
+    if is_quantized_product(call):
+        return args[0], args[3] if str(call.target) == FP8_LINEAR else args[1][0], None
+    if call.target in (aten.addmm.default, aten.baddbmm.default):
         return args[1], args[2], args[0]
     return args[0], args[1], None
 
@@ -174,7 +174,7 @@ def feeds_class_op(head: fx.Node) -> bool:
     while stack:
         node = stack.pop()
         for user in node.users:
-            if is_call(user, *_CLASS_OPS):
+            if is_call(user, *CLASS_OPS):
                 val = node.meta.get("val")
                 if isinstance(val, torch.Tensor) and width in [hint(s) for s in val.shape]:
                     return True
@@ -186,6 +186,5 @@ def feeds_class_op(head: fx.Node) -> bool:
 
 
 def _transparent(node: fx.Node) -> bool:
-    if is_view(node) or is_call(node, *COPIES, aten.cat.default, aten.index.Tensor):
-        return True
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    moves = is_view(node) or is_call(node, *COPIES, aten.cat.default, aten.index.Tensor)
+    return moves or is_pointwise(node)

@@ -35,10 +35,12 @@ from fxrl.ir.graph import (
     OpOverload,
     Size,
     bound,
+    draws_random,
     equal_sizes,
     fixed_size,
     hint,
     is_call,
+    is_pointwise,
     is_tensor,
     shape_of,
     val_of,
@@ -94,9 +96,9 @@ class RowRules:
                 f"the logits enter {op_name(node)}, an autograd.Function or kernel opaque to fxrl",
                 "write it in PyTorch ops",
             )
-        if torch.Tag.nondeterministic_seeded in target.tags:
+        if draws_random(node):
             raise Refusal(f"{target} draws random numbers, which a recompute would repeat")
-        if torch.Tag.pointwise in target.tags:
+        if is_pointwise(node):
             return self._pointwise(self, node)
         raise Refusal(f"no row rule for {target}")
 
@@ -322,9 +324,7 @@ def _absorbed(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> RowExpr 
         kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype"}
         inner = operand(rules, bound(node)["self"], tags, shape_of(node))
         return rules.pool.call(target, inner, **kwargs)
-    if not (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags):
-        return None
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if not is_pointwise(node) or draws_random(node):
         return None
 
     def convert(arg: Any) -> Any:

@@ -90,7 +90,7 @@ class BodyProfile:
         traced = self._built.traced
         measure = traced.measure(sizes)
 
-        def inner(call: fx.Node) -> Figures | None:
+        def inner(call: fx.Node) -> tuple[int, float]:
             return self._called(call, measure, target)
 
         forward = self._forward.at(measure, target, inner)
@@ -99,14 +99,17 @@ class BodyProfile:
         saved = [(source, nbytes(node, measure)) for node, source in self._saved.items()]
         return Figures(forward[0], backward[0] + incoming, forward[1], backward[1], tuple(saved))
 
-    def _called(self, call: fx.Node, measure: Measure, target: Target) -> Figures | None:
-        """A region inside of this one."""
+    def _called(self, call: fx.Node, measure: Measure, target: Target) -> tuple[int, float]:
+        """Bytes and seconds of a region inside of this one; none of other calls."""
         if call.target not in (fxrl.region.default, fxrl.region_vjp.default):
-            return None
-        given: Any = call.args
+            return 0, 0.0
+        whole, given = call.target is fxrl.region.default, list[Any](call.args)
         inputs = [node.meta["val"] for node in given[0]]
-        key, tile = (given[1], given[2]) if call.target is fxrl.region.default else given[3:5]
-        return self._inside[key].at(inputs, measure, target, int(tile))
+        key, tile = given[1:3] if whole else given[3:5]
+        found = self._inside[key].at(inputs, measure, target, int(tile))
+        if whole:
+            return found.forward_bytes, found.forward_s
+        return found.backward_bytes, found.backward_s
 
 
 class _Half:
@@ -118,22 +121,8 @@ class _Half:
         self._memory = MemoryProfile(gm, self._kernels)
 
     def at(
-        self, measure: Measure, target: Target, inner: Callable[[fx.Node], Figures | None]
+        self, measure: Measure, target: Target, inner: Callable[[fx.Node], tuple[int, float]]
     ) -> tuple[int, float]:
-        """Bytes and seconds."""
-
-        def allocated(call: fx.Node) -> int:
-            if (found := inner(call)) is None:
-                return 0
-            whole = call.target is fxrl.region.default
-            return found.forward_bytes if whole else found.backward_bytes
-
-        def taken(call: fx.Node) -> float:
-            if (found := inner(call)) is None:
-                return 0.0
-            return found.forward_s if call.target is fxrl.region.default else found.backward_s
-
-        return (
-            self._memory.peak(measure, allocated),
-            seconds(self._kernels, target, measure, taken),
-        )
+        """Bytes and seconds; ``inner`` knows those of calls of other bodies."""
+        peak = self._memory.peak(measure, lambda call: inner(call)[0])
+        return peak, seconds(self._kernels, target, measure, lambda call: inner(call)[1])

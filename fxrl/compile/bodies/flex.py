@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,7 +271,8 @@ class _Compiled:
             return pool.submit(self._built, function, heads).result()
 
     def _built(self, function: Callable[..., Any], heads: Sequence[Tensor]) -> Run:
-        with _on(self._kind.device):
+        device = self._kind.device  # a new thread begins on the first GPU
+        with torch.cuda.device(device.index if device.type == "cuda" else -1):
             gm = self._traced(function, [*heads, *self._rest()])
             if self._options is None:
                 return gm
@@ -293,16 +293,6 @@ def _same(score: Tensor, *_: Tensor) -> Tensor:
 def _gradient_of_same(*given: Tensor) -> list[Tensor | None]:
     """Of the score it is what comes in, of the four indices there is none."""
     return [given[-1], None, None, None, None]
-
-
-@contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    """A new thread begins on the first GPU."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield
 
 
 def attach_flex() -> None:

@@ -113,20 +113,18 @@ def _run_again(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule,
     """
     (output,) = joint.graph.find_nodes(op="output")
     outputs, grads = output.args[0][:num_outputs], output.args[0][num_outputs:]
-    order = {node: place for place, node in enumerate(joint.graph.nodes)}
     late = _backward_of(joint)
-    inputs = [n for n in order if n.op == "placeholder" and n not in late]
-    forward = [*inputs, *_needed(outputs, order, set(order) - set(inputs))]
+    inputs = [n for n in joint.graph.find_nodes(op="placeholder") if n not in late]
+    forward = [*inputs, *_needed(outputs, set(joint.graph.nodes) - set(inputs))]
     return _graph_of(joint, forward, outputs), _late(joint, grads)
 
 
 def _late(gm: fx.GraphModule, grads: Sequence[Any]) -> fx.GraphModule:
     """The graph of ``grads``: what runs again does so where a gradient first needs it."""
-    order = {node: place for place, node in enumerate(gm.graph.nodes)}
-    late, left = _backward_of(gm), set(order)
-    wanted = _needed(grads, order, set(order))
-    backward = [n for node in wanted if node in late for n in _needed([node], order, left)]
-    return _graph_of(gm, [*backward, *_needed(grads, order, left)], grads)
+    late, left = _backward_of(gm), set(gm.graph.nodes)
+    wanted = _needed(grads, set(left))
+    backward = [n for node in wanted if node in late for n in _needed([node], left)]
+    return _graph_of(gm, [*backward, *_needed(grads, left)], grads)
 
 
 def _is_gradient(node: fx.Node) -> bool:
@@ -142,11 +140,11 @@ def _backward_of(joint: fx.GraphModule) -> set[fx.Node]:
     return late - set(joint.graph.find_nodes(op="output"))
 
 
-def _needed(wanted: Sequence[Any], order: dict[fx.Node, int], left: set[fx.Node]) -> list[fx.Node]:
+def _needed(wanted: Sequence[Any], left: set[fx.Node]) -> list[fx.Node]:
     """Of what is left these values and what they are computed from, in order; no longer left."""
     found = ancestors([value for value in wanted if value in left], left)
     left -= found
-    return sorted(found, key=order.__getitem__)
+    return sorted(found)
 
 
 def _graph_of(

@@ -22,6 +22,7 @@ from fxrl.engines.engine import (
     Drawing,
     EngineError,
     EngineSpec,
+    Groups,
     OnFinished,
     PromptError,
     SamplingParams,
@@ -299,19 +300,13 @@ class TorchEngine:
             pad=self._lm.takes_padding,
         )
         uniforms = self._uniforms(len(given) * params.n, params)
-        found: dict[tuple[int, int], Completion] = {}
+        found = Groups(len(given), params.n, on_finished)
         drawing = Drawing(len(numbers) * params.n)
         with _eval_mode(self.model), torch.no_grad(), self._autocast():
             for groups in batches:
-                found.update(self._run(groups, given, params, uniforms, drawing, limits))
-                for number in dict.fromkeys(group.prompt for group in groups):
-                    keys = [(number, sample) for sample in range(params.n)]
-                    if on_finished is not None and all(key in found for key in keys):
-                        on_finished(number, [found[key] for key in keys])
-        drawn: list[list[Completion]] = [[] for _ in given]
-        for number in numbers:
-            drawn[number] = [found[number, sample] for sample in range(params.n)]
-        return drawn
+                for key, made in self._run(groups, given, params, uniforms, drawing, limits):
+                    found.add(*key, made)
+        return found.all()
 
     def _run(
         self,

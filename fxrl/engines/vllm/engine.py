@@ -145,7 +145,7 @@ class VllmEngine:
             self._run(requests, gather)
             self.timings["generate"] = time.perf_counter() - start
         self.ledger.record("generate")
-        return gather.groups()
+        return gather.all()
 
     def _run(self, requests: Mapping[int, tuple[Any, Any]], gather: Gather) -> None:
         """Leaves nothing in flight, for folded weights are taken out again right afterwards."""

@@ -32,6 +32,7 @@ from fxrl.engines.engine import (
     Drawing,
     EngineError,
     GenerateTimeoutError,
+    Groups,
     OnFinished,
     PromptError,
     SamplingParams,
@@ -225,8 +226,8 @@ def step(engine: Any) -> list[Any]:
     return outputs
 
 
-class Gather:
-    """Turns what vLLM ends, in whatever order, into groups; ``i // n`` is request ``i``'s."""
+class Gather(Groups):
+    """The same of what vLLM ends; ``i // n`` is request ``i``'s prompt."""
 
     def __init__(
         self,
@@ -235,32 +236,16 @@ class Gather:
         policy_version: int,
         on_finished: OnFinished | None,
     ) -> None:
-        self._prompts, self._n, self._version = prompts, n, policy_version
-        self._on_finished = on_finished
-        self._found: list[Completion | None] = [None] * (len(prompts) * n)
-        self._missing = [n] * len(prompts)
-        self._drawing = Drawing(len(self._found))
+        super().__init__(len(prompts), n, on_finished)
+        self._prompts, self._version = prompts, policy_version
+        self._drawing = Drawing(n * len(prompts))
 
     def __call__(self, index: int, output: Any) -> None:
         """Takes request ``index``'s output."""
-        prompt = index // self._n
-        self._found[index] = completion(self._prompts[prompt], output, self._version)
-        self._missing[prompt] -= 1
+        prompt, sample = divmod(index, self._n)
+        made = completion(self._prompts[prompt], output, self._version)
         self._drawing.add(len(output.token_ids), 1)
-        if self._missing[prompt] == 0 and self._on_finished is not None:
-            self._on_finished(prompt, self._group(prompt))
-
-    def groups(self) -> list[list[Completion]]:
-        """All of them, once every request has ended; empty where a prompt had none."""
-        return [
-            [] if missing == self._n else self._group(prompt)
-            for prompt, missing in enumerate(self._missing)
-        ]
-
-    def _group(self, prompt: int) -> list[Completion]:
-        found = self._found[prompt * self._n : (prompt + 1) * self._n]
-        assert None not in found, "every request of the group has ended"
-        return [one for one in found if one is not None]
+        self.add(prompt, sample, made)
 
 
 def completion(prompt: tuple[int, ...], output: Any, policy_version: int) -> Completion:

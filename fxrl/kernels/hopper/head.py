@@ -123,7 +123,7 @@ class Call:
     def hidden(self, rows: slice) -> Tensor:
         """``[R, H]``, as TMA can read it."""
         hidden = self.head.hidden[self.places(rows)]
-        return hidden if aligned(hidden) else _padded(hidden)
+        return hidden if module.aligned(hidden) else _padded(hidden)
 
     def partial(self, rows: int) -> Tensor:
         """``[statistics, blocks, rows]``, undefined."""
@@ -245,16 +245,6 @@ def _place(name: str, names: tuple[str, ...]) -> int:
     return names.index(name) if name in names else -1
 
 
-def aligned(matrix: Tensor) -> bool:
-    """Whether TMA can read it: entries side by side, rows apart and 16 bytes aligned."""
-    return (
-        matrix.stride(1) == 1
-        and matrix.stride(0) >= matrix.shape[1]
-        and matrix.stride(0) % _PAD == 0
-        and matrix.data_ptr() % (_PAD * matrix.element_size()) == 0
-    )
-
-
 def _padded(matrix: Tensor) -> Tensor:
     """A copy whose rows start 16 bytes aligned."""
     rows, width = matrix.shape
@@ -276,7 +266,7 @@ def serves(head: LossHead) -> bool:
         and torch.cuda.get_device_capability(hidden.device) == (9, 0)
         and hidden.shape[0] >= _LEAST_ROWS
         and weight.shape[0] >= _LEAST_VOCAB
-        and aligned(weight)
+        and module.aligned(weight)
         and module.available()
     )
 

@@ -197,6 +197,16 @@ def _tensor_map(place: int, shape: tuple[int, int], stride: int, size: int, box_
     )
 
 
+def aligned(matrix: Tensor) -> bool:
+    """Whether TMA can read it: entries side by side, rows apart and 16 bytes aligned."""
+    return (
+        matrix.stride(1) == 1
+        and matrix.stride(0) >= matrix.shape[1]
+        and matrix.stride(0) * matrix.element_size() % 16 == 0
+        and matrix.data_ptr() % 16 == 0
+    )
+
+
 @cache
 def multiprocessors(device: int) -> int:
     """How many of them ``device`` has."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxrl.models import ShardedLinear
+from fxrl.models import Sharded
 from fxrl.models.checkpoint import bits
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.types import Row, TokenRow
@@ -103,11 +103,11 @@ def of_weights(model: nn.Module) -> str:
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """By name; one that ranks share out is brought together, and gone when the next is asked for:
     so its model is known on any number of ranks."""
-    shared = {path: m for path, m in model.named_modules() if isinstance(m, ShardedLinear)}
     known: set[int] = set()
     for path, module in model.named_modules():
-        if path in shared:
-            yield f"{path}.weight", shared[path].whole()
+        if isinstance(module, Sharded) and id(module.part) not in known:
+            known.add(id(module.part))
+            yield f"{path}.weight", module.whole()
         for name, parameter in module.named_parameters(path, recurse=False):
             if id(parameter) not in known:
                 known.add(id(parameter))

@@ -133,7 +133,7 @@ def run(engine, **given):
 
 def test_results_are_in_order_however_they_end():
     engine = FakeEngine()
-    groups = run(engine, lora_request="adapter").groups()
+    groups = run(engine, lora_request="adapter").all()
     assert [[one.token_ids for one in group] for group in groups] == [
         [(10, 20), (11, 21)],
         [(12, 22), (13, 23)],
@@ -145,12 +145,12 @@ def test_a_prompt_without_requests_has_no_completions():
     gather = Gather([(1,), (2,)], 2, 0, None)
     part = REQUESTS[2:]
     run_requests(FakeEngine(), part, finished=lambda at, found: gather(2 + at, found))
-    assert [len(group) for group in gather.groups()] == [0, 2]
+    assert [len(group) for group in gather.all()] == [0, 2]
 
 
 def test_a_group_is_told_when_its_last_is_there():
     told = []
-    groups = run(FakeEngine(), on_finished=lambda i, group: told.append((i, group))).groups()
+    groups = run(FakeEngine(), on_finished=lambda i, group: told.append((i, group))).all()
     assert told == [(1, groups[1]), (0, groups[0])]
 
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
-from fxrl.models import QuantizedLinear, ShardedLinear
+from fxrl.models import QuantizedLinear, Sharded
 from fxrl.models.hf import VALUE_HEAD
 from fxrl.ops.fp8 import dequantized, requantized
 
@@ -186,7 +186,7 @@ def _why_not_plain(layer: Any) -> str | None:
 
 def _why_not_a_weight(layer: Any) -> str | None:
     base = layer.get_base_layer()
-    if isinstance(base, ShardedLinear):
+    if isinstance(base, Sharded):
         return "its weight is shared out over ranks, and none of them has it to change"
     weight = getattr(base, "weight", None)
     if isinstance(base, QuantizedLinear) and weight is not None and not weight.is_meta:
@@ -403,7 +403,7 @@ def why_not_mergeable(model: nn.Module) -> str:
     """Empty, or the first thing that PEFT trains beside W + delta W."""
     for site in adapted_layers(model):
         base = site.layer.get_base_layer() if hasattr(site.layer, "get_base_layer") else None
-        if isinstance(base, ShardedLinear):
+        if isinstance(base, Sharded):
             return f"{site.name}: its weight is shared out over ranks"
         if isinstance(base, QuantizedLinear):
             return f"{site.name}: its weight is {base.format}, and a merge would round it again"
