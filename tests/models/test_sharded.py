@@ -19,6 +19,7 @@ from fxrl.errors import ConfigError, FxrlError
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.models import ModelError, ShardedLinear, load_model, lora, quantize, shard
 from fxrl.models.checkpoint import owner_of
+from fxrl.models.load import write_model
 from fxrl.models.sharded import ShardedEmbedding, held_bytes
 from fxrl.ops import sharded as sharded_ops
 from fxrl.ops.linear_logprob import DIFFERENTIABLE, OUTPUTS, linear_logprob
@@ -188,6 +189,29 @@ def test_embeddings_and_head_are_shared_out_whichever_way_the_head_goes(monkeypa
             for one in made[name]:
                 same(one, values)
         assert {"fxrl.sharded_logprob.default", "fxrl.region.default"} <= {*ops}
+
+
+@pytest.mark.parametrize("kind", ["llama:layers=1,vocab=321,tie=1", "gemma3:layers=1", "gpt2"])
+def test_a_checkpoint_of_tied_weights_is_read_in_parts(kind, tmp_path):
+    """Gemma's table is of a class of its own, so it and the head that it is stay whole."""
+    model, tokenizer = load_model(f"tiny:{kind}", "fp64")
+    write_model(model, tokenizer, tmp_path)
+    ids = torch.arange(9)[None]
+
+    def work():
+        made, _ = load_model(str(tmp_path), "fp64", peers=Peers.of())
+        table, head = made.get_input_embeddings(), made.get_output_embeddings()
+        parts = [getattr(module, "part", None) for module in (table, head)]
+        drawn = made.generate(ids, max_new_tokens=3, do_sample=False).tolist()
+        return [parts[0] is parts[1], parts[0] is None, made(ids).logits.tolist(), drawn]
+
+    expected = model(ids).logits.tolist()
+    drawn = model.generate(ids, max_new_tokens=3, do_sample=False).tolist()
+    for tied, whole, logits, ours in in_ranks(2, work):
+        assert tied
+        assert whole == kind.startswith("gemma3")
+        same(logits, expected)
+        assert ours == drawn
 
 
 def test_a_rank_that_is_killed_holds_up_nobody(tmp_path):
