@@ -363,7 +363,7 @@ class LossConfig(Table):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
 
     def problems(self) -> Iterator[str]:
-        yield from loss_problems(self.name, self.options, self.own_keys())
+        yield from loss_problems(self.name, self.options, [*keys_of(type(self))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,7 +490,7 @@ class OptimConfig(Table):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
 
     def problems(self) -> Iterator[str]:
-        yield from optimizer_problems(self.name, self.options, self.own_keys())
+        yield from optimizer_problems(self.name, self.options, [*keys_of(type(self))])
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def read_file(path: Path) -> dict[int, Row]:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from error
-    return _csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text)
+    return _csv_rows(path, text) if path.suffix.lower() == ".csv" else _json_rows(path, text)
 
 
 def _csv_rows(path: Path, text: str) -> dict[int, Row]:

@@ -89,9 +89,8 @@ def _scored(config: TrainConfig, parts: RunParts, say: Say) -> Tensor:
         ]
         experience = Experience(numbered, {}, 0, 0, unit=data.rows_each)
         batches, _ = scored_batches(config, alone, experience, say, train=False)
-        own = dict(one for batch in batches for one in _cut(batch, rows))
-        parts_of_it = parts.ranks.gather(own)[:: config.fxrl.context_parallel]
-        merged = {place: values for one in parts_of_it for place, values in one.items()}
+        own = (one for batch in batches for one in _cut(batch, rows))
+        merged = dict(parts.ranks.every(own, config.fxrl.context_parallel))
         found += [merged[place] for place in range(len(rows))]
     return torch.cat(found)
 

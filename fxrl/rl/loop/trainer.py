@@ -243,8 +243,7 @@ def _mismatched_kl(config: TrainConfig, parts: RunParts, rows: Sequence[TokenRow
     for batch in _padded(parts, mixed, plan):
         gap = parts.mismatched(batch) - parts.reference(batch)
         gaps += masked_sum(gap, batch["completion_mask"] != 0).tolist()
-    different = parts.ranks.gather(gaps)[:: config.fxrl.context_parallel]
-    every = [gap for part in different for gap in part]
+    every = parts.ranks.every(gaps, config.fxrl.context_parallel)
     return max(0.0, math.fsum(every) / len(every))
 
 

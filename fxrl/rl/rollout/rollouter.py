@@ -153,8 +153,8 @@ class Judge:
                 self.finished(prompt, group)
         self._queue.put(None)
         self._worker.result()
-        own = {i: (groups[i], self._texts[i], self._values[i], self._told[i]) for i in self._seen}
-        all_of = {i: found for part in self.ranks.gather(own) for i, found in part.items()}
+        own = ((i, (groups[i], self._texts[i], self._values[i], self._told[i])) for i in self._seen)
+        all_of = dict(self.ranks.every(own))
         order = range(len(groups))
         completions = [completion for i in order for completion in all_of[i][0]]
         texts = [text for i in order for text in all_of[i][1]]
@@ -476,7 +476,7 @@ class Rollouter:
         told = [*self._retried, *(text for reward in self.rewards for text in reward.failures)]
         for failures in (self._retried, *(reward.failures for reward in self.rewards)):
             failures.clear()
-        return [text for part in self.ranks.gather(told) for text in part]
+        return self.ranks.every(told)
 
     def _kept(self, drawn: Sequence[Drawn]) -> list[Drawn]:
         """Completions to train on: of the groups that teach something; for a critic those that have
