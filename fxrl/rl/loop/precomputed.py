@@ -26,7 +26,7 @@ from fxrl.rl.data.examples import Examples, Unit
 from fxrl.rl.data.questions import Split
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.loop.build import RunParts
-from fxrl.rl.loop.fingerprint import of_tensors, of_tokens
+from fxrl.rl.loop.fingerprint import changes, of_tensors, of_tokens
 from fxrl.rl.loop.trainer import scored_batches
 from fxrl.rl.report.progress import Reporter, Say, told
 from fxrl.rl.types import Experience, TokenRow
@@ -131,12 +131,6 @@ def _read(path: Path, made_of: dict[str, str]) -> Tensor:
         raise CheckpointError(f"{path} cannot be read ({error}); {again}") from error
     if not whole:
         raise CheckpointError(f"{path} is damaged: its values are not those written; {again}")
-    changed = [
-        f"{name}: was {before.get(name)}; is {now}"
-        for name, now in made_of.items()
-        if before.get(name) != now
-    ]
-    if changed:
-        lines = "\n  ".join(changed)
+    if lines := changes(before, made_of):
         raise CheckpointError(f"{path} holds another run's log-probs:\n  {lines}\n{again}")
     return found

@@ -22,7 +22,7 @@ from fxrl.files import replacing
 from fxrl.losses import LossInfo
 from fxrl.rl.config.named import make_optimizer
 from fxrl.rl.config.tables import LossConfig, OptimConfig
-from fxrl.rl.errors import LossError, NonFiniteError, raised_at, shown
+from fxrl.rl.errors import LossError, NonFiniteError, raised, raised_at, shown
 from fxrl.rl.loop.batching import Share, micro_batch_weights
 from fxrl.rl.loop.gradients import GradientSum
 from fxrl.rl.loop.sharded import can_share, copied, local_optimizer, on_cpu, sharded_optimizer
@@ -316,7 +316,7 @@ class Updater:
             raise
         # User code may raise anything; the run must be saved and the loss named.
         except BaseException as error:
-            told = f"raised {shown(error, 1000)}{raised_at(error)}"
+            told = raised(error)
             if isinstance(error, torch.OutOfMemoryError):
                 told = f"ran out of memory{raised_at(error)}: {error}; lower micro_batch_tokens"
             raise LossError(f"{self._named_loss()} {told}") from error

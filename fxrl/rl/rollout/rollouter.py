@@ -370,13 +370,7 @@ class Rollouter:
         state: Callable[[], TrainerState],
         clock: Clock,
     ) -> Rollout:
-        """A training step's completions with their advantages.
-
-        Args:
-            take: the next so many training rows.
-            state: the run's, once the rows have been taken.
-            clock: of the step.
-        """
+        """A training step's completions with their advantages; see ``Source``."""
         config = self.config
         num, wanted = config.sampling.num_generations, config.prompts_per_step
         rows, refills = take(wanted), 0
