@@ -558,18 +558,9 @@ class EvalConfig(Table):
 
 OF_PROMPTS = (
     *("data.pattern", "data.template", "data.few_shot", "data.max_prompt_tokens", "data.answer"),
-    *(
-        "reward",
-        "sampling",
-        "rollout",
-        "eval.greedy",
-        "eval.reward",
-        "eval.batch",
-        "engine",
-        "vllm",
-    ),
-    *("engine_retries", "num_iterations", "advantages", "scale_rewards", "dynamic_sampling"),
-    *("max_refills", "mask_truncated_completions"),
+    *("reward", "sampling", "rollout", "eval.greedy", "eval.reward", "eval.batch"),
+    *("engine", "vllm", "engine_retries", "num_iterations", "advantages", "scale_rewards"),
+    *("dynamic_sampling", "max_refills", "mask_truncated_completions"),
 )
 """Keys that say something where rows are prompts alone."""
 OF_ANSWERS = ("data.columns", "data.train_on", "data.max_length", "precompute_ref_log_probs")

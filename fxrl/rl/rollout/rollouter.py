@@ -373,18 +373,15 @@ class Rollouter:
         """A training step's completions with their advantages; see ``Source``."""
         config = self.config
         num, wanted = config.sampling.num_generations, config.prompts_per_step
-        rows, refills = take(wanted), 0
-        drawn = self.draw(rows, self._training_params(state(), refills), state(), clock)
-        kept = self._kept(drawn)
-        while (
-            config.dynamic_sampling == "refill"
-            and len(kept) < wanted * num
-            and refills < config.max_refills
-        ):
-            rows = take(wanted - len(kept) // num)
-            refills += 1
-            drawn += self.draw(rows, self._training_params(state(), refills), state(), clock)
+        drawn: list[Drawn] = []
+        kept: list[Drawn] = []
+        most = config.max_refills if config.dynamic_sampling == "refill" else 0
+        for refills in range(1 + most):
+            rows, now = take(wanted - len(kept) // num), state()
+            drawn += self.draw(rows, self._training_params(now, refills), now, clock)
             kept = self._kept(drawn)
+            if len(kept) == wanted * num:
+                break
         metrics = _metrics(drawn, num)
         if config.dynamic_sampling != "off":
             metrics |= {
