@@ -92,9 +92,8 @@ class Judge:
     ) -> None:
         self.rows, self.prompts, self.rewards = rows, prompts, rewards
         self.tokenizer, self.state, self.ranks = tokenizer, state, ranks or Ranks()
-        self._queue: queue.SimpleQueue[tuple[int, Sequence[Completion]] | None]
-        self._queue = queue.SimpleQueue()
-        self._seen: set[int] = set()
+        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._groups: dict[int, Sequence[Completion]] = {}
         self._told: dict[int, Sequence[Told]] = {}
         self._environments: dict[int, Sequence[Any]] = {}
         self._texts: dict[int, list[str]] = {}
@@ -109,7 +108,8 @@ class Judge:
         told: Sequence[Told] | None = None,
         environments: Sequence[Any] = (),
     ) -> None:
-        """Takes all completions of prompt number ``prompt``; returns at once.
+        """Takes all completions of prompt number ``prompt``; returns at once. Those of a prompt
+        that it has already, which a second try has drawn again, count no more.
 
         Args:
             told: what they say besides their tokens, where they have several turns.
@@ -119,24 +119,18 @@ class Judge:
             RewardError: a function has failed by now, so drawing more is in vain.
         """
         self._worker.check()
-        self._seen.add(prompt)
+        if prompt in self._groups:
+            return
+        self._groups[prompt] = group
         self._told[prompt] = told or [Told(self.prompts[prompt])] * len(group)
         if any(one is not None for one in environments):
             self._environments[prompt] = environments
-        self._queue.put((prompt, group))
+        self._queue.put(prompt)
 
     def abandon(self) -> None:
         """Ends the thread after the call that it is at; for a generation call that failed."""
         self._abandoned = True
         self._queue.put(None)
-
-    def ended(self) -> None:
-        """Waits for the thread, so that no function is called by two of them.
-
-        Raises:
-            RewardError: a function failed.
-        """
-        self._worker.result()
 
     def verdict(self, groups: Sequence[Sequence[Completion]]) -> list[Drawn]:
         """The step's completions and what every function says of them; waits for the rest.
@@ -149,11 +143,14 @@ class Judge:
             RankError: another rank failed.
         """
         for prompt, group in enumerate(groups):
-            if group and prompt not in self._seen:
+            if group:
                 self.finished(prompt, group)
         self._queue.put(None)
         self._worker.result()
-        own = ((i, (groups[i], self._texts[i], self._values[i], self._told[i])) for i in self._seen)
+        own = (
+            (i, (group, self._texts[i], self._values[i], self._told[i]))
+            for i, group in self._groups.items()
+        )
         all_of = dict(self.ranks.every(own))
         order = range(len(groups))
         completions = [completion for i in order for completion in all_of[i][0]]
@@ -181,8 +178,8 @@ class Judge:
 
     def _work(self) -> None:
         early = [reward for reward in self.rewards if reward.per_group]
-        while (item := self._queue.get()) is not None and not self._abandoned:
-            prompt, group = item
+        while (prompt := self._queue.get()) is not None and not self._abandoned:
+            group = self._groups[prompt]
             ids = [list(completion.token_ids) for completion in group]
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
             self._texts[prompt] = texts
@@ -280,13 +277,15 @@ class Rollouter:
             doing.enter_context(clock.phase("generate"))
             say = doing.enter_context(self.stage(f"generating: {total} completions"))
             doing.enter_context(told("fxrl.engines.engine", say))
-            context = (rows, prompts, self.rewards, self.tokenizer, state, self.ranks)
-            if self.player is not None:
-                judge = Judge(*context)
-                groups = self._played(self.player, judge, rows, params, state)
-            else:
-                ids = [self.builder.encode(prompt) for prompt in prompts]
-                judge, groups = self._generate(ids, params, lambda: Judge(*context))
+            judge = Judge(rows, prompts, self.rewards, self.tokenizer, state, self.ranks)
+            try:
+                if self.player is not None:
+                    groups = self._played(self.player, judge, rows, params, state)
+                else:
+                    groups = self._generate(judge, prompts, params)
+            except BaseException:
+                judge.abandon()
+                raise
         # Times that are not of this call stay in ``timings`` as they were.
         new = {k: v for k, v in self.engine.timings.items() if before.get(k) != v}
         clock.move("generate", "sync", sum(new.get(name, 0.0) for name in ENGINE_SYNC))
@@ -294,29 +293,15 @@ class Rollouter:
             return judge.verdict(groups)
 
     def _generate(
-        self,
-        ids: Sequence[list[int]],
-        params: SamplingParams,
-        new_judge: Callable[[], Judge],
-    ) -> tuple[Judge, list[list[Completion]]]:
+        self, judge: Judge, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> list[list[Completion]]:
         """Draws this rank's share."""
+        ids = [self.builder.encode(prompt) for prompt in prompts]
         # How long a completion will be nobody knows; it is the same guess for all.
         costs = [len(prompt) + params.n * params.max_tokens / 2 for prompt in ids]
         mine = deal(costs, self.ranks.size)[self.ranks.rank]
-        judges: list[Judge] = []
-
-        def draw() -> tuple[Judge, list[list[Completion]]]:
-            if judges:
-                judges[-1].ended()
-            judges.append(judge := new_judge())
-            try:
-                generate = self.engine.generate
-                return judge, generate(ids, params, only=mine, on_finished=judge.finished)
-            except BaseException:
-                judge.abandon()
-                raise
-
-        return self._retrying(draw)
+        generate = self.engine.generate
+        return self._retrying(lambda: generate(ids, params, only=mine, on_finished=judge.finished))
 
     def _played(
         self,
@@ -341,14 +326,10 @@ class Rollouter:
         assert params.seed is not None, "every turn has a seed of its own"
         mine = deal([1.0] * len(rows), self.ranks.size)[self.ranks.rank]
         groups: list[list[Completion]] = [[] for _ in rows]
-        try:
-            asked = Assignment(rows, mine, params, state, generate)
-            for row, (group, told, environments) in player.play(asked):
-                groups[row] = list(group)
-                judge.finished(row, group, told, environments)
-        except BaseException:
-            judge.abandon()
-            raise
+        asked = Assignment(rows, mine, params, state, generate)
+        for row, (group, heard, environments) in player.play(asked):
+            groups[row] = list(group)
+            judge.finished(row, group, heard, environments)
         return groups
 
     def _retrying(self, draw: Callable[[], T]) -> T:
