@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from itertools import compress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -78,6 +78,21 @@ RIGHT = 0.99
 Values = list[float | None]
 
 
+class _Group(NamedTuple):
+    """All completions of a prompt.
+
+    Attributes:
+        told: what they say besides their tokens.
+        texts: of them.
+        values: by the name of each reward that judges a completion by itself.
+    """
+
+    completions: Sequence[Completion]
+    told: Sequence[Told]
+    texts: Sequence[str] = ()
+    values: Mapping[str, Values] = {}
+
+
 class Judge:
     """Judges the completions of one generation call."""
 
@@ -93,11 +108,8 @@ class Judge:
         self.rows, self.prompts, self.rewards = rows, prompts, rewards
         self.tokenizer, self.state, self.ranks = tokenizer, state, ranks or Ranks()
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._groups: dict[int, Sequence[Completion]] = {}
-        self._told: dict[int, Sequence[Told]] = {}
+        self._groups: dict[int, _Group] = {}
         self._environments: dict[int, Sequence[Any]] = {}
-        self._texts: dict[int, list[str]] = {}
-        self._values: dict[int, dict[str, Values]] = {}
         self._abandoned = False
         self._worker = Background(self._work, "rewards")
 
@@ -121,8 +133,7 @@ class Judge:
         self._worker.check()
         if prompt in self._groups:
             return
-        self._groups[prompt] = group
-        self._told[prompt] = told or [Told(self.prompts[prompt])] * len(group)
+        self._groups[prompt] = _Group(group, told or [Told(self.prompts[prompt])] * len(group))
         if any(one is not None for one in environments):
             self._environments[prompt] = environments
         self._queue.put(prompt)
@@ -147,31 +158,23 @@ class Judge:
                 self.finished(prompt, group)
         self._queue.put(None)
         self._worker.result()
-        own = (
-            (i, (group, self._texts[i], self._values[i], self._told[i]))
-            for i, group in self._groups.items()
-        )
-        all_of = dict(self.ranks.every(own))
-        order = range(len(groups))
-        completions = [completion for i in order for completion in all_of[i][0]]
-        texts = [text for i in order for text in all_of[i][1]]
-        self._told = {i: all_of[i][3] for i in order}
+        of_ranks = dict(self.ranks.every(self._groups.items()))
+        every = {prompt: of_ranks[prompt] for prompt in range(len(groups))}
+        completions, told, texts = _joined(every)
         values = {
-            name: [value for i in order for value in all_of[i][2][name]]
-            for name in (reward.name for reward in self.rewards if reward.per_group)
+            reward.name: [value for group in every.values() for value in group.values[reward.name]]
+            for reward in self.rewards
+            if reward.per_group
         }
         if late := [reward for reward in self.rewards if not reward.per_group]:
             found: dict[str, Values] = {}
             if self.ranks.primary:
-                counts = [len(all_of[i][0]) for i in order]
-                arguments = self._arguments(order, counts, texts, completions)
-                found = call_all(late, len(texts), arguments)
+                found = call_all(late, len(texts), self._arguments(every))
             values |= self.ranks.broadcast(found)
         names = [reward.name for reward in self.rewards]
         columns = [values[name] for name in names]
         by_name = (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
         totals = combine(columns, [reward.weight for reward in self.rewards])
-        told = (one for i in order for one in self._told[i])
         return [
             Drawn(*each) for each in zip(completions, texts, by_name, totals, told, strict=True)
         ]
@@ -180,31 +183,23 @@ class Judge:
         early = [reward for reward in self.rewards if reward.per_group]
         while (prompt := self._queue.get()) is not None and not self._abandoned:
             group = self._groups[prompt]
-            ids = [list(completion.token_ids) for completion in group]
+            ids = [list(completion.token_ids) for completion in group.completions]
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-            self._texts[prompt] = texts
-            arguments = self._arguments([prompt], [len(group)], texts, group)
-            self._values[prompt] = call_all(early, len(group), arguments)
+            group = group._replace(texts=texts)
+            values = call_all(early, len(texts), self._arguments({prompt: group}))
+            self._groups[prompt] = group._replace(values=values)
 
-    def _arguments(
-        self,
-        prompts: Sequence[int],
-        counts: Sequence[int],
-        texts: Sequence[str],
-        completions: Sequence[Completion],
-    ) -> Mapping[str, Any]:
-        """TRL's arguments for the completions of the given prompts."""
-        each = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
-        each_row = [self.rows[prompt] for prompt in each]
-        told = [one for prompt in prompts for one in self._told[prompt]]
+    def _arguments(self, groups: Mapping[int, _Group]) -> Mapping[str, Any]:
+        """TRL's arguments for the completions of these prompts, by their numbers."""
+        completions, told, texts = _joined(groups)
+        each_row = [self.rows[i] for i, group in groups.items() for _ in group.completions]
         # A column that only some rows have is None in the others, whichever rows are judged.
         names = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
         columns = {str(name): [row.get(name) for row in each_row] for name in names}
         further = dict.fromkeys(name for one in told for name in one.columns)
         columns |= {name: [one.columns.get(name) for one in told] for name in further}
-        if all(prompt in self._environments for prompt in prompts):  # not those of other ranks
-            of = (self._environments[prompt] for prompt in prompts)
-            columns["environments"] = [one for group in of for one in group]
+        if all(prompt in self._environments for prompt in groups):  # not those of other ranks
+            columns["environments"] = [one for i in groups for one in self._environments[i]]
         return columns | {
             "prompts": [one.prompt for one in told],
             "completions": [_said(text, one) for text, one in zip(texts, told, strict=True)],
@@ -212,6 +207,16 @@ class Judge:
             "rows": each_row,
             "trainer_state": self.state,
         }
+
+
+def _joined(groups: Mapping[int, _Group]) -> tuple[list[Completion], list[Told], list[str]]:
+    """Completions, what they say besides, and their texts, one group behind the other."""
+    every = groups.values()
+    return (
+        [completion for group in every for completion in group.completions],
+        [one for group in every for one in group.told],
+        [text for group in every for text in group.texts],
+    )
 
 
 def _said(text: str, told: Told) -> Any:
