@@ -26,7 +26,7 @@ DEFAULT_GYM_SIZE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RowSource:
     """The rows, the name of the prompt column, and reasoning-gym's judge if they are its.
 
     Attributes:
@@ -52,7 +52,7 @@ class Split:
     shots: tuple[Row, ...] = ()
 
 
-def read_source(config: DataConfig, *, prompts: bool = True) -> Source:
+def read_source(config: DataConfig, *, prompts: bool = True) -> RowSource:
     """Reads what ``[data]`` names.
 
     Args:
@@ -82,7 +82,7 @@ def read_source(config: DataConfig, *, prompts: bool = True) -> Source:
             f"{places[0]} has no column {config.prompt!r} (it has {', '.join(sorted(rows[0]))}), "
             "nor has another; name the prompt's column with data.prompt"
         )
-    return Source(tuple(rows[: config.size]), config.prompt, tuple(places[: config.size]))
+    return RowSource(tuple(rows[: config.size]), config.prompt, tuple(places[: config.size]))
 
 
 def read_file(path: Path) -> dict[int, Row]:
@@ -272,7 +272,7 @@ class PromptStream:
         return order
 
 
-def _reasoning_gym(config: DataConfig, name: str) -> Source:
+def _reasoning_gym(config: DataConfig, name: str) -> RowSource:
     gym = optional("reasoning_gym", f"data.reasoning_gym={name!r}")
     known = tuple(gym.factory.DATASETS)
     if name not in known:
@@ -286,7 +286,7 @@ def _reasoning_gym(config: DataConfig, name: str) -> Source:
     except Exception as error:
         raise DataError(f"data.params: {name} refuses them: {error!r}") from error
     places = tuple(f"{name}: question {number}" for number in range(1, size + 1))
-    return Source(
+    return RowSource(
         rows, "question", places, lambda answer, row: float(task.score_answer(answer, row))
     )
 

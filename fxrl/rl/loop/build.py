@@ -34,7 +34,7 @@ from fxrl.rl.data.examples import FORMS, ExampleBuilder, Examples, Unit
 from fxrl.rl.data.questions import (
     PromptBuilder,
     PromptStream,
-    Source,
+    RowSource,
     Split,
     question_text,
     read_source,
@@ -52,8 +52,7 @@ from fxrl.rl.rollout.function import RolloutFunction
 from fxrl.rl.rollout.rollouter import Rollouter
 from fxrl.rl.rollout.tools import Tools, user_code
 from fxrl.rl.rollout.turns import Conversation, Player
-from fxrl.rl.types import Batch, Row
-from fxrl.rl.types import Source as ExperienceSource
+from fxrl.rl.types import Batch, Row, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ class RunParts:
     tokenizer: Any
     engine: Engine
     data: Questions | Examples
-    source: ExperienceSource
+    source: Source
     stream: PromptStream
     updater: Updater
     judge: Callable[[Batch], Any]
@@ -211,7 +210,7 @@ def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:
     return Examples(split, tokenizer, config.prompts_per_step, size, fingerprints)
 
 
-def _read_rows(config: TrainConfig, *, prompts: bool) -> tuple[Source, Source | None]:
+def _read_rows(config: TrainConfig, *, prompts: bool) -> tuple[RowSource, RowSource | None]:
     """Those of ``[data]``, and of ``[eval]`` where it has a source of its own."""
     own = config.eval.source(config.data)
     source = read_source(config.data, prompts=prompts)
@@ -220,8 +219,8 @@ def _read_rows(config: TrainConfig, *, prompts: bool) -> tuple[Source, Source | 
 
 def _split(
     config: TrainConfig,
-    source: Source,
-    asked: Source | None,
+    source: RowSource,
+    asked: RowSource | None,
     text_of: Callable[[Row], str],
     tell: Tell,
 ) -> tuple[Split, Usable]:
@@ -262,7 +261,7 @@ def _conversation(config: TrainConfig, builder: PromptBuilder) -> Conversation |
 
 
 def _fingerprints(
-    config: TrainConfig, source: Source, asked: Source | None, rewards: Sequence[Reward]
+    config: TrainConfig, source: RowSource, asked: RowSource | None, rewards: Sequence[Reward]
 ) -> dict[str, str]:
     found = {"data": fingerprint.of_rows(source.rows)}
     if asked is not None:
