@@ -30,7 +30,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -113,6 +113,14 @@ class Ranks:
         self.finish(dist.all_gather(parts, padded, async_op=True))
         cut = (part[:n].numpy().tobytes() for part, n in zip(parts, lengths, strict=True))
         return [pickle.loads(part) for part in cut]
+
+    def every(self, values: Iterable[T], sharing: int = 1) -> list[T]:
+        """The values of all ranks, behind each other; see ``gather``.
+
+        Args:
+            sharing: consecutive ranks that have the same values, which stand there once.
+        """
+        return [value for part in self.gather([*values])[::sharing] for value in part]
 
     def broadcast(self, value: T) -> T:
         """The primary's value."""

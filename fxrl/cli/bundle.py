@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from fxrl.errors import ConfigError, MissingPackageError, VerificationError
 from fxrl.files import replacing
+from fxrl.inspect.evaluate import split_result
 from fxrl.inspect.timeline import plot
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import format_bytes
@@ -158,8 +159,8 @@ def _measured(made: Bundle, step: TrainStep, batch: Any) -> None:
 def _seconds(step: TrainStep, batch: Any, on_gpu: bool) -> float:
     """Of forward and backward."""
     started = time.perf_counter()
-    result = step(batch)
-    (result[0] if isinstance(result, tuple) else result).backward()
+    loss, _ = split_result(step(batch))
+    loss.backward()  # type: ignore[no-untyped-call]
     if on_gpu:
         torch.cuda.synchronize()
     return time.perf_counter() - started

@@ -58,12 +58,13 @@ def dump(args: Args) -> int:
     """One step with its backward, then everything about it into a folder."""
     with show.working(_IMPORTING) as say:
         from fxrl.inspect.dump import check_folder
+        from fxrl.inspect.evaluate import split_result
 
         check_folder(args.out)
         step, batch = _on_device(args, say, on_policy=False)
-        result = step(batch)
+        loss, _ = split_result(step(batch))
         say("running the step backward")
-        (result[0] if isinstance(result, tuple) else result).backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         say(f"writing {args.out}")
         step.dump(args.out)
     if args.json:

@@ -10,6 +10,7 @@ and Hildebrandt, IEEE Trans. Softw. Eng. 28(2), 2002): one wrong site among ``n`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -128,16 +129,54 @@ class _References:
         return self.known[key]
 
     def _run(self, weights: Sequence[RoundedWeight]) -> _Reference:
-        model, loss_fn, batch, rounded = self.model, self.loss_fn, self.batch, bool(weights)
-        eager, precision = _evaluate_eager(model, loss_fn, self.params, batch)
-        wider = _reference_run(model, loss_fn, batch, self.asked, eager, precision, rounded)
-        truth, used, notes = wider
+        rounded = bool(weights)
+        eager, precision = self._eager()
+        truth, used, notes = self._wider(eager, precision, rounded)
         if rounded:
             used = f"{used}, rounded as the step is"
             notes = [*notes, *_agreement(weights)]
-        terms = _longest_reduction(self.params, batch)
+        terms = _longest_reduction(self.params, self.batch)
         tolerances = Tolerances(precision.dtype, precision.calls, terms, rounded)
         return eager, truth, used, tuple(notes), tolerances
+
+    def _eager(self) -> tuple[Outcome, Precision]:
+        model = self.model
+        try:
+            with watch_precision(model) as precision:
+                step = functools.partial(self.loss_fn, model)
+                eager = evaluate(step, model, self.params, self.batch)
+        except EvaluationError:
+            raise
+        except Exception as error:  # user code
+            raise VerificationError(
+                f"the loss fails in eager mode, so there is nothing to compare with: "
+                f"{type(error).__name__}: {error}; cure: make loss_fn(model, batch) run first"
+            ) from error
+        for value in (*model.parameters(), eager.loss):
+            precision.see(value.dtype)
+        return eager, precision
+
+    def _wider(
+        self, eager: Outcome, precision: Precision, rounded: bool
+    ) -> tuple[Outcome | None, str, list[str]]:
+        """The wider run if there is one, the name of what is compared with, and notes."""
+        asked, own = self.asked, precision.dtype
+        wanted = (*_HALF, torch.float32) if rounded else _HALF
+        if asked == "eager" or (asked == "auto" and own not in wanted):
+            return None, "eager", []
+        if asked == "auto" and eager.drew_random:
+            note = "random numbers may depend on the dtype, so there is no wider reference"
+            return None, "eager", [note]
+        used = ("float32" if own in _HALF else "float64") if asked == "auto" else asked
+        wide: torch.dtype = getattr(torch, used)
+        if torch.finfo(own).eps <= torch.finfo(wide).eps:
+            return None, "eager", [f"{used} is no wider than {own}, so eager is as good"]
+        try:
+            return evaluate_wider(self.model, self.loss_fn, self.batch, wide), used, []
+        except TruthError as error:
+            if asked != "auto":
+                raise
+            return None, "eager", [f"no wider reference: {error}"]
 
 
 #: A product in FP8 whose gradient's cosine with the one in full is less, ``verify`` names.
@@ -181,52 +220,6 @@ def _search(judge: Callable[[Step], VerifyReport], step: Any) -> tuple[tuple[str
 
     blamed, why = find_blame(rewrites, fails)
     return tuple(f"{name} @ {site}" for name, site in blamed), why
-
-
-def _evaluate_eager(
-    model: nn.Module, loss_fn: LossFn, params: dict[str, Tensor], batch: Any
-) -> tuple[Outcome, Precision]:
-    try:
-        with watch_precision(model) as precision:
-            eager = evaluate(lambda b: loss_fn(model, b), model, params, batch)
-    except EvaluationError:
-        raise
-    except Exception as error:  # user code
-        raise VerificationError(
-            f"the loss fails in eager mode, so there is nothing to compare with: "
-            f"{type(error).__name__}: {error}; cure: make loss_fn(model, batch) run first"
-        ) from error
-    for value in (*model.parameters(), eager.loss):
-        precision.see(value.dtype)
-    return eager, precision
-
-
-def _reference_run(
-    model: nn.Module,
-    loss_fn: LossFn,
-    batch: Any,
-    reference: Reference,
-    eager: Outcome,
-    precision: Precision,
-    rounded: bool,
-) -> tuple[Outcome | None, str, list[str]]:
-    """The wider run if there is one, the name of what is compared with, and notes."""
-    wanted = (*_HALF, torch.float32) if rounded else _HALF
-    if reference == "eager" or (reference == "auto" and precision.dtype not in wanted):
-        return None, "eager", []
-    if reference == "auto" and eager.drew_random:
-        note = "random numbers may depend on the dtype, so there is no wider reference"
-        return None, "eager", [note]
-    auto = "float32" if precision.dtype in _HALF else "float64"
-    used = auto if reference == "auto" else reference
-    if torch.finfo(precision.dtype).eps <= torch.finfo(getattr(torch, used)).eps:
-        return None, "eager", [f"{used} is no wider than {precision.dtype}, so eager is as good"]
-    try:
-        return evaluate_wider(model, loss_fn, batch, getattr(torch, used)), used, []
-    except TruthError as error:
-        if reference != "auto":
-            raise
-        return None, "eager", [f"no wider reference: {error}"]
 
 
 def _longest_reduction(params: dict[str, Tensor], batch: Any) -> int:

@@ -153,12 +153,16 @@ def _recurrence(factors: Tensor, terms: Tensor) -> Tensor:
     return terms
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` with mean 0 and standard deviation 1 over the tokens that count, 0 elsewhere."""
-    counts = (mask != 0).reshape(1, -1)
-    flat = values.reshape(1, -1)
-    centred = (flat - _mean(flat, counts, dim=1)) / (_std(flat, counts, dim=1) + EPSILON)
-    return torch.where(counts, centred, 0.0).reshape(values.shape)
+def whiten(values: Tensor, mask: Tensor, moments: tuple[float, float] | None = None) -> Tensor:
+    """``values`` with mean 0 and standard deviation 1 over the tokens that count, 0 elsewhere.
+
+    Args:
+        moments: mean and standard deviation over more than these values, such as a whole step's.
+    """
+    counts = mask != 0
+    flat, valid = values.reshape(1, -1), counts.reshape(1, -1)
+    mean, std = moments or (_mean(flat, valid, dim=1), _std(flat, valid, dim=1))
+    return torch.where(counts, (values - mean) / (std + EPSILON), 0.0)
 
 
 def _groups(rewards: Tensor, num_generations: int) -> tuple[Tensor, Tensor]:

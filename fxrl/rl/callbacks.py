@@ -26,7 +26,7 @@ from typing import Any
 
 from fxrl.errors import ConfigError, FxrlError, did_you_mean
 from fxrl.rl.config.tables import TrainConfig
-from fxrl.rl.errors import CallbackError, raised_at, shown
+from fxrl.rl.errors import CallbackError, raised
 from fxrl.rl.types import TrainerState
 
 
@@ -128,8 +128,6 @@ class Events:
 def _named(callback: object, event: str, error: Exception) -> Exception:
     if isinstance(error, FxrlError):
         return error
-    named = CallbackError(
-        f"callback {type(callback).__name__}.{event} raised {shown(error, 1000)}{raised_at(error)}"
-    )
+    named = CallbackError(f"callback {type(callback).__name__}.{event} {raised(error)}")
     named.__cause__ = error
     return named

@@ -75,6 +75,11 @@ def raised_at(error: BaseException) -> str:
     return "".join(f" at {_place(f.filename, f.lineno)}" for f in (own or foreign)[-1:])
 
 
+def raised(error: BaseException) -> str:
+    """``raised ValueError('no') at rewards.py:12``."""
+    return f"raised {shown(error, 1000)}{raised_at(error)}"
+
+
 def name_of(function: Any) -> str:
     """Of a function; of an object that is called like one, its class's."""
     return getattr(function, "__name__", type(function).__name__)

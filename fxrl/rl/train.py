@@ -24,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fxrl.errors import ConfigError, FxrlError
+from fxrl.rl.config.binding import read_toml
 from fxrl.rl.errors import StorageError, in_words
 from fxrl.rl.loop.interrupt import Terminated, unwound_by_sigterm
 from fxrl.rl.report.output import LOG, Output, silent
@@ -47,12 +48,8 @@ def main(
     Args:
         config_path: the TOML file.
         overrides: ``key=value`` texts.
-        resume: ``""``: go on at the last checkpoint of ``run_dir`` (from the start if the run has
-            none yet); ``"sound"``: at the last one that is not damaged; a path: at that one, in a
-            new branch where it is not the last; ``None``: a new run.
-        accept_changes: resume although data, rewards or the base model are others than before.
+        resume, accept_changes, overwrite: as of ``Trainer.train``.
         json: JSON lines on stdout instead of a live view.
-        overwrite: a run that ``run_dir`` holds is moved aside.
         traceback: an error is told with its whole traceback.
 
     Returns:
@@ -68,6 +65,7 @@ def main(
         try:
             with reporter_on(console, json=json) as reporter:
                 _check_compile_cache()
+                read_toml(Path(config_path))  # PyTorch's import takes longer than a typing error
                 with reporter.stage("importing PyTorch"):
                     from fxrl.losses.own_code import importable_from
                     from fxrl.rl.config.load import load_config

@@ -110,9 +110,9 @@ class Trainer:
         is loaded at each call.
 
         Args:
-            resume: ``""``: go on at the last checkpoint of ``run_dir``; ``"sound"``: at the last
-                one that is not damaged; a path: at that one, in a new branch where it is not the
-                last; ``None``: a new run.
+            resume: ``""``: go on at the last checkpoint of ``run_dir`` (from the start if the run
+                has none yet); ``"sound"``: at the last one that is not damaged; a path: at that
+                one, in a new branch where it is not the last; ``None``: a new run.
             accept_changes: resume although data, rewards or the base model are others than before.
             overwrite: a run that ``run_dir`` holds is moved aside.
 

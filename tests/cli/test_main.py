@@ -58,11 +58,16 @@ def test_overrides_on_both_sides_of_options():
     assert args.json
 
 
-def test_help_is_instant_and_torch_free():
-    """``fxrl --help`` must not wait for torch; the same for ``import fxrl``."""
-    code = "import sys, fxrl.cli; fxrl.cli.main(['--help']); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [(["--help"], 0, "usage: fxrl"), (["train", "absent.toml"], 2, "absent.toml: cannot be read")],
+)
+def test_what_is_instant_and_torch_free(argv, code, says):
+    """``fxrl --help`` and a mistyped path must not wait for torch; the same for ``import fxrl``."""
+    run = f"import sys, fxrl.cli; code = fxrl.cli.main({argv}); print(code, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
+    assert says in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == f"{code} False"
 
 
 @pytest.mark.parametrize(("error", "code"), [(ConfigError, 2), (FxrlError, 1)])

@@ -101,3 +101,6 @@ def test_whiten():
     assert kept.mean().item() == pytest.approx(0, abs=1e-9)
     assert kept.std().item() == pytest.approx(1, abs=1e-3)
     assert (losses.whiten(values, mask)[~mask] == 0).all()
+    moments = float(values[mask].mean()), float(values[mask].std())
+    halves = [losses.whiten(v, m, moments) for v, m in zip(values, mask, strict=True)]
+    torch.testing.assert_close(torch.stack(halves), losses.whiten(values, mask))

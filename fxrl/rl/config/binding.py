@@ -18,10 +18,12 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING
+from itertools import accumulate
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fxrl.errors import ConfigError
-from fxrl.rl.errors import shown
+from fxrl.rl.errors import BadConfigError, shown
 
 T = TypeVar("T")
 REST = {"rest": True}
@@ -59,11 +61,6 @@ class Table:
     def problems(self) -> Iterable[str]:
         """What is wrong besides ranges; each line starts with the key."""
         return ()
-
-    @classmethod
-    def own_keys(cls) -> tuple[str, ...]:
-        """The table's own keys, without those that ``REST`` takes."""
-        return tuple(keys_of(cls))
 
 
 def keys_of(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
@@ -147,6 +144,40 @@ def parse_override(text: str, problems: list[str]) -> tuple[tuple[str, ...], Tex
 
 MOST_NESTED = 100
 """Tables and lists in one another: what reads, copies and prints them calls itself for each."""
+TOO_DEEP = f"more than {MOST_NESTED} tables and lists in one another"
+_KEY = re.compile(r"\s*(\[|[^#=]+=)")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        BadConfigError: it cannot be read, or is no TOML; names the line, and what stands there.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BadConfigError(f"{path}: cannot be read: {why} (seen from {Path.cwd()})") from error
+    lines = text.split("\n")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        why, _, place = str(error).partition(" (at ")
+        found = re.match(r"line (\d+)", place)
+        number = int(found[1]) if found else len(lines)
+    except RecursionError:
+        why = TOO_DEEP
+        depths = accumulate(
+            len(re.findall(r"[\[{]", s)) - len(re.findall(r"[\]}]", s)) for s in lines
+        )
+        number = next((n for n, depth in enumerate(depths, 1) if depth > MOST_NESTED), 1)
+    except ValueError as error:  # more digits than Python converts
+        why = str(error).partition(";")[0]
+        number = next((n for n, s in enumerate(lines, 1) if re.search(r"[\d_]{4300}", s)), 1)
+    # An error is told where a value ends; its key may stand in a line above.
+    start = next((n for n in range(number, 0, -1) if _KEY.match(lines[n - 1])), number)
+    raise BadConfigError(f"{path}:{start}: not TOML: {why}: {lines[start - 1].strip()[:80]}")
 
 
 def entries(values: Any) -> Iterator[tuple[str, Any, int]]:
@@ -162,9 +193,6 @@ def entries(values: Any) -> Iterator[tuple[str, Any, int]]:
             waiting += [(f"{name}.{key}".lstrip("."), v, depth + 1) for key, v in value.items()]
         elif isinstance(value, list):
             waiting += [(name, inner, depth + 1) for inner in value]
-
-
-TOO_DEEP = f"more than {MOST_NESTED} tables and lists in one another"
 
 
 def unfit(table: Mapping[str, Any]) -> Iterator[str]:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
-import tomllib
 import typing
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from fxrl.losses.own_code import importable_from
 from fxrl.rl.config.binding import (
-    MOST_NESTED,
-    TOO_DEEP,
     bind,
     dataclass_in,
     default_of,
     merge_override,
     parse_override,
+    read_toml,
     unfit,
 )
 from fxrl.rl.config.tables import ModelConfig, TrainConfig
@@ -39,12 +35,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             wrong type or out of range, and every missing key.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise BadConfigError(f"{path}: cannot be read: {why} (seen from {Path.cwd()})") from error
-    table = parse_toml(text, str(path))
+    table = read_toml(path)
     problems: list[str] = []
     for override in overrides:
         if (parsed := parse_override(override, problems)) is not None:
@@ -81,36 +72,6 @@ def config_of(
         count = f"{len(problems)} mistakes" if len(problems) > 1 else "1 mistake"
         raise BadConfigError("\n".join([f"{source}: {count}", *(f"  {line}" for line in problems)]))
     return config if config.run_dir else dataclasses.replace(config, run_dir=run_dir)
-
-
-def parse_toml(text: str, source: str) -> dict[str, Any]:
-    """The tables of a TOML text.
-
-    Raises:
-        BadConfigError: it is no TOML; names the line, and what stands there.
-    """
-    lines = text.split("\n")
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        why, _, place = str(error).partition(" (at ")
-        found = re.match(r"line (\d+)", place)
-        number = int(found[1]) if found else len(lines)
-    except RecursionError:
-        why = TOO_DEEP
-        depths = accumulate(
-            len(re.findall(r"[\[{]", s)) - len(re.findall(r"[\]}]", s)) for s in lines
-        )
-        number = next((n for n, depth in enumerate(depths, 1) if depth > MOST_NESTED), 1)
-    except ValueError as error:  # more digits than Python converts
-        why = str(error).partition(";")[0]
-        number = next((n for n, s in enumerate(lines, 1) if re.search(r"[\d_]{4300}", s)), 1)
-    # An error is told where a value ends; its key may stand in a line above.
-    start = next((n for n in range(number, 0, -1) if _KEY.match(lines[n - 1])), number)
-    raise BadConfigError(f"{source}:{start}: not TOML: {why}: {lines[start - 1].strip()[:80]}")
-
-
-_KEY = re.compile(r"\s*(\[|[^#=]+=)")
 
 
 def as_table(config: Any) -> dict[str, Any]:

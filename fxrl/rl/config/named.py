@@ -79,15 +79,11 @@ def optimizer_problems(
     """What is wrong with an ``[optim]`` table's name and further keys, one line each."""
     try:
         found = optimizer_class(name)
+        lines = wrong_keywords(found, options, besides=("params", "lr"), table="optim", keys=keys)
+        if not lines:
+            make_optimizer(name, [nn.Parameter(torch.zeros(2, 2))], options)
     except ConfigError as error:
         return [str(error)]
-    lines = wrong_keywords(found, options, besides=("params", "lr"), table="optim", keys=keys)
-    if lines:
-        return lines
-    try:
-        make_optimizer(name, [nn.Parameter(torch.zeros(2, 2))], options)
-    except ConfigError as error:
-        lines.append(str(error))
     return lines
 
 
@@ -227,10 +223,8 @@ def reward_problems(
                 continue
             lines += [f"params.{name}.{line}" for line in _builtin_problems(name, keywords)]
         elif ":" in name:
-            try:
-                load_function(name)
-            except ConfigError as error:
-                lines.append(f"functions: {error}")
+            if (problem := code_problem(name)) is not None:
+                lines.append(f"functions: {problem}")
         else:
             near = did_you_mean(name, BUILT_IN)
             lines.append(f"functions: {name!r} is neither module:function nor built in{near}")

@@ -7,10 +7,9 @@ same. It reads no environment.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,7 +19,7 @@ from torch import nn
 
 from fxrl.config import Config
 from fxrl.engines.vllm.options import VllmOptions
-from fxrl.losses import FACTORIES, LossInfo, loss_info
+from fxrl.losses import LossInfo, loss_info
 from fxrl.models.hf import ModelError
 from fxrl.models.load import Source, resolve
 from fxrl.models.quantized import Quantization
@@ -32,11 +31,11 @@ from fxrl.rl.config.binding import (
     Table,
     above,
     at_least,
-    default_of,
     keys_of,
     regular_expression,
     within,
 )
+from fxrl.rl.config.conflicts import conflicts
 from fxrl.rl.config.named import (
     build_loss,
     code_problem,
@@ -44,7 +43,6 @@ from fxrl.rl.config.named import (
     loss_problems,
     optimizer_problems,
     reward_problems,
-    takes_keyword,
 )
 
 Positive = Annotated[int, at_least(1)]
@@ -363,7 +361,7 @@ class LossConfig(Table):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
 
     def problems(self) -> Iterator[str]:
-        yield from loss_problems(self.name, self.options, self.own_keys())
+        yield from loss_problems(self.name, self.options, [*keys_of(type(self))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,7 +488,7 @@ class OptimConfig(Table):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=REST)
 
     def problems(self) -> Iterator[str]:
-        yield from optimizer_problems(self.name, self.options, self.own_keys())
+        yield from optimizer_problems(self.name, self.options, [*keys_of(type(self))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,30 +552,6 @@ class EvalConfig(Table):
             params={},
             size=self.size or None,
         )
-
-
-OF_PROMPTS = (
-    *("data.pattern", "data.template", "data.few_shot", "data.max_prompt_tokens", "data.answer"),
-    *(
-        "reward",
-        "sampling",
-        "rollout",
-        "eval.greedy",
-        "eval.reward",
-        "eval.batch",
-        "engine",
-        "vllm",
-    ),
-    *("engine_retries", "num_iterations", "advantages", "scale_rewards", "dynamic_sampling"),
-    *("max_refills", "mask_truncated_completions"),
-)
-"""Keys that say something where rows are prompts alone."""
-OF_ANSWERS = ("data.columns", "data.train_on", "data.max_length", "precompute_ref_log_probs")
-"""Where they are not."""
-
-
-MOST_COMPLETIONS = 2**20
-"""Of a step; each is an object in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -696,143 +670,7 @@ class TrainConfig(Table):
     hub_strategy: Literal["end", "every_save"] = "end"
 
     def problems(self) -> Iterator[str]:
-        if self.epochs is not None and self.dynamic_sampling == "refill":
-            yield (
-                f"epochs={self.epochs:g}: with dynamic_sampling='refill' a step takes as many "
-                "prompts as it needs; give steps"
-            )
-        repo = self.push_to_hub
-        if repo is not None and not re.fullmatch(r"([\w.-]+/)?[\w.-]+", repo):
-            yield f"push_to_hub={repo!r} is no repository; write user/name"
-        completions = self.prompts_per_step * self.sampling.num_generations
-        if completions > MOST_COMPLETIONS:
-            yield (
-                f"prompts_per_step={self.prompts_per_step} times sampling.num_generations="
-                f"{self.sampling.num_generations} is above {MOST_COMPLETIONS} completions a step"
-            )
-        if self.rollout.has_tools and not self.data.chat:
-            yield "rollout: tools are called by chat messages; set data.chat=true"
-        if self.rollout.has_tools and self.sampling.ignore_eos:
-            yield "rollout: with sampling.ignore_eos no turn ends to call a tool; leave it out"
-        if self.mask_truncated_completions and self.sampling.ignore_eos:
-            yield (
-                "mask_truncated_completions leaves nothing to train on where sampling.ignore_eos "
-                "draws every completion up to max_tokens; leave one of them out"
-            )
-        if self.eval.is_other_split and self.data.dataset is None:
-            yield "eval: split and subset are a dataset's; give eval.dataset or data.dataset"
-        elif self.data.reasoning_gym is not None and self.eval.source(self.data) is not None:
-            yield (
-                f"eval: data.reasoning_gym={self.data.reasoning_gym!r} makes the held-out "
-                "questions itself; give eval.size alone"
-            )
-        if torch.float16 in self.model.trained_dtypes:
-            yield (
-                "model.dtype='float16': gradients and optimizer state leave its range, and nothing "
-                "scales them; train float32 weights (model.autocast='bfloat16' makes their "
-                "products fast), or an adapter (model.lora)"
-            )
-        if self.fxrl.context_parallel > 1 and not self.optimize:
-            yield (
-                f"fxrl.context_parallel={self.fxrl.context_parallel}: optimize=false runs the loss "
-                "as it is written, which shares no sequence; leave one of them out"
-            )
-        yield from self._teacher_problems()
-        yield from self._form_problems()
-        yield from self._critic_problems()
-        yield from self._engine_problems()
-
-    def _teacher_problems(self) -> Iterator[str]:
-        takes = takes_keyword(self.loss.name, "teacher")
-        if self.teacher is not None and not takes:
-            yield f"teacher: loss.name={self.loss.name!r} compares with none; leave it out"
-        if self.teacher is None and takes and self.loss.name in FACTORIES:
-            yield f"teacher: loss.name={self.loss.name!r} needs one; add [teacher] with its id"
-
-    def _form_problems(self) -> Iterator[str]:
-        """What does not go with what rows are."""
-        form = self.form
-        if form == "prompts":
-            if not self.reward.functions and self.rollout.environment_factory is None:
-                yield (
-                    "reward.functions is empty; name at least one reward, or "
-                    "rollout.environment_factory whose environments have get_reward"
-                )
-            yield from self._given(OF_ANSWERS, "is of given answers")
-            return
-        reads = self.loss_info().reads
-        if self.loss.name in FACTORIES and reads != form:
-            yield f"data.form={form!r}: loss.name={self.loss.name!r} reads {reads}; leave it out"
-        if self.loss_info().scalar_head and self.model.quantization is not None:
-            yield (
-                f"model.quantization={self.model.quantization!r}: a reward model is not made of "
-                "quantised weights; leave it out"
-            )
-        if self.loss_info().scalar_head and self.model.sharded:
-            yield "model.sharded=true: a reward model's weights are not shared out; leave it out"
-        if self.precompute_ref_log_probs and not self.needs_reference:
-            yield (
-                f"precompute_ref_log_probs=true: loss.name={self.loss.name!r} compares with no "
-                "reference as it is set up; leave it out"
-            )
-        yield from self._given(OF_PROMPTS, "is of prompts and their completions")
-        if form != "sequences":
-            yield from self._given(("data.train_on",), "is of sequences")
-
-    def _critic_problems(self) -> Iterator[str]:
-        """What compares completions where a critic judges each by itself, or the reverse."""
-        named = f"loss.name={self.loss.name!r}"
-        if self.loss_info().critic is None:
-            if self.form == "prompts" and self.sampling.num_generations == 1:
-                yield (
-                    f"sampling.num_generations=1: {named} compares a completion with others of its "
-                    "prompt; give at least 2, or loss.name='ppo'"
-                )
-            return
-        if self.form != "prompts":
-            yield f"data.form={self.form!r}: {named} judges completions of prompts; leave it out"
-        for key in ("advantages", "scale_rewards", "dynamic_sampling"):
-            if (value := getattr(self, key)) != default_of(keys_of(type(self))[key]):
-                yield (
-                    f"{key}={value!r} compares completions of a prompt, and {named} judges each by "
-                    "a value head; leave it out"
-                )
-
-    def _given(self, paths: Sequence[str], why: str) -> Iterator[str]:
-        """What is not left at its default although it says nothing here."""
-        for path in paths:
-            *outer, key = path.split(".")
-            table: Any = functools.reduce(getattr, outer, self)
-            if (value := getattr(table, key)) != default_of(keys_of(type(table))[key]):
-                yield (
-                    f"{path}={value!r} {why}, but loss.name={self.loss.name!r} learns from "
-                    f"{self.form}; leave it out"
-                )
-
-    def _engine_problems(self) -> Iterator[str]:
-        """What does not go with the engine."""
-        if self.engine != "vllm" and self.sampling.extra:
-            yield (
-                f"sampling.extra={dict(self.sampling.extra)!r} are vLLM's own parameters; leave "
-                'them out, or set engine="vllm"'
-            )
-        if self.engine == "vllm" and not isinstance(self.model.id, str):
-            yield (
-                f'engine="vllm" loads the weights itself, but the model is a '
-                f"{type(self.model.id).__name__}; give its name or its folder (save_pretrained)"
-            )
-        if self.engine == "vllm" and self.model.quantization is not None:
-            yield (
-                f"model.quantization={self.model.quantization!r} is the trainer's own, and vLLM "
-                'shares weights as it holds them; set engine="torch", or leave it out'
-            )
-        if self.engine == "vllm" and self.model.sharded:
-            yield (
-                'model.sharded=true: vLLM needs the weights whole on each GPU; set engine="torch", '
-                "or leave it out"
-            )
-        if self.engine == "vllm" and self.model.dtype == "float64":
-            yield 'engine="vllm": vLLM has no float64; set model.dtype to bfloat16 or float32'
+        return conflicts(self)
 
     def warnings(self) -> Iterator[str]:
         """What may be meant, but hardly teaches; told before the run."""

@@ -34,7 +34,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fxrl.rl.config.tables import DataConfig
-from fxrl.rl.data.questions import Message, PromptBuilder, Split
+from fxrl.rl.data.questions import Message, PromptBuilder, Split, messages_in
 from fxrl.rl.errors import DataError, shown
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.types import Experience, Metrics, Row, TokenRow, TrainerState
@@ -140,18 +140,6 @@ class ExampleBuilder:
             ) from error
         return self._row([], ids, mask)
 
-    def _render(self, messages: Sequence[Message], *, ask: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=ask,
-            **self.config.chat_template_kwargs,
-        )
-        return text
-
-    def _tokens(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def _by_template(self, messages: Sequence[Message], first: int) -> tuple[list[int], list[int]]:
         found = self.tokenizer.apply_chat_template(
             list(messages),
@@ -160,18 +148,20 @@ class ExampleBuilder:
             **self.config.chat_template_kwargs,
         )
         ids, mask = list(found["input_ids"]), list(found["assistant_masks"])
-        asked = len(self._tokens(self._render(messages[:first], ask=True))) if first else 0
+        chat = self._chat.template
+        asked = len(chat.encode(chat.render(messages[:first], ask=True))) if first else 0
         return ids, [0] * min(asked, len(ids)) + mask[asked:]
 
     def _by_pieces(self, messages: Sequence[Message], first: int) -> tuple[list[int], list[int]]:
+        chat = self._chat.template
         ids: list[int] = []
         mask: list[int] = []
         done = ""
         for place, message in enumerate(messages):
             if place < first or message["role"] != "assistant":
                 continue
-            asked = self._render(messages[:place], ask=True)
-            told = self._render(messages[: place + 1], ask=False)
+            asked = chat.render(messages[:place], ask=True)
+            told = chat.render(messages[: place + 1])
             if not (asked.startswith(done) and told.startswith(asked)):
                 raise DataError(
                     f"the model's chat template writes what stands before message {place + 1} "
@@ -179,7 +169,7 @@ class ExampleBuilder:
                     "asked with; give conversations with one answer each, or the model a template "
                     "with {% generation %}"
                 )
-            before, own = self._tokens(asked[len(done) :]), self._tokens(told[len(asked) :])
+            before, own = chat.encode(asked[len(done) :]), chat.encode(told[len(asked) :])
             end = self.tokenizer.eos_token_id
             counted = len(own) - own[::-1].index(end) if end in own else len(own)
             ids += before + own
@@ -218,15 +208,9 @@ def part(given: Any, column: str) -> Part:
         given = [given]
     if isinstance(given, str) and given:
         return given
-    if not isinstance(given, list | tuple) or not given:
+    if not isinstance(given, list | tuple):
         raise DataError(f"column {column!r} is {shown(given)}; give a text or chat messages")
-    for message in given:
-        sound = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not sound or not isinstance(message.get("content"), str):
-            raise DataError(
-                f"column {column!r}: {shown(message)} is no message {{role, content}} of texts"
-            )
-    return list(given)
+    return messages_in(given, column)
 
 
 def _kind(given: Part) -> str:

@@ -19,14 +19,14 @@ from typing import Any, Literal
 from fxrl.errors import did_you_mean, optional
 from fxrl.rl.config.binding import MOST_NESTED, TOO_DEEP, entries
 from fxrl.rl.config.tables import DataConfig
-from fxrl.rl.errors import DataError
+from fxrl.rl.errors import DataError, shown
 from fxrl.rl.types import Row
 
 DEFAULT_GYM_SIZE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RowSource:
     """The rows, the name of the prompt column, and reasoning-gym's judge if they are its.
 
     Attributes:
@@ -52,7 +52,7 @@ class Split:
     shots: tuple[Row, ...] = ()
 
 
-def read_source(config: DataConfig, *, prompts: bool = True) -> Source:
+def read_source(config: DataConfig, *, prompts: bool = True) -> RowSource:
     """Reads what ``[data]`` names.
 
     Args:
@@ -82,7 +82,7 @@ def read_source(config: DataConfig, *, prompts: bool = True) -> Source:
             f"{places[0]} has no column {config.prompt!r} (it has {', '.join(sorted(rows[0]))}), "
             "nor has another; name the prompt's column with data.prompt"
         )
-    return Source(tuple(rows[: config.size]), config.prompt, tuple(places[: config.size]))
+    return RowSource(tuple(rows[: config.size]), config.prompt, tuple(places[: config.size]))
 
 
 def read_file(path: Path) -> dict[int, Row]:
@@ -98,7 +98,7 @@ def read_file(path: Path) -> dict[int, Row]:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from error
-    return _csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text)
+    return _csv_rows(path, text) if path.suffix.lower() == ".csv" else _json_rows(path, text)
 
 
 def _csv_rows(path: Path, text: str) -> dict[int, Row]:
@@ -272,7 +272,7 @@ class PromptStream:
         return order
 
 
-def _reasoning_gym(config: DataConfig, name: str) -> Source:
+def _reasoning_gym(config: DataConfig, name: str) -> RowSource:
     gym = optional("reasoning_gym", f"data.reasoning_gym={name!r}")
     known = tuple(gym.factory.DATASETS)
     if name not in known:
@@ -286,7 +286,7 @@ def _reasoning_gym(config: DataConfig, name: str) -> Source:
     except Exception as error:
         raise DataError(f"data.params: {name} refuses them: {error!r}") from error
     places = tuple(f"{name}: question {number}" for number in range(1, size + 1))
-    return Source(
+    return RowSource(
         rows, "question", places, lambda answer, row: float(task.score_answer(answer, row))
     )
 
@@ -304,7 +304,10 @@ def _hub_dataset(config: DataConfig, name: str) -> list[Row]:
     return [dict(row) for row in table]
 
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""Of a conversation: ``role``, ``content``, and what else its role has, such as ``tool_calls``."""
+Schema = dict[str, Any]
+"""Of a tool, as chat templates take it."""
 Prompt = str | list[Message]
 
 
@@ -320,7 +323,8 @@ def question_text(config: DataConfig, column: str, row: Row) -> str:
     prompt = row[column]
     if not isinstance(prompt, str | list):
         raise DataError(f"column {column!r} is {prompt!r}; a prompt is a text or chat messages")
-    text = prompt if isinstance(prompt, str) else _flatten(prompt, column)
+    messages = messages_in(prompt, column) if isinstance(prompt, list) else [{"content": prompt}]
+    text = "\n".join(message["content"] for message in messages)
     if not text.strip():
         raise DataError(f"column {column!r} is empty")
     if config.template is None:
@@ -340,18 +344,52 @@ def question_text(config: DataConfig, column: str, row: Row) -> str:
         ) from error
 
 
-def _flatten(messages: Sequence[Any], column: str) -> str:
-    if not messages:
+def messages_in(given: Sequence[Any], column: str) -> list[Message]:
+    """The messages of a conversation.
+
+    Raises:
+        DataError: there is none, or one without a role and a text.
+    """
+    if not given:
         raise DataError(f"column {column!r} is empty; a conversation has a message at least")
-    for message in messages:
+    for message in given:
         if not isinstance(message, dict) or {"role", "content"} - message.keys():
-            raise DataError(f"column {column!r}: {message!r} is no {{role, content}} message")
+            raise DataError(f"column {column!r}: {shown(message)} is no {{role, content}} message")
         for name in ("role", "content"):
             if not isinstance(message[name], str):
                 raise DataError(
-                    f"column {column!r}: {name} is {message[name]!r} in a message; give a text"
+                    f"column {column!r}: {name} is {shown(message[name])} in a message; give a text"
                 )
-    return "\n".join(message["content"] for message in messages)
+    return list(given)
+
+
+class ChatTemplate:
+    """A tokenizer's way from messages to text, and from there to tokens.
+
+    Args:
+        keywords: that the template reads besides the messages and the tools.
+    """
+
+    def __init__(self, tokenizer: Any, keywords: Mapping[str, Any]) -> None:
+        self.tokenizer, self.keywords = tokenizer, keywords
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, ask: bool = False
+    ) -> str:
+        """The conversation as text; ``ask`` puts the header of the assistant's next turn behind."""
+        # No list is not an empty one: some templates write a heading for that.
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=ask,
+            **self.keywords,
+        )
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of what ``render`` made."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 class PromptBuilder:
@@ -377,6 +415,7 @@ class PromptBuilder:
                     "at its chat_template for the names"
                 )
         self.config, self.column, self.tokenizer = config, column, tokenizer
+        self.template = ChatTemplate(tokenizer, config.chat_template_kwargs)
         self.head: list[Message] = []
         if config.system is not None:
             self.head.append({"role": "system", "content": config.system})
@@ -395,7 +434,7 @@ class PromptBuilder:
         """Chat messages, or a text where ``data.chat`` is off."""
         given = row[self.column]
         if self.config.chat and isinstance(given, list) and self.config.template is None:
-            _flatten(given, self.column)
+            messages_in(given, self.column)
             if (last := given[-1]["role"]) not in ("user", "tool"):
                 raise DataError(
                     f"column {self.column!r} ends with the {last}'s message; leave out what comes "
@@ -405,7 +444,7 @@ class PromptBuilder:
         text = question_text(self.config, self.column, row)
         return [*self.head, {"role": "user", "content": text}] if self.config.chat else text
 
-    def encode(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode(self, prompt: Prompt, tools: Sequence[Schema] = ()) -> list[int]:
         """Token ids, without padding.
 
         Args:
@@ -416,7 +455,10 @@ class PromptBuilder:
                 template refuses the prompt.
         """
         try:
-            ids = self._ids(prompt, tools)
+            if isinstance(prompt, str):
+                ids = list(self.tokenizer(prompt)["input_ids"])
+            else:
+                ids = self.template.encode(self.template.render(prompt, tools, ask=True))
         except Exception as error:  # the template is a program, of the model's author
             raise DataError(
                 f"the model's tokenizer or its chat template fails with {error!r} at the prompt "
@@ -428,16 +470,3 @@ class PromptBuilder:
                 f"(data.max_prompt_tokens): {str(prompt)[:120]!r}"
             )
         return ids
-
-    def _ids(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
-        # No list is not an empty one: some templates write a heading for that.
-        text = self.tokenizer.apply_chat_template(
-            prompt,
-            tools=[*tools] or None,
-            tokenize=False,
-            add_generation_prompt=True,
-            **self.config.chat_template_kwargs,
-        )
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -36,7 +36,7 @@ from fxrl.losses.own_code import load_function
 from fxrl.rl.builtin_rewards import BUILT_IN, RewardFunction, ScoreAnswer
 from fxrl.rl.config.named import reward_name
 from fxrl.rl.config.tables import RewardConfig
-from fxrl.rl.errors import RewardError, defined_at, raised_at, shown
+from fxrl.rl.errors import RewardError, defined_at, raised, shown
 from fxrl.rl.process_state import ProcessState
 
 T = TypeVar("T")
@@ -182,8 +182,7 @@ class Reward:
             raise
         # User code may raise anything; the run must be saved and the function named.
         except BaseException as error:
-            told = f"reward {self.name!r} raised {shown(error, 1000)}{raised_at(error)}"
-            raise CallFailed(told) from error
+            raise CallFailed(f"reward {self.name!r} {raised(error)}") from error
         try:
             return _checked(values, num)
         # Objects of the user's may raise anything where they are read.

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fxrl.distributed import Ranks
-from fxrl.losses import Critic, gae, token_rewards
-from fxrl.losses.advantages import EPSILON
+from fxrl.losses import Critic, gae, token_rewards, whiten
 from fxrl.rl.types import Batch, Metrics
 
 
@@ -48,8 +47,7 @@ def add_advantages(
             for b in batches
         ]
         rows: list[list[float]] = torch.stack(own).tolist() if own else []
-        every = [row for part in ranks.gather(rows)[::sharing] for row in part]
-        return [math.fsum(column) for column in zip(*every, strict=True)]
+        return [math.fsum(column) for column in zip(*ranks.every(rows, sharing), strict=True)]
 
     penalized = critic.kl_coef != 0.0
     num, advantage, returned, *kl = sums(
@@ -63,10 +61,9 @@ def add_advantages(
     spread, spread_return = sums(
         lambda b: ((b["advantages"] - mean).square(), (b["returns"] - mean_return).square())
     )
-    scale = math.sqrt(spread / max(1.0, num - 1)) + EPSILON
+    moments = mean, math.sqrt(spread / max(1.0, num - 1))
     for batch in batches:
-        whitened = (batch["advantages"] - mean) / scale
-        batch["advantages"] = torch.where(batch["completion_mask"] != 0, whitened, 0.0)
+        batch["advantages"] = whiten(batch["advantages"], batch["completion_mask"], moments)
     # R - V is the advantage, before it was whitened.
     metrics: Metrics = {"explained_variance": 1 - spread / spread_return if spread_return else None}
     return metrics | ({"kl": kl[0] / num} if penalized else {})

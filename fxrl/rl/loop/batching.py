@@ -213,7 +213,7 @@ def micro_batch_weights(
     counts = [batch["completion_mask"].sum() for batch in batches]
     # One wait for the device, not one a batch.
     tokens: list[float] = torch.stack(counts).tolist() if counts else []
-    sums = ranks.gather((sum(rows), math.fsum(tokens)))[::sharing]
+    sums = ranks.every([(sum(rows), math.fsum(tokens))], sharing)
     all_rows, all_tokens = sum(n for n, _ in sums), math.fsum(n for _, n in sums)
     shares = [Share(n / all_tokens, num / all_rows) for n, num in zip(tokens, rows, strict=True)]
     if over == "update":

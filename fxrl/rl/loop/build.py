@@ -34,7 +34,7 @@ from fxrl.rl.data.examples import FORMS, ExampleBuilder, Examples, Unit
 from fxrl.rl.data.questions import (
     PromptBuilder,
     PromptStream,
-    Source,
+    RowSource,
     Split,
     question_text,
     read_source,
@@ -48,12 +48,11 @@ from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
 from fxrl.rl.report.files import Tell
 from fxrl.rl.report.progress import Reporter, Stage
 from fxrl.rl.rollout.chat import Chat
-from fxrl.rl.rollout.function import rollout_function
+from fxrl.rl.rollout.function import RolloutFunction
 from fxrl.rl.rollout.rollouter import Rollouter
 from fxrl.rl.rollout.tools import Tools, user_code
-from fxrl.rl.rollout.turns import Conversation
-from fxrl.rl.types import Batch, Row
-from fxrl.rl.types import Source as ExperienceSource
+from fxrl.rl.rollout.turns import Conversation, Player
+from fxrl.rl.types import Batch, Row, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +82,11 @@ class Questions:
         self, engine: Engine, config: TrainConfig, tokenizer: Any, stage: Stage, ranks: Ranks
     ) -> Rollouter:
         """What draws and judges completions of them."""
-        function = config.rollout.rollout_func
+        player: Player | None = self.conversation
         if self.conversation is not None:
             self.conversation.tools.check_ranks(self.rewards, ranks.size)
-        player = self.conversation or rollout_function(function, self.builder, engine, ranks)
+        elif (function := config.rollout.rollout_func) is not None:
+            player = RolloutFunction(function, self.builder, engine, ranks)
         judges = (self.builder, self.rewards, config, tokenizer, stage, ranks, player)
         return Rollouter(engine, *judges, self.longest)
 
@@ -115,7 +115,7 @@ class RunParts:
     tokenizer: Any
     engine: Engine
     data: Questions | Examples
-    source: ExperienceSource
+    source: Source
     stream: PromptStream
     updater: Updater
     judge: Callable[[Batch], Any]
@@ -210,7 +210,7 @@ def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:
     return Examples(split, tokenizer, config.prompts_per_step, size, fingerprints)
 
 
-def _read_rows(config: TrainConfig, *, prompts: bool) -> tuple[Source, Source | None]:
+def _read_rows(config: TrainConfig, *, prompts: bool) -> tuple[RowSource, RowSource | None]:
     """Those of ``[data]``, and of ``[eval]`` where it has a source of its own."""
     own = config.eval.source(config.data)
     source = read_source(config.data, prompts=prompts)
@@ -219,8 +219,8 @@ def _read_rows(config: TrainConfig, *, prompts: bool) -> tuple[Source, Source | 
 
 def _split(
     config: TrainConfig,
-    source: Source,
-    asked: Source | None,
+    source: RowSource,
+    asked: RowSource | None,
     text_of: Callable[[Row], str],
     tell: Tell,
 ) -> tuple[Split, Usable]:
@@ -261,7 +261,7 @@ def _conversation(config: TrainConfig, builder: PromptBuilder) -> Conversation |
 
 
 def _fingerprints(
-    config: TrainConfig, source: Source, asked: Source | None, rewards: Sequence[Reward]
+    config: TrainConfig, source: RowSource, asked: RowSource | None, rewards: Sequence[Reward]
 ) -> dict[str, str]:
     found = {"data": fingerprint.of_rows(source.rows)}
     if asked is not None:
@@ -414,11 +414,11 @@ def _around(
         step.join(timedelta(seconds=COLLECTIVE_S))
     updater = _updater(config, model, step, loss_fn, run_dir, ranks)
     source = data.source(engine, config, tokenizer, stage, ranks)
-    scorer = functools.partial(
-        Scorer, optimize=make_step, temperature=sampling.temperature, wrap=wrap
+    score_by = functools.partial(
+        scorer, temperature=sampling.temperature, optimize=make_step, wrap=wrap
     )
-    critic = scorer(model, values=True) if info.critic is not None else None
-    old_policy = scorer(model) if config.num_iterations > 1 and critic is None else None
+    critic = score_by(model, values=True) if info.critic is not None else None
+    old_policy = score_by(model) if config.num_iterations > 1 and critic is None else None
     ref_model, context = model, None
     if config.needs_reference:
         lasts = info.mismatched_kl or not config.precompute_ref_log_probs
@@ -435,9 +435,9 @@ def _around(
         judge=functools.partial(scoring, model, make_step(model, wrap(loss_fn))),
         old_policy=old_policy,
         critic=critic,
-        reference=scorer(ref_model, context=context) if context is not None else None,
-        mismatched=scorer(model) if info.mismatched_kl else None,
-        probe=(old_policy or scorer(model)) if source.draws and info.options is None else None,
+        reference=score_by(ref_model, context=context) if context is not None else None,
+        mismatched=score_by(model) if info.mismatched_kl else None,
+        probe=(old_policy or score_by(model)) if source.draws and info.options is None else None,
         stage=stage,
         events=events,
         fingerprints={**data.fingerprints, **fingerprint.of_models(model, tokenizer, teacher)},
@@ -603,48 +603,47 @@ def _plain(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[[Batch], A
     return functools.partial(loss_fn, model)
 
 
-class Scorer:
-    """``scorer(batch) -> [B, C]`` log-probabilities without gradient.
+def scorer(
+    model: nn.Module,
+    temperature: float,
+    *,
+    optimize: Callable[..., Callable[[Batch], Any]],
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    values: bool = False,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Callable[[Batch], Any]:
+    """``score(batch) -> [B, C]`` log-probabilities without gradient, in eval mode: dropout is no
+    part of a policy.
 
     Args:
         optimize: ``fxrl.optimize`` with its configuration bound, or its plain twin.
+        wrap: around the loss, such as autocast.
         values: gives ``{"values": [B, C]}`` of the same forward behind them.
         context: entered around each call, such as PEFT's ``disable_adapter``.
-        wrap: around the loss, such as autocast.
 
     NOTE [One step per state of the adapter]
     The reference and the policy each have a step of their own, captured in the state it is always
     called in. One step for both would have to be captured anew whenever the adapter is switched.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimize: Callable[..., Callable[[Batch], Any]],
-        temperature: float,
-        *,
-        values: bool = False,
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-    ) -> None:
-        def logps(model: nn.Module, batch: Batch) -> Any:
-            num = batch["completion_mask"].shape[1]
-            options = asking_for_values(model) if values else {}
-            logits, output = completion_logits(model, batch, num, **options)
-            tokens = batch["input_ids"][:, -num:]
-            found = token_stats(logits, tokens, temperature=temperature).logps
-            if not values:
-                return found
-            return found, {"values": predicted_values(model, output, batch, num)}
+    def logps(model: nn.Module, batch: Batch) -> Any:
+        num = batch["completion_mask"].shape[1]
+        options = asking_for_values(model) if values else {}
+        logits, output = completion_logits(model, batch, num, **options)
+        tokens = batch["input_ids"][:, -num:]
+        found = token_stats(logits, tokens, temperature=temperature).logps
+        if not values:
+            return found
+        return found, {"values": predicted_values(model, output, batch, num)}
 
-        self.model, self.context = model, context
-        self.step = optimize(model, wrap(logps))
+    step = optimize(model, wrap(logps))
 
-    def __call__(self, batch: Batch) -> Any:
-        """Log-probabilities in eval mode: dropout is no part of a policy."""
+    def score(batch: Batch) -> Any:
         keep = ("input_ids", "right_padded", "completion_mask")
-        with self.context():
-            return scoring(self.model, self.step, {name: batch[name] for name in keep})
+        with context():
+            return scoring(model, step, {name: batch[name] for name in keep})
+
+    return score
 
 
 def scoring(model: nn.Module, step: Callable[[Batch], Any], batch: Batch) -> Any:

@@ -155,6 +155,16 @@ def _short(digest: str) -> str:
     return f"SHA-256 {digest[:16]}"
 
 
+def changes(saved: Mapping[str, Any], present: Mapping[str, str]) -> str:
+    """What of ``present`` was something else, a line each."""
+    changed = (
+        f"{name}: was {saved.get(name)}; is {now}"
+        for name, now in present.items()
+        if saved.get(name) != now
+    )
+    return "\n  ".join(changed)
+
+
 def check_unchanged(
     path: Path, saved: Mapping[str, Any], present: Mapping[str, str], *, accept: bool
 ) -> None:
@@ -166,13 +176,8 @@ def check_unchanged(
     Raises:
         CheckpointError: lists what has changed.
     """
-    changed = [
-        f"{name}: was {saved[name]}; is {now}"
-        for name, now in present.items()
-        if name in saved and saved[name] != now
-    ]
-    if changed and not accept:
-        lines = "\n  ".join(changed)
+    both = {name: now for name, now in present.items() if name in saved}
+    if (lines := changes(saved, both)) and not accept:
         raise CheckpointError(
             f"{path}: what the run is made of has changed since:\n  {lines}\n"
             "put it back, or go on with what there is by --accept-changes"

@@ -28,9 +28,6 @@ class StopRequest:
 
     signum: int | None = None
 
-    def __bool__(self) -> bool:
-        return self.signum is not None
-
     @property
     def exit_code(self) -> int:
         """The shell's convention: 128 + the signal's number (130 for Ctrl-C)."""

@@ -26,7 +26,7 @@ from fxrl.rl.data.examples import Examples, Unit
 from fxrl.rl.data.questions import Split
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.loop.build import RunParts
-from fxrl.rl.loop.fingerprint import of_tensors, of_tokens
+from fxrl.rl.loop.fingerprint import changes, of_tensors, of_tokens
 from fxrl.rl.loop.trainer import scored_batches
 from fxrl.rl.report.progress import Reporter, Say, told
 from fxrl.rl.types import Experience, TokenRow
@@ -89,9 +89,8 @@ def _scored(config: TrainConfig, parts: RunParts, say: Say) -> Tensor:
         ]
         experience = Experience(numbered, {}, 0, 0, unit=data.rows_each)
         batches, _ = scored_batches(config, alone, experience, say, train=False)
-        own = dict(one for batch in batches for one in _cut(batch, rows))
-        parts_of_it = parts.ranks.gather(own)[:: config.fxrl.context_parallel]
-        merged = {place: values for one in parts_of_it for place, values in one.items()}
+        own = (one for batch in batches for one in _cut(batch, rows))
+        merged = dict(parts.ranks.every(own, config.fxrl.context_parallel))
         found += [merged[place] for place in range(len(rows))]
     return torch.cat(found)
 
@@ -132,12 +131,6 @@ def _read(path: Path, made_of: dict[str, str]) -> Tensor:
         raise CheckpointError(f"{path} cannot be read ({error}); {again}") from error
     if not whole:
         raise CheckpointError(f"{path} is damaged: its values are not those written; {again}")
-    changed = [
-        f"{name}: was {before.get(name)}; is {now}"
-        for name, now in made_of.items()
-        if before.get(name) != now
-    ]
-    if changed:
-        lines = "\n  ".join(changed)
+    if lines := changes(before, made_of):
         raise CheckpointError(f"{path} holds another run's log-probs:\n  {lines}\n{again}")
     return found

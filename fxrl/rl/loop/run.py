@@ -42,7 +42,7 @@ from fxrl.rl.loop.lock import LOCK, hold
 from fxrl.rl.loop.outlook import outlook
 from fxrl.rl.loop.precomputed import precompute
 from fxrl.rl.loop.trainer import TrainingLoop
-from fxrl.rl.report.files import METRICS, Tell, read_lines, try_to_write, why
+from fxrl.rl.report.files import METRICS, Tell, read_lines, try_to_write
 from fxrl.rl.report.hub import HubPush
 from fxrl.rl.report.page import PAGE, note, versions
 from fxrl.rl.report.progress import Reporter
@@ -278,7 +278,7 @@ def _finish(loop: TrainingLoop, stop: StopRequest, reporter: Reporter) -> Outcom
         for line in read_lines(run_dir / METRICS)
     ]
     with reporter.stage(f"writing {PAGE}"):
-        _write_ledger(loop, reporter)
+        loop.write_ledger(reporter)
         loop.write_page(reporter)
     values = summarize(records, loop)
     outcome = Outcome(0, values, loop.parts.model, loop.parts.tokenizer)
@@ -303,13 +303,6 @@ def _finish(loop: TrainingLoop, stop: StopRequest, reporter: Reporter) -> Outcom
             loop.for_sure(write, "the trained model", reporter)
     reporter.summary(values)
     return outcome
-
-
-def _write_ledger(loop: TrainingLoop, reporter: Reporter) -> None:
-    try:
-        loop.write_ledger()
-    except (OSError, FxrlError) as error:
-        reporter.message(f"{loop.run_dir}: {why(error)}; the ledger is not written")
 
 
 def summarize(records: Sequence[dict[str, Any]], loop: TrainingLoop) -> dict[str, Any]:

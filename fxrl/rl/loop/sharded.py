@@ -50,7 +50,7 @@ def local_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's states with their tensors in host memory."""
+    """What has a name, such as a parameter's states, with tensors in host memory."""
     return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in values.items()}
 
 

@@ -105,11 +105,11 @@ class TrainingIteration:
 
     def add_times(self) -> None:
         """Puts the seconds up to now into the record."""
-        seconds = self.clock.elapsed()
-        self.record |= self.clock.metrics()
-        self.record["step_time"] = seconds
+        times = self.clock.metrics()
+        self.record |= times
         if self.experience is not None:
-            self.record["tokens_per_second"] = self.experience.num_completion_tokens / seconds
+            drawn = self.experience.num_completion_tokens
+            self.record["tokens_per_second"] = drawn / times["step_time"]
         self.record |= {f"engine/{k}_s": v for k, v in self.parts.engine.timings.items()}
         if self.device.type == "cuda":
             self.record["memory/peak_bytes"] = max(self.clock.bytes.values(), default=0)
@@ -243,8 +243,7 @@ def _mismatched_kl(config: TrainConfig, parts: RunParts, rows: Sequence[TokenRow
     for batch in _padded(parts, mixed, plan):
         gap = parts.mismatched(batch) - parts.reference(batch)
         gaps += masked_sum(gap, batch["completion_mask"] != 0).tolist()
-    different = parts.ranks.gather(gaps)[:: config.fxrl.context_parallel]
-    every = [gap for part in different for gap in part]
+    every = parts.ranks.every(gaps, config.fxrl.context_parallel)
     return max(0.0, math.fsum(every) / len(every))
 
 
@@ -618,15 +617,16 @@ class TrainingLoop:
         note(self.run_dir, reporter.message, memory=self._most_bytes)
         try_to_write_page(self.run_dir, reporter.message)
 
-    def write_ledger(self) -> None:
-        """``ledger.json``: the engine's account of the GPU's memory, an entry per transition.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
-            text = ",\n".join(ledger.to_json().splitlines())
+    def write_ledger(self, reporter: Reporter) -> None:
+        """``ledger.json``: the engine's account of the GPU's memory, an entry per transition; no
+        run fails by it."""
+        if (ledger := getattr(self.parts.engine, "ledger", None)) is None:
+            return
+        text = ",\n".join(ledger.to_json().splitlines())
+        try:
             write_text(self.run_dir / "ledger.json", f"[{text}]\n")
+        except (OSError, FxrlError) as error:
+            reporter.message(f"{self.run_dir}: {why(error)}; the ledger is not written")
 
     def _tell_report(self, reporter: Reporter) -> None:
         """Once per process, when the first step has been captured."""

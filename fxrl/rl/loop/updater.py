@@ -22,7 +22,7 @@ from fxrl.files import replacing
 from fxrl.losses import LossInfo
 from fxrl.rl.config.named import make_optimizer
 from fxrl.rl.config.tables import LossConfig, OptimConfig
-from fxrl.rl.errors import LossError, NonFiniteError, raised_at, shown
+from fxrl.rl.errors import LossError, NonFiniteError, raised, raised_at, shown
 from fxrl.rl.loop.batching import Share, micro_batch_weights
 from fxrl.rl.loop.gradients import GradientSum
 from fxrl.rl.loop.sharded import can_share, copied, local_optimizer, on_cpu, sharded_optimizer
@@ -230,9 +230,8 @@ class Updater:
         named = (
             dict(zip(values, row, strict=True)) for values, row in zip(found, rows, strict=True)
         )
-        own = list(zip(weights, shares, named, strict=True))
-        parts = self.ranks.gather(own)[:: self.context_parallel]
-        loss, metrics = self._merged([one for part in parts for one in part])
+        own = zip(weights, shares, named, strict=True)
+        loss, metrics = self._merged(self.ranks.every(own, self.context_parallel))
         self.ranks.check_same("the gradient's norm", repr(norm_value))
         return loss, norm_value, metrics
 
@@ -253,8 +252,7 @@ class Updater:
             names, values = zip(*({"loss": loss} | metrics).items(), strict=True)
             [row] = _to_host([values])
             own.append((weight, share, dict(zip(names, row, strict=True))))
-        parts = self.ranks.gather(own)[:: self.context_parallel]
-        merged, found = self._merged([one for part in parts for one in part])
+        merged, found = self._merged(self.ranks.every(own, self.context_parallel))
         return {"loss": jsonable(merged)} | found
 
     def _weights(self, batches: Sequence[Batch]) -> tuple[list[float], list[Share]]:
@@ -318,7 +316,7 @@ class Updater:
             raise
         # User code may raise anything; the run must be saved and the loss named.
         except BaseException as error:
-            told = f"raised {shown(error, 1000)}{raised_at(error)}"
+            told = raised(error)
             if isinstance(error, torch.OutOfMemoryError):
                 told = f"ran out of memory{raised_at(error)}: {error}; lower micro_batch_tokens"
             raise LossError(f"{self._named_loss()} {told}") from error
@@ -365,12 +363,7 @@ class Updater:
 
     def _stop(self, batches: Sequence[Batch], step_number: int, loss: float, norm: float) -> None:
         path = self.run_dir / f"nonfinite-step-{step_number}.pt"
-        own = [
-            {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
-            for batch in batches
-        ]
-        parts = self.ranks.gather(own)[:: self.context_parallel]
-        saved = [batch for part in parts for batch in part]
+        saved = self.ranks.every(map(on_cpu, batches), self.context_parallel)
         path.parent.mkdir(parents=True, exist_ok=True)
         found = {"step": step_number, "loss": loss, "grad_norm": norm, "batches": saved}
         with replacing(path) as stream:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,13 +78,12 @@ class Clock:
         self.seconds[source] -= moved
         self.seconds[target] += moved
 
-    def elapsed(self) -> float:
-        """Seconds since the step began; sets ``other`` to what no phase has."""
+    def metrics(self) -> dict[str, float]:
+        """``step_time``, the seconds since the step began, and ``time/<phase>``; what no phase has
+        is ``other``."""
         total = time.perf_counter() - self._start
         known = sum(value for name, value in self.seconds.items() if name != "other")
         self.seconds["other"] = max(0.0, total - known)
-        return total
-
-    def metrics(self) -> Mapping[str, float]:
-        """``time/<phase>`` in seconds; call ``elapsed`` before."""
-        return {f"time/{name}": value for name, value in self.seconds.items()}
+        return {f"time/{name}": value for name, value in self.seconds.items()} | {
+            "step_time": total
+        }

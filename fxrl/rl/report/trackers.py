@@ -40,14 +40,15 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Events in ``run_dir/tensorboard``; those at and after ``first_step`` are purged."""
+    """Events in ``run_dir/tensorboard``; those of steps that come again are purged."""
 
-    def __init__(self, run_dir: Path, first_step: int) -> None:
+    def __init__(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> None:
         tensorboard = optional("torch.utils.tensorboard", "log_to=tensorboard")
-        self._folder = refuse_links(run_dir / "tensorboard")
+        self._folder = refuse_links(Path(config.run_dir) / "tensorboard")
         for file in self._folder.glob("*"):  # the writer would go through one of its next name
             refuse_links(file)
-        self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=first_step)
+        first = state.global_step + 1
+        self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=first)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)  # else the writer's thread raises
@@ -55,7 +56,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, *, failed: bool) -> None:
         self._writer.close()
 
 
@@ -67,7 +68,7 @@ class Wandb:
     checkpoint would lose its curve there, so the step is logged as a number and made the axis.
     """
 
-    def __init__(self, config: TrainConfig, run_id: str | None) -> None:
+    def __init__(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> None:
         wandb = optional("wandb", "log_to=wandb", "wandb")
         self._run = wandb.init(
             project=config.project,
@@ -92,13 +93,13 @@ class Wandb:
 class Trackio:
     """A run of trackio, called as run_dir; trackio itself finds a resumed run by that name."""
 
-    def __init__(self, config: TrainConfig, resumed: bool) -> None:
+    def __init__(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> None:
         trackio = optional("trackio", "log_to=trackio", "trackio")
         self._run = trackio.init(
             project=config.project,
             name=Path(config.run_dir).name,
             config=as_table(config),
-            resume="allow" if resumed else "never",
+            resume="allow" if state.global_step else "never",
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -111,7 +112,7 @@ class Trackio:
 class MLflow:
     """A run of MLflow, called as run_dir; the configuration is its artifact ``config.json``."""
 
-    def __init__(self, config: TrainConfig, run_id: str | None) -> None:
+    def __init__(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> None:
         self._mlflow = mlflow = optional("mlflow", "log_to=mlflow", "mlflow")
         mlflow.set_experiment(config.project)
         run = mlflow.start_run(
@@ -196,12 +197,10 @@ class Tracker(Callback):
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard"}
 _SINKS: Mapping[str, Callable[[TrainConfig, TrainerState, str | None], Sink]] = {
-    "tensorboard": lambda config, state, _: TensorBoard(
-        Path(config.run_dir), state.global_step + 1
-    ),
-    "wandb": lambda config, state, run_id: Wandb(config, run_id),
-    "trackio": lambda config, state, _: Trackio(config, state.global_step > 0),
-    "mlflow": lambda config, state, run_id: MLflow(config, run_id),
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "mlflow": MLflow,
 }
 
 

@@ -29,12 +29,8 @@ from typing import Any
 from packaging.version import Version
 
 from fxrl.errors import ConfigError, optional
+from fxrl.rl.data.questions import ChatTemplate, Message, Schema
 from fxrl.rl.errors import shown
-
-Message = dict[str, Any]
-"""Of a conversation: ``role``, ``content``, and what else its role has, such as ``tool_calls``."""
-Schema = dict[str, Any]
-"""Of a tool, as chat templates take it."""
 
 LEAST_TRANSFORMERS = "5.15"
 """The first whose ``parse_response`` knows the tools' types."""
@@ -46,7 +42,7 @@ class ChatTemplateError(ConfigError):
     """A chat template cannot do what conversations of several turns need of it."""
 
 
-class Chat:
+class Chat(ChatTemplate):
     """Conversations of one tokenizer.
 
     Args:
@@ -70,23 +66,10 @@ class Chat:
         version = optional("transformers", "tools").__version__
         if Version(version) < Version(LEAST_TRANSFORMERS):
             raise ConfigError(f"tools need transformers >= {LEAST_TRANSFORMERS}, not {version}")
-        self.tokenizer, self.keywords = tokenizer, dict(keywords)
+        super().__init__(tokenizer, keywords)
         given = response_template or getattr(tokenizer, "response_template", None)
         self._is_derived = given is None
         self._syntax = dict(given) if given else self._implied()
-
-    def render(self, messages: Sequence[Message], schemas: Sequence[Schema], **more: Any) -> str:
-        """The conversation as text."""
-        # No list is not an empty one: some templates write a heading for that.
-        return str(
-            self.tokenizer.apply_chat_template(
-                list(messages), tools=list(schemas) or None, tokenize=False, **more, **self.keywords
-            )
-        )
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of what ``render`` made."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def parse(
         self, ids: Sequence[int], prompt: Sequence[int], schemas: Sequence[Schema], *, ended: bool
@@ -155,7 +138,7 @@ class Chat:
             bare = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
             stand_in["tool_calls"] = bare
         before = self.render(_QUESTION, schemas)
-        whole = self.render([*_QUESTION, stand_in, *answers], schemas, add_generation_prompt=True)
+        whole = self.render([*_QUESTION, stand_in, *answers], schemas, ask=True)
         if not whole.startswith(before):
             raise ChatTemplateError(
                 "the model's chat template renders a question differently once it is answered, so "
@@ -186,7 +169,7 @@ class Chat:
         said = {"role": "assistant", "content": "", "tool_calls": [_call(0, _NAME, _ARGUMENTS)]}
         try:
             before = self.render(_QUESTION, [_SCHEMA])
-            header = self.render(_QUESTION, [_SCHEMA], add_generation_prompt=True)[len(before) :]
+            header = self.render(_QUESTION, [_SCHEMA], ask=True)[len(before) :]
             body = self.render([*_QUESTION, said], [_SCHEMA])[len(before) :]
         except Exception as error:  # the template is a program, of the model's author
             raise ChatTemplateError(

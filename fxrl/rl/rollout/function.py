@@ -8,7 +8,7 @@ prompts, each as often as there are completions of it, one behind the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from fxrl.engines import Completion, Engine
 from fxrl.errors import FxrlError
 from fxrl.losses.own_code import load_function
 from fxrl.rl.data.questions import PromptBuilder
-from fxrl.rl.errors import ToolError, defined_at, name_of, raised_at, shown
+from fxrl.rl.errors import ToolError, defined_at, name_of, raised, shown
 from fxrl.rl.rollout.turns import Assignment, Group, check_sampled, turn_seed
 from fxrl.rl.types import Told
 
@@ -79,20 +79,19 @@ class RolloutTrainer:
         )
 
 
-@dataclass(frozen=True, slots=True)
 class RolloutFunction:
-    """Rollouts that a function of the user's plays.
+    """Rollouts that a function of the user's plays, ``rollout.rollout_func``."""
 
-    Attributes:
-        stop_ids: tokens that end a completion.
-        version: of the policy that draws.
-    """
-
-    function: Callable[..., Any]
-    builder: PromptBuilder
-    stop_ids: frozenset[int]
-    version: Callable[[], int]
-    ranks: Ranks
+    def __init__(
+        self,
+        given: str | Callable[..., Any],
+        builder: PromptBuilder,
+        engine: Engine,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.function, self.builder, self.engine = load_function(given), builder, engine
+        self.ranks = ranks or Ranks()
+        self._stop_ids = getattr(engine, "eos_token_ids", None) or {builder.tokenizer.eos_token_id}
 
     def play(self, asked: Assignment) -> Iterator[tuple[int, Group]]:
         """See ``Player.play``; all groups are over at once."""
@@ -124,8 +123,7 @@ class RolloutFunction:
         # User code may raise anything; the run must be saved and the function named.
         except BaseException as error:
             raise ToolError(
-                f"{self._named()} raised {shown(error, 1000)}{raised_at(error)}; mend it, and go "
-                "on with --resume"
+                f"{self._named()} {raised(error)}; mend it, and go on with --resume"
             ) from error
 
     def _named(self) -> str:
@@ -172,24 +170,10 @@ class RolloutFunction:
             prompt_token_ids=prompt,
             token_ids=tokens,
             logprobs=tuple(float(p) if s else 0.0 for p, s in zip(flat, sampled, strict=True)),
-            finish_reason="stop" if tokens[-1] in self.stop_ids else "length",
-            policy_version=self.version(),
+            finish_reason="stop" if tokens[-1] in self._stop_ids else "length",
+            policy_version=self.engine.policy_version,
             sampled=None if all(sampled) else sampled,
         )
-
-
-def rollout_function(
-    given: str | Callable[..., Any] | None,
-    builder: PromptBuilder,
-    engine: Engine,
-    ranks: Ranks | None,
-) -> RolloutFunction | None:
-    """``rollout.rollout_func``, played with ``engine``; ``None`` where there is none."""
-    if given is None:
-        return None
-    eos = getattr(engine, "eos_token_ids", None) or {builder.tokenizer.eos_token_id}
-    function, version = load_function(given), lambda: engine.policy_version
-    return RolloutFunction(function, builder, frozenset(eos), version, ranks or Ranks())
 
 
 def _ints(given: Any, what: str) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from itertools import compress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -78,6 +78,21 @@ RIGHT = 0.99
 Values = list[float | None]
 
 
+class _Group(NamedTuple):
+    """All completions of a prompt.
+
+    Attributes:
+        told: what they say besides their tokens.
+        texts: of them.
+        values: by the name of each reward that judges a completion by itself.
+    """
+
+    completions: Sequence[Completion]
+    told: Sequence[Told]
+    texts: Sequence[str] = ()
+    values: Mapping[str, Values] = {}
+
+
 class Judge:
     """Judges the completions of one generation call."""
 
@@ -92,13 +107,9 @@ class Judge:
     ) -> None:
         self.rows, self.prompts, self.rewards = rows, prompts, rewards
         self.tokenizer, self.state, self.ranks = tokenizer, state, ranks or Ranks()
-        self._queue: queue.SimpleQueue[tuple[int, Sequence[Completion]] | None]
-        self._queue = queue.SimpleQueue()
-        self._seen: set[int] = set()
-        self._told: dict[int, Sequence[Told]] = {}
+        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._groups: dict[int, _Group] = {}
         self._environments: dict[int, Sequence[Any]] = {}
-        self._texts: dict[int, list[str]] = {}
-        self._values: dict[int, dict[str, Values]] = {}
         self._abandoned = False
         self._worker = Background(self._work, "rewards")
 
@@ -109,7 +120,8 @@ class Judge:
         told: Sequence[Told] | None = None,
         environments: Sequence[Any] = (),
     ) -> None:
-        """Takes all completions of prompt number ``prompt``; returns at once.
+        """Takes all completions of prompt number ``prompt``; returns at once. Those of a prompt
+        that it has already, which a second try has drawn again, count no more.
 
         Args:
             told: what they say besides their tokens, where they have several turns.
@@ -119,24 +131,17 @@ class Judge:
             RewardError: a function has failed by now, so drawing more is in vain.
         """
         self._worker.check()
-        self._seen.add(prompt)
-        self._told[prompt] = told or [Told(self.prompts[prompt])] * len(group)
+        if prompt in self._groups:
+            return
+        self._groups[prompt] = _Group(group, told or [Told(self.prompts[prompt])] * len(group))
         if any(one is not None for one in environments):
             self._environments[prompt] = environments
-        self._queue.put((prompt, group))
+        self._queue.put(prompt)
 
     def abandon(self) -> None:
         """Ends the thread after the call that it is at; for a generation call that failed."""
         self._abandoned = True
         self._queue.put(None)
-
-    def ended(self) -> None:
-        """Waits for the thread, so that no function is called by two of them.
-
-        Raises:
-            RewardError: a function failed.
-        """
-        self._worker.result()
 
     def verdict(self, groups: Sequence[Sequence[Completion]]) -> list[Drawn]:
         """The step's completions and what every function says of them; waits for the rest.
@@ -149,65 +154,52 @@ class Judge:
             RankError: another rank failed.
         """
         for prompt, group in enumerate(groups):
-            if group and prompt not in self._seen:
+            if group:
                 self.finished(prompt, group)
         self._queue.put(None)
         self._worker.result()
-        own = {i: (groups[i], self._texts[i], self._values[i], self._told[i]) for i in self._seen}
-        all_of = {i: found for part in self.ranks.gather(own) for i, found in part.items()}
-        order = range(len(groups))
-        completions = [completion for i in order for completion in all_of[i][0]]
-        texts = [text for i in order for text in all_of[i][1]]
-        self._told = {i: all_of[i][3] for i in order}
+        of_ranks = dict(self.ranks.every(self._groups.items()))
+        every = {prompt: of_ranks[prompt] for prompt in range(len(groups))}
+        completions, told, texts = _joined(every)
         values = {
-            name: [value for i in order for value in all_of[i][2][name]]
-            for name in (reward.name for reward in self.rewards if reward.per_group)
+            reward.name: [value for group in every.values() for value in group.values[reward.name]]
+            for reward in self.rewards
+            if reward.per_group
         }
         if late := [reward for reward in self.rewards if not reward.per_group]:
             found: dict[str, Values] = {}
             if self.ranks.primary:
-                counts = [len(all_of[i][0]) for i in order]
-                arguments = self._arguments(order, counts, texts, completions)
-                found = call_all(late, len(texts), arguments)
+                found = call_all(late, len(texts), self._arguments(every))
             values |= self.ranks.broadcast(found)
         names = [reward.name for reward in self.rewards]
         columns = [values[name] for name in names]
         by_name = (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
         totals = combine(columns, [reward.weight for reward in self.rewards])
-        told = (one for i in order for one in self._told[i])
         return [
             Drawn(*each) for each in zip(completions, texts, by_name, totals, told, strict=True)
         ]
 
     def _work(self) -> None:
         early = [reward for reward in self.rewards if reward.per_group]
-        while (item := self._queue.get()) is not None and not self._abandoned:
-            prompt, group = item
-            ids = [list(completion.token_ids) for completion in group]
+        while (prompt := self._queue.get()) is not None and not self._abandoned:
+            group = self._groups[prompt]
+            ids = [list(completion.token_ids) for completion in group.completions]
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-            self._texts[prompt] = texts
-            arguments = self._arguments([prompt], [len(group)], texts, group)
-            self._values[prompt] = call_all(early, len(group), arguments)
+            group = group._replace(texts=texts)
+            values = call_all(early, len(texts), self._arguments({prompt: group}))
+            self._groups[prompt] = group._replace(values=values)
 
-    def _arguments(
-        self,
-        prompts: Sequence[int],
-        counts: Sequence[int],
-        texts: Sequence[str],
-        completions: Sequence[Completion],
-    ) -> Mapping[str, Any]:
-        """TRL's arguments for the completions of the given prompts."""
-        each = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
-        each_row = [self.rows[prompt] for prompt in each]
-        told = [one for prompt in prompts for one in self._told[prompt]]
+    def _arguments(self, groups: Mapping[int, _Group]) -> Mapping[str, Any]:
+        """TRL's arguments for the completions of these prompts, by their numbers."""
+        completions, told, texts = _joined(groups)
+        each_row = [self.rows[i] for i, group in groups.items() for _ in group.completions]
         # A column that only some rows have is None in the others, whichever rows are judged.
         names = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
         columns = {str(name): [row.get(name) for row in each_row] for name in names}
         further = dict.fromkeys(name for one in told for name in one.columns)
         columns |= {name: [one.columns.get(name) for one in told] for name in further}
-        if all(prompt in self._environments for prompt in prompts):  # not those of other ranks
-            of = (self._environments[prompt] for prompt in prompts)
-            columns["environments"] = [one for group in of for one in group]
+        if all(prompt in self._environments for prompt in groups):  # not those of other ranks
+            columns["environments"] = [one for i in groups for one in self._environments[i]]
         return columns | {
             "prompts": [one.prompt for one in told],
             "completions": [_said(text, one) for text, one in zip(texts, told, strict=True)],
@@ -215,6 +207,16 @@ class Judge:
             "rows": each_row,
             "trainer_state": self.state,
         }
+
+
+def _joined(groups: Mapping[int, _Group]) -> tuple[list[Completion], list[Told], list[str]]:
+    """Completions, what they say besides, and their texts, one group behind the other."""
+    every = groups.values()
+    return (
+        [completion for group in every for completion in group.completions],
+        [one for group in every for one in group.told],
+        [text for group in every for text in group.texts],
+    )
 
 
 def _said(text: str, told: Told) -> Any:
@@ -280,13 +282,15 @@ class Rollouter:
             doing.enter_context(clock.phase("generate"))
             say = doing.enter_context(self.stage(f"generating: {total} completions"))
             doing.enter_context(told("fxrl.engines.engine", say))
-            context = (rows, prompts, self.rewards, self.tokenizer, state, self.ranks)
-            if self.player is not None:
-                judge = Judge(*context)
-                groups = self._played(self.player, judge, rows, params, state)
-            else:
-                ids = [self.builder.encode(prompt) for prompt in prompts]
-                judge, groups = self._generate(ids, params, lambda: Judge(*context))
+            judge = Judge(rows, prompts, self.rewards, self.tokenizer, state, self.ranks)
+            try:
+                if self.player is not None:
+                    groups = self._played(self.player, judge, rows, params, state)
+                else:
+                    groups = self._generate(judge, prompts, params)
+            except BaseException:
+                judge.abandon()
+                raise
         # Times that are not of this call stay in ``timings`` as they were.
         new = {k: v for k, v in self.engine.timings.items() if before.get(k) != v}
         clock.move("generate", "sync", sum(new.get(name, 0.0) for name in ENGINE_SYNC))
@@ -294,29 +298,15 @@ class Rollouter:
             return judge.verdict(groups)
 
     def _generate(
-        self,
-        ids: Sequence[list[int]],
-        params: SamplingParams,
-        new_judge: Callable[[], Judge],
-    ) -> tuple[Judge, list[list[Completion]]]:
+        self, judge: Judge, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> list[list[Completion]]:
         """Draws this rank's share."""
+        ids = [self.builder.encode(prompt) for prompt in prompts]
         # How long a completion will be nobody knows; it is the same guess for all.
         costs = [len(prompt) + params.n * params.max_tokens / 2 for prompt in ids]
         mine = deal(costs, self.ranks.size)[self.ranks.rank]
-        judges: list[Judge] = []
-
-        def draw() -> tuple[Judge, list[list[Completion]]]:
-            if judges:
-                judges[-1].ended()
-            judges.append(judge := new_judge())
-            try:
-                generate = self.engine.generate
-                return judge, generate(ids, params, only=mine, on_finished=judge.finished)
-            except BaseException:
-                judge.abandon()
-                raise
-
-        return self._retrying(draw)
+        generate = self.engine.generate
+        return self._retrying(lambda: generate(ids, params, only=mine, on_finished=judge.finished))
 
     def _played(
         self,
@@ -341,14 +331,10 @@ class Rollouter:
         assert params.seed is not None, "every turn has a seed of its own"
         mine = deal([1.0] * len(rows), self.ranks.size)[self.ranks.rank]
         groups: list[list[Completion]] = [[] for _ in rows]
-        try:
-            asked = Assignment(rows, mine, params, state, generate)
-            for row, (group, told, environments) in player.play(asked):
-                groups[row] = list(group)
-                judge.finished(row, group, told, environments)
-        except BaseException:
-            judge.abandon()
-            raise
+        asked = Assignment(rows, mine, params, state, generate)
+        for row, (group, heard, environments) in player.play(asked):
+            groups[row] = list(group)
+            judge.finished(row, group, heard, environments)
         return groups
 
     def _retrying(self, draw: Callable[[], T]) -> T:
@@ -370,27 +356,18 @@ class Rollouter:
         state: Callable[[], TrainerState],
         clock: Clock,
     ) -> Rollout:
-        """A training step's completions with their advantages.
-
-        Args:
-            take: the next so many training rows.
-            state: the run's, once the rows have been taken.
-            clock: of the step.
-        """
+        """A training step's completions with their advantages; see ``Source``."""
         config = self.config
         num, wanted = config.sampling.num_generations, config.prompts_per_step
-        rows, refills = take(wanted), 0
-        drawn = self.draw(rows, self._training_params(state(), refills), state(), clock)
-        kept = self._kept(drawn)
-        while (
-            config.dynamic_sampling == "refill"
-            and len(kept) < wanted * num
-            and refills < config.max_refills
-        ):
-            rows = take(wanted - len(kept) // num)
-            refills += 1
-            drawn += self.draw(rows, self._training_params(state(), refills), state(), clock)
+        drawn: list[Drawn] = []
+        kept: list[Drawn] = []
+        most = config.max_refills if config.dynamic_sampling == "refill" else 0
+        for refills in range(1 + most):
+            rows, now = take(wanted - len(kept) // num), state()
+            drawn += self.draw(rows, self._training_params(now, refills), now, clock)
             kept = self._kept(drawn)
+            if len(kept) == wanted * num:
+                break
         metrics = _metrics(drawn, num)
         if config.dynamic_sampling != "off":
             metrics |= {
@@ -476,7 +453,7 @@ class Rollouter:
         told = [*self._retried, *(text for reward in self.rewards for text in reward.failures)]
         for failures in (self._retried, *(reward.failures for reward in self.rewards)):
             failures.clear()
-        return [text for part in self.ranks.gather(told) for text in part]
+        return self.ranks.every(told)
 
     def _kept(self, drawn: Sequence[Drawn]) -> list[Drawn]:
         """Completions to train on: of the groups that teach something; for a critic those that have

@@ -43,6 +43,7 @@ from fxrl.errors import optional
 from fxrl.losses.options import accepted
 from fxrl.losses.own_code import load_function
 from fxrl.rl.config.tables import RewardConfig, RolloutConfig
+from fxrl.rl.data.questions import Message, Schema
 from fxrl.rl.data.rewards import GRACE_S, Reward, TimeLimitError, awaited, stack_of
 from fxrl.rl.errors import (
     BadConfigError,
@@ -50,11 +51,10 @@ from fxrl.rl.errors import (
     ToolError,
     defined_at,
     name_of,
-    raised_at,
+    raised,
     shown,
 )
 from fxrl.rl.process_state import ProcessState
-from fxrl.rl.rollout.chat import Message, Schema
 from fxrl.rl.types import Row, last_text
 
 T = TypeVar("T")
@@ -288,8 +288,8 @@ class Tools:
         # User code may raise anything.
         except Exception as error:
             raise BadConfigError(
-                f"rollout.environment_factory: {name_of(factory)!r} raised {shown(error, 1000)}"
-                f"{raised_at(error)}; it is called without arguments and makes an environment"
+                f"rollout.environment_factory: {name_of(factory)!r} {raised(error)}; it is called "
+                "without arguments and makes an environment"
             ) from error
         cls = type(environment)
         if not callable(getattr(environment, "reset", None)):
@@ -490,5 +490,5 @@ def _failed(what: str, error: Exception, prompt: Any, cure: str) -> ToolError:
         told = f"did not come back within rollout.timeout_s={error.seconds:g}"
         told += f"; it hangs at\n{error.stack.rstrip()}\n" if error.stack else ""
     else:
-        told = f"raised {shown(error, 1000)}{raised_at(error)}"
+        told = raised(error)
     return ToolError(f"{what} {told}, for the prompt {last_text(prompt)[:120]!r}; {cure}")

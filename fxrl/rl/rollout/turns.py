@@ -28,9 +28,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fxrl.engines import Completion, SamplingParams
-from fxrl.rl.data.questions import PromptBuilder
+from fxrl.rl.data.questions import Message, PromptBuilder
 from fxrl.rl.errors import ToolError
-from fxrl.rl.rollout.chat import Chat, Message
+from fxrl.rl.rollout.chat import Chat
 from fxrl.rl.rollout.tools import Episode, Tools
 from fxrl.rl.types import Row, Told, TrainerState
 

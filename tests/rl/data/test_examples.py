@@ -107,7 +107,7 @@ def test_labels_and_own_names_of_columns():
         ("pairs", {}, {"prompt": "a", "chosen": [TOLD], "rejected": [USER]}, "its prompt is a tex"),
         ("labelled", {}, {"prompt": "a", "completion": "b", "label": "yes"}, "'label' is 'yes'"),
         ("sequences", {}, {"messages": [USER]}, "nothing to learn"),
-        ("sequences", {}, {"messages": [{"role": "user"}]}, "is no message"),
+        ("sequences", {}, {"messages": [{"role": "user"}]}, "is no {role, content} message"),
         ("sequences", {}, {"messages": "How?"}, "messages need the chat template"),
         ("sequences", {"chat": False}, {"messages": TWO}, "data.chat=true"),
         ("sequences", {"max_length": 10}, {"messages": TWO}, r"above data.max_length=10"),

@@ -66,8 +66,9 @@ def test_jsonl_may_hold_any_character_a_bom_and_windows_line_ends(tmp_path):
     assert found[3:] == ["\U0001f600"] * 2
 
 
-def test_csv_has_texts(tmp_path):
-    path = tmp_path / "a.csv"
+@pytest.mark.parametrize("name", ["a.csv", "a.CSV"])
+def test_csv_has_texts(name, tmp_path):
+    path = tmp_path / name
     path.write_bytes('\ufeffprompt,answer\r\n"a ""b"",\nc",007\r\n\r\nd,\r\n'.encode())
     source = read_source(DataConfig(path=str(path)))
     assert source.rows == ({"prompt": 'a "b",\nc', "answer": "007"}, {"prompt": "d", "answer": ""})

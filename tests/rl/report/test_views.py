@@ -235,14 +235,15 @@ def test_a_thread_writes_while_the_run_is_busy(monkeypatch):
     assert "capturing (" in stream.getvalue()
 
 
-def test_the_first_words_do_not_wait_for_torch():
+def test_the_first_words_do_not_wait_for_torch(tmp_path):
     """Of the command itself: when it begins to speak, nothing heavy is imported."""
+    (tmp_path / "a.toml").touch()
     code = (
         "import sys\nfrom fxrl.cli import main\nfrom fxrl.rl.report.progress import LogReporter\n"
         "def first(self, kind, words):\n"
         "    print(words, *{'torch', 'numpy', 'transformers'} & {*sys.modules}, sep='; ')\n"
         "    sys.exit(0)\n"
-        "LogReporter.changed = first\nmain(['train', 'a.toml'])"
+        f"LogReporter.changed = first\nmain(['train', {str(tmp_path / 'a.toml')!r}])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "importing PyTorch\n"

@@ -83,7 +83,7 @@ def chat_of(name, stop="<|im_end|>", **given):
 def test_calls_are_read_and_answered(name):
     written, stop, follows = FAMILIES[name]
     chat = chat_of(name, stop)
-    header = chat.render(ASKED, [SCHEMA], add_generation_prompt=True)
+    header = chat.render(ASKED, [SCHEMA], ask=True)
     thought = "I look.</think>\n\n" if header.rstrip().endswith("<think>") else ""
     prompt = chat.encode(header)
 
@@ -107,7 +107,7 @@ def test_calls_are_read_and_answered(name):
 def test_several_calls_of_one_message():
     stop = FAMILIES["qwen3"][1]
     chat = chat_of("qwen3", stop)
-    prompt = chat.encode(chat.render(ASKED, [SCHEMA], add_generation_prompt=True))
+    prompt = chat.encode(chat.render(ASKED, [SCHEMA], ask=True))
     said = chat.parse(chat.encode(f"Two: {JSON}\n{JSON}{stop}"), prompt, [SCHEMA], ended=True)
     assert [one["function"] for one in said["tool_calls"]] == [FUNCTION] * 2
     assert [one["id"] for one in said["tool_calls"]] == ["call00000", "call00001"]

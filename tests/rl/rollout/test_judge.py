@@ -72,6 +72,16 @@ def test_values_are_in_order_whenever_they_were_made(finish):
     assert [call[3]["level"] for call in early.calls] == [[ROWS[i].get("level")] * 2 for i in order]
 
 
+def test_what_a_second_try_draws_again_is_judged_once():
+    early = Spy()
+    reward = Reward("early", early, 1.0, per_group=True)
+    judge = Judge(ROWS, ["a", "b"], [reward], tiny_tokenizer(), STATE)
+    judge.finished(0, GROUPS[0])
+    judge.finished(0, group("other"))
+    assert [one.text for one in judge.verdict([group("other"), GROUPS[1]])][:2] == ["ones", "one"]
+    assert len(early.calls) == 2
+
+
 def test_a_reward_runs_while_others_are_drawn():
     called = threading.Event()
 
@@ -135,6 +145,6 @@ def test_an_abandoned_judge_is_waited_for_and_calls_no_more():
     assert begun.wait(5)
     judge.abandon()
     gate.set()
-    judge.ended()
+    judge._worker.result(5)
     assert len(calls) == 1
     assert not judge._worker._thread.is_alive()

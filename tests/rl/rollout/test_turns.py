@@ -19,7 +19,7 @@ from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.build import read_questions
 from fxrl.rl.report.progress import Reporter
 from fxrl.rl.report.timing import Clock
-from fxrl.rl.rollout.function import rollout_function
+from fxrl.rl.rollout.function import RolloutFunction
 from fxrl.rl.rollout.rollouter import Rollouter
 from fxrl.rl.rollout.turns import Assignment
 from fxrl.rl.types import TrainerState
@@ -128,8 +128,8 @@ def rolled(script, rollout, *, rewards=(right,), n=2, failures=0, rows=ROWS, **t
     config = config_of(table | tables, "test", "unused").settled()
     questions = read_questions(config, TOKENIZER, print)
     policy = Policy(script, failures)
-    player = questions.conversation or rollout_function(
-        config.rollout.rollout_func, questions.builder, policy, None
+    player = questions.conversation or RolloutFunction(
+        config.rollout.rollout_func, questions.builder, policy
     )
     stage = Reporter(Console(quiet=True)).stage
     rollouter = Rollouter(
