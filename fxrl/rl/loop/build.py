@@ -42,6 +42,7 @@ from fxrl.rl.data.questions import (
     usable_rows,
 )
 from fxrl.rl.data.rewards import Reward, build_rewards
+from fxrl.rl.data.verifiers import Environment
 from fxrl.rl.errors import BadConfigError, defined_at
 from fxrl.rl.loop import fingerprint
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
@@ -51,7 +52,8 @@ from fxrl.rl.rollout.chat import Chat
 from fxrl.rl.rollout.function import rollout_function
 from fxrl.rl.rollout.rollouter import Rollouter
 from fxrl.rl.rollout.tools import Tools, user_code
-from fxrl.rl.rollout.turns import Conversation
+from fxrl.rl.rollout.turns import Conversation, Player
+from fxrl.rl.rollout.verifiers import VerifiersPlayer
 from fxrl.rl.types import Batch, Row
 from fxrl.rl.types import Source as ExperienceSource
 
@@ -65,6 +67,7 @@ class Questions:
         longest: tokens of the longest prompt.
         fingerprints: of the data, the rewards, the loss and the tools, by name.
         conversation: plays the rollouts, where there are tools.
+        environment: of verifiers, which does.
     """
 
     split: Split
@@ -73,6 +76,7 @@ class Questions:
     longest: int
     fingerprints: Mapping[str, str]
     conversation: Conversation | None = None
+    environment: Environment | None = None
 
     @property
     def tokenizer(self) -> Any:
@@ -86,7 +90,10 @@ class Questions:
         function = config.rollout.rollout_func
         if self.conversation is not None:
             self.conversation.tools.check_ranks(self.rewards, ranks.size)
-        player = self.conversation or rollout_function(function, self.builder, engine, ranks)
+        player: Player | None = self.conversation
+        player = player or rollout_function(function, self.builder, engine, ranks)
+        if self.environment is not None:
+            player = VerifiersPlayer(self.environment, self.builder, config.rollout)
         judges = (self.builder, self.rewards, config, tokenizer, stage, ranks, player)
         return Rollouter(engine, *judges, self.longest)
 
@@ -174,6 +181,8 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
     rewards = build_rewards(config.reward, data.answer, source.score)
     if conversation is not None:
         rewards += conversation.tools.rewards(config.reward)
+    if source.environment is not None:
+        rewards += source.environment.rewards(config.reward)
     names = [reward.name for reward in rewards]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise BadConfigError(f"two rewards are named {twice[0]!r}; rename the environment's class")
@@ -185,9 +194,10 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
     fingerprints = _fingerprints(config, source, asked, rewards)
     longest = max(lengths)
-    if conversation is not None and conversation.tools.kinds:
-        longest = data.max_prompt_tokens  # reset may make them longer
-    return Questions(split, rewards, builder, longest, fingerprints, conversation)
+    environment = source.environment
+    if environment is not None or (conversation is not None and conversation.tools.kinds):
+        longest = data.max_prompt_tokens  # a harness, or reset, may make them longer
+    return Questions(split, rewards, builder, longest, fingerprints, conversation, environment)
 
 
 def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:
@@ -270,6 +280,8 @@ def _fingerprints(
     if ":" in config.loss.name:
         functions[f"loss {config.loss.name}"] = load_function(config.loss.name)
     functions |= user_code(config.rollout)
+    if source.environment is not None:
+        functions["verifiers"] = type(source.environment.env.taskset)
     for name, function in functions.items():
         if (code := fingerprint.of_code(function)) is not None:
             found[name] = code

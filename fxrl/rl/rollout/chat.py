@@ -54,6 +54,7 @@ class Chat:
         keywords: of the template, besides the messages and the tools.
         response_template: of transformers; by default the tokenizer's, else what the chat template
             implies (NOTE [Which syntax]).
+        calls: there are tools; without them ``parse`` is not for use.
 
     Raises:
         ChatTemplateError: the template writes no tool calls, or in a syntax that cannot be told
@@ -66,11 +67,15 @@ class Chat:
         tokenizer: Any,
         keywords: Mapping[str, Any],
         response_template: Mapping[str, Any] | None = None,
+        *,
+        calls: bool = True,
     ) -> None:
+        self.tokenizer, self.keywords = tokenizer, dict(keywords)
+        if not calls:
+            return
         version = optional("transformers", "tools").__version__
         if Version(version) < Version(LEAST_TRANSFORMERS):
             raise ConfigError(f"tools need transformers >= {LEAST_TRANSFORMERS}, not {version}")
-        self.tokenizer, self.keywords = tokenizer, dict(keywords)
         given = response_template or getattr(tokenizer, "response_template", None)
         self._is_derived = given is None
         self._syntax = dict(given) if given else self._implied()
