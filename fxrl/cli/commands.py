@@ -113,11 +113,14 @@ def report(args: Args) -> int:
 
         path = check_path(args.out)
         step, batch = _on_device(args, say, on_policy=True)
+        packages: dict[str, str] = {}
+        for one in distributions():  # the first of a name is the one that is imported
+            packages.setdefault(one.name, one.version)
         facts = {
             "command": shlex.join(["fxrl", *sys.argv[1:]]),
             "seed": args.seed,
             "machine": diagnose(smoke=False).to_dict(),
-            "packages": {d.name: d.version for d in sorted(distributions(), key=lambda d: d.name)},
+            "packages": dict(sorted(packages.items())),
         }
         found = write_bundle(step, batch, path, facts, say)
     if args.json:

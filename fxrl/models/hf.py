@@ -96,13 +96,18 @@ def why_no_hub() -> str | None:
     and offline switch count). Without it a load without network spends 45 s in retries.
     """
     hub = optional("huggingface_hub", "the Hugging Face hub")
+    # Its modules come into being when they are imported, by whoever that is.
+    errors, constants = (
+        optional(f"huggingface_hub.{name}", "the Hugging Face hub")
+        for name in ("errors", "constants")
+    )
     # Which HTTP client the session is differs by the hub's version (httpx, httpx2); the root of
     # its errors is what the hub derives its own from.
-    client_errors = hub.errors.HfHubHTTPError.__bases__
+    client_errors = errors.HfHubHTTPError.__bases__
     try:
         # Any answer will do, an error status too: the load itself explains that one better.
-        hub.get_session().head(hub.constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+        hub.get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
     except (OSError, *client_errors) as error:  # offline mode is a ConnectionError
         reason = str(error).splitlines() or [type(error).__name__]
-        return f"the hub at {hub.constants.ENDPOINT} cannot be reached ({reason[0][:120]})"
+        return f"the hub at {constants.ENDPOINT} cannot be reached ({reason[0][:120]})"
     return None

@@ -91,7 +91,7 @@ class Trainer:
             given["reward"] = {"functions": (rewards,) if one else tuple(rewards)}  # type: ignore[arg-type]
         if data is not None:
             size = _size(config)
-            given["data"] = {name: None for name in ("path", "dataset", "reasoning_gym")}
+            given["data"] = dict.fromkeys(("path", "dataset", "reasoning_gym", "verifiers"))
             given["data"]["rows"] = _rows(data, size)
         self.config = _completed(config, given)
         if tokenizer is not None and tokenizer.pad_token_id is None:

@@ -1,6 +1,9 @@
 """The doors to optional packages and the hub."""
 
+import os
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -40,6 +43,13 @@ def test_a_hub_that_does_not_answer_is_found_out_soon(monkeypatch):
     refused = hf.why_no_hub()  # nothing listens there any more
     assert refused is not None
     assert "cannot be reached" in refused
+
+
+def test_a_process_that_has_imported_nothing_of_the_hub_asks_it():
+    code = "from fxrl.models.hf import why_no_hub; print(why_no_hub())"
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert "cannot be reached" in found.stdout, found.stderr
 
 
 def test_any_answer_means_the_hub_is_there(monkeypatch):

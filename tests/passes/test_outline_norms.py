@@ -64,6 +64,7 @@ def outlined(behind):
 def test_applied():
     gm, report = outlined(rms)
     text = re.sub(r"'[0-9a-f]{16}'", "'ID'", print_graph(gm))
+    text = re.sub(r"([%.])(_unsafe_)?view(_\d+)?", r"\1view", text)  # the head's differ by version
     lines = [line for line in text.splitlines() if "= input" not in line and "blocks." not in line]
     assert_expected_inline(
         "\n".join(lines),
@@ -73,11 +74,11 @@ def test_applied():
 %getitem_1 = operator.getitem(%region_default_1, 0) : f64[2, 5, 8]
 %region_default_2 = fxrl.region.default([%getitem_1, %model.scale], 'ID', 0, []) : (f64[2, 5, 8])
 %getitem_2 = operator.getitem(%region_default_2, 0) : f64[2, 5, 8]
-%view_24 = aten.view.default(%getitem_2, [10, 8]) : f64[10, 8]
+%view = aten.view.default(%getitem_2, [10, 8]) : f64[10, 8]
 %t_12 = aten.t.default(%model.head.weight) : f64[8, 3]
-%addmm_4 = aten.addmm.default(%model.head.bias, %view_24, %t_12) : f64[10, 3]
-%view_25 = aten.view.default(%addmm_4, [2, 5, 3]) : f64[2, 5, 3]
-%pow_4 = aten.pow.Tensor_Scalar(%view_25, 2) : f64[2, 5, 3]
+%addmm_4 = aten.addmm.default(%model.head.bias, %view, %t_12) : f64[10, 3]
+%view = aten.view.default(%addmm_4, [2, 5, 3]) : f64[2, 5, 3]
+%pow_4 = aten.pow.Tensor_Scalar(%view, 2) : f64[2, 5, 3]
 %mean_3 = aten.mean.default(%pow_4) : f64[]
 return %mean_3""",
     )

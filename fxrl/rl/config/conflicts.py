@@ -89,14 +89,27 @@ def _teacher_conflicts(config: TrainConfig) -> Iterator[str]:
         yield f"teacher: loss.name={name!r} needs one; add [teacher] with its id"
 
 
-def _form_conflicts(config: TrainConfig) -> Iterator[str]:
-    """What does not go with what rows are."""
-    prompts = config.form == "prompts"
-    if prompts and not config.reward.functions and config.rollout.environment_factory is None:
+def _judge_conflicts(config: TrainConfig) -> Iterator[str]:
+    """What plays and judges completions is one thing, and there is one."""
+    rollout, verifiers = config.rollout, config.data.verifiers
+    if not config.reward.functions and not (rollout.environment_factory or verifiers):
         yield (
             "reward.functions is empty; name at least one reward, or rollout.environment_factory "
             "whose environments have get_reward"
         )
+    turns = rollout.has_tools or rollout.rollout_func is not None
+    if verifiers and (turns or config.eval.source(config.data) is not None):
+        yield (
+            "data.verifiers plays its rollouts itself, and eval's are tasks of it; leave tools, "
+            "environments, rollout_func, and sources of [eval] out"
+        )
+
+
+def _form_conflicts(config: TrainConfig) -> Iterator[str]:
+    """What does not go with what rows are."""
+    prompts = config.form == "prompts"
+    if prompts:
+        yield from _judge_conflicts(config)
     named = f"loss.name={config.loss.name!r}"
     learns = f"but {named} learns from {config.form}; leave it out"
     if prompts:

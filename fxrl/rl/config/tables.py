@@ -213,7 +213,7 @@ MOST_GENERATED = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class DataConfig(Table):
-    """``[data]``: what is trained on. Exactly one of the four sources is given.
+    """``[data]``: what is trained on. Exactly one of the five sources is given.
 
     Attributes:
         form: what rows are: ``prompts``, which the model answers; or what it learns as it stands:
@@ -226,9 +226,12 @@ class DataConfig(Table):
         split: split of ``dataset``.
         reasoning_gym: task of reasoning-gym, which generates its questions.
         params: keywords of the reasoning-gym task.
+        verifiers: environment of the ``verifiers`` package, which plays its own tasks and judges
+            them: the name of an installed taskset, played on this machine (by its own harness, else
+            by verifiers' ``null``); or verifiers' own table ``env``.
         rows: questions themselves, each a table of columns.
         size: number of questions to generate (reasoning-gym; ``none`` is 1000) or to keep (others;
-            ``none`` keeps all).
+            ``none`` keeps all, of tasks without end 1000).
         seed: seed of the generated questions and of the held-out split, whatever the run's seed is,
             so that runs with several seeds are judged on the same questions.
         prompt: column with the prompt, a text or a list of chat messages whose last is the user's.
@@ -264,6 +267,7 @@ class DataConfig(Table):
     split: str = "train"
     reasoning_gym: str | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
+    verifiers: Mapping[str, Any] | str | None = None
     rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False, metadata=DIGEST)
     size: Positive | None = None
     seed: int = 0
@@ -284,11 +288,16 @@ class DataConfig(Table):
     shuffle: bool = True
 
     def problems(self) -> Iterator[str]:
-        sources = ("path", "dataset", "reasoning_gym", "rows")
+        sources = ("path", "dataset", "reasoning_gym", "verifiers", "rows")
         given = [name for name in sources if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
-            yield f"path, dataset, reasoning_gym: give exactly one (or rows), not {found}"
+            yield f"{', '.join(sources[:-1])}: give exactly one (or rows), not {found}"
+        of_text = ("pattern", "template", "system", "few_shot", "turns")
+        if self.verifiers and (ours := [name for name in of_text if getattr(self, name)]):
+            yield f"verifiers makes its prompts itself; leave out {', '.join(ours)}"
+        if self.verifiers and not self.chat:
+            yield "chat=false: environments of verifiers are conversations; leave it out"
         if self.reasoning_gym is not None and (self.size or 0) > MOST_GENERATED:
             yield f"size={self.size} questions are generated in advance; {MOST_GENERATED} at most"
         if self.path is not None and not Path(self.path).is_file():
@@ -384,8 +393,8 @@ class RolloutConfig(Table):
             draw) and columns for the rewards.
         max_tool_calling_iterations: most turns of a rollout that call tools; ``none`` leaves it to
             ``sampling.max_tokens``.
-        timeout_s: seconds that one call of a tool, ``reset`` or ``get_reward`` may take; ``none``
-            waits for ever.
+        timeout_s: seconds that one call of a tool, ``reset`` or ``get_reward`` may take, or that
+            environments of ``data.verifiers`` may keep silent; ``none`` waits for ever.
         on_error: consequence of a tool that raises or takes too long: ``tell`` makes the error its
             output, ``stop`` ends the run (its state is saved). Calls of tools that there are not,
             or with wrong arguments, are told in any case.

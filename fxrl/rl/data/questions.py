@@ -19,6 +19,7 @@ from typing import Any, Literal
 from fxrl.errors import did_you_mean, optional
 from fxrl.rl.config.binding import MOST_NESTED, TOO_DEEP, entries
 from fxrl.rl.config.tables import DataConfig
+from fxrl.rl.data.verifiers import Environment
 from fxrl.rl.errors import DataError, shown
 from fxrl.rl.types import Row
 
@@ -34,12 +35,14 @@ class RowSource:
         prompt: column that holds the prompt.
         places: where each row stands, such as ``questions.jsonl:7``.
         score: ``score(answer_text, row) -> float``; ``None`` for files and datasets.
+        environment: that plays and judges them; ``None`` but for ``data.verifiers``.
     """
 
     rows: tuple[Row, ...]
     prompt: str
     places: tuple[str, ...]
     score: Callable[[str, Row], float] | None = None
+    environment: Environment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,12 @@ def read_source(config: DataConfig, *, prompts: bool = True) -> RowSource:
     """
     if config.reasoning_gym is not None:
         return _reasoning_gym(config, config.reasoning_gym)
-    if config.rows is not None:
+    environment = None
+    if config.verifiers is not None:
+        environment = Environment.load(config.verifiers, config.size)
+        rows, name = [*environment.rows], "data.verifiers"
+        places = [f"{name}: task {row['task']}" for row in rows]
+    elif config.rows is not None:
         rows, name = [dict(row) for row in config.rows], "data.rows"
         places = [f"{name}: row {number}" for number in range(1, len(rows) + 1)]
     elif config.path is not None:
@@ -82,7 +90,8 @@ def read_source(config: DataConfig, *, prompts: bool = True) -> RowSource:
             f"{places[0]} has no column {config.prompt!r} (it has {', '.join(sorted(rows[0]))}), "
             "nor has another; name the prompt's column with data.prompt"
         )
-    return RowSource(tuple(rows[: config.size]), config.prompt, tuple(places[: config.size]))
+    kept = slice(config.size)
+    return RowSource(tuple(rows[kept]), config.prompt, tuple(places[kept]), environment=environment)
 
 
 def read_file(path: Path) -> dict[int, Row]:

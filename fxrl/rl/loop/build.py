@@ -42,6 +42,7 @@ from fxrl.rl.data.questions import (
     usable_rows,
 )
 from fxrl.rl.data.rewards import Reward, build_rewards
+from fxrl.rl.data.verifiers import Environment
 from fxrl.rl.errors import BadConfigError, defined_at
 from fxrl.rl.loop import fingerprint
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
@@ -52,6 +53,7 @@ from fxrl.rl.rollout.function import RolloutFunction
 from fxrl.rl.rollout.rollouter import Rollouter
 from fxrl.rl.rollout.tools import Tools, user_code
 from fxrl.rl.rollout.turns import Conversation, Player
+from fxrl.rl.rollout.verifiers import VerifiersPlayer
 from fxrl.rl.types import Batch, Row, Source
 
 
@@ -64,6 +66,7 @@ class Questions:
         longest: tokens of the longest prompt.
         fingerprints: of the data, the rewards, the loss and the tools, by name.
         conversation: plays the rollouts, where there are tools.
+        environment: of verifiers, which does.
     """
 
     split: Split
@@ -72,6 +75,7 @@ class Questions:
     longest: int
     fingerprints: Mapping[str, str]
     conversation: Conversation | None = None
+    environment: Environment | None = None
 
     @property
     def tokenizer(self) -> Any:
@@ -87,6 +91,8 @@ class Questions:
             self.conversation.tools.check_ranks(self.rewards, ranks.size)
         elif (function := config.rollout.rollout_func) is not None:
             player = RolloutFunction(function, self.builder, engine, ranks)
+        elif self.environment is not None:
+            player = VerifiersPlayer(self.environment, self.builder, config.rollout)
         judges = (self.builder, self.rewards, config, tokenizer, stage, ranks, player)
         return Rollouter(engine, *judges, self.longest)
 
@@ -174,6 +180,8 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
     rewards = build_rewards(config.reward, data.answer, source.score)
     if conversation is not None:
         rewards += conversation.tools.rewards(config.reward)
+    if source.environment is not None:
+        rewards += source.environment.rewards(config.reward)
     names = [reward.name for reward in rewards]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise BadConfigError(f"two rewards are named {twice[0]!r}; rename the environment's class")
@@ -185,9 +193,10 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
     fingerprints = _fingerprints(config, source, asked, rewards)
     longest = max(lengths)
-    if conversation is not None and conversation.tools.kinds:
-        longest = data.max_prompt_tokens  # reset may make them longer
-    return Questions(split, rewards, builder, longest, fingerprints, conversation)
+    environment = source.environment
+    if environment is not None or (conversation is not None and conversation.tools.kinds):
+        longest = data.max_prompt_tokens  # a harness, or reset, may make them longer
+    return Questions(split, rewards, builder, longest, fingerprints, conversation, environment)
 
 
 def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:
@@ -270,6 +279,8 @@ def _fingerprints(
     if ":" in config.loss.name:
         functions[f"loss {config.loss.name}"] = load_function(config.loss.name)
     functions |= user_code(config.rollout)
+    if source.environment is not None:
+        functions["verifiers"] = type(source.environment.env.taskset)
     for name, function in functions.items():
         if (code := fingerprint.of_code(function)) is not None:
             found[name] = code

@@ -50,6 +50,7 @@ class Chat(ChatTemplate):
         keywords: of the template, besides the messages and the tools.
         response_template: of transformers; by default the tokenizer's, else what the chat template
             implies (NOTE [Which syntax]).
+        calls: there are tools; without them ``parse`` is not for use.
 
     Raises:
         ChatTemplateError: the template writes no tool calls, or in a syntax that cannot be told
@@ -62,11 +63,15 @@ class Chat(ChatTemplate):
         tokenizer: Any,
         keywords: Mapping[str, Any],
         response_template: Mapping[str, Any] | None = None,
+        *,
+        calls: bool = True,
     ) -> None:
+        super().__init__(tokenizer, keywords)
+        if not calls:
+            return
         version = optional("transformers", "tools").__version__
         if Version(version) < Version(LEAST_TRANSFORMERS):
             raise ConfigError(f"tools need transformers >= {LEAST_TRANSFORMERS}, not {version}")
-        super().__init__(tokenizer, keywords)
         given = response_template or getattr(tokenizer, "response_template", None)
         self._is_derived = given is None
         self._syntax = dict(given) if given else self._implied()

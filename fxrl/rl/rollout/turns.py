@@ -176,6 +176,19 @@ def turn_seed(base: str | int | None, turn: int) -> int:
     return random.Random(f"{base}/{turn}").getrandbits(63)
 
 
+def drawn_turn(asked: Assignment, playing: Mapping[int, Transcript], turn: int) -> list[Completion]:
+    """The next turn of each, by its place in the step, drawn in one call of the engine."""
+    params = replace(asked.params, n=1, seed=turn_seed(asked.params.seed, turn))
+    total = len(asked.rows) * asked.params.n
+    first = next(iter(playing.values()))
+    prompts: list[Sequence[int]] = [first.prompt] * total  # those not in ``only`` do not run
+    most = [params.max_tokens] * total
+    for place, one in playing.items():
+        prompts[place], most[place] = [*one.prompt, *one.tokens], one.room
+    found = asked.generate(prompts, params, list(playing), most)
+    return [found[place][0] for place in playing]
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Rollouts with tools and environments.
@@ -204,7 +217,7 @@ class Conversation:
                 if not live:
                     return
                 playing = {places[i]: transcripts[i] for i in live}
-                drawn = self._turn(asked, playing, turn)
+                drawn = drawn_turn(asked, playing, turn)
                 self._respond([(episodes[i], transcripts[i]) for i in live], drawn, turn)
                 over = [r for r, group in groups.items() if all(transcripts[i].over for i in group)]
                 for row in over:
@@ -212,20 +225,6 @@ class Conversation:
                     yield row, self._told([(episodes[i], transcripts[i]) for i in group])
         finally:
             self.tools.end(episodes)
-
-    def _turn(
-        self, asked: Assignment, playing: Mapping[int, Transcript], turn: int
-    ) -> list[Completion]:
-        """The next turn of each, by its place in the step, drawn in one call of the engine."""
-        params = replace(asked.params, n=1, seed=turn_seed(asked.params.seed, turn))
-        total = len(asked.rows) * asked.params.n
-        first = next(iter(playing.values()))
-        prompts: list[Sequence[int]] = [first.prompt] * total  # those not in ``only`` do not run
-        most = [params.max_tokens] * total
-        for place, one in playing.items():
-            prompts[place], most[place] = [*one.prompt, *one.tokens], one.room
-        found = asked.generate(prompts, params, list(playing), most)
-        return [found[place][0] for place in playing]
 
     def _respond(
         self,

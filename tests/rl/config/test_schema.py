@@ -76,7 +76,7 @@ def test_the_rows_and_tables_of_the_reference_are_read(tmp_path, monkeypatch):
     """Each JSON line with the TOML that goes with it becomes a prompt."""
     monkeypatch.chdir(tmp_path)
     text, chat, columns = blocks("json")
-    named, inline, _ = (tomllib.loads(block) for block in blocks("toml"))
+    named, inline, *_ = (tomllib.loads(block) for block in blocks("toml"))
     cases = [({"path": "a.jsonl"}, text), ({"path": "a.jsonl"}, chat), (named["data"], columns)]
     for data, line in [*cases, (inline["data"], "")]:
         Path(data.get("path", "unused")).write_text(line)
@@ -104,6 +104,8 @@ def test_the_tools_of_the_reference_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("calculator.py").write_text("def add(a: int, b: int) -> int: ...")
     Path("game.py").write_text("class Game: ...")
-    table = tomllib.loads(blocks("toml")[2])
-    rest = {"model": {"id": "tiny:qwen3"}, "data": {"rows": [{"prompt": "?"}]}}
-    assert config_of(table | rest, "config.md", "runs/a").rollout.timeout_s == 30
+    table, played = (tomllib.loads(block) for block in blocks("toml")[2:])
+    rest = {"model": {"id": "tiny:qwen3"}}
+    asked = {"data": {"rows": [{"prompt": "?"}]}}
+    assert config_of(table | rest | asked, "config.md", "runs/a").rollout.timeout_s == 30
+    assert config_of(played | rest, "config.md", "runs/a").data.verifiers["agent"]

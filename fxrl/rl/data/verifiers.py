@@ -1,0 +1,89 @@
+"""Questions and rewards of the ``verifiers`` package: what an environment of its says before it is
+played (``fxrl/rl/rollout/verifiers.py``)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
+from fxrl.errors import MissingPackageError, optional
+from fxrl.rl.config.tables import RewardConfig
+from fxrl.rl.data.rewards import Reward
+from fxrl.rl.errors import DataError, shown
+from fxrl.rl.types import Row
+
+LEAST_VERIFIERS = "0.4"
+"""The first whose environments are these alone."""
+DEFAULT_SIZE = 1000
+"""Tasks taken of a taskset without end."""
+REWARD = "verifiers"
+"""Name of the reward, and of the column that brings it."""
+HERE = {"type": "subprocess"}
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What ``data.verifiers`` names.
+
+    Attributes:
+        env: verifiers' own.
+        tasks: a row's column ``task`` is one's number.
+    """
+
+    api: Any
+    env: Any
+    tasks: Sequence[Any]
+
+    @classmethod
+    def load(cls, given: Mapping[str, Any] | str, size: int | None) -> Environment:
+        """
+        Args:
+            given: verifiers' table ``env``; or a taskset's name, which is then played on this
+                machine by its own harness, or else by verifiers' chat loop, ``null``.
+            size: most tasks.
+
+        Raises:
+            MissingPackageError: verifiers is not installed, or too old.
+            DataError: verifiers refuses the environment.
+        """
+        what = f"data.verifiers={shown(given)}"
+        api = optional("verifiers.v1", what, "'fxrl[verifiers]'")
+        version = optional("verifiers", what).__version__
+        if Version(version) < Version(LEAST_VERIFIERS):
+            why = f"{version}, where {LEAST_VERIFIERS} is the least"
+            raise MissingPackageError("verifiers", what, why, "'fxrl[verifiers]'")
+        loaders = optional("verifiers.v1.utils.loaders", what)
+        try:
+            if isinstance(given, str):
+                harness = loaders.default_harness_id(given)
+                agent = {"harness": {"id": harness if harness == given else "null"}}
+                table = {"taskset": {"id": given}, "agent": {**agent, "runtime": HERE}}
+            else:
+                table = dict(given)
+            env = loaders.load_environment(loaders.resolve_env_config(table))
+            endless = not env.taskset.bounded
+            most = size or (DEFAULT_SIZE if endless else None)
+            tasks = tuple(itertools.islice(env.taskset, most))
+        # Whatever pydantic, or the environment's code, raises.
+        except Exception as error:
+            raise DataError(f"{what}: verifiers refuses it: {shown(error, 1000)}") from error
+        return cls(api, env, tasks)
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        """A question each; what the policy reads is up to the harness."""
+        for number, task in enumerate(self.tasks):
+            text = task.data.prompt_text or task.data.name or f"task {task.key}"
+            yield {"prompt": text, "task": number, "task_hash": task.hash}
+
+    def rewards(self, rules: RewardConfig) -> list[Reward]:
+        """The environment's own, of weight 1."""
+
+        def verifiers(**columns: Any) -> list[float | None]:
+            return list(columns[REWARD])
+
+        return [Reward(REWARD, verifiers, 1.0, True, rules.timeout_s, 0, rules.on_error)]
