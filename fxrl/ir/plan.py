@@ -57,12 +57,19 @@ class CutLayer:
         inputs_on: where the layer's own input waits for the backward, ``"gpu"`` or ``"host"``.
         kept_on: where all else that is kept waits.
         tile_tokens: rows per tile of its MLP, which keeps nothing then; 0 for all at once.
+        sending: of the layers up to this one that send something to the host, of how many it may
+            still be on its way when this one has run; more have to be waited for. The planner sets
+            it, from the budget; None where nothing was planned.
+        fetching: of how many layers ahead of this one what they sent is on its way back while this
+            one's backward runs; likewise.
     """
 
     kept: Cut = "products"
     inputs_on: Place = "gpu"
     kept_on: Place = "gpu"
     tile_tokens: int = 0
+    sending: int | None = None
+    fetching: int | None = None
 
 
 Choice = Keep | Rewrite | TileHead | CutLayer
@@ -273,7 +280,9 @@ def _choice(site: str, given: Any) -> Choice:
 
 def _check(what: str, value: object, kind: str) -> None:
     """Whether ``value`` is what a choice's option of this type may be."""
-    if kind == "int":
+    if value is None and kind.endswith("| None"):
+        return
+    if kind.startswith("int"):
         if type(value) is not int or value < 0:
             raise PlanError(f"{what}={value!r} is no number of 0 or more")
     elif kind in ("str", "bool"):
