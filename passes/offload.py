@@ -17,7 +17,7 @@ from fxrl.analysis.saved_tensors import kept_by
 from fxrl.ir.graph import nbytes
 from fxrl.ir.graph_pass import Applied, PassDoc
 from fxrl.ir.plan import CutLayer, on_host
-from fxrl.ir.region import send_to_host
+from fxrl.ir.region import send_to_host, set_pace
 from fxrl.ir.remark import Refusal
 from fxrl.passes.recompute import LayerPass, OutlinedLayer
 
@@ -37,6 +37,9 @@ class Offload(LayerPass):
     )
 
     def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied | None:
+        if choice.sending is not None and choice.fetching is not None and not site.inside:
+            for call in site.calls:
+                set_pace(call, choice.sending, choice.fetching)
         if not (away := on_host(choice)):
             return None
         if site.inside:

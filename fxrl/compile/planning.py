@@ -49,11 +49,12 @@ from fxrl.passes.offload import own_inputs
 from fxrl.passes.recompute import OutlinedLayer, outlined_layers
 from fxrl.passes.tile_tokens import tile_widest
 from fxrl.planner.budget import Budget
-from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes, step_seconds
+from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes
 from fxrl.planner.cost import brought_bytes
 from fxrl.planner.eager_profile import CallCost
 from fxrl.planner.eager_profile import peak as eager_peak
 from fxrl.planner.memory_profile import nbytes, tensor_bytes
+from fxrl.planner.pace import paced, step_seconds
 from fxrl.planner.schedule import Measure, shared_weight, volume
 from fxrl.planner.solver import fastest, least_peak
 from fxrl.planner.target import Target
@@ -214,8 +215,8 @@ class StepChain:
         """The fastest options that fit: products kept everywhere, where these do."""
         gpu, host = budget.gpu_bytes, budget.host_bytes
         chain, plain = self.plain()
-        if peak_bytes(chain, plain) <= gpu and host_bytes(plain) <= host:
-            return plain
+        if host_bytes(plain) <= host and (kept := paced(chain, plain, gpu)) is not None:
+            return kept
         return fastest(self.chain(), gpu, host)
 
     def plain(self) -> tuple[Chain, tuple[Option, ...]]:
@@ -319,13 +320,16 @@ class StepChain:
         given = self.plan.choices.get(layer.name)
         layer = self._alike[layer.name]
         ids = tuple(call.meta["region"].id for call in layer.calls)
-        if (key := (ids, str(given), len(cuts))) not in self._known:
+        given = given if isinstance(given, CutLayer) else None
+        alone = given and replace(given, sending=None, fetching=None)  # counts cost nothing
+        if (key := (ids, str(alone), len(cuts))) not in self._known:
             rows = prod(map(self.measure, shape_of(_hidden(layer))[:-1]))
             choices = [replace(cut, tile_tokens=t) for t in tiles if t < rows for cut in cuts]
-            choices = [given] if isinstance(given, CutLayer) else choices
+            choices = choices if alone is None else [alone]
             found = (self._option(layer, choice) for choice in choices)
             self._known[key] = [option for option in found if option is not None]
-        return self._known[key]
+        known = self._known[key]
+        return known if given is None else [replace(option, choice=given) for option in known]
 
     def _option(self, layer: OutlinedLayer, choice: CutLayer) -> Option | None:
         """What a choice costs; None where the layer cannot do it."""

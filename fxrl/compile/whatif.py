@@ -14,7 +14,8 @@ from fxrl.ir.capture_record import Capture, plan_of
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import format_bytes
 from fxrl.planner.budget import FRAGMENTS, Budget
-from fxrl.planner.chain import Chain, host_bytes, peak_bytes, step_seconds
+from fxrl.planner.chain import Chain, host_bytes, peak_bytes
+from fxrl.planner.pace import step_seconds
 from fxrl.planner.solver import fastest
 
 #: More of one thing, as a share of what there is.

@@ -7,7 +7,7 @@ decided by the passes' own options. What came of it is ``TrainStep.plan``: a cho
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -57,12 +57,19 @@ class CutLayer:
         inputs_on: where the layer's own input waits for the backward, ``"gpu"`` or ``"host"``.
         kept_on: where all else that is kept waits.
         tile_tokens: rows per tile of its MLP, which keeps nothing then; 0 for all at once.
+        sending: of the layers up to this one that send something to the host, of how many it may
+            still be on its way when this one has run; more have to be waited for. The planner sets
+            it, from the budget; None where nothing was planned.
+        fetching: of how many layers ahead of this one what they sent is on its way back while this
+            one's backward runs; likewise.
     """
 
     kept: Cut = "products"
     inputs_on: Place = "gpu"
     kept_on: Place = "gpu"
     tile_tokens: int = 0
+    sending: int | None = None
+    fetching: int | None = None
 
 
 Choice = Keep | Rewrite | TileHead | CutLayer
@@ -177,7 +184,8 @@ class Plan:
         return cls(read, timeline=timeline, **numbers)
 
     def __str__(self) -> str:
-        lines = [f"{site}: {describe(choice)}" for site, choice in _joined(self.choices)]
+        words = {site: describe(choice) for site, choice in self.choices.items()}
+        lines = [f"{sites}: {what}" for sites, what in _joined(words)]
         return "\n".join([*self._predicted(), *lines]) or "no sites: nothing is captured yet"
 
     def _predicted(self) -> list[str]:
@@ -196,10 +204,11 @@ class Plan:
 
 def differing(before: Plan, after: Plan) -> dict[str, dict[str, tuple[Any, Any]]]:
     """All ``predictions`` of two plans, and the ``choices`` in which they differ, in words;
-    neighbouring layers that differ in the same way together."""
+    layers that differ in the same way together."""
     sites = dict.fromkeys([*before.choices, *after.choices])
     pairs = {s: (before.choices.get(s), after.choices.get(s)) for s in sites}
-    words = {s: tuple(map(_or_none, pair)) for s, pair in pairs.items() if pair[0] != pair[1]}
+    words = {s: tuple(map(_or_none, pair)) for s, pair in pairs.items()}
+    words = {s: pair for s, pair in words.items() if pair[0] != pair[1]}
     numbers = {name: (getattr(before, name), getattr(after, name)) for name in _NUMBERS}
     return {"predictions": numbers, "choices": dict(_joined(words))}
 
@@ -209,14 +218,27 @@ def _or_none(choice: Choice | None) -> str:
 
 
 def _joined(by_site: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Neighbouring sites (``layers.3``, ``layers.4``) with equal values under one name."""
-    lines: list[tuple[str, str, Any]] = []
+    """Numbered sites (``layers.3``, ``layers.4``, ``layers.6``) with equal values under one name
+    (``layers.3-4,6``), where the first of them stands."""
+    numbers: dict[tuple[str, Any], list[int]] = {}
     for site, value in by_site.items():
-        first, last, before = lines[-1] if lines else ("", "", None)
         path, _, number = site.rpartition(".")
-        follows = number.isdigit() and last == f"{path}.{int(number) - 1}" and value == before
-        lines[-1 if follows else len(lines) :] = [(first if follows else site, site, value)]
-    return [(a if a == b else f"{a}-{b.rpartition('.')[2]}", value) for a, b, value in lines]
+        numbered = number.isdigit()
+        of_name = numbers.setdefault((path if numbered else site, value), [])
+        of_name += [int(number)] if numbered else []
+    return [
+        (f"{path}.{_ranges(found)}" if found else path, value)
+        for (path, value), found in numbers.items()
+    ]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers in words: ``0-2,5``."""
+    parts: list[tuple[int, int]] = []
+    for number in numbers:
+        follows = bool(parts) and number == parts[-1][1] + 1
+        parts[-1 if follows else len(parts) :] = [(parts[-1][0] if follows else number, number)]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 _KEPT: dict[Cut, str] = {
@@ -273,7 +295,9 @@ def _choice(site: str, given: Any) -> Choice:
 
 def _check(what: str, value: object, kind: str) -> None:
     """Whether ``value`` is what a choice's option of this type may be."""
-    if kind == "int":
+    if value is None and kind.endswith("| None"):
+        return
+    if kind.startswith("int"):
         if type(value) is not int or value < 0:
             raise PlanError(f"{what}={value!r} is no number of 0 or more")
     elif kind in ("str", "bool"):

@@ -162,7 +162,13 @@ def set_region(call: fx.Node, region: Region) -> None:
 
 def send_to_host(call: fx.Node, inputs: Sequence[int], *, kept: bool) -> None:
     """Let these inputs of a call, and all values that it keeps, wait in host memory."""
-    call.args = (*call.args[:3], [*inputs, *([-1] if kept else [])])
+    call.update_arg(3, [*inputs, *([-1] if kept else [])])
+
+
+def set_pace(call: fx.Node, sending: int, fetching: int) -> None:
+    """Say how many stores may be on their way to the host behind a call, and how many come back
+    while its backward runs."""
+    call.args = (*call.args[:4], [sending, fetching])
 
 
 def region_calls(gm: fx.GraphModule) -> list[fx.Node]:

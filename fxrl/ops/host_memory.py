@@ -3,9 +3,11 @@
     forward    y = layer_i(x)        x, o  --side stream-->  pages of pinned host memory
     backward   grad of layer_i       x, o  <--side stream--  begun while layer i+1's gradient runs
 
-Values come back bit for bit. What was stored last is asked for first; whoever is fetched starts the
-way back of the one stored before it, so a transfer hides behind a layer's backward where the link
-keeps up. On a CPU the pages are plain memory and copies are done when they are asked for.
+Values come back bit for bit. What was stored last is asked for first; who fetches lets those stored
+before set out, too, so that a transfer hides behind the backward of the layers in between. How many
+may be on their way is said by who stores: GPU memory is held until a store has arrived, and taken
+when a way back begins, so it follows from the order of the calls alone, never from how fast copies
+are. On a CPU the pages are plain memory and copies are done when they are asked for.
 
 NOTE [Why pages]: batches differ in length, so buffers of a tensor's size would never fit again, and
 PyTorch's own pinned allocator rounds up to powers of two. The tensors of one store lie behind each
@@ -25,8 +27,8 @@ from torch import Tensor
 from fxrl.errors import HostMemoryError
 
 PAGE = 16 * 2**20
-#: Stores that may be on their way at once; their GPU memory is held until they have arrived.
-_ON_THEIR_WAY = 2
+#: Where nobody says how many: stores that may be on their way at once, and fetches ahead of one.
+_SENDING, _FETCHING = 2, 1
 _POOLS: dict[torch.device, HostPool] = {}
 _LOCK = threading.RLock()
 
@@ -65,15 +67,32 @@ class HostPool:
         self._last: weakref.ref[Stored] | None = None
         self._stream = torch.Stream(device) if device.type == "cuda" else None
 
-    def store(self, tensors: Sequence[Tensor]) -> Stored:
-        """Begin to copy tensors to the host; the caller may drop them at once."""
+    def store(
+        self, tensors: Sequence[Tensor], *, sending: int = _SENDING, fetching: int = _FETCHING
+    ) -> Stored:
+        """Begin to copy tensors to the host; the caller may drop them at once.
+
+        Args:
+            tensors: none where this only takes its turn: waits for others, and lets them set out.
+            sending: stores that may still be on their way then, this one among them.
+            fetching: how many of those before set out when this is fetched.
+        """
         flats = [_flat(x) for x in tensors]
         with _LOCK:
             pages = self._take(flats)
-            self._send(flats, pages)
-            stored = Stored(self, tensors, pages, self._last)
-            self._last = weakref.ref(stored)
+            if flats and (arrived := self._begin(_pieces(flats, pages))) is not None:
+                self._sent.append((arrived, flats))
+            self.wait(sending)
+            stored = Stored(self, tensors, pages, self._last, fetching)
+            if flats:
+                self._last = weakref.ref(stored)
         return stored
+
+    def wait(self, sending: int = 0) -> None:
+        """Let the GPU wait until no more stores are on their way; the memory of others is free."""
+        while len(self._sent) > sending:
+            event, _ = self._sent.popleft()
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def room_for(
         self, tensors: Sequence[Tensor]
@@ -99,16 +118,7 @@ class HostPool:
 
     def copy(self, flats: Sequence[Tensor], pages: Sequence[Tensor]) -> torch.Event | None:
         """Begin to copy pages into flat tensors; the event says when they are there."""
-        while self._sent and self._sent[0][0].query():
-            self._sent.popleft()
         return self._begin((place, flat) for flat, place in _pieces(flats, pages))
-
-    def _send(self, flats: list[Tensor], pages: Sequence[Tensor]) -> None:
-        while len(self._sent) >= _ON_THEIR_WAY:
-            event, _ = self._sent.popleft()
-            torch.cuda.current_stream(self.device).wait_event(event)  # then the memory is free
-        if (arrived := self._begin(_pieces(flats, pages))) is not None:
-            self._sent.append((arrived, flats))
 
     def _begin(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event | None:
         """Copy the first of each pair to the second, behind what the GPU was told so far."""
@@ -154,8 +164,9 @@ class Stored:
         tensors: Sequence[Tensor],
         pages: list[Tensor],
         before: weakref.ref[Stored] | None,
+        fetching: int,
     ) -> None:
-        self._pool, self._pages, self._before = pool, pages, before
+        self._pool, self._pages, self._before, self._fetching = pool, pages, before, fetching
         self._looks = [(x.shape, x.stride(), x.dtype) for x in tensors]
         self._found: list[Tensor] | None = None
         self._arrived: torch.Event | None = None
@@ -168,18 +179,24 @@ class Stored:
                     torch.empty_strided(shape, stride, dtype=dtype, device=self._pool.device)
                     for shape, stride, dtype in self._looks
                 ]
-                self._arrived = self._pool.copy([_flat(x) for x in self._found], self._pages)
+                flats = [_flat(x) for x in self._found]
+                self._arrived = self._pool.copy(flats, self._pages) if flats else None
 
     def fetch(self) -> list[Tensor]:
-        """The tensors as they were; those stored before them start their way back."""
+        """The tensors as they were; of those stored before them, as many as was said set out."""
+        with _LOCK:
+            self._pool.wait()
         self.start()
         found, self._found = self._found, None  # the caller's; another backward copies again
         assert found is not None
         if self._arrived is not None:
             torch.cuda.current_stream(self._pool.device).wait_event(self._arrived)
-        before = self._before() if self._before is not None else None
-        if before is not None:
-            before.start()
+        before = self._before
+        for _ in range(self._fetching):
+            if before is None or (stored := before()) is None:
+                break
+            stored.start()
+            before = stored._before
         return found
 
     def __del__(self) -> None:

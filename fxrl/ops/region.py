@@ -123,13 +123,17 @@ def lookup(key: str) -> RegionKernels:
 @torch.library.custom_op(
     "fxrl::region",
     mutates_args=(),
-    schema="(Tensor[] inputs, str key, SymInt tile, int[] host) -> Tensor[]",
+    schema="(Tensor[] inputs, str key, SymInt tile, int[] host, int[] pace=[]) -> Tensor[]",
 )
-def region(inputs: list[Tensor], key: str, tile: int, host: Sequence[int]) -> list[Tensor]:
+def region(
+    inputs: list[Tensor], key: str, tile: int, host: Sequence[int], pace: Sequence[int] = ()
+) -> list[Tensor]:
     """Run a region's forward, whole or in tiles of ``tile`` rows; outputs, then kept values.
 
     Args:
         host: inputs that wait in host memory for the backward; -1 stands for all kept values.
+        pace: how many stores may be on their way behind this one, and how many of those before it
+            set out when it is fetched (``HostPool.store``); empty where nobody planned it.
     """
     kernels = lookup(key)
     # Bodies already contain the casts that autocast asked for when they were captured.
@@ -142,7 +146,9 @@ def region(inputs: list[Tensor], key: str, tile: int, host: Sequence[int]) -> li
 
 
 @region.register_fake
-def _(inputs: list[Tensor], key: str, tile: int, host: Sequence[int]) -> list[Tensor]:
+def _(
+    inputs: list[Tensor], key: str, tile: int, host: Sequence[int], pace: Sequence[int] = ()
+) -> list[Tensor]:
     return [*map(memory_like, lookup(key).fake_outputs(inputs))]
 
 
@@ -219,8 +225,9 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
-    tensors, ctx.key, ctx.tile, host = inputs
-    ctx.grad_of_host = None if host else []  # torch takes an empty list for one of tensors
+    tensors, ctx.key, ctx.tile, host, pace = inputs
+    # torch takes an empty list for one of tensors, and leaves out what has its default's value
+    ctx.grads_of_counts = [None if host else [], *([None] if pace else [])]
     kernels = lookup(ctx.key)
     ctx.kernels = kernels  # a backward may outlive the capture
     if not any(spec.needs_grad for spec in kernels.region.inputs):
@@ -240,7 +247,7 @@ def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
             for kind, i in body.sources
             if kind in ("input", "output")
         ]
-    _keep(ctx, values)
+    _keep(ctx, values, pace, output[0].device)
     ctx.results = [(tuple(o.shape), o.dtype, o.device) for o in output[:count]]
     ctx.mark_non_differentiable(*output[count:])
     ctx.set_materialize_grads(False)
@@ -266,11 +273,14 @@ def _is_made(x: Tensor) -> bool:
     return x.grad_fn is not None and (x._base is None or not x._base.is_leaf)
 
 
-def _keep(ctx: Any, values: Sequence[_Value]) -> None:
+def _keep(ctx: Any, values: Sequence[_Value], pace: Sequence[int], device: torch.device) -> None:
     """Save values for the backward, those that are marked in host memory."""
     ctx.away = [value.asked and can_wait(value.tensor) for value in values]
     gone = [value.tensor for value, away in zip(values, ctx.away, strict=True) if away]
-    ctx.stored = pool_of(gone[0].device).store(gone) if gone else None
+    ctx.stored = None
+    if gone or pace:  # who keeps all on the GPU has a turn, too
+        said = dict(zip(("sending", "fetching"), pace, strict=True)) if pace else {}
+        ctx.stored = pool_of(device).store(gone, **said)
     here = [value for value, away in zip(values, ctx.away, strict=True) if not away]
     ctx.save_for_backward(*(value.tensor for value in here))
     join(ctx, [value.own for value in here])
@@ -282,13 +292,13 @@ def _kept(ctx: Any) -> list[Tensor]:
     return [next(back) if away else next(here) for away in ctx.away]
 
 
-def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None, None, Any]:
+def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     device = ctx.results[0][2]
     found = iter(with_room(ctx, device, lambda: _gradients(ctx, grads)))
     if not ctx.kernels.runs_again():
         ctx.stored = None  # as autograd does with what it saved; who keeps the loss keeps ctx
     result = [next(found) if spec.needs_grad else None for spec in ctx.kernels.region.inputs]
-    return result, None, None, ctx.grad_of_host
+    return (result, None, None, *ctx.grads_of_counts)
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> list[Tensor]:

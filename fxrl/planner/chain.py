@@ -11,15 +11,13 @@ at that moment, and what the one that runs needs while it runs.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 from fxrl.ir.plan import CutLayer, Moment
 
-#: What was sent to the host stays on the GPU until it has arrived: the last stores may be on their
-#: way (``ops.host_memory``).
-ON_THEIR_WAY = 2
 #: What the GPU's bytes are for at any moment.
 _PARTS = (
     "weights and states",
@@ -75,29 +73,40 @@ class Chain:
 def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
     """Every moment of a step in which each layer has one of its options."""
     kept = [0, *accumulate(option.gpu_bytes for option in options)]
-    sent, count = [option.host_bytes for option in options], len(options)
+    moved, count = [option.host_bytes for option in options], len(options)
+    sent, back = on_their_way(options)
 
     def moment(phase: str, layer: int, *sizes: int) -> Moment:
         return Moment(phase, layer, dict(zip(_PARTS, (chain.base_bytes, *sizes), strict=True)))
 
+    arrived = [0, *sent]
     for i, option in enumerate(options):
-        yield moment("forward", i, kept[i], _going(sent[:i]), 0, option.forward_bytes)
+        yield moment("forward", i, kept[i], sum(moved[arrived[i] : i]), 0, option.forward_bytes)
     made = gradients_made(chain)
-    yield moment("head", count, kept[count], _going(sent), made[count + 1], chain.head_bytes)
+    going = sum(moved[arrived[count] :])
+    yield moment("head", count, kept[count], going, made[count + 1], chain.head_bytes)
     for i, option in reversed(list(enumerate(options))):
-        asked = any(sent[i:])  # a fetch was the first to see what had arrived
-        moving = sent[i] + _last(sent[:i], 1) if asked else _going(sent)
-        yield moment("backward", i, kept[i + 1], moving, made[i + 1], option.backward_bytes)
+        coming = sum(moved[back[i] : i + 1])
+        yield moment("backward", i, kept[i + 1], coming, made[i + 1], option.backward_bytes)
     yield moment("end", 0, 0, 0, made[0], 0)
 
 
-def _going(sent: Sequence[int]) -> int:
-    """Bytes of the last stores, which may be on their way."""
-    return _last(sent, ON_THEIR_WAY)
+def on_their_way(options: Sequence[Option]) -> tuple[list[int], list[int]]:
+    """How far the queues go at each layer, as its choice says.
 
-
-def _last(sent: Sequence[int], count: int) -> int:
-    return sum([size for size in sent if size][-count:])
+    Returns:
+        For each layer the first whose bytes may be on their way to the host when it has run, and
+        the first whose bytes are here, or on their way back, when its backward runs.
+    """
+    moves = [i for i, option in enumerate(options) if option.host_bytes]
+    sent, back = [], []
+    for i, option in enumerate(options):
+        own, ahead = bisect_right(moves, i), bisect_left(moves, i)
+        going, coming = option.choice.sending or 0, option.choice.fetching or 0
+        sent.append(moves[max(0, own - going)] if own and going else i + 1)
+        back.append(moves[max(0, ahead - coming)] if ahead and coming else i)
+    # what has arrived, or set out, stays so
+    return [*accumulate(sent, max)], [*accumulate(reversed(back), min)][::-1]
 
 
 def gradients_made(chain: Chain) -> list[int]:
@@ -115,18 +124,3 @@ def peak_bytes(chain: Chain, options: Sequence[Option]) -> int:
 def host_bytes(options: Sequence[Option]) -> int:
     """Bytes on the host when the forward has ended."""
     return sum(option.host_bytes for option in options)
-
-
-def step_seconds(chain: Chain, options: Sequence[Option]) -> float:
-    """Seconds of a step: of computation, or of the link where it has more to do.
-
-    Only the last stores and the next fetches are on their way while a layer runs, so layers of one
-    choice wait for the link where they ask more of it than it can do meanwhile.
-    """
-    runs = [list(run) for _, run in groupby(options, key=lambda option: option.choice)]
-    total = chain.head_s
-    for run in runs:
-        moved = host_bytes(run) / chain.link
-        total += max(sum(option.forward_s for option in run), moved)
-        total += max(sum(option.backward_s for option in run), moved)
-    return total

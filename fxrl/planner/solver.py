@@ -1,16 +1,18 @@
-"""The fastest plan within two budgets, of those that treat layers in at most three runs.
+"""The fastest plan within two budgets, of those that treat layers in at most three ways.
 
-    layers 0 ... a     one choice          what runs do to memory is known from prefix sums, so
-    layers a ... b     another             every plan of this kind is looked at: all choices, all
-    layers b ... end   a third             places a and b, at once
+    layers 0 ... a     one choice          ... or the first two are mixed: what goes to the host
+    layers a ... b     another             does so all through the forward, while layers between
+    layers b ... end   a third             that send little give the link time
 
-NOTE [Why runs]: layers of a model are nearly alike, so a plan is how many of them get which choice,
-in which order. With two budgets and a link, a linear programme over such counts has an optimum with
-three choices or four (a basic solution has as many as there are constraints); the third run takes
-what rounding to whole layers leaves. An exact dynamic programme over (layer, GPU bytes, host bytes)
-took 1 to 60 s for 36 layers of 18 choices (tens of thousands of states that none dominates) and won
-nothing that one can measure. Which plans there are does not depend on the budgets, so more of one
-is never slower. People can read such a plan, too.
+All choices and all places a and b are looked at: sums say what a plan takes at least, and those
+that may be the fastest are played, layer by layer and copy by copy (``planner.pace``).
+
+NOTE [Why three]: layers of a model are nearly alike, so a plan is how many of them get which
+choice, in which order. With two budgets and a link, a linear programme over such counts has an
+optimum with three choices or four (a basic solution has as many as there are constraints). For 12
+and 36 layers of Qwen3-8B's shape a random search that began at the plan found here and changed
+whatever it liked won nothing, and 0.2 %. Which plans there are does not depend on the budgets, so
+more of one is never slower. People can read such a plan, too.
 
 Sources: H. Beaumont et al., "Optimal checkpointing for heterogeneous chains" (Rotor, 2019) and
 "Efficient combination of rematerialization and offloading" (POFO, 2021), whose programmes run
@@ -19,7 +21,8 @@ sub-chains again, where here each layer keeps or recomputes for itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,14 +32,16 @@ import numpy as np
 from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer
 from fxrl.ir.remark import format_bytes
-from fxrl.planner.chain import ON_THEIR_WAY, Chain, Option, gradients_made, peak_bytes
+from fxrl.planner.chain import Chain, Option, gradients_made, peak_bytes
+from fxrl.planner.pace import COSTS, paced, seconds_at, widest
 
 Array = np.ndarray[Any, Any]
 Plan = tuple[Option, ...]
 
 
 def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
-    """An option for each layer with the least time, of those that fit; None where none does.
+    """An option for each layer with the least time, of those that fit; None where none does. Where
+    anything goes to the host, choices say how much may be on its way.
 
     Args:
         chain: its layers may differ in what an option costs, and in which they have; a choice is
@@ -44,7 +49,7 @@ def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
     """
     if not chain.layers:
         return () if peak_bytes(chain, ()) <= gpu_bytes else None
-    return Runs(_unbeaten(chain, (*_BYTES, *_SECONDS))).fastest(gpu_bytes, host_bytes)
+    return _Plans(_unbeaten(chain, COSTS)).fastest(gpu_bytes, host_bytes)
 
 
 def least_peak(chain: Chain, host_bytes: int) -> tuple[Plan, int]:
@@ -55,11 +60,16 @@ def least_peak(chain: Chain, host_bytes: int) -> tuple[Plan, int]:
     """
     if not chain.layers:
         return (), peak_bytes(chain, ())
-    return Runs(_unbeaten(chain, _BYTES)).least_peak(host_bytes)
+    return _Plans(_unbeaten(chain, _BYTES)).least_peak(host_bytes)
 
 
 _BYTES = ("gpu_bytes", "host_bytes", "forward_bytes", "backward_bytes")
-_SECONDS = ("forward_s", "backward_s")
+#: Plans that are played at once.
+_BLOCK = 1024
+#: Bytes that no GPU has: of a choice that a layer lacks.
+_TOO_MANY = 2.0**60
+#: Of all places, one in so many says which choices are promising.
+_SAMPLE = 7
 
 
 def _unbeaten(chain: Chain, costs: Sequence[str]) -> Chain:
@@ -82,65 +92,63 @@ def _unbeaten(chain: Chain, costs: Sequence[str]) -> Chain:
     return replace(chain, layers=layers)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One of the three runs of all plans: [choice, place].
+def runs(count: int) -> Iterator[tuple[int, int]]:
+    """Where the second and the third of three runs of layers begin."""
+    return itertools.combinations_with_replacement(range(count + 1), 2)
 
-    Attributes:
-        seconds: of forward and backward.
-        gpu, host: bytes that its layers keep.
-        peak: most bytes while they run, besides what those before it keep.
-        sent: most that one of them sends to the host.
-    """
 
-    seconds: Array
-    gpu: Array
-    host: Array
-    peak: Array
-    sent: Array
+def mixture(share: int, count: int) -> list[int]:
+    """Two ways of ``count`` layers, ``share`` of them the first one's, as evenly as can be."""
+    return [int(-(-(i + 1) * share // count) == -(-i * share // count)) for i in range(count)]
 
 
 @dataclass(frozen=True)
-class Runs:
-    """A chain's plans of at most three runs, in numbers.
+class _Plans:
+    """A chain's plans of at most three choices, in numbers.
 
-    Every plan is (first, second, third choice, a, b) with 0 <= a <= b <= number of layers; runs may
-    be empty. Tables are indexed by choice, and by where a run starts and ends.
+    Every plan is (first, second, third choice, place), a place being who gets which of them: first
+    all runs, where a choice may get no layer, then all mixtures of the first two ahead of a run.
     """
 
     chain: Chain
 
     def fastest(self, gpu_bytes: int, host_bytes: int) -> Plan | None:
         """See ``fastest``."""
-        best, found = (np.inf, np.inf), None
-        for first in range(len(self._choices)):
-            for second in range(len(self._choices)):
-                seconds, peak, host = self._plans(first, second)
-                fit = (peak <= gpu_bytes) & (host <= host_bytes)
-                if not fit.any() or (least := seconds[fit].min()) > best[0]:
-                    continue
-                at = np.argmin(np.where(fit & (seconds == least), peak, np.inf))
-                if (least, peak.flat[at]) < best:
-                    best, found = (least, peak.flat[at]), (first, second, int(at))
-        return None if found is None else self._plan(*found)
+        best, found = np.inf, None
+        limits = gpu_bytes, host_bytes
+        for first, second in self._by_promise(*limits):
+            bounds = self._least_seconds(first, second, *limits).ravel()
+            promising = np.flatnonzero(bounds < best)
+            promising = promising[np.argsort(bounds[promising], kind="stable")]
+            for start in range(0, len(promising), _BLOCK):
+                block = promising[start : start + _BLOCK]
+                if bounds[block[0]] >= best:
+                    break
+                plans = self._plans(first, second, block)
+                costs = {name: self._costs[name][plans, self._layers] for name in COSTS}
+                seconds = seconds_at(self.chain, costs, widest(self.chain, costs, gpu_bytes))
+                if seconds.min() < best:
+                    best, found = seconds.min(), plans[seconds.argmin()]
+        return None if found is None else paced(self.chain, self._named(found), gpu_bytes)
 
     def least_peak(self, host_bytes: int) -> tuple[Plan, int]:
         """See ``least_peak``."""
-        best, found = np.inf, (0, 0, 0)
-        for first in range(len(self._choices)):
-            for second in range(len(self._choices)):
-                _, peak, host = self._plans(first, second)
-                peak = np.where(host <= host_bytes, peak, np.inf)
-                if peak.min() < best:
-                    best, found = peak.min(), (first, second, int(peak.argmin()))
-        if best == np.inf:
+        best, found = np.inf, None
+        for first, second in itertools.product(range(len(self._choices)), repeat=2):
+            peak, host = self._peaks(first, second)
+            peak = np.where(host <= host_bytes, peak, np.inf)
+            if peak.min() < best:
+                best, found = peak.min(), self._plans(first, second, np.array([peak.argmin()]))
+        if found is None:
             asked = sum(min(o.host_bytes for o in layer) for layer in self.chain.layers)
             raise PlanError(
                 f"the choices that are given keep {format_bytes(asked)} in host memory, and "
                 f"{format_bytes(host_bytes)} may be used; cure: a larger host_memory, or "
                 "inputs_on='gpu' and kept_on='gpu' in some of them"
             )
-        return self._plan(*found), int(best)
+        plan = paced(self.chain, self._named(found[0]), int(best))
+        assert plan is not None, "the peak is that of a plan with nothing on its way"
+        return plan, int(best)
 
     # -- what there is to choose
     @cached_property
@@ -152,90 +160,133 @@ class Runs:
     @cached_property
     def _options(self) -> list[list[Option | None]]:
         """For each choice the layers' options; None where a layer has it not. A layer without a
-        choice, because its is given, does its own in any run."""
+        choice, because its is given, does its own in any plan."""
         by_layer = [{option.choice: option for option in layer} for layer in self.chain.layers]
         only = [layer[0] if len(layer) == 1 else None for layer in self.chain.layers]
         pairs = list(zip(by_layer, only, strict=True))
         return [[options.get(choice, one) for options, one in pairs] for choice in self._choices]
 
     @cached_property
-    def _cuts(self) -> tuple[Array, Array]:
-        """Every a and b."""
-        count = len(self.chain.layers)
-        pairs = [(a, b) for a in range(count + 1) for b in range(a, count + 1)]
-        return np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
+    def _costs(self) -> dict[str, Array]:
+        """[choice, layer]: each of ``COSTS``."""
+        lacks = dict.fromkeys(COSTS, 0.0) | {"gpu_bytes": _TOO_MANY}
 
-    def _plan(self, first: int, second: int, at: int) -> Plan:
-        third, place = divmod(at, len(self._cuts[0]))
-        a, b = (int(cut[place]) for cut in self._cuts)
-        runs = [(first, 0, a), (second, a, b), (third, b, len(self.chain.layers))]
-        options = [o for choice, start, end in runs for o in self._options[choice][start:end]]
-        return tuple(option for option in options if option is not None)
+        def cost(name: str, option: Option | None) -> float:
+            return lacks[name] if option is None else float(getattr(option, name))
 
-    # -- sums over runs
-    def _sums(self, name: str) -> Array:
-        """[choice, layers before]: an attribute summed; nothing where a layer lacks the choice."""
-        values = [[0.0 if o is None else getattr(o, name) for o in row] for row in self._options]
-        start = np.zeros((len(values), 1))
-        return np.concatenate([start, np.cumsum(np.array(values, dtype=float), 1)], 1)
+        return {n: np.array([[cost(n, o) for o in row] for row in self._options]) for n in COSTS}
 
     @cached_property
-    def _tables(self) -> dict[str, Array]:
-        return {n: self._sums(n) for n in ("gpu_bytes", "host_bytes", "forward_s", "backward_s")}
+    def _layers(self) -> Array:
+        return np.arange(len(self.chain.layers))
 
     @cached_property
-    def _most(self) -> tuple[Array, Array]:
-        """[choice, start, end]: most bytes while a run's layers run, besides what those before it
-        keep, infinite where one lacks the choice; and the most that one sends to the host."""
-        count, made = len(self.chain.layers), gradients_made(self.chain)
-        peaks = np.zeros((len(self._choices), count + 1, count + 1))
-        sends = np.zeros_like(peaks)
-        for choice, row in enumerate(self._options):
-            for start in range(count):
-                kept = peak = sent = 0.0
-                for end, option in enumerate(row[start:], start + 1):
-                    if option is None:
-                        peaks[choice, start, end:] = np.inf
-                        break
-                    later = option.gpu_bytes + option.backward_bytes + made[end]
-                    peak = max(peak, kept + max(option.forward_bytes, later))
-                    sent = max(sent, option.host_bytes)
-                    kept += option.gpu_bytes
-                    peaks[choice, start, end], sends[choice, start, end] = peak, sent
-        return peaks, sends
+    def _runs(self) -> Array:
+        """[2, run]: see ``runs``."""
+        return np.array(list(runs(len(self._layers)))).T
 
     @cached_property
-    def _runs(self) -> tuple[_Run, _Run, _Run]:
-        """The first, second and third run of every plan."""
-        a, b = self._cuts
-        begin, end = np.zeros_like(a), np.full_like(a, len(self.chain.layers))
-        return self._run(begin, a), self._run(a, b), self._run(b, end)
+    def _places(self) -> Array:
+        """[place, layer]: 0, 1 or 2 for the first, second or third choice."""
+        a, b = self._runs[..., None]
+        apart = (self._layers >= a).astype(int) + (self._layers >= b)
+        mixed = [
+            [*mixture(share, ahead), *[2] * (len(self._layers) - ahead)]
+            for ahead in range(2, len(self._layers) + 1)
+            for share in range(1, ahead)
+        ]
+        return np.concatenate([apart, np.array(mixed, dtype=int).reshape(-1, len(self._layers))])
 
-    def _run(self, start: Array, end: Array) -> _Run:
-        """A step's seconds are counted by runs, as ``chain.step_seconds`` does."""
-        over = {name: table[:, end] - table[:, start] for name, table in self._tables.items()}
-        moved = over["host_bytes"] / self.chain.link
-        seconds = np.maximum(over["forward_s"], moved) + np.maximum(over["backward_s"], moved)
-        peaks, sends = self._most
-        gpu, host = over["gpu_bytes"], over["host_bytes"]
-        return _Run(seconds, gpu, host, peaks[:, start, end], sends[:, start, end])
+    def _plans(self, first: int, second: int, plans: Array) -> Array:
+        """[plan, layer]: choices of plans that are given as (third choice, place) in one number."""
+        third, place = np.divmod(plans, len(self._places))
+        ways = np.stack([np.full_like(third, first), np.full_like(third, second), third])
+        found: Array = ways[self._places[place], np.arange(len(plans))[:, None]]
+        return found
 
-    def _plans(self, first: int, second: int) -> tuple[Array, Array, Array]:
-        """[third choice, place]: seconds, peak bytes and host bytes of every plan that begins with
-        these two choices.
+    def _named(self, plan: Array) -> list[Option]:
+        found = [self._options[choice][layer] for layer, choice in enumerate(plan)]
+        return [option for option in found if option is not None]
 
-        What is on its way to the host or back is charged as if every layer sent as much as the one
-        that sends most.
+    # -- what plans take at least
+    @cached_property
+    def _sums(self) -> dict[str, tuple[Array, ...]]:
+        """[choice, place]: each cost, of the layers with the first, second and third choice."""
+        ways = [(self._places == way).T.astype(float) for way in range(3)]
+        return {name: tuple(table @ way for way in ways) for name, table in self._costs.items()}
+
+    def _total(self, name: str, first: int, second: int, every: int = 1) -> Array:
+        """[third choice, place]: a cost of all layers; of one place in so many."""
+        one, two, three = (table[:, ::every] for table in self._sums[name])
+        total: Array = one[first] + two[second] + three
+        return total
+
+    def _by_promise(self, gpu_bytes: int, host_bytes: int) -> list[tuple[int, int]]:
+        """All first and second choices, those that may be fastest ahead."""
+        count = range(len(self._choices))
+        least = {
+            (first, second): float(
+                self._least_seconds(first, second, gpu_bytes, host_bytes, _SAMPLE).min()
+            )
+            for first, second in itertools.product(count, count)
+        }
+        return sorted(least, key=least.__getitem__)
+
+    def _least_seconds(
+        self, first: int, second: int, gpu_bytes: int, host_bytes: int, every: int = 1
+    ) -> Array:
+        """[third choice, place]: what a plan takes at least, infinite where it cannot fit.
+
+        All that was sent has arrived before the first backward, but for what memory holds before
+        the head; all comes back behind it.
         """
-        one, two, three = self._runs
-        made = gradients_made(self.chain)
-        before = one.gpu[first]
-        between = before + two.gpu[second]
-        peak = np.maximum(one.peak[first], before + two.peak[second])
-        peak = np.maximum(peak, between + three.peak)
-        at_head = between + three.gpu + (made[-1] + self.chain.head_bytes)
-        peak = np.maximum(np.maximum(peak, at_head), made[0])
-        sent = np.maximum(np.maximum(one.sent[first], two.sent[second]), three.sent)
-        host = one.host[first] + two.host[second] + three.host
-        seconds = self.chain.head_s + one.seconds[first] + two.seconds[second] + three.seconds
-        return seconds, self.chain.base_bytes + peak + ON_THEIR_WAY * sent, host
+        chain, made = self.chain, gradients_made(self.chain)
+        kept, moved, forward, backward = (
+            self._total(name, first, second, every)
+            for name in ("gpu_bytes", "host_bytes", "forward_s", "backward_s")
+        )
+        free = gpu_bytes - chain.base_bytes - kept
+        at_head = free - made[-1] - chain.head_bytes
+        behind = self._costs["backward_bytes"][:, -1:] * (self._places[::every, -1] == 2)
+        link, held = moved / chain.link, np.maximum(at_head, 0) / chain.link
+        until = np.maximum(np.maximum(forward, link - held) + chain.head_s, link)
+        seconds = until + np.maximum(backward, link)
+        fits = (at_head >= 0) & (free - made[-2] >= behind) & (moved <= host_bytes)
+        return np.where(fits, seconds, np.inf)
+
+    # -- peaks of runs
+    @cached_property
+    def _most(self) -> Array:
+        """[choice, start, end]: most bytes while a run's layers run, with nothing else on its way,
+        besides what those before it keep."""
+        count, made = len(self._layers), gradients_made(self.chain)
+        peaks = np.zeros((len(self._choices), count + 1, count + 1))
+        needs = np.maximum(
+            self._costs["forward_bytes"],
+            self._costs["gpu_bytes"]
+            + self._costs["host_bytes"]
+            + self._costs["backward_bytes"]
+            + np.array(made[1:-1]),
+        )
+        for start in range(count):
+            kept = np.cumsum(self._costs["gpu_bytes"][:, start:], 1)
+            before = kept - self._costs["gpu_bytes"][:, start:]
+            peaks[:, start, start + 1 :] = np.maximum.accumulate(before + needs[:, start:], 1)
+        return peaks
+
+    def _peaks(self, first: int, second: int) -> tuple[Array, Array]:
+        """[third choice, place]: peak bytes of every plan in runs with nothing on its way but what
+        a layer is about to read, infinite for mixtures; and host bytes of all plans.
+
+        No mixture of equal layers has a lower peak: those that need most go first, whatever else.
+        """
+        (a, b), made = self._runs, gradients_made(self.chain)
+        one, two, three = (table[:, : len(a)] for table in self._sums["gpu_bytes"])
+        before, between = one[first], one[first] + two[second]
+        peak = np.maximum(self._most[first, 0, a], before + self._most[second, a, b])
+        peak = np.maximum(peak, between + self._most[:, b, len(self._layers)])
+        peak = np.maximum(peak, between + three + made[-1] + self.chain.head_bytes)
+        host = self._total("host_bytes", first, second)
+        peaks = np.full_like(host, np.inf)
+        peaks[:, : len(a)] = self.chain.base_bytes + np.maximum(peak, made[0])
+        return peaks, host

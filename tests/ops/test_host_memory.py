@@ -83,12 +83,62 @@ def test_pages_are_used_again_whatever_the_lengths(monkeypatch):
     assert seen[-1] == max(seen[:13]), "no page more once every length was seen"
 
 
-def test_who_is_fetched_starts_the_one_before():
+@pytest.mark.parametrize(("fetching", "begun"), [(0, 0), (1, 1), (2, 2), (9, 3)])
+def test_who_is_fetched_lets_those_before_set_out(fetching, begun):
     pool = HostPool(CPU)
-    first, second = pool.store([torch.ones(3)]), pool.store([torch.zeros(3)])
-    second.fetch()
+    before = [pool.store([torch.full((3,), float(i))]) for i in range(3)]
+    for last in (
+        pool.store([torch.zeros(3)], fetching=fetching),
+        pool.store([], fetching=fetching),
+    ):
+        last.fetch()
+        assert sum(one._found is not None for one in before) == begun
+        assert all(one._found is None for one in before[: 3 - begun])
+        del last
+    for i, one in enumerate(before):
+        assert torch.equal(one.fetch()[0], torch.full((3,), float(i)))
+
+
+def test_who_stores_nothing_has_a_turn():
+    pool = HostPool(CPU)
+    first = pool.store([torch.ones(3)])
+    turn = pool.store([], sending=0, fetching=1)
+    last = pool.store([torch.zeros(3)], fetching=1)
+    assert turn.fetch() == []
     assert first._found is not None
-    assert torch.equal(first.fetch()[0], torch.ones(3))
+    first.fetch()
+    last.fetch()  # the one before it is the first, not the turn
+    assert first._found is not None
+    assert pool.bytes == 2 * PAGE
+
+
+class Clock:
+    """A GPU's stream and events, as far as a pool uses them: what waits for which copy."""
+
+    def __init__(self):
+        self.copies, self.waited = 0, []
+
+    def begin(self, pairs):
+        list(pairs)
+        self.copies += 1
+        return self.copies - 1
+
+    def wait_event(self, copy):
+        self.waited.append(copy)
+
+
+def test_stores_are_waited_for_in_order_of_the_calls(monkeypatch):
+    clock, pool = Clock(), HostPool(CPU)
+    monkeypatch.setattr(pool, "_begin", clock.begin)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: clock)
+    stores = [pool.store([torch.ones(3)], sending=sending) for sending in (1, 2, 2)]
+    assert clock.waited == [0]
+    stores.append(pool.store([], sending=1))
+    assert clock.waited == [0, 1]
+    assert [pool._sent[0][0]] == [2]
+    stores.pop().fetch()  # a backward begins: all have arrived; one sets out
+    assert clock.waited == [0, 1, 2]
+    assert clock.copies == 4
 
 
 def test_a_store_that_is_gone_is_not_started():

@@ -1,24 +1,24 @@
-"""A step's moments, seconds of its transfers; what runs op by op."""
+"""A step's moments; what runs op by op."""
 
 import pytest
 import torch
 
 from fxrl.ir.plan import CutLayer
 from fxrl.ir.sizes import measure_by
-from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes, step_seconds
+from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes
 from fxrl.planner.eager_profile import CallCost, peak
 from tests.passes.lowered import lowered
 
 KEPT, MOVING = "kept for the backward", "on the way to or from the host"
 
 
-def option(kept="products", *, gpu=0, host=0, forward_s=1.0, backward_s=2.0, running=10):
-    choice = CutLayer(kept, "gpu", "host" if host else "gpu")
-    return Option(choice, gpu, host, forward_s, backward_s, running, running)
+def option(kept="products", *, gpu=0, host=0, sending=None, fetching=None):
+    choice = CutLayer(kept, "gpu", "host" if host else "gpu", 0, sending, fetching)
+    return Option(choice, gpu, host, 1.0, 2.0, 10, 10)
 
 
-def chain_of(options, *, link=100.0, gradients=()):
-    return Chain(tuple((o,) for o in options), 1000, 50, 0.5, link, gradients)
+def chain_of(options, *, gradients=()):
+    return Chain(tuple((o,) for o in options), 1000, 50, 0.5, 100.0, gradients)
 
 
 def test_what_is_kept_is_gone_behind_its_layer():
@@ -31,12 +31,23 @@ def test_what_is_kept_is_gone_behind_its_layer():
     assert peak_bytes(chain_of(options), options) == 1000 + 300 + 50
 
 
-def test_the_last_stores_are_held_until_a_fetch():
-    options = [option(host=h) for h in (30, 40, 0, 50, 0)]
+@pytest.mark.parametrize(
+    ("sending", "fetching", "forward", "head", "backward"),
+    [
+        ((0,) * 5, (0,) * 5, [0, 0, 0, 0, 0], 0, [0, 50, 0, 40, 30]),
+        ((2,) * 5, (1,) * 5, [0, 30, 70, 70, 90], 90, [50, 90, 40, 70, 30]),
+        ((2, 2, 1, 2, 1), (0, 0, 1, 0, 2), [0, 30, 70, 40, 90], 50, [90, 90, 40, 40, 30]),
+        ((9,) * 5, (9,) * 5, [0, 30, 70, 70, 120], 120, [120, 120, 70, 70, 30]),
+    ],
+    ids=["nothing", "two and one", "mixed", "all"],
+)
+def test_what_is_on_its_way_is_what_choices_say(sending, fetching, forward, head, backward):
+    pairs = zip((30, 40, 0, 50, 0), sending, fetching, strict=True)
+    options = [option(host=h, sending=s, fetching=f) for h, s, f in pairs]
     found = list(moments(chain_of(options), options))
-    assert [m.parts[MOVING] for m in found if m.phase == "forward"] == [0, 30, 70, 70, 90]
-    assert [m.parts[MOVING] for m in found if m.phase == "head"] == [90]
-    assert [m.parts[MOVING] for m in found if m.phase == "backward"] == [90, 90, 40, 70, 30]
+    assert [m.parts[MOVING] for m in found if m.phase == "forward"] == forward
+    assert [m.parts[MOVING] for m in found if m.phase == "head"] == [head]
+    assert [m.parts[MOVING] for m in found if m.phase == "backward"] == backward
     assert host_bytes(options) == 120
 
 
@@ -44,15 +55,6 @@ def test_gradients_stay_when_they_are_made():
     options = [option(), option()]
     found = moments(chain_of(options, gradients=(1, 10, 100, 1000)), options)
     assert [m.parts["gradients"] for m in found] == [0, 0, 1000, 1100, 1110, 1111]
-
-
-def test_a_slow_link_is_waited_for():
-    inside = [option(host=50)] * 2  # 0.5 s of the link, 1 s of the layer
-    assert step_seconds(chain_of(inside), inside) == 0.5 + 2 * (1 + 2)
-    outside = [option(host=150)] * 2
-    assert step_seconds(chain_of(outside), outside) == 0.5 + 2 * (1.5 + 2)
-    mixed = [option(host=150), option("inputs")]  # a link that rests later does not help
-    assert step_seconds(chain_of(mixed), mixed) == 0.5 + (1.5 + 2) + (1 + 2)
 
 
 # ---------------------------------------------------------------------------- op by op

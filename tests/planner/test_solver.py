@@ -1,6 +1,7 @@
 """The solver against every plan of its kind there is, and what more memory may do."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,16 +9,9 @@ from hypothesis import strategies as st
 
 from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer
-from fxrl.planner.chain import (
-    ON_THEIR_WAY,
-    Chain,
-    Option,
-    gradients_made,
-    host_bytes,
-    peak_bytes,
-    step_seconds,
-)
-from fxrl.planner.solver import fastest, least_peak
+from fxrl.planner.chain import Chain, Option, host_bytes, peak_bytes
+from fxrl.planner.pace import paced, step_seconds
+from fxrl.planner.solver import fastest, least_peak, mixture
 
 SIZES = st.integers(0, 12)
 TIMES = st.integers(1, 20).map(float)
@@ -60,27 +54,35 @@ def in_runs(chain, runs=3):
             yield options
 
 
-def fits(chain, options, gpu, host):
-    """Whether a plan is within the budgets, transfers charged as ``fastest`` does."""
-    sent, kept = max(option.host_bytes for option in options), 0
-    always, made = chain.base_bytes + ON_THEIR_WAY * sent, gradients_made(chain)
-    for option, ours in zip(options, made[1:], strict=False):
-        running = max(option.forward_bytes, option.gpu_bytes + option.backward_bytes + ours)
-        if always + kept + running > gpu:
-            return False
-        kept += option.gpu_bytes
-    at_ends = always + max(kept + made[-1] + chain.head_bytes, made[0])
-    return at_ends <= gpu and host_bytes(options) <= host
+def mixed(chain):
+    """All assignments of which a part in front has two choices, evenly, and the rest a third."""
+    choices = list(dict.fromkeys(o.choice for layer in chain.layers for o in layer))
+    layers = [
+        {o.choice: o for o in layer} if len(layer) > 1 else dict.fromkeys(choices, layer[0])
+        for layer in chain.layers
+    ]
+    for ahead, ways in itertools.product(
+        range(len(layers) + 1), itertools.product(choices, repeat=3)
+    ):
+        for share in range(1, ahead):
+            places = [*mixture(share, ahead), *[2] * (len(layers) - ahead)]
+            named = [layer.get(ways[p]) for layer, p in zip(layers, places, strict=True)]
+            if None not in named:
+                yield tuple(named)
+
+
+def of_its_kind(chain):
+    return {*in_runs(chain), *mixed(chain)}
 
 
 @settings(max_examples=200, deadline=None)
 @given(chains(), st.integers(0, 90), st.integers(0, 60))
 def test_no_plan_is_faster(chain, gpu, host):
     found = fastest(chain, gpu, host)
-    times = [step_seconds(chain, o) for o in in_runs(chain) if fits(chain, o, gpu, host)]
+    plans = [paced(chain, o, gpu) for o in of_its_kind(chain) if host_bytes(o) <= host]
+    times = [step_seconds(chain, plan) for plan in plans if plan is not None]
     assert (found is None) == (not times)
     if found is not None:
-        assert fits(chain, found, gpu, host)
         assert peak_bytes(chain, found) <= gpu
         assert host_bytes(found) <= host
         assert step_seconds(chain, found) == pytest.approx(min(times), rel=1e-12)
@@ -90,8 +92,21 @@ def test_no_plan_is_faster(chain, gpu, host):
 @given(chains())
 def test_nothing_needs_less(chain):
     least, needed = least_peak(chain, 10**9)
-    assert fits(chain, least, needed, 10**9)
-    assert not any(fits(chain, o, needed - 1, 10**9) for o in in_runs(chain))
+    assert peak_bytes(chain, least) <= needed
+    assert not any(paced(chain, o, needed - 1) for o in in_runs(chain))
+
+
+@given(st.integers(2, 40).flatmap(lambda n: st.tuples(st.integers(1, n - 1), st.just(n))))
+def test_a_mixture_is_even(case):
+    share, count = case
+    ways = mixture(share, count)
+    assert (ways.count(0), len(ways), ways[0]) == (share, count, 0)
+    for start, end in itertools.combinations(range(count + 1), 2):
+        assert abs(ways[start:end].count(0) - share * (end - start) / count) < 1
+
+
+def unpaced(choice):
+    return replace(choice, sending=None, fetching=None)
 
 
 def test_given_choices_stay_wherever_they_are():
@@ -100,7 +115,7 @@ def test_given_choices_stay_wherever_they_are():
     chain = Chain(tuple(layers), 0, 0, 0.0, 54e9)
     for gpu in (7_000, 9_000, 20_000):
         found = fastest(chain, gpu * MiB, 8_000 * MiB)
-        assert all(found[i] == LAYER[i] for i in given)
+        assert all(unpaced(found[i].choice) == LAYER[i].choice for i in given)
         assert peak_bytes(chain, found) <= gpu * MiB
     with pytest.raises(PlanError, match=r"choices that are given keep .* in host memory"):
         least_peak(Chain((LAYER[-1:],) * 3, 0, 0, 0.0, 54e9), 64 * MiB)
@@ -170,3 +185,16 @@ def test_a_chain_without_layers():
     chain = Chain((), 10, 5, 1.0, 1.0)
     assert fastest(chain, 15, 0) == ()
     assert fastest(chain, 14, 0) is None
+
+
+def test_what_goes_to_the_host_is_spread_where_the_link_binds():
+    options = fastest(MODEL, 23_500 * MiB, 128 * 1024 * MiB)
+    assert len({unpaced(o.choice) for o in options}) > 1
+    sizes = [option.host_bytes for option in options]
+    half = len(sizes) // 2
+    assert sum(sizes[:half]) < 2 * sum(sizes[half:])
+    runs = [next(same) for _, same in itertools.groupby(unpaced(o.choice) for o in options)]
+    assert len(runs) > 3
+    in_three = sorted(options, key=lambda o: (-o.host_bytes, str(unpaced(o.choice))))
+    together = paced(MODEL, in_three, 23_500 * MiB)
+    assert together is None or step_seconds(MODEL, together) > step_seconds(MODEL, options)

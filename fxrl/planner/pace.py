@@ -1,0 +1,122 @@
+"""When what waits on the host moves, and what a step's computation waits for.
+
+    forward     layer i has run     what it sends joins a queue; the next layer runs when no more
+                                    is in it than that one leaves of the budget
+    backward    layer i will run    what it kept is waited for; then what layers ahead of it kept
+                                    sets out, as far as memory has room all the way
+
+Both ways go over one link, one copy after the other, while layers compute. How many copies may be
+on their way at a layer is a part of the plan (``CutLayer.sending``, ``CutLayer.fetching``): as many
+as the budget has room for, since waiting later is never slower. So peaks hold whatever the link
+does; seconds are those of a link as fast as the target says.
+
+All is computed for many plans at once: arrays are [plan, layer], or [plan, layers before].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fxrl.planner.chain import Chain, Option, gradients_made, on_their_way, peak_bytes
+
+Array = np.ndarray[Any, Any]
+Plan = tuple[Option, ...]
+COSTS = ("gpu_bytes", "host_bytes", "forward_s", "backward_s", "forward_bytes", "backward_bytes")
+
+
+def costs_of(options: Sequence[Option]) -> dict[str, Array]:
+    """What ``COSTS`` names, of one plan."""
+    return {n: np.array([[getattr(o, n) for o in options]], dtype=float) for n in COSTS}
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How far the queues go at each layer: [plan, layer].
+
+    Attributes:
+        sent: of the layers before this one, what they sent has arrived when a layer has run.
+        back: of the layers from this one on, what they kept is here, or on its way, when a layer's
+            backward runs.
+        fits: whether the budget suffices: [plan].
+    """
+
+    sent: Array
+    back: Array
+    fits: Array
+
+
+def widest(chain: Chain, costs: dict[str, Array], gpu_bytes: float) -> Pace:
+    """As much on its way as a budget has room for."""
+    made, count = gradients_made(chain), len(chain.layers)
+    free = gpu_bytes - chain.base_bytes
+    kept, sent = _before(costs["gpu_bytes"]), _before(costs["host_bytes"])
+    forward = np.empty_like(kept)  # what each layer, and the head, leaves
+    forward[:, :count] = free - kept[:, :count] - costs["forward_bytes"]
+    forward[:, count] = free - kept[:, count] - made[-1] - chain.head_bytes
+    backward = free - kept[:, 1:] - np.array(made[1:-1]) - costs["backward_bytes"]
+    arrived, begun = np.empty(backward.shape, dtype=int), np.empty(backward.shape, dtype=int)
+    for i in range(count):
+        total, known = sent[:, i + 1, None], sent[:, : i + 1]
+        arrived[:, i] = (known < total - forward[:, i + 1, None]).sum(1)
+        begun[:, i] = (known < total - backward[:, i, None]).sum(1)
+    fits = (forward >= 0).all(1) & (backward >= costs["host_bytes"]).all(1) & (free >= made[0])
+    # what has arrived, or set out, stays so
+    return Pace(np.maximum.accumulate(arrived, 1), np.maximum.accumulate(begun, 1), fits)
+
+
+def seconds_at(chain: Chain, costs: dict[str, Array], pace: Pace) -> Array:
+    """Seconds of a step at a pace: [plan]."""
+    lasts = costs["host_bytes"] / chain.link
+    moves, plans = lasts > 0, np.arange(len(lasts))
+    layers = range(lasts.shape[1])
+    now = busy = np.zeros(len(lasts))
+    arrivals = np.zeros((len(layers) + 1, len(lasts)))  # of all that the layers before each sent
+    for i in layers:
+        now = now + costs["forward_s"][:, i]
+        busy = np.where(moves[:, i], np.maximum(busy, now) + lasts[:, i], busy)
+        arrivals[i + 1] = busy
+        now = np.maximum(now, arrivals[pace.sent[:, i], plans])
+    now = np.maximum(now + chain.head_s, busy)
+    turns = np.zeros((len(layers), len(lasts)))  # when each backward begins
+    for i in reversed(layers):
+        begins = (pace.back <= i).sum(1) - 1  # whose turn lets it set out
+        start = np.where(begins > i, turns[begins, plans], now)
+        busy = np.where(moves[:, i], np.maximum(busy, start) + lasts[:, i], busy)
+        turns[i] = np.where(moves[:, i], np.maximum(now, busy), now)
+        now = turns[i] + costs["backward_s"][:, i]
+    return np.where(pace.fits, now, np.inf)
+
+
+def paced(chain: Chain, options: Sequence[Option], gpu_bytes: int) -> Plan | None:
+    """Options that say what may be on its way at each; None where the budget does not suffice."""
+    if not options:
+        return () if peak_bytes(chain, ()) <= gpu_bytes else None
+    pace = widest(chain, costs_of(options), gpu_bytes)
+    if not pace.fits[0]:
+        return None
+    moved = [option.host_bytes > 0 for option in options]
+    if not any(moved):
+        return tuple(options)
+    counts = [
+        (sum(moved[sent : i + 1]), sum(moved[back:i]))
+        for i, (sent, back) in enumerate(zip(pace.sent[0], pace.back[0], strict=True))
+    ]
+    return tuple(
+        replace(option, choice=replace(option.choice, sending=sending, fetching=fetching))
+        for option, (sending, fetching) in zip(options, counts, strict=True)
+    )
+
+
+def step_seconds(chain: Chain, options: Sequence[Option]) -> float:
+    """Seconds of a step: of computation, and what it waits for the link."""
+    sent, back = (np.array([one], dtype=int) for one in on_their_way(options))
+    return float(seconds_at(chain, costs_of(options), Pace(sent, back, np.array([True])))[0])
+
+
+def _before(values: Array) -> Array:
+    """Sums over the layers before each, and over all."""
+    return np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, 1)], 1)
