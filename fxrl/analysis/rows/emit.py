@@ -128,6 +128,10 @@ class RowEmitter:
             return self.call(aten.permute.default, node, order)
         if step.kind == "index":
             return self._index(node, step)
+        if step.kind == "pad":
+            dim, *ends = step.args
+            inner = [0] * (2 * (len(shape_of(node)) - 1 - dim))
+            return self.call(aten.constant_pad_nd.default, node, [*inner, *self._sized(ends)])
         target = {"slice": aten.slice.Tensor, "select": aten.select.int}[step.kind]
         return self.call(target, node, *step.args)
 
