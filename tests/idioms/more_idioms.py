@@ -826,7 +826,7 @@ def logits_hooked(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(REFUSE)
+@shape(APPLY)
 def logits_item_control_flow(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     if z.max().item() > 0.0:
@@ -1335,6 +1335,13 @@ def copied_over_trained_values(hidden, weight, ids, value_w):
     values[:, ::2] = lp[:, ::2]
     values[-1].copy_(lp[0])
     return values.square().mean()
+
+
+@shape(APPLY)
+def extremes_read_as_numbers(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    scale = 1 / (z.max().item() - z.min().item())
+    return _pg(_logp(z, ids[:, 1:]), mask, adv) * scale
 
 
 # ---------------------------------------------------------------- shifted by rows of zeros
