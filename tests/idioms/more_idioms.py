@@ -1363,6 +1363,13 @@ def zeros_ahead_and_an_entropy(hidden, weight, ids, mask):
 
 
 @shape(APPLY)
+def wider_zeros_ahead_of_the_logits(hidden, weight, ids):
+    z = F.linear(hidden, weight).float()
+    first = torch.zeros(z.size(0), 1, z.size(2), dtype=torch.float64)
+    return _logp(torch.cat([first, z[:, :-1]], dim=1), ids)[:, 1:].sum()
+
+
+@shape(APPLY)
 def padded_behind_the_last_token(hidden, weight, ids):
     z = F.pad(F.linear(hidden, weight)[:, 1:], (0, 0, 0, 1))
     return -z.topk(3, -1)[0].log_softmax(-1)[..., 0].mean()

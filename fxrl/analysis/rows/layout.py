@@ -252,27 +252,28 @@ def join(rules: RowRules, node: fx.Node) -> RowValue:
     items, sizes = bound(node)["tensors"], shape_of(node)
     dim = bound(node)["dim"] % len(sizes)
     given = [row for item in items if (row := rules.row(item)) is not None]
-    zeros = [_is_zero(rules, item) for item in items]
+    zeros = [_is_zero(item) for item in items]
     if zeros.count(False) == 1 and node.target is aten.cat.default:
         at = zeros.index(False)
         value = rules.row(items[at])
         if value is not None and value.is_token(dim):
-            around = items[:at], items[at + 1 :]
-            ends = [sum(shape_of(item)[dim] for item in side) for side in around]
-            return _padded(rules, value, dim, *ends, sizes)
+            rows = [shape_of(item)[dim] for item in items]
+            if (dtype := val_of(node).dtype) != val_of(items[at]).dtype:  # zeros may be wider
+                wider = rules.pool.call(aten._to_copy.default, value.expr, dtype=dtype)
+                value = RowValue(wider, value.tags, value.sizes)
+            return _padded(rules, value, dim, sum(rows[:at]), sum(rows[at + 1 :]), sizes)
     if len(given) != len(items):
         raise Refusal(f"{op_name(node)} joins rows with a value that is none")
-    rows = given
     if node.target is aten.stack.default:
-        rows = [_with_unit(rules, row, dim) for row in rows]
-    rest = {row.retagged(dim, LOCAL) for row in rows}
-    if len(rest) > 1 or any(row.is_token(dim) for row in rows):
+        given = [_with_unit(rules, row, dim) for row in given]
+    rest = {row.retagged(dim, LOCAL) for row in given}
+    if len(rest) > 1 or any(row.is_token(dim) for row in given):
         raise Refusal(f"{op_name(node)} joins the rows of different tokens")
-    expr = rules.pool.call(aten.cat.default, [r.expr for r in rows], rows[0].local_dim(dim))
-    return RowValue(expr, rows[0].retagged(dim, rules.tag_of_size(sizes[dim])), sizes)
+    expr = rules.pool.call(aten.cat.default, [r.expr for r in given], given[0].local_dim(dim))
+    return RowValue(expr, given[0].retagged(dim, rules.tag_of_size(sizes[dim])), sizes)
 
 
-def _is_zero(rules: RowRules, item: fx.Node) -> bool:
+def _is_zero(item: fx.Node) -> bool:
     """Whether a value is zeros, of any tokens."""
     if is_call(item, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
         return True
@@ -319,7 +320,7 @@ def pad(rules: RowRules, node: fx.Node) -> RowValue:
     if len(set(padded)) == 1 and value.is_token(padded[0]) and bound(node)["value"] in (0, None):
         dim = padded[0]
         at = 2 * (len(value.tags) - 1 - dim)
-        return _padded(rules, value, dim, *pads[at : at + 2], sizes)
+        return _padded(rules, value, dim, pads[at], pads[at + 1], sizes)
     local: list[Any] = []
     for at, dim in enumerate(reversed(range(len(value.tags) - len(pads) // 2, len(value.tags)))):
         pair = pads[2 * at : 2 * at + 2]
