@@ -89,9 +89,9 @@ def _is_float(source: object) -> bool:
 
 def _scalar(builder: Builder, source: Any) -> fx.Node:
     """``source`` as a 0-d float64 tensor: Python's own precision."""
-    flat = builder.call(aten.reshape.default, source, [])
-    wide = builder.call(aten._to_copy.default, flat, dtype=torch.float64)
-    return builder.call(aten.detach.default, wide)
+    apart = builder.call(aten.detach.default, source)  # at once: a number's source is not trained
+    flat = builder.call(aten.reshape.default, apart, [])
+    return builder.call(aten._to_copy.default, flat, dtype=torch.float64)
 
 
 def _compute(builder: Builder, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -70,6 +70,8 @@ FAMILIES = {
         lambda z, x: torch.stack([z, z + 1]).amax(0).sum(-1),
         lambda z, x: torch.stack([part.amax(-1) for part in z.split(2)]),
         lambda z, x: z.chunk(2, -1)[0].amax(-1),
+        lambda z, x: F.pad(z[:-1].tanh() / 2, (0, 0, 1, 0)).softmax(-1)[:, 2],
+        lambda z, x: torch.cat([z.new_zeros(1, VOCAB), -z[2:], torch.zeros_like(z[:2])]).amax(-1),
     ],
     "indexing": [
         lambda z, x: z.gather(-1, x.ids[:, None])[:, 0],
@@ -172,7 +174,7 @@ REFUSED = {
     "aten.flip.default moves values between tokens": lambda z, x: (z.flip(0) * z).sum(-1),
     "aten.roll.default moves values between tokens": lambda z, x: (z.roll(1, 0) * z).sum(-1),
     "a matrix product contracts tokens": lambda z, x: (z @ z.t()).amax(-1),
-    "tokens are padded with constants": lambda z, x: F.pad(z, (0, 0, 1, 0)).amax(-1),
+    "tokens are padded with constants": lambda z, x: F.pad(z, (0, 0, 1, 0), value=1.0).amax(-1),
     "a view merges token dims": lambda z, x: z.reshape(-1).cumsum(0),
     "tokens are paired with other tokens": lambda z, x: (z[:, None] * z[None]).sum(-1),
     "the logits of different tokens": lambda z, x: (z[1:] * z[:-1]).sum(-1),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -85,3 +87,44 @@ def test_layers_become_regions(
     for name, gradient in wanted.items():
         error = (got[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
         assert error < 1e-10, (name, float(error))
+
+
+class LearnedMaskLayer(nn.Module):
+    """As Doge's: what is added to the attention scores is learned, so it gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.decay = nn.LayerNorm(8), nn.Linear(8, 2)
+        self.projections = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        *given, out = self.projections
+        split = [p(self.norm(x)).view(rows, length, 2, 4).transpose(1, 2) for p in given]
+        decay = self.decay(split[2].transpose(1, 2).reshape(rows, length, 8))
+        bias = nn.functional.softplus(decay).mT[:, :, None].expand(-1, -1, length, length)
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        mixed = nn.functional.scaled_dot_product_attention(*split, bias.masked_fill(later, -1e9))
+        return x + out(mixed.transpose(1, 2).reshape(rows, length, 8))
+
+
+def test_a_gradient_that_lies_otherwise_at_run_time() -> None:
+    """The kernel of attention, and so the layout of the mask's gradient, is chosen at run time."""
+    torch.manual_seed(0)
+    parts = {"layers": nn.ModuleList([LearnedMaskLayer() for _ in range(2)])}
+    parts |= {"embed": nn.Embedding(61, 8), "head": nn.Linear(8, 61, bias=False)}
+    model, ids = nn.ModuleDict(parts).double(), torch.randint(0, 61, (3, 7))
+
+    def loss_fn(model: nn.ModuleDict, ids: Tensor) -> Tensor:
+        hidden = model["embed"](ids)
+        for layer in model["layers"]:
+            hidden = layer(hidden)
+        logps = torch.log_softmax(model["head"](hidden)[:, :-1], -1)
+        return -logps.gather(-1, ids[:, 1:, None]).mean()
+
+    wanted = gradients(model, loss_fn(model, ids))
+    passes = ("fuse-linear-logprob", "recompute")  # no mask of numbers has factors
+    step = optimize(model, loss_fn, replace(CONFIG, passes=passes))
+    got = gradients(model, step(ids))
+    assert "outline-layers" in {remark.pass_name for remark in step.report.of_kind("applied")}
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)

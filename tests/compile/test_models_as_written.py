@@ -152,6 +152,15 @@ def pairs_joined(model: nn.Module, batch: Any) -> Tensor:
     return -nn.functional.logsigmoid(logps[:pairs] - logps[pairs:]).mean()
 
 
+def shifted_by_zeros(model: nn.Module, batch: Any) -> Tensor:
+    """As prime-rl: the logits of a token stand at the token that they are for."""
+    logits = model(batch["ids"]).logits
+    first = torch.zeros(logits.size(0), 1, logits.size(2), dtype=logits.dtype)
+    logps = torch.log_softmax(torch.cat([first, logits[:, :-1]], dim=1) / 0.9, -1)
+    logps = logps.gather(-1, batch["ids"][..., None])[:, 1:, 0]
+    return -(logps * batch["adv"] * batch["mask"]).sum()
+
+
 def lists_of_numbers(model: nn.Module, batch: Any) -> Tensor:
     return mean_logp(model, {name: torch.tensor(rows) for name, rows in batch.items()})
 
@@ -256,3 +265,12 @@ def test_an_adapter_that_is_merged() -> None:
     model.unmerge_adapter()
     assert step(DRAWS[0]).requires_grad
     assert fused(step)
+
+
+def test_zeros_that_are_put_around_tokens_make_no_size_constant() -> None:
+    torch.manual_seed(0)
+    model = Model(plain)
+    eager, step = copy.deepcopy(model), optimize(model, shifted_by_zeros, CONFIG)
+    for batch in DRAWS:
+        assert_same_update(step, model, shifted_by_zeros, eager, batch)
+    assert len(step.captures) == 1

@@ -826,7 +826,7 @@ def logits_hooked(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(REFUSE)
+@shape(APPLY)
 def logits_item_control_flow(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     if z.max().item() > 0.0:
@@ -1335,6 +1335,62 @@ def copied_over_trained_values(hidden, weight, ids, value_w):
     values[:, ::2] = lp[:, ::2]
     values[-1].copy_(lp[0])
     return values.square().mean()
+
+
+@shape(APPLY)
+def extremes_read_as_numbers(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    scale = 1 / (z.max().item() - z.min().item())
+    return _pg(_logp(z, ids[:, 1:]), mask, adv) * scale
+
+
+# ---------------------------------------------------------------- shifted by rows of zeros
+@shape(APPLY)
+def zeros_ahead_of_the_logits(hidden, weight, ids, mask, adv):
+    z = F.linear(hidden, weight)
+    first = torch.zeros(z.size(0), 1, z.size(2), dtype=z.dtype)
+    logp = _logp(torch.cat([first, z[:, :-1]], dim=1) / 0.7, ids)
+    return _pg(logp[:, 1:], mask, adv)
+
+
+@shape(APPLY)
+def zeros_ahead_and_an_entropy(hidden, weight, ids, mask):
+    z = F.linear(hidden, weight) * 2
+    z = torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], dim=1)
+    p = torch.softmax(z, -1)
+    entropy = torch.logsumexp(z, -1) - (p * z).sum(-1)
+    return ((_logp(z, ids) + 0.1 * entropy) * mask).sum()
+
+
+@shape(APPLY)
+def wider_zeros_ahead_of_the_logits(hidden, weight, ids):
+    z = F.linear(hidden, weight).float()
+    first = torch.zeros(z.size(0), 1, z.size(2), dtype=torch.float64)
+    return _logp(torch.cat([first, z[:, :-1]], dim=1), ids)[:, 1:].sum()
+
+
+@shape(APPLY)
+def padded_behind_the_last_token(hidden, weight, ids):
+    z = F.pad(F.linear(hidden, weight)[:, 1:], (0, 0, 0, 1))
+    return -z.topk(3, -1)[0].log_softmax(-1)[..., 0].mean()
+
+
+@shape(REFUSE)
+def zeros_ahead_of_logits_with_a_bias(hidden, weight, bias, ids):
+    z = F.linear(hidden, weight, bias)
+    return _logp(torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], dim=1), ids).sum()
+
+
+@shape(REFUSE)
+def ones_ahead_of_the_logits(hidden, weight, ids):
+    z = F.linear(hidden, weight)
+    return _logp(torch.cat([torch.ones_like(z[:, :1]), z[:, :-1]], dim=1), ids).sum()
+
+
+@shape(REFUSE)
+def zeros_ahead_of_logits_at_each_rows_temperature(hidden, weight, ids, temp_vec):
+    z = F.linear(hidden, weight) / temp_vec[:, None, None]  # a row of zeros would be 0 / 0
+    return _logp(torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], dim=1), ids).sum()
 
 
 # Before torch 2.13, torch.quantile takes no size that varies.

@@ -199,8 +199,10 @@ _SPREADS = (aten.var.correction, aten.std.correction)
 
 
 def is_trained(node: fx.Node) -> bool:
-    """Whether a gradient may come back to a value; under ``no_grad`` all that reads it detaches."""
-    return needs_grad(node) and not all(is_call(u, aten.detach.default) for u in node.users)
+    """Whether a gradient may come back to a value; not where all that reads it detaches, as under
+    ``no_grad``, or makes a number of it, as ``item`` does."""
+    ends = aten.detach.default, aten._local_scalar_dense.default
+    return needs_grad(node) and not all(is_call(user, *ends) for user in node.users)
 
 
 def in_two_steps(rules: RowRules, node: fx.Node) -> tuple[RowValue, SecondStep] | None:

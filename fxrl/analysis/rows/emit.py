@@ -128,8 +128,21 @@ class RowEmitter:
             return self.call(aten.permute.default, node, order)
         if step.kind == "index":
             return self._index(node, step)
+        if step.kind == "pad":
+            return self._pad(node, *step.args)
         target = {"slice": aten.slice.Tensor, "select": aten.select.int}[step.kind]
         return self.call(target, node, *step.args)
+
+    def _pad(self, node: fx.Node, dim: int, before: Size, after: Size) -> fx.Node:
+        """With rows of zeros around; the op that pads would make symbols numbers."""
+        shape, val = shape_of(node), val_of(node)
+        kind = {"dtype": val.dtype, "device": val.device}
+
+        def zeros(size: Size) -> list[fx.Node]:
+            sizes = self._sized([*shape[:dim], size, *shape[dim + 1 :]])
+            return [] if size == 0 else [self.builder.call(aten.full.default, sizes, 0, **kind)]
+
+        return self.builder.call(aten.cat.default, [*zeros(before), node, *zeros(after)], dim)
 
     def _index(self, node: fx.Node, step: RowStep) -> fx.Node:
         """Rows by positions, or by a mask, whose count the graph knows by its own symbol."""

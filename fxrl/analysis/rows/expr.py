@@ -41,7 +41,7 @@ class RowStep:
     Attributes:
         kind: ``"slice"`` (dim, start, end, step), ``"select"`` (dim, index), ``"split"`` (op,
             dim, sizes, index of the part), ``"permute"`` (order), ``"index"`` (one index tensor
-            or None per token dim).
+            or None per token dim), ``"pad"`` (dim, rows of zeros before, and after).
         args: its arguments; dims count token dims, graph values (indices) are ``fx.Node``.
         sizes: the token dims it is applied under; a tensor with other token dims and the same
             rows is reshaped to these first.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.analysis.rows.expr import LOCAL, PATCHED, TOKEN, RowExpr, RowStep, RowValue, Tag
+from fxrl.analysis.rows.expr import LOCAL, PATCHED, TOKEN, RowExpr, RowStep, RowValue, Tag, leaves
 from fxrl.analysis.rows.rules import (
     RowRules,
     dims_of,
@@ -25,6 +25,7 @@ from fxrl.analysis.rows.rules import (
 )
 from fxrl.ir.graph import (
     COPIES,
+    RESHAPES,
     Size,
     bound,
     hint,
@@ -247,19 +248,63 @@ def split(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
 
 
 def join(rules: RowRules, node: fx.Node) -> RowValue:
-    """``cat`` and ``stack`` along a local dim."""
-    rows = [row for item in bound(node)["tensors"] if (row := rules.row(item)) is not None]
-    if len(rows) != len(bound(node)["tensors"]):
-        raise Refusal(f"{op_name(node)} joins rows with a value that is none")
-    sizes = shape_of(node)
+    """``cat`` and ``stack`` along a local dim, and rows of zeros put around tokens."""
+    items, sizes = bound(node)["tensors"], shape_of(node)
     dim = bound(node)["dim"] % len(sizes)
+    given = [row for item in items if (row := rules.row(item)) is not None]
+    zeros = [_is_zero(item) for item in items]
+    if zeros.count(False) == 1 and node.target is aten.cat.default:
+        at = zeros.index(False)
+        value = rules.row(items[at])
+        if value is not None and value.is_token(dim):
+            rows = [shape_of(item)[dim] for item in items]
+            if (dtype := val_of(node).dtype) != val_of(items[at]).dtype:  # zeros may be wider
+                wider = rules.pool.call(aten._to_copy.default, value.expr, dtype=dtype)
+                value = RowValue(wider, value.tags, value.sizes)
+            return _padded(rules, value, dim, sum(rows[:at]), sum(rows[at + 1 :]), sizes)
+    if len(given) != len(items):
+        raise Refusal(f"{op_name(node)} joins rows with a value that is none")
     if node.target is aten.stack.default:
-        rows = [_with_unit(rules, row, dim) for row in rows]
-    rest = {row.retagged(dim, LOCAL) for row in rows}
-    if len(rest) > 1 or any(row.is_token(dim) for row in rows):
+        given = [_with_unit(rules, row, dim) for row in given]
+    rest = {row.retagged(dim, LOCAL) for row in given}
+    if len(rest) > 1 or any(row.is_token(dim) for row in given):
         raise Refusal(f"{op_name(node)} joins the rows of different tokens")
-    expr = rules.pool.call(aten.cat.default, [r.expr for r in rows], rows[0].local_dim(dim))
-    return RowValue(expr, rows[0].retagged(dim, rules.tag_of_size(sizes[dim])), sizes)
+    expr = rules.pool.call(aten.cat.default, [r.expr for r in given], given[0].local_dim(dim))
+    return RowValue(expr, given[0].retagged(dim, rules.tag_of_size(sizes[dim])), sizes)
+
+
+def _is_zero(item: fx.Node) -> bool:
+    """Whether a value is zeros, of any tokens."""
+    if is_call(item, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
+        return True
+    filled = aten.full.default, aten.full_like.default, aten.new_full.default
+    return is_call(item, *filled) and bound(item)["fill_value"] == 0
+
+
+def _padded(
+    rules: RowRules, value: RowValue, dim: int, before: Size, after: Size, sizes: tuple[Size, ...]
+) -> RowValue:
+    """Rows of zeros around the tokens of a dim: those that hidden states of zeros have."""
+    if not _vanishes(value.expr):
+        raise Refusal("tokens are padded with constants", "pad what is computed per token")
+    return selected(rules, value, "pad", (value.token_dim(dim), before, after), sizes)
+
+
+def _vanishes(expr: RowExpr) -> bool:
+    """Whether an expression is zero for a row whose inputs are zeros, with a finite gradient."""
+    if expr.leaf is not None:
+        return expr.leaf.tiled
+    first, *rest = expr.operands()
+    if expr.target in (aten.add.Tensor, aten.sub.Tensor):
+        return _vanishes(first) and len(rest) == 1 and _vanishes(rest[0])
+    shared = not any(part.leaf.tiled for part in leaves(rest) if part.leaf is not None)
+    return expr.target in _KEEP_ZEROS and shared and _vanishes(first)
+
+
+_KEEP_ZEROS = (
+    *(aten.mm.default, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.tanh.default),
+    *(*RESHAPES, *COPIES),
+)
 
 
 def _with_unit(rules: RowRules, row: RowValue, dim: int) -> RowValue:
@@ -268,9 +313,14 @@ def _with_unit(rules: RowRules, row: RowValue, dim: int) -> RowValue:
 
 
 def pad(rules: RowRules, node: fx.Node) -> RowValue:
-    """Padding of local dims; ``pads`` holds (before, after) from the last dim on."""
+    """Padding of local dims, or of tokens with zeros; ``pads`` is (before, after) from the last."""
     value, sizes = sole_row(rules, node), shape_of(node)
     pads = bound(node)["pad"]
+    padded = [len(value.tags) - 1 - at // 2 for at, size in enumerate(pads) if size != 0]
+    if len(set(padded)) == 1 and value.is_token(padded[0]) and bound(node)["value"] in (0, None):
+        dim = padded[0]
+        at = 2 * (len(value.tags) - 1 - dim)
+        return _padded(rules, value, dim, pads[at], pads[at + 1], sizes)
     local: list[Any] = []
     for at, dim in enumerate(reversed(range(len(value.tags) - len(pads) // 2, len(value.tags)))):
         pair = pads[2 * at : 2 * at + 2]

@@ -25,6 +25,8 @@ from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, regions_of
 from fxrl.ops.region import Body, RegionKernels, Strides, TensorFunction, register, registered
 
+aten = torch.ops.aten
+
 #: More variants than this of one region hint at a size that should not have been specialised.
 _MANY_VARIANTS = 8
 
@@ -50,7 +52,7 @@ class _Variant:
 
     def _compiled(self, half: fx.GraphModule) -> TensorFunction:
         if self.options is None:
-            return half
+            return _op_by_op(half)
         traced = self.traced
         return compile_body(half, traced.mode, self.options, decomposed=traced.decomposed)
 
@@ -197,6 +199,17 @@ class CompiledRegion(RegionKernels):
         compiled = self._options is not None
         traced = TracedBody(self.region, self._forward, sizes, decompose=compiled, plan=self._plan)
         return _Variant(traced, self._options)
+
+
+def _op_by_op(half: fx.GraphModule) -> TensorFunction:
+    """The graph as it runs uncompiled: what views a value copies it where it must, for a kernel
+    that is chosen at run time may lay out its result otherwise than was traced (a learned
+    attention mask's gradient). Inductor settles every layout itself."""
+    half = clone(half)
+    for view in half.graph.find_nodes(op="call_function", target=aten.view.default):
+        view.target = aten.reshape.default
+    half.recompile()
+    return half
 
 
 def build_region(
