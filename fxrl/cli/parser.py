@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import textwrap
 
 import fxrl
 
@@ -16,6 +18,21 @@ MODEL is one of
 
 LOSS is the name of one of fxrl.losses (grpo, dapo, gspo, dpo, sft, ...), or module:function or
 file.py:function of your own: a loss called as function(model, batch), or a factory of one."""
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Prose is as wide as the terminal; commands and what stands in columns are left alone."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        def is_set(line: str) -> bool:
+            return not line or "  " in line
+
+        parts = itertools.groupby(text.splitlines(), is_set)
+        wrapped = (
+            [*lines] if as_it_is else textwrap.wrap(" ".join(lines), width)
+            for as_it_is, lines in parts
+        )
+        return "\n".join(indent + line for lines in wrapped for line in lines)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,7 +75,7 @@ def _command(
         help=help_text,
         description=f"{help_text[0].upper()}{help_text[1:]}.\n\n{about}".rstrip(),
         epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     sub.set_defaults(handler=name.replace("-", "_"))
     sub.add_argument("--json", action="store_true", help="machine-readable output on stdout")

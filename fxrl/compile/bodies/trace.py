@@ -247,6 +247,7 @@ class TracedBody:
                 gm = make_fx(values, decomposition_table=table)(*inputs)
         gm.graph.eliminate_dead_code()
         without_repeats(gm)  # as a cut does: what is scored goes through what is trained
+        _keep_factors(gm.graph)
         gm.recompile()
         return gm
 
@@ -262,3 +263,35 @@ class TracedBody:
             fastest(self.region.inputs[0].example.device),
         ):
             yield
+
+
+def _keep_factors(graph: fx.Graph) -> None:
+    """Products of bf16 or fp16 with a Python number become ones of fp32, rounded as they were.
+
+    NOTE [Why not as traced]: eager multiplies by the number itself. Inductor, where it rounds as
+    eager does, gives the number the tensor's dtype; its C++ kernels round it so from torch 2.15 on.
+    """
+    for name in (torch.ops.aten.mul, torch.ops.aten.div):
+        for overload in (name.Tensor, name.Scalar):
+            for node in graph.find_nodes(op="call_function", target=overload):
+                _keep_factor(graph, node, overload)
+
+
+def _keep_factor(graph: fx.Graph, node: fx.Node, multiply: Any) -> None:
+    value, *factor = node.args
+    dtype = node.meta["val"].dtype
+    if dtype not in (torch.bfloat16, torch.float16) or not isinstance(factor[0], float):
+        return
+    if torch.tensor(factor[0], dtype=dtype).item() == factor[0]:
+        return
+    assert isinstance(value, fx.Node)
+    wide, convert = torch.float32, torch.ops.prims.convert_element_type.default
+    with graph.inserting_before(node):
+        up = graph.call_function(convert, (value, wide))
+        product = graph.call_function(multiply, (up, factor[0]))
+        rounded = graph.call_function(convert, (product, dtype))
+    for made, like in ((up, value), (product, node)):
+        made.meta["val"] = like.meta["val"].to(wide)
+    rounded.meta = dict(node.meta)
+    node.replace_all_uses_with(rounded)
+    graph.erase_node(node)
