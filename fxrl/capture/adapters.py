@@ -21,13 +21,15 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxrl.capture._torch import around_compiles
+from fxrl.capture.adapted_weights import traceable_forwards
 
 
 class AdapterBlocks:
@@ -36,6 +38,8 @@ class AdapterBlocks:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._blocks: dict[Any, _Block] = {}
+        self._forwards: dict[nn.Module, MethodType] = {}
+        self._contexts: dict[nn.Module, MethodType] = {}
         self._looked = False
 
     @contextmanager
@@ -67,19 +71,47 @@ class AdapterBlocks:
             if layers:
                 block = self._blocks[model] = known.get(model) or _Block(model)
                 block.hold(layers)
+        self._forwards = traceable_forwards(self._model, self._forwards)
+        had = self._contexts
+        plain = [model for model in found if _hooks_by_name(peft, model)]
+        self._contexts = {m: had.get(m) or MethodType(_context, m) for m in plain}
         self._put()
 
+    def _methods(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """What stands where, and under which name."""
+        yield from ((model, _METHOD, block.method) for model, block in self._blocks.items())
+        yield from ((wrapper, "forward", own) for wrapper, own in self._forwards.items())
+        yield from ((model, _HOOKS, own) for model, own in self._contexts.items())
+
     def _put(self) -> None:
-        for model, block in self._blocks.items():
-            model.__dict__.setdefault(_METHOD, block.method)
+        for module, name, method in self._methods():
+            module.__dict__.setdefault(name, method)
 
     def _take_away(self) -> None:
-        for model, block in self._blocks.items():
-            if model.__dict__.get(_METHOD) is block.method:
-                del model.__dict__[_METHOD]
+        for module, name, method in self._methods():
+            if module.__dict__.get(name) is method:
+                del module.__dict__[name]
 
 
 _METHOD, _OFF = "disable_adapter", "_disable_adapters"
+_HOOKS = "_enable_peft_forward_hooks"
+
+
+def _hooks_by_name(peft: Any, model: Any) -> bool:
+    """Whether the context around its forwards does nothing but for calls that name adapters."""
+    own = getattr(type(model.base_model), _HOOKS, None)
+    return own in (None, getattr(peft.LoraModel, _HOOKS, None))
+
+
+def _context(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """PEFT's context around a forward: a generator, inside of which no graph can end.
+
+    So a break anywhere in the model would leave all of the loss to eager code.
+    """
+    named = kwargs.get("adapter_names") is not None or kwargs.get("alora_offsets") is not None
+    if named or not torch.compiler.is_compiling():
+        return getattr(type(model), _HOOKS)(model, *args, **kwargs)
+    return nullcontext()
 
 
 def _layers_of(peft: Any, model: Any) -> dict[str, Any]:

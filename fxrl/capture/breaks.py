@@ -25,6 +25,7 @@ _EXPLANATION = re.compile(r"Explanation: (.+)")
 _PLAIN = {
     "generic_jump": "data-dependent branching: Python decides by a tensor's value",
     "data-dependent expression": "data-dependent size: Python counts by a tensor's value",
+    "Graph break under": "it cannot be traced, and no graph can end inside of a `with` block",
     "step_unsupported": "something in it cannot be traced, and no graph can end there",
 }
 _TRIES = 4  # a break is met again as Dynamo backs out of one function after another
