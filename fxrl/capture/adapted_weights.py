@@ -46,7 +46,7 @@ def _forward(wrapper: Any, known: MethodType | None) -> MethodType:
 def _wrappers(model: nn.Module) -> Iterator[Any]:
     """Those whose module may have a twin."""
     lora: Any = sys.modules.get("peft.tuners.lora.layer")  # where it is not loaded, none is adapted
-    kind = getattr(lora, "ParamWrapper", ())
+    kind: Any = getattr(lora, "ParamWrapper", ())
     for part in model.modules():
         if isinstance(part, kind) and type(part).forward is kind.forward:
             chain = [*_chain(part)]
@@ -76,7 +76,7 @@ def _can_be_shared(base: nn.Module) -> bool:
 
 
 def _twin(chain: tuple[Any, ...]) -> nn.Module:
-    base = chain[-1].base_layer
+    base: nn.Module = chain[-1].base_layer
     twin: Any = object.__new__(_twin_class(type(base), tuple(w.parameter_name for w in chain)))
     twin.__dict__ = base.__dict__
     object.__setattr__(twin, "wrappers", chain)

@@ -102,7 +102,7 @@ def test_keys_that_are_newer_than_a_table_have_their_defaults(config_file):
         ("model.id=./nowhere", "model.id: "),
         ("model.device=gpu7", "model.device='gpu7'"),
         ("data.path=nowhere.jsonl", "data.path='nowhere.jsonl' is not a file"),
-        ("data.reasoning_gym=gcd", "data.path, dataset, reasoning_gym, verifiers: give exactly one"),
+        ("data.reasoning_gym=gcd", "dataset, reasoning_gym, verifiers: give exactly one"),
         ("data.pattern='('", "no regular expression"),
         ("loss.name=grop", "did you mean 'grpo'?"),
         ("loss.beta=-1", "beta=-1"),
