@@ -77,7 +77,8 @@ def _can_be_shared(base: nn.Module) -> bool:
 
 def _twin(chain: tuple[Any, ...]) -> nn.Module:
     base: nn.Module = chain[-1].base_layer
-    twin: Any = object.__new__(_twin_class(type(base), tuple(w.parameter_name for w in chain)))
+    kind = _twin_class(type(base), tuple(w.parameter_name for w in chain))  # type: ignore[arg-type]
+    twin: Any = object.__new__(kind)
     twin.__dict__ = base.__dict__
     object.__setattr__(twin, "wrappers", chain)
     return twin  # type: ignore[no-any-return]
