@@ -320,16 +320,15 @@ class StepChain:
         given = self.plan.choices.get(layer.name)
         layer = self._alike[layer.name]
         ids = tuple(call.meta["region"].id for call in layer.calls)
-        given = given if isinstance(given, CutLayer) else None
-        alone = given and replace(given, sending=None, fetching=None)  # counts cost nothing
-        if (key := (ids, str(alone), len(cuts))) not in self._known:
+        if isinstance(given, CutLayer):
+            given = replace(given, sending=None, fetching=None)  # which are the planner's
+        if (key := (ids, str(given), len(cuts))) not in self._known:
             rows = prod(map(self.measure, shape_of(_hidden(layer))[:-1]))
             choices = [replace(cut, tile_tokens=t) for t in tiles if t < rows for cut in cuts]
-            choices = choices if alone is None else [alone]
+            choices = [given] if isinstance(given, CutLayer) else choices
             found = (self._option(layer, choice) for choice in choices)
             self._known[key] = [option for option in found if option is not None]
-        known = self._known[key]
-        return known if given is None else [replace(option, choice=given) for option in known]
+        return self._known[key]
 
     def _option(self, layer: OutlinedLayer, choice: CutLayer) -> Option | None:
         """What a choice costs; None where the layer cannot do it."""

@@ -59,7 +59,8 @@ class CutLayer:
         tile_tokens: rows per tile of its MLP, which keeps nothing then; 0 for all at once.
         sending: of the layers up to this one that send something to the host, of how many it may
             still be on its way when this one has run; more have to be waited for. The planner sets
-            it, from the budget; None where nothing was planned.
+            it, from the budget, whatever it was; None where nothing was planned. No choice differs
+            from another by it.
         fetching: of how many layers ahead of this one what they sent is on its way back while this
             one's backward runs; likewise.
     """
@@ -68,8 +69,8 @@ class CutLayer:
     inputs_on: Place = "gpu"
     kept_on: Place = "gpu"
     tile_tokens: int = 0
-    sending: int | None = None
-    fetching: int | None = None
+    sending: int | None = field(default=None, compare=False)
+    fetching: int | None = field(default=None, compare=False)
 
 
 Choice = Keep | Rewrite | TileHead | CutLayer

@@ -101,6 +101,12 @@ def test_what_the_user_chose_stays():
     step = fxrl.optimize(wide_stack("meta"), square_loss, config(), plan=given)
     found = step.plan_for(batch(2048))
     assert [c.kept for c in cuts(found)] == ["products"] * 2 + ["inputs"] + ["products"] * 3
+    # also where it waits on the host; how long its copy may be on its way is the planner's
+    given = Plan({"0:blocks.2": CutLayer("inputs", "host")})
+    step = fxrl.optimize(wide_stack("meta"), square_loss, config(host_memory="16GiB"), plan=given)
+    found = step.plan_for(batch(2048)).choices["0:blocks.2"]
+    assert found == given.choices["0:blocks.2"]
+    assert found.sending is not None
 
 
 def test_a_step_runs_as_planned():

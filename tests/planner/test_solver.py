@@ -1,14 +1,13 @@
 """The solver against every plan of its kind there is, and what more memory may do."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxrl.errors import PlanError
-from fxrl.ir.plan import CutLayer
+from fxrl.ir.plan import CutLayer, describe
 from fxrl.planner.chain import Chain, Option, host_bytes, peak_bytes
 from fxrl.planner.pace import paced, step_seconds
 from fxrl.planner.solver import fastest, least_peak, mixture
@@ -105,17 +104,13 @@ def test_a_mixture_is_even(case):
         assert abs(ways[start:end].count(0) - share * (end - start) / count) < 1
 
 
-def unpaced(choice):
-    return replace(choice, sending=None, fetching=None)
-
-
 def test_given_choices_stay_wherever_they_are():
     given = (0, 2, 5)
     layers = [LAYER[i : i + 1] if i in given else LAYER for i in range(8)]
     chain = Chain(tuple(layers), 0, 0, 0.0, 54e9)
     for gpu in (7_000, 9_000, 20_000):
         found = fastest(chain, gpu * MiB, 8_000 * MiB)
-        assert all(unpaced(found[i].choice) == LAYER[i].choice for i in given)
+        assert all(found[i].choice == LAYER[i].choice for i in given)
         assert peak_bytes(chain, found) <= gpu * MiB
     with pytest.raises(PlanError, match=r"choices that are given keep .* in host memory"):
         least_peak(Chain((LAYER[-1:],) * 3, 0, 0, 0.0, 54e9), 64 * MiB)
@@ -189,12 +184,12 @@ def test_a_chain_without_layers():
 
 def test_what_goes_to_the_host_is_spread_where_the_link_binds():
     options = fastest(MODEL, 23_500 * MiB, 128 * 1024 * MiB)
-    assert len({unpaced(o.choice) for o in options}) > 1
+    assert len({o.choice for o in options}) > 1
     sizes = [option.host_bytes for option in options]
     half = len(sizes) // 2
     assert sum(sizes[:half]) < 2 * sum(sizes[half:])
-    runs = [next(same) for _, same in itertools.groupby(unpaced(o.choice) for o in options)]
+    runs = [next(same) for _, same in itertools.groupby(o.choice for o in options)]
     assert len(runs) > 3
-    in_three = sorted(options, key=lambda o: (-o.host_bytes, str(unpaced(o.choice))))
+    in_three = sorted(options, key=lambda o: (-o.host_bytes, describe(o.choice)))
     together = paced(MODEL, in_three, 23_500 * MiB)
     assert together is None or step_seconds(MODEL, together) > step_seconds(MODEL, options)
