@@ -38,7 +38,9 @@ from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.repeated import RepeatedLayers
 from fxrl.capture.scoped_hooks import Takeover, install_collectors
 from fxrl.errors import FxrlError
+from fxrl.ir.capture_record import plan_of
 from fxrl.ir.on_miss import open_misses
+from fxrl.ir.plan import TileHead
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
 _SETTINGS: dict[str, Any] = {
@@ -215,16 +217,21 @@ class CapturedLoss:
             reason = f"a branch on a tensor's value is captured the way that it goes: {code}"
             self._note(RemarkKind.ANALYSIS, source, reason)
         if breaks:
-            self._note_breaks(breaks, captures[before:])
+            self._note_breaks(breaks, captures, before)
         elif _skipped() > skipped and not any(one.report.remarks for one in captures[before:]):
             self._note_skipped()
         return result
 
-    def _note_breaks(self, breaks: list[Any], captures: list[Any]) -> None:
-        """Breaks that no graph tells; facts where every loss head was rewritten all the same."""
-        told = {found.source for capture in captures for found in capture.graph_breaks}
-        report = Report(tuple(r for capture in captures for r in capture.report.remarks))
-        kept = report.of_kind(RemarkKind.APPLIED) and not open_misses(report)
+    def _note_breaks(self, breaks: list[Any], captures: Sequence[Any], before: int) -> None:
+        """Breaks of a call; facts where every loss head was rewritten all the same. Where none was,
+        it may be in what ran as written behind a break, so one that a graph told as a fact, since
+        it found no head, is a miss as well."""
+        new = captures[before:]
+        report = Report(tuple(r for capture in new for r in capture.report.remarks))
+        rewritten = any(isinstance(c, TileHead) for c in plan_of(captures).choices.values())
+        kept = rewritten and not open_misses(report)
+        missed = {r.source for r in report.of_kind(RemarkKind.MISSED) if r.pass_name == "capture"}
+        told = {found.source for one in new for found in one.graph_breaks} if kept else missed
         untold = [found for found in breaks if found.source not in told]
         self.losses += break_remarks(
             untold, "loss", RemarkKind.ANALYSIS if kept else RemarkKind.MISSED

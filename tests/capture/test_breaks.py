@@ -96,6 +96,45 @@ def test_a_head_that_is_lost_has_its_line_and_reason(loss_fn: Any, words: str) -
         optimize(model, loss_fn, CONFIG)(make_batch())
 
 
+class Routed(nn.Module):
+    """Experts that are called as often as tokens chose one; a graph ends ahead of the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8, dtype=torch.float64)
+        self.gate = nn.Linear(8, 3, dtype=torch.float64)
+        self.experts = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
+        self.head = nn.Linear(8, VOCAB, bias=False, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).flatten(0, 1)
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        made = torch.zeros_like(x)
+        for expert in chosen.unique():  # here
+            at = torch.where(chosen == expert)[0]
+            made = made.index_add(0, at, self.experts[int(expert)](x[at]) * weight[at, None])
+        logits: Tensor = self.head(made).view(*ids.shape, VOCAB)
+        return logits
+
+
+def test_a_head_behind_a_loop_in_the_model_is_missed_there() -> None:
+    """The graph ahead of the loop has a softmax of its own, and nothing to complain of."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return -token_logps(model(batch["ids"]), batch["ids"]).mean()
+
+    torch.manual_seed(0)
+    model = Routed()
+    step = optimize(model, loss_fn, QUIET)
+    assert_matches_eager(step, loss_fn, model, make_batch())
+    code = Routed.forward.__code__
+    here = code.co_firstlineno + 4
+    missed = [r for r in step.report.of_kind("missed") if r.source.endswith(f".py:{here}")]
+    assert any("no graph can end there" in one.reason for one in missed), step.report
+    with pytest.raises(MissedRewriteError, match="missed"):
+        optimize(model, loss_fn, CONFIG)(make_batch())
+
+
 def test_a_break_that_costs_nothing_is_a_fact(capsys: pytest.CaptureFixture[str]) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         print("a step")
