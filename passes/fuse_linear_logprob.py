@@ -30,7 +30,7 @@ from fxrl.analysis.rows.analysis import HeadSite, RowProgram
 from fxrl.analysis.rows.cost import eager_bytes
 from fxrl.analysis.rows.emit import RowEmitter, as_argument
 from fxrl.analysis.rows.expr import RowExpr, walk
-from fxrl.ir.graph import SHARDED_MM, hint, last_input, shape_of, val_of
+from fxrl.ir.graph import hint, is_sharded_product, last_input, shape_of, val_of
 from fxrl.ir.graph_pass import PassDoc
 from fxrl.ir.remark import Refusal
 from fxrl.ops.linear_logprob import OUTPUTS, LossHead
@@ -95,7 +95,7 @@ def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
     Raises:
         Refusal: it has several heads, or needs a statistic that the op does not return.
     """
-    products = [e for e in walk(program.roots) if e.target in _PRODUCTS or _is_sharded(e)]
+    products = [e for e in walk(program.roots) if e.target in _PRODUCTS or is_sharded_product(e)]
     if len(products) != 1:
         raise Refusal("the logits of several heads are used together")
     (head,) = products
@@ -106,13 +106,10 @@ def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
     roots = tuple(algebra.narrow(out.value.expr, out.attached) for out in program.outputs)
     if not algebra.stats:
         raise Refusal("nothing of the vocabulary is reduced")
-    if _is_sharded(head) and algebra.transform is not None and algebra.transform.bias is not None:
+    biased = algebra.transform is not None and algebra.transform.bias is not None
+    if is_sharded_product(head) and biased:
         raise Refusal("ranks share the head out, and its logits have a bias")
     return FusedProgram(program, algebra, roots)
-
-
-def _is_sharded(expr: RowExpr) -> bool:
-    return str(expr.target) == SHARDED_MM
 
 
 class _Emission:
@@ -149,7 +146,7 @@ class _Emission:
             "grad_outputs": ",".join(name for name in OUTPUTS if self.algebra.stats.get(name)),
             "chunk_tokens": self.tile_tokens,
         }
-        if _is_sharded(head):
+        if is_sharded_product(head):
             _, (part,), options["vocab"], options["dtype"], _ = head.args
             op, weight = torch.ops.fxrl.sharded_logprob.default, self.emit(part)
         else:

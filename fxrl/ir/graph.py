@@ -37,8 +37,6 @@ FP8_LINEAR, DEQUANTIZED_MM = "fxrl.fp8_linear.default", "fxrl.dequantized_mm.def
 SHARDED_MM, SHARDED_ROWS = "fxrl.sharded_mm.default", "fxrl.sharded_rows.default"
 QUANTIZED_PRODUCTS = (FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM)
 QUANTIZE_ROWS = "fxrl.quantize_rows.default"
-
-
 #: The loss head, and that over a head of which ranks have parts.
 LOSS_HEADS = "fxrl.linear_logprob.default", "fxrl.sharded_logprob.default"
 
@@ -56,8 +54,14 @@ def is_loss_head(node: object) -> TypeGuard[fx.Node]:
 
 
 def is_quantized_product(call: Any) -> bool:
-    """Whether a node, or what else has a target, is a product of rows with such a weight."""
+    """Whether a node, or what else has a target, is a product of rows with a weight that is
+    quantised, or shared out."""
     return str(call.target) in QUANTIZED_PRODUCTS
+
+
+def is_sharded_product(call: Any) -> bool:
+    """Whether it is one with a weight of which each rank has a part."""
+    return str(call.target) == SHARDED_MM
 
 
 def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:

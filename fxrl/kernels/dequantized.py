@@ -8,6 +8,7 @@ The product is cuBLAS's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -100,10 +101,6 @@ def _share(whole: int, scales: int, stride: int) -> tuple[int, int]:
     return next(n for n in (1, op.GROUP, BLOCK) if -(-whole // n) == scales), stride
 
 
-_TABLES: dict[torch.device, Tensor] = {}
-
-
+@cache
 def _nf4(device: torch.device) -> Tensor:
-    if device not in _TABLES:
-        _TABLES[device] = torch.tensor(op.NF4, device=device)
-    return _TABLES[device]
+    return torch.tensor(op.NF4, device=device)

@@ -70,11 +70,6 @@ class Sharded(nn.Module):
         columns = self.part.shape[1] // self.dtype.itemsize
         return self.part.new_full((), torch.nan, dtype=self.dtype).expand(self.rows, columns)
 
-    @property
-    def bytes(self) -> int:
-        """Of the weight in full."""
-        return self.rows * self.part.shape[1]
-
     def whole(self) -> Tensor:
         """A copy of the weight."""
         assert self.shards is not None, "on meta there are no numbers"
@@ -192,6 +187,11 @@ class Shared:
         """Of the parameter."""
         return tuple(f"{path}.weight" for path in self.holders)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.weight.shape[1] * self.weight.itemsize
+
     def part_rows(self, ranks: int) -> int:
         """Rows of each rank's part; of the last ones some may stand for none."""
         return -(-len(self.weight) // ranks)
@@ -219,20 +219,18 @@ def chosen(model: nn.Module, *, trained: bool = False) -> list[Shared]:
             shared.holders[path] = module
     able = [one for key, one in found.items() if names[key] == len(one.holders)]
     taken = [one for one in able if trained or not one.weight.requires_grad]
-    if not taken or any(isinstance(module, QuantizedLinear) for module in model.modules()):
-        raise ModelError(f"no weight of a Linear can be shared out{_why_none(model, able)}")
-    return taken
-
-
-def _why_none(model: nn.Module, able: list[Shared]) -> str:
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
-        return ": they are in 8 or 4 bits; load the checkpoint in bf16"
-    if able:
-        return (
+        why = ": they are in 8 or 4 bits; load the checkpoint in bf16"
+    elif taken:
+        return taken
+    elif able:
+        why = (
             ", as they are trained, and only frozen ones are; freeze them "
             "(model.requires_grad_(False)) and put an adapter beside them after that"
         )
-    return ": the model has no nn.Linear and no nn.Embedding whose weight nothing else has"
+    else:
+        why = ": the model has no nn.Linear and no nn.Embedding whose weight nothing else has"
+    raise ModelError(f"no weight of a Linear can be shared out{why}")
 
 
 def _laid_out(weights: Sequence[Shared], ranks: int) -> tuple[list[int], int]:
@@ -240,8 +238,7 @@ def _laid_out(weights: Sequence[Shared], ranks: int) -> tuple[list[int], int]:
     places, size = [], 0
     for one in weights:
         places.append(size)
-        part = one.part_rows(ranks) * one.weight.shape[1] * one.weight.itemsize
-        size += -(-part // _ALIGNED) * _ALIGNED
+        size += -(-one.part_rows(ranks) * one.row_bytes // _ALIGNED) * _ALIGNED
     return places, size
 
 
@@ -250,9 +247,9 @@ def _parts(
 ) -> Iterator[tuple[Shared, Tensor]]:
     """Each weight's part, as rows in its own dtype, of a rank's memory."""
     for one, start in zip(weights, _laid_out(weights, ranks)[0], strict=True):
-        rows, width = one.part_rows(ranks), one.weight.shape[1] * one.weight.itemsize
-        flat = memory[start : start + rows * width]
-        yield one, flat.view(rows, width).view(one.weight.dtype)
+        rows = one.part_rows(ranks)
+        flat = memory[start : start + rows * one.row_bytes]
+        yield one, flat.view(rows, one.row_bytes).view(one.weight.dtype)
 
 
 def _put(
@@ -272,8 +269,7 @@ def _put(
 
 def _shared(model: nn.Module, weights: Sequence[Shared], memory: Tensor, peers: Peers) -> None:
     """Map the others' parts, when this rank's are written, and put them in the holders' places."""
-    widths = ((len(w), w.shape[1] * w.itemsize) for w in (one.weight for one in weights))
-    largest = max(piece_bytes(*sizes) for sizes in widths)
+    largest = max(piece_bytes(len(one.weight), one.row_bytes) for one in weights)
     shards = Shards(peers.map(memory), peers.rank, largest)
     _put(model, weights, memory, peers.size, shards)
     whole = sum(p.nbytes for p in model.parameters())

@@ -32,15 +32,16 @@ from fxrl.ops.linear_logprob.arguments import (
     OUTPUTS,
     LossHead,
     RowValues,
+    joined_outputs,
     parse_outputs,
     schema_of,
 )
 from fxrl.ops.linear_logprob.checks import (
     LinearLogprobError,
+    asked_outputs,
     check_arguments,
     check_sizes,
     check_target,
-    checked_names,
 )
 from fxrl.ops.linear_logprob.matmul import slices
 from fxrl.ops.out_of_memory import join, with_room
@@ -75,21 +76,15 @@ def _sharded_logprob(
     grad_outputs: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    head = LossHead(hidden, weight, target, **options)
-    if head.temperature is not None and head.temperature.dim() == 0:
-        head = head._replace(temperature=head.temperature.to(hidden.device))
+    head = LossHead(hidden, weight, target, **options).on_one_device()
     if head.bias is not None:
         raise LinearLogprobError("a head that ranks share out takes no bias; add it to the logits")
     check_arguments(_whole(head, vocab, dtype))
-    wanted = checked_names("outputs", outputs, OUTPUTS)
-    differentiated = wanted & {*DIFFERENTIABLE}
-    if grad_outputs is not None:
-        differentiated = checked_names("grad_outputs", grad_outputs, differentiated)
+    wanted, differentiated = asked_outputs(outputs, grad_outputs)
     read = wanted.union(*(_BESIDE.get(name, set()) for name in wanted))
     if differentiated:  # a backward is made from both
         read |= {"logprob", "lse"}
-    names = ",".join(name for name in OUTPUTS if name in read)
-    made = torch.ops.fxrl.sharded_logprob_pieces.default(*head, vocab, dtype, names)
+    made = torch.ops.fxrl.sharded_logprob_pieces.default(*head, vocab, dtype, joined_outputs(read))
     values = dict(zip(OUTPUTS, made, strict=True))
     fixed = {name: value.detach() for name, value in values.items()}
     rows = piece_rows(vocab, weight.shape[1])

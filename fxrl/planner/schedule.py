@@ -25,7 +25,6 @@ from torch import fx
 from fxrl.ir.graph import (
     DEQUANTIZED_MM,
     PRODUCTS,
-    SHARDED_MM,
     as_node,
     bound,
     is_call,
@@ -98,11 +97,6 @@ def is_scaled(call: fx.Node) -> bool:
 def is_dequantized(call: fx.Node) -> bool:
     """Whether a call is a product with a weight that is widened a tile at a time."""
     return str(call.target) == DEQUANTIZED_MM
-
-
-def is_sharded(call: fx.Node) -> bool:
-    """Whether a call is a product with a weight of which each rank has a part."""
-    return str(call.target) == SHARDED_MM
 
 
 def shared_weight(call: fx.Node) -> tuple[fx.Node, int] | None:

@@ -268,7 +268,8 @@ def seed(rules: RowRules, head: fx.Node) -> RowValue:
     rows, _, _ = factors(head)
     if head.kwargs:
         raise Refusal("the head's addmm has alpha or beta")
-    features, _ = static(shape_of(rows)[-1]), static(shape_of(head)[-1])
+    static(shape_of(head)[-1])  # refused where it varies
+    features = static(shape_of(rows)[-1])
     hidden = rules.pool.leaf(Leaf(rows, (), tuple(shape_of(rows)[:-1]), (features,)))
     expr = _product(rules, head, hidden)
     tokens = (TOKEN,) * (len(shape_of(head)) - 1)

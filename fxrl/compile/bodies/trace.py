@@ -277,7 +277,7 @@ def _keep_factors(graph: fx.Graph) -> None:
                 _keep_factor(graph, node, overload)
 
 
-def _keep_factor(graph: fx.Graph, node: fx.Node, multiply: Any) -> None:
+def _keep_factor(graph: fx.Graph, node: fx.Node, overload: Any) -> None:
     value, *factor = node.args
     dtype = node.meta["val"].dtype
     if dtype not in (torch.bfloat16, torch.float16) or not isinstance(factor[0], float):
@@ -288,7 +288,7 @@ def _keep_factor(graph: fx.Graph, node: fx.Node, multiply: Any) -> None:
     wide, convert = torch.float32, torch.ops.prims.convert_element_type.default
     with graph.inserting_before(node):
         up = graph.call_function(convert, (value, wide))
-        product = graph.call_function(multiply, (up, factor[0]))
+        product = graph.call_function(overload, (up, factor[0]))
         rounded = graph.call_function(convert, (product, dtype))
     for made, like in ((up, value), (product, node)):
         made.meta["val"] = like.meta["val"].to(wide)

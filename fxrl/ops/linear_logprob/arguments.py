@@ -7,7 +7,7 @@ op one value, which the reference and every device kernel receive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
@@ -61,6 +61,12 @@ class LossHead(NamedTuple):
     def dtype(self) -> torch.dtype:
         """The dtype of logits, statistics and accumulated gradients."""
         return accumulation_dtype(self.hidden.dtype)
+
+    def on_one_device(self) -> LossHead:
+        """As everywhere in PyTorch, a temperature that is one number may stay on the CPU."""
+        if self.temperature is None or self.temperature.dim():
+            return self
+        return self._replace(temperature=self.temperature.to(self.hidden.device))
 
     def tile_rows(self) -> int:
         """Rows per tile: what the caller asked for, else what keeps one logits tile small.
@@ -146,6 +152,11 @@ def schema_of(fields: type[LossHead] | type[RowValues], *, with_defaults: bool =
 def parse_outputs(text: str) -> tuple[str, ...]:
     """``"logprob,entropy"`` as names; the empty text names none."""
     return tuple(name for name in text.split(",") if name)
+
+
+def joined_outputs(names: Collection[str]) -> str:
+    """Names as ``parse_outputs`` reads them."""
+    return ",".join(name for name in OUTPUTS if name in names)
 
 
 def vector_dtype(dtype: torch.dtype) -> torch.dtype:

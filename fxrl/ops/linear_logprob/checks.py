@@ -11,7 +11,12 @@ from collections.abc import Collection
 import torch
 
 from fxrl.errors import FxrlError
-from fxrl.ops.linear_logprob.arguments import LossHead, parse_outputs
+from fxrl.ops.linear_logprob.arguments import (
+    DIFFERENTIABLE,
+    OUTPUTS,
+    LossHead,
+    parse_outputs,
+)
 
 
 class LinearLogprobError(FxrlError, ValueError):
@@ -29,6 +34,14 @@ def checked_names(argument: str, text: str, allowed: Collection[str]) -> set[str
         choices = ", ".join(sorted(allowed))
         raise LinearLogprobError(f"{argument}={text!r}: {unknown[0]!r} is not one of [{choices}]")
     return set(names)
+
+
+def asked_outputs(outputs: str, grad_outputs: str | None) -> tuple[set[str], set[str]]:
+    """What is asked for, and what of it has gradients: all that can, if nobody says."""
+    wanted = checked_names("outputs", outputs, OUTPUTS)
+    if grad_outputs is None:
+        return wanted, wanted & {*DIFFERENTIABLE}
+    return wanted, checked_names("grad_outputs", grad_outputs, wanted & {*DIFFERENTIABLE})
 
 
 def check_arguments(head: LossHead) -> None:

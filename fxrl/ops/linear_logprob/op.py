@@ -64,16 +64,17 @@ from fxrl.ops.linear_logprob.arguments import (
     Gradients,
     LossHead,
     RowValues,
+    joined_outputs,
     parse_outputs,
     reduce_to_temperature,
     schema_of,
 )
 from fxrl.ops.linear_logprob.checks import (
     LinearLogprobError,
+    asked_outputs,
     check_arguments,
     check_sizes,
     check_target,
-    checked_names,
 )
 from fxrl.ops.linear_logprob.matmul import full_precision, slices
 from fxrl.ops.linear_logprob.reference import reference_backward, reference_forward
@@ -145,28 +146,18 @@ def _linear_logprob(
     grad_outputs: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    head = LossHead(hidden, weight, target, **options)
-    if head.temperature is not None and head.temperature.dim() == 0:
-        # As everywhere in PyTorch, one number may stay on the CPU.
-        head = head._replace(temperature=head.temperature.to(hidden.device))
+    head = LossHead(hidden, weight, target, **options).on_one_device()
     check_arguments(head)
-    wanted = checked_names("outputs", outputs, OUTPUTS)
-    differentiated = wanted & {*DIFFERENTIABLE}
-    if grad_outputs is not None:
-        differentiated = checked_names("grad_outputs", grad_outputs, differentiated)
+    wanted, differentiated = asked_outputs(outputs, grad_outputs)
     read = _read_by_backward(head, differentiated) if torch.is_grad_enabled() else set()
     *values, _ = torch.ops.fxrl.linear_logprob_forward.default(
         *head,
-        _joined(wanted | read),
-        _joined(differentiated),
+        joined_outputs(wanted | read),
+        joined_outputs(differentiated),
         bool(read) and hidden.requires_grad and _made_in_forward(head, differentiated),
     )
     pairs = zip(OUTPUTS, values, strict=True)
     return tuple(v if name in wanted else v.new_empty(0) for name, v in pairs)
-
-
-def _joined(names: set[str]) -> str:
-    return ",".join(name for name in OUTPUTS if name in names)
 
 
 def _made_in_forward(head: LossHead, differentiated: set[str]) -> bool:

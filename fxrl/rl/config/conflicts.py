@@ -107,12 +107,10 @@ def _judge_conflicts(config: TrainConfig) -> Iterator[str]:
 
 def _form_conflicts(config: TrainConfig) -> Iterator[str]:
     """What does not go with what rows are."""
-    prompts = config.form == "prompts"
-    if prompts:
-        yield from _judge_conflicts(config)
     named = f"loss.name={config.loss.name!r}"
     learns = f"but {named} learns from {config.form}; leave it out"
-    if prompts:
+    if config.form == "prompts":
+        yield from _judge_conflicts(config)
         yield from (f"{said} is of given answers, {learns}" for said in _said(config, OF_ANSWERS))
         return
     form, info, model = config.form, config.loss_info(), config.model
