@@ -4,7 +4,7 @@ read as stored, or quantised here."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,11 +83,14 @@ class Quantization:
                 f"{GROUP} entries; leave it out"
             )
 
-    def chosen(self, model: nn.Module, *, trained: bool = False) -> list[HeldWeight]:
+    def chosen(
+        self, model: nn.Module, *, trained: bool = False, linears: bool = True
+    ) -> list[HeldWeight]:
         """The weights of a model that are to be held so.
 
         Args:
             trained: those that require a gradient, too.
+            linears: others than embeddings and head, too.
 
         Raises:
             ModelError: ``skip`` names no Linear, one's inputs are no multiple of 64, in 4 bits, or
@@ -107,7 +110,13 @@ class Quantization:
                 if end is not None:
                     why = f"has a {type(end).__name__} whose weight is not a plain layer's alone"
                 raise ModelError(f"{name}=true: the model {why}; leave it out")
-        chosen = [one for one in weights if self._takes(one, ends, trained=trained)]
+        chosen = [
+            one
+            for one in weights
+            if self._takes(one, ends)
+            and (trained or not one.weight.requires_grad)
+            and (linears or any(end in one.holders.values() for end in ends.values()))
+        ]
         for one in chosen:
             columns = one.weight.shape[1]
             if self.format != "fp8" and columns % GROUP:
@@ -125,7 +134,7 @@ class Quantization:
         found = {end: getattr(model, name, lambda: None)() for end, name in names.items()}
         return {end: getattr(module, "base_layer", module) for end, module in found.items()}
 
-    def _takes(self, one: HeldWeight, ends: dict[str, nn.Module | None], *, trained: bool) -> bool:
+    def _takes(self, one: HeldWeight, ends: dict[str, nn.Module | None]) -> bool:
         asked = {name: module for name, module in ends.items() if module in one.holders.values()}
         told = {name: getattr(self, name) for name in asked}
         if len({*told.values()}) > 1:
@@ -138,7 +147,6 @@ class Quantization:
         return (
             all(told.values())
             and all(isinstance(one.holders[path], nn.Linear) for path in rest)
-            and (trained or not one.weight.requires_grad)
             and one.weight.numel() >= self.least_values
             and not any(names_module(p, path) for p in self.skip for path in one.holders)
         )
@@ -177,8 +185,8 @@ class Quantized(nn.Module):
         tied: both are another module's, too, which saves and loads them.
     """
 
-    weight: nn.Parameter
-    weight_scale: nn.Parameter
+    weight: Tensor
+    weight_scale: Tensor
     format: Format
     stored: Stored
     tied: bool
@@ -329,6 +337,12 @@ class QuantizedEmbedding(Quantized, nn.Embedding):
         del destination[f"{prefix}like"]
 
 
+def dtype_of(table: nn.Module) -> torch.dtype:
+    """Of the rows that a table of embeddings gives."""
+    held: Any = table
+    return held.compute_dtype if isinstance(table, QuantizedEmbedding) else held.weight.dtype  # type: ignore[no-any-return]
+
+
 def _put(
     model: nn.Module,
     one: HeldWeight,
@@ -337,16 +351,16 @@ def _put(
     stored: Stored | None = None,
 ) -> None:
     """A weight's values and scales in the places of its holders, which have them in common."""
-    made: Any = None
+    (values, scale), dtype, tied = weight, one.weight.dtype, False
     for path, module in one.holders.items():
-        held = weight if made is None else made.held
-        options = {"stored": stored, "tied": made is not None}
-        dtype = one.weight.dtype
+        made: Quantized
         if isinstance(module, nn.Linear):
-            made = QuantizedLinear(*held, format, module.bias, dtype, **options)
+            bias = module.bias
+            made = QuantizedLinear(values, scale, format, bias, dtype, stored, tied=tied)
         else:
-            made = QuantizedEmbedding(*held, format, dtype, **options)
+            made = QuantizedEmbedding(values, scale, format, dtype, stored, tied=tied)
         setattr(*owner_of(model, path), made.train(module.training))
+        (values, scale), tied = made.held, True
 
 
 def quantize(model: nn.Module, format: Asked) -> nn.Module:
@@ -380,12 +394,13 @@ def load_quantized(
 ) -> nn.Module:
     """The model of a checkpoint, its weights in 8 or 4 bits.
 
-    What the checkpoint holds so is read as it is; else each Linear is quantised when it is read, so
-    that the host never has more than what is made and a Linear in full.
+    What the checkpoint holds so is read as it is; else each weight is quantised when it is read, so
+    that the host never has more than what is made and a weight in full. Of a checkpoint that has
+    its Linears so, embeddings and head are quantised where ``format`` asks for them.
 
     Args:
         folder: with ``config.json`` and safetensors.
-        format: to quantise in; None where the checkpoint is quantised.
+        format: to quantise in; None, or the same, where the checkpoint is quantised.
         dtype: of what stays; None is the checkpoint's.
         device: of the model.
 
@@ -401,14 +416,19 @@ def load_quantized(
     checkpoint = CheckpointTensors(folder, model)
     if held is not None:
         _take_stored(model, checkpoint, held, device)
-    elif how is not None:
-        _take_quantized(model, checkpoint, how, device)
+    if how is not None:
+        linears = held is None  # those that a checkpoint leaves stay
+        for one in how.chosen(model, trained=True, linears=linears):
+            shape, dtype = one.weight.shape, one.weight.dtype
+            how.put(model, one, checkpoint.get(one.names, shape).to(device, dtype))
+        if linears:
+            note_format(model, how)
     checkpoint.fill(device)
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
 def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization | None:
-    """How a checkpoint's Linears will be held: as they are stored, else as asked for.
+    """How a checkpoint's weights will be held: as they are stored, else as asked for.
 
     Raises:
         ModelError: it is quantised already, and something else is asked for.
@@ -417,27 +437,21 @@ def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization
     how = None if asked is None else as_quantization(asked)
     if held is None:
         return how
-    if how not in (None, Quantization(held)):
+    stored = Quantization(held)
+    if how is not None:
+        stored = replace(stored, embeddings=how.embeddings, head=how.head)
+    if how not in (None, stored):
         raise ModelError(
             f"model {str(place)!r} is quantised already, as {held}: quantization={asked!r} needs "
             f"the checkpoint in bf16; leave it out, or set {held!r}"
         )
-    return Quantization(held)
+    return stored
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
     """A configuration's ``quantization_config`` as a dictionary; None where there is none."""
     found: Any = getattr(config, "quantization_config", None)
     return found.to_dict() if hasattr(found, "to_dict") else found  # type: ignore[no-any-return]
-
-
-def _take_quantized(
-    model: Any, checkpoint: CheckpointTensors, how: Quantization, device: torch.device | str
-) -> None:
-    for one in how.chosen(model, trained=True):
-        shape, dtype = one.weight.shape, one.weight.dtype
-        how.put(model, one, checkpoint.get(one.names, shape).to(device, dtype))
-    note_format(model, how)
 
 
 def note_format(model: Any, how: Quantization) -> None:

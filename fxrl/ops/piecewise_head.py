@@ -85,7 +85,7 @@ class Held(NamedTuple):
         """Columns of the head."""
         if self.format == PART:
             return values.shape[1] // self.dtype.itemsize
-        return dequantized.sizes([values], self.format)[1]
+        return int(dequantized.sizes([values], self.format)[1])
 
     def piece_rows(self, values: Tensor) -> int:
         """Rows of a piece."""
