@@ -22,7 +22,7 @@ from fxrl.losses.own_code import importable_from, load_function
 from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model, lora, tiny_config
 from fxrl.models.hf import why_no_hub
 from fxrl.models.load import Source, find_file, in_bits, read_config, resolve
-from fxrl.models.quantized import Quantization, settled
+from fxrl.models.quantized import Asked, Quantization, settled
 from fxrl.models.sharded import shard_skeleton
 from fxrl.models.tiny import parse_tiny
 from fxrl.ops.dequantized import Format
@@ -140,7 +140,7 @@ def check_device(name: str) -> torch.device:
     return device
 
 
-def _quantization(args: argparse.Namespace) -> Quantization | None:
+def _quantization(args: argparse.Namespace) -> Asked | None:
     """``--quantization``, which is of frozen weights.
 
     Raises:
@@ -154,10 +154,9 @@ def _quantization(args: argparse.Namespace) -> Quantization | None:
             f"--quantization {asked} is of frozen weights, and without an adapter all are trained; "
             "add --lora RANK"
         )
-    if asked is None:
-        return None
-    ends = args.quantize_embeddings
-    return Quantization(asked, embeddings=ends, head=ends)
+    if asked is None or not args.quantize_embeddings:
+        return asked
+    return Quantization(asked, embeddings=True, head=True)
 
 
 def _sharing(args: argparse.Namespace) -> int:
