@@ -23,17 +23,17 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import fxrl.ops.sharded_head  # noqa: F401  (declares torch.ops.fxrl.sharded_logprob)
 from fxrl.analysis.logprob.algebra import LogprobAlgebra
 from fxrl.analysis.logprob.forms import Transform
 from fxrl.analysis.rows.analysis import HeadSite, RowProgram
 from fxrl.analysis.rows.cost import eager_bytes
 from fxrl.analysis.rows.emit import RowEmitter, as_argument
 from fxrl.analysis.rows.expr import RowExpr, walk
-from fxrl.ir.graph import hint, is_sharded_product, last_input, shape_of, val_of
+from fxrl.ir.graph import SHARDED_MM, hint, is_piecewise_product, last_input, shape_of, val_of
 from fxrl.ir.graph_pass import PassDoc
 from fxrl.ir.remark import Refusal
 from fxrl.ops.linear_logprob import OUTPUTS, LossHead
+from fxrl.ops.piecewise_head import PART, Held
 from fxrl.passes.chunk_vocab_region import HeadCluster, HeadPass
 
 aten = torch.ops.aten
@@ -95,7 +95,7 @@ def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
     Raises:
         Refusal: it has several heads, or needs a statistic that the op does not return.
     """
-    products = [e for e in walk(program.roots) if e.target in _PRODUCTS or is_sharded_product(e)]
+    products = [e for e in walk(program.roots) if e.target in _PRODUCTS or is_piecewise_product(e)]
     if len(products) != 1:
         raise Refusal("the logits of several heads are used together")
     (head,) = products
@@ -107,8 +107,9 @@ def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
     if not algebra.stats:
         raise Refusal("nothing of the vocabulary is reduced")
     biased = algebra.transform is not None and algebra.transform.bias is not None
-    if is_sharded_product(head) and biased:
-        raise Refusal("ranks share the head out, and its logits have a bias")
+    if is_piecewise_product(head) and (biased or head.args[-1]):
+        why = "its logits have a bias" if biased else "is multiplied by the other way round"
+        raise Refusal(f"the head is read in pieces of its vocabulary, and {why}")
     return FusedProgram(program, algebra, roots)
 
 
@@ -146,21 +147,26 @@ class _Emission:
             "grad_outputs": ",".join(name for name in OUTPUTS if self.algebra.stats.get(name)),
             "chunk_tokens": self.tile_tokens,
         }
-        if is_sharded_product(head):
-            _, (part,), options["vocab"], options["dtype"], _ = head.args
-            op, weight = torch.ops.fxrl.sharded_logprob.default, self.emit(part)
+        options = {k: v for k, v in options.items() if v != LossHead._field_defaults.get(k)}
+        if is_piecewise_product(head):
+            op, weight = torch.ops.fxrl.piecewise_logprob.default, self.emit(head.args[1][0])
+            options |= self._held(head, hidden)
         else:
             op, weight = torch.ops.fxrl.linear_logprob.default, self._weight(head.args[-1])
-        call = self.call(
-            op,
-            hidden,
-            weight,
-            self._target(hidden),
-            **{k: v for k, v in options.items() if v != LossHead._field_defaults.get(k)},
-        )
+        call = self.call(op, hidden, weight, self._target(hidden), **options)
         for index, name in enumerate(OUTPUTS):
             if name in self.algebra.stats:
                 self.stats[name] = self.call(operator.getitem, call, index)
+
+    def _held(self, head: RowExpr, hidden: fx.Node) -> dict[str, Any]:
+        """How a head is held that is read in pieces."""
+        weight, *layout = head.args[1:]
+        if str(head.target) == SHARDED_MM:
+            vocab, dtype, _ = layout
+            return Held(None, PART, vocab, dtype)._asdict()
+        values, scale = map(self.emit, weight)
+        vocab, dtype = shape_of(values)[0], val_of(hidden).dtype
+        return Held(scale, layout[0], vocab, dtype)._asdict()  # type: ignore[arg-type]
 
     def _weight(self, matrix: RowExpr) -> fx.Node:
         """``[V, H]``: the transposed operand without its transpose, or with one more."""

@@ -18,8 +18,7 @@ import torch
 from torch import fx
 
 from fxrl.ir.graph import (
-    DEQUANTIZED_MM,
-    SHARDED_MM,
+    PIECEWISE_PRODUCTS,
     HigherOrderOperator,
     OpOverload,
     ancestors,
@@ -44,8 +43,7 @@ _KERNELS = (
     "fxrl.seq_to_head.default",
     "fxrl.head_to_seq.default",
     "fxrl.shard_tokens.default",
-    DEQUANTIZED_MM,
-    SHARDED_MM,
+    *PIECEWISE_PRODUCTS,
 )
 
 

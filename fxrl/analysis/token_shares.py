@@ -30,8 +30,6 @@ from fxrl.analysis.rows.rules import dims_of, op_name
 from fxrl.ir.graph import (
     CALL_LAYER,
     CHECKPOINT,
-    DEQUANTIZED_MM,
-    SHARDED_MM,
     OpOverload,
     Size,
     as_node,
@@ -42,6 +40,7 @@ from fxrl.ir.graph import (
     hint,
     is_call,
     is_embedding,
+    is_piecewise_product,
     is_pointwise,
     is_tensor,
     numel_hint,
@@ -246,7 +245,7 @@ class _Walk:
             return self._call(into, node)
         if is_call(node, SDPA):
             return _attention(into, node, self.ranks)
-        if str(node.target) in (DEQUANTIZED_MM, SHARDED_MM):
+        if is_piecewise_product(node):
             return _quantized_product(into, node)
         if is_embedding(node):
             return Step(_of(into, _ids(node)))

@@ -22,7 +22,7 @@ from fxrl.losses.own_code import importable_from, load_function
 from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model, lora, tiny_config
 from fxrl.models.hf import why_no_hub
 from fxrl.models.load import Source, find_file, in_bits, read_config, resolve
-from fxrl.models.quantized import settled
+from fxrl.models.quantized import Asked, Quantization, settled
 from fxrl.models.sharded import shard_skeleton
 from fxrl.models.tiny import parse_tiny
 from fxrl.ops.dequantized import Format
@@ -140,19 +140,23 @@ def check_device(name: str) -> torch.device:
     return device
 
 
-def _quantization(args: argparse.Namespace) -> Format | None:
+def _quantization(args: argparse.Namespace) -> Asked | None:
     """``--quantization``, which is of frozen weights.
 
     Raises:
-        ConfigError: without an adapter all weights are trained.
+        ConfigError: without an adapter all weights are trained, or a format is missing.
     """
     asked: Format | None = args.quantization
+    if args.quantize_embeddings and asked is None:
+        raise ConfigError("--quantize-embeddings needs a format: add --quantization fp8 or nf4")
     if asked is not None and not args.lora:
         raise ConfigError(
             f"--quantization {asked} is of frozen weights, and without an adapter all are trained; "
             "add --lora RANK"
         )
-    return asked
+    if asked is None or not args.quantize_embeddings:
+        return asked
+    return Quantization(asked, embeddings=True, head=True)
 
 
 def _sharing(args: argparse.Namespace) -> int:

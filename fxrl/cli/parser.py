@@ -114,6 +114,11 @@ def _model_and_loss(
         help="of the frozen weights under --lora (none); products in FP8: --config precision=fp8",
     )
     sub.add_argument(
+        "--quantize-embeddings",
+        action="store_true",
+        help="embeddings and loss head likewise, which stay as they are otherwise",
+    )
+    sub.add_argument(
         "--dtype",
         default=dtype,
         choices=["fp64", "fp32", "bf16", "fp16"],

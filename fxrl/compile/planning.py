@@ -44,6 +44,7 @@ from fxrl.ir.remark import format_bytes
 from fxrl.ir.sizes import measure_by
 from fxrl.ops.host_memory import PAGE
 from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, MADE_IN_FORWARD, parse_outputs
+from fxrl.ops.piecewise_head import WIDENED
 from fxrl.ops.sharded import piece_bytes
 from fxrl.passes.offload import own_inputs
 from fxrl.passes.recompute import OutlinedLayer, outlined_layers
@@ -565,11 +566,14 @@ class _Outer:
     def _head_cost(self, node: fx.Node) -> CallCost:
         """A head whose gradient is made in the forward keeps a vector of the size of the hidden
         states for each output; another one keeps the states themselves."""
-        hidden, wanted = bound(node)["hidden"], _differentiated(node)
+        given, wanted = bound(node), _differentiated(node)
+        hidden = given["hidden"]
         if _made_in_forward(node):
             return CallCost((), len(wanted) * self._bytes([hidden]), _HEAD_SCRATCH, 0)
+        piece = 0 if given.get("weight_scale") is None else WIDENED
         sums = 4 * self._step.measure(volume(val_of(hidden)))
-        return CallCost((hidden,), 0, _HEAD_SCRATCH, _HEAD_BACKWARD_SCRATCH + sums)
+        backward = _HEAD_BACKWARD_SCRATCH + sums + piece
+        return CallCost((hidden,), 0, _HEAD_SCRATCH + piece, backward)
 
     def _figures(self, node: fx.Node, region: Region) -> Figures:
         inputs: Any = node.args[0]
@@ -612,7 +616,7 @@ def _differentiated(head: fx.Node) -> set[str]:
 def _made_in_forward(head: fx.Node) -> bool:
     """Whether a loss head's forward makes its gradients, too."""
     given = bound(head)
-    if "vocab" in given:  # one of which ranks have parts makes none
+    if "vocab" in given:  # one that is read in pieces makes none
         return False
     frozen = not needs_grad(given["weight"]) and not needs_grad(given["bias"])
     return frozen and _differentiated(head) <= {*MADE_IN_FORWARD}

@@ -20,6 +20,7 @@ from torch import nn
 from fxrl.config import MiB
 from fxrl.engines.engine import EngineError
 from fxrl.errors import ConfigError
+from fxrl.models.quantized import dtype_of
 from fxrl.models.sharded import held_bytes
 
 #: What vLLM keeps asleep or awake, whatever the model's size: workspaces and buffers, 0.24 GiB,
@@ -152,7 +153,7 @@ class RolloutMemory:
             KvCacheError: see ``KvCache``.
         """
         language_model: Any = model
-        dtype = dtype or language_model.get_input_embeddings().weight.dtype
+        dtype = dtype or dtype_of(language_model.get_input_embeddings())
         cache = KvCache.of(language_model.config, dtype.itemsize)
         weights = held_bytes(model)
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)

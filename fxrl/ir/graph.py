@@ -36,15 +36,18 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 FP8_LINEAR, DEQUANTIZED_MM = "fxrl.fp8_linear.default", "fxrl.dequantized_mm.default"
 SHARDED_MM, SHARDED_ROWS = "fxrl.sharded_mm.default", "fxrl.sharded_rows.default"
 QUANTIZED_PRODUCTS = (FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM)
+#: Those of them whose weight can be read in pieces, and lookups of its rows.
+PIECEWISE_PRODUCTS = (DEQUANTIZED_MM, SHARDED_MM)
+PIECEWISE_ROWS = ("fxrl.dequantized_rows.default", SHARDED_ROWS)
 QUANTIZE_ROWS = "fxrl.quantize_rows.default"
-#: The loss head, and that over a head of which ranks have parts.
-LOSS_HEADS = "fxrl.linear_logprob.default", "fxrl.sharded_logprob.default"
+#: The loss head, and that over a head which is read in pieces.
+LOSS_HEADS = "fxrl.linear_logprob.default", "fxrl.piecewise_logprob.default"
 
 
 def is_embedding(node: object) -> TypeGuard[fx.Node]:
     """Whether ``node`` looks rows up in a table of weights."""
     return isinstance(node, fx.Node) and (
-        is_call(node, aten.embedding.default) or str(node.target) == SHARDED_ROWS
+        is_call(node, aten.embedding.default) or str(node.target) in PIECEWISE_ROWS
     )
 
 
@@ -59,9 +62,9 @@ def is_quantized_product(call: Any) -> bool:
     return str(call.target) in QUANTIZED_PRODUCTS
 
 
-def is_sharded_product(call: Any) -> bool:
-    """Whether it is one with a weight of which each rank has a part."""
-    return str(call.target) == SHARDED_MM
+def is_piecewise_product(call: Any) -> bool:
+    """Whether it is one with a weight that can be read in pieces: shared out, or to be widened."""
+    return str(call.target) in PIECEWISE_PRODUCTS
 
 
 def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:

@@ -1,4 +1,4 @@
-"""``fxrl::dequantized_mm`` on CUDA: a tile of the weight is widened by one kernel.
+"""Weights of 8 and 4 bits on CUDA: a tile is widened by one kernel.
 
 ``widen`` reads a value of 8 or 4 bits and its scale, and writes the number in the rows' dtype: bit
 for bit what the reference makes by way of float32, for 3 bytes of traffic a value instead of 19.
@@ -26,13 +26,8 @@ _ROWS, _COLUMNS = 8, 512  # of a program
 
 
 def register() -> None:
-    """Attach the kernel to its op for CUDA tensors."""
-    op.dequantized_mm.register_kernel("cuda", product)
-
-
-def product(rows: Tensor, weight: Sequence[Tensor], format: str, transpose: bool) -> Tensor:
-    """See ``fxrl.ops.dequantized``."""
-    return op.product(rows, weight, format, transpose, widened, _TILE)
+    """Attach the kernel to the ops for CUDA tensors."""
+    op.attach("cuda", widened, _TILE)
 
 
 @jit

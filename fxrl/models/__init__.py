@@ -4,7 +4,7 @@ from fxrl.errors import MissingPackageError
 from fxrl.models.hf import FetchError, ModelError
 from fxrl.models.load import build_from_config, load_model, load_tokenizer
 from fxrl.models.lora import lora
-from fxrl.models.quantized import Quantization, QuantizedLinear, quantize
+from fxrl.models.quantized import Quantization, Quantized, QuantizedLinear, quantize
 from fxrl.models.sharded import Sharded, ShardedLinear, shard
 from fxrl.models.smollm2 import fetch_smollm2
 from fxrl.models.tiny import TINY_KINDS, TinySize, tiny_config, tiny_tokenizer
@@ -17,6 +17,7 @@ __all__ = [
     "ModelError",
     "Peers",
     "Quantization",
+    "Quantized",
     "QuantizedLinear",
     "Sharded",
     "ShardedLinear",

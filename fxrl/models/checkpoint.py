@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,35 @@ def put_parameter(model: nn.Module, names: Sequence[str], value: Tensor) -> None
     parameter = nn.Parameter(value)
     for name in names:
         setattr(*owner_of(model, name), parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeight:
+    """A weight that is multiplied by, or looked up in.
+
+    Attributes:
+        weight: in full.
+        holders: the modules that compute with it, by path; tied ones are several.
+    """
+
+    weight: Tensor
+    holders: dict[str, nn.Module]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameter."""
+        return tuple(f"{path}.weight" for path in self.holders)
+
+
+def held_weights(model: nn.Module) -> list[HeldWeight]:
+    """The weights of a model's plain Linears and embeddings that nothing else computes with."""
+    names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    found: dict[int, HeldWeight] = {}
+    for path, module in model.named_modules():
+        if type(module) is nn.Linear or (type(module) is nn.Embedding and module.max_norm is None):
+            held = found.setdefault(id(module.weight), HeldWeight(module.weight, {}))
+            held.holders[path] = module
+    return [held for key, held in found.items() if names[key] == len(held.holders)]
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -240,11 +240,11 @@ def load_model(
 
 
 def in_bits(model: nn.Module, quantization: Asked | None) -> nn.Module:
-    """A model that was made whole, its Linears in so few bits; as it is without."""
+    """A model that was made whole, its weights in so few bits; as it is without."""
     if quantization is not None:
         how = as_quantization(quantization)
-        for linear in how.chosen(model, trained=True).values():
-            linear.weight.requires_grad_(False)
+        for one in how.chosen(model, trained=True):
+            one.weight.requires_grad_(False)
         note_format(quantize(model, how), how)
     return model
 

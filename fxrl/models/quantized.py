@@ -1,9 +1,10 @@
-"""Frozen Linears that hold their weight in 8 or 4 bits, once: read as stored, or quantised here."""
+"""Frozen Linears, and on request embeddings and head, that hold their weight in 8 or 4 bits, once:
+read as stored, or quantised here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +15,10 @@ from fxrl.errors import ConfigError, did_you_mean
 from fxrl.ir.site import names_module
 from fxrl.models.checkpoint import (
     CheckpointTensors,
+    HeldWeight,
+    bits,
     build_skeleton,
+    held_weights,
     owner_of,
 )
 from fxrl.models.hf import ModelError
@@ -27,13 +31,20 @@ from fxrl.models.stored import (
     stored_format,
     to_store,
 )
-from fxrl.ops.dequantized import FORMATS, GROUP, Format, dequantized_mm, quantized
+from fxrl.ops.dequantized import (
+    FORMATS,
+    GROUP,
+    Format,
+    dequantized_mm,
+    dequantized_rows,
+    quantized,
+)
 from fxrl.ops.fp8 import RECIPES, Recipe
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a model's frozen Linears are held.
+    """How a model's frozen weights are held.
 
     Attributes:
         format: ``"fp8"`` (e4m3), ``"int4"`` or ``"nf4"`` (a scale for 64 entries of a row).
@@ -41,6 +52,10 @@ class Quantization:
             128 x 128, or for the whole ``"tensor"``.
         skip: module paths, or parts of them, that stay; ``*`` stands for anything.
         least_values: entries of a weight below which it stays.
+        embeddings: hold the table of input embeddings so, too, of which what is looked up is
+            widened.
+        head: hold the output layer so, too, which a loss head widens a piece of the vocabulary at
+            a time. Where both are one weight they are held so together, once.
 
     Raises:
         ConfigError: a value is unknown, or the format has no such recipe.
@@ -50,6 +65,8 @@ class Quantization:
     recipe: Recipe = "row"
     skip: tuple[str, ...] = ()
     least_values: int = 0
+    embeddings: bool = False
+    head: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -66,40 +83,77 @@ class Quantization:
                 f"{GROUP} entries; leave it out"
             )
 
-    def chosen(self, model: nn.Module, *, trained: bool = False) -> dict[str, nn.Linear]:
-        """The Linears of a model that are to be held so, by path.
+    def chosen(
+        self, model: nn.Module, *, trained: bool = False, linears: bool = True
+    ) -> list[HeldWeight]:
+        """The weights of a model that are to be held so.
 
         Args:
-            trained: those whose weight requires a gradient, too.
+            trained: those that require a gradient, too.
+            linears: others than embeddings and head, too.
 
         Raises:
-            ModelError: ``skip`` names none, or one's inputs are no multiple of 64, in 4 bits.
+            ModelError: ``skip`` names no Linear, one's inputs are no multiple of 64, in 4 bits, or
+                embeddings or head cannot be held so.
         """
-        found = dict(linears_of(model))
+        weights, ends = held_weights(model), self._ends(model)
+        found = [p for one in weights for p, m in one.holders.items() if type(m) is nn.Linear]
         for pattern in self.skip:
             if not any(names_module(pattern, path) for path in found):
                 leaves = {path.removesuffix(".base_layer").rpartition(".")[2] for path in found}
                 near = did_you_mean(pattern, leaves)
                 raise ModelError(f"skip={pattern!r} names no Linear of the model{near}")
-        chosen = {
-            path: linear
-            for path, linear in found.items()
-            if (trained or not linear.weight.requires_grad)
-            and linear.weight.numel() >= self.least_values
-            and not any(names_module(pattern, path) for pattern in self.skip)
-        }
-        for path, linear in chosen.items():
-            if self.format != "fp8" and linear.in_features % GROUP:
+        for name, end in ends.items():
+            able = any(end in one.holders.values() for one in weights)
+            if getattr(self, name) and not (able or isinstance(end, Quantized)):
+                why = "has none"
+                if end is not None:
+                    why = f"has a {type(end).__name__} whose weight is not a plain layer's alone"
+                raise ModelError(f"{name}=true: the model {why}; leave it out")
+        chosen = [
+            one
+            for one in weights
+            if self._takes(one, ends)
+            and (trained or not one.weight.requires_grad)
+            and (linears or any(end in one.holders.values() for end in ends.values()))
+        ]
+        for one in chosen:
+            columns = one.weight.shape[1]
+            if self.format != "fp8" and columns % GROUP:
+                path = next(iter(one.holders))
                 raise ModelError(
-                    f"{path} has {linear.in_features} inputs; {self.format} takes multiples of "
-                    f"{GROUP}; use 'fp8', or name it in skip"
+                    f"{path} has {columns} inputs; {self.format} takes multiples of {GROUP}; use "
+                    "'fp8', or name it in skip"
                 )
         return chosen
 
-    def made(self, linear: nn.Linear, weight: Tensor) -> QuantizedLinear:
-        """What takes a Linear's place, with a weight of its dtype."""
-        values = quantized(weight, self.format, self.recipe)
-        return QuantizedLinear(*values, self.format, linear.bias, linear.weight.dtype)
+    @staticmethod
+    def _ends(model: nn.Module) -> dict[str, nn.Module | None]:
+        """Where tokens become vectors, and vectors logits, under whatever adapter."""
+        names = {"embeddings": "get_input_embeddings", "head": "get_output_embeddings"}
+        found = {end: getattr(model, name, lambda: None)() for end, name in names.items()}
+        return {end: getattr(module, "base_layer", module) for end, module in found.items()}
+
+    def _takes(self, one: HeldWeight, ends: dict[str, nn.Module | None]) -> bool:
+        asked = {name: module for name, module in ends.items() if module in one.holders.values()}
+        told = {name: getattr(self, name) for name in asked}
+        if len({*told.values()}) > 1:
+            (asked_for,) = (name for name, on in told.items() if on)
+            raise ModelError(
+                f"{asked_for}=true alone: embeddings and head of this model are one weight; set "
+                "both, or none"
+            )
+        rest = [path for path, module in one.holders.items() if module not in asked.values()]
+        return (
+            all(told.values())
+            and all(isinstance(one.holders[path], nn.Linear) for path in rest)
+            and one.weight.numel() >= self.least_values
+            and not any(names_module(p, path) for p in self.skip for path in one.holders)
+        )
+
+    def put(self, model: nn.Module, one: HeldWeight, weight: Tensor) -> None:
+        """Hold one of the model's weights so, in the places of its holders."""
+        _put(model, one, quantized(weight, self.format, self.recipe), self.format)
 
 
 #: How a caller says it: the format alone leaves the rest at its defaults.
@@ -118,24 +172,98 @@ def as_quantization(asked: Asked) -> Quantization:
         raise ModelError(str(error)) from error
 
 
-class QuantizedLinear(nn.Linear):
-    """``x weight^T + bias`` with a weight that is widened a part at a time.
+class Quantized(nn.Module):
+    """What has a weight in 8 or 4 bits; the base of those that compute with it.
 
     Its ``state_dict`` has the names and bytes that a checkpoint would (``fxrl.models.stored``): a
     model that was read so is saved so, by whatever saves it.
+
+    Attributes:
+        weight, weight_scale: as ``fxrl.ops.dequantized`` has them; kept as views.
+        format: ``"fp8"``, ``"int4"`` or ``"nf4"``.
+        stored: what the checkpoint has beside the weight, which is saved as it is.
+        tied: both are another module's, too, which saves and loads them.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    format: Format
+    stored: Stored
+    tied: bool
+
+    def hold(
+        self, weight: Tensor, scale: Tensor, format: Format, stored: Stored | None, *, tied: bool
+    ) -> torch.Size:
+        """Sets the attributes, in place of ``__init__``: PyTorch's would draw a weight.
+
+        Returns:
+            The weight's sizes.
+        """
+        self.format, self.stored, self.tied = format, dict(stored or {}), tied
+        for name, value in (("weight", weight), ("weight_scale", scale)):
+            made = value if isinstance(value, nn.Parameter) else nn.Parameter(value, False)
+            self.register_parameter(name, made)
+        rows, columns = weight.shape
+        return torch.Size((rows, columns if format == "fp8" else 2 * columns))
+
+    @property
+    def held(self) -> list[Tensor]:
+        """Values and scales, as the ops take them."""
+        return [self.weight, self.weight_scale]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the weight with the model; a cast of the model leaves its dtypes alone."""
+        held = {name: self._parameters.pop(name) for name in ("weight", "weight_scale")}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, parameter in held.items():
+            assert parameter is not None
+            before = bits(parameter)  # which no cast of floating-point numbers is of
+            moved = fn(before).to(before.dtype).view(parameter.dtype)
+            if moved.is_meta and not parameter.is_meta:
+                parameter = nn.Parameter(moved, False)
+            elif moved.data_ptr() != parameter.data_ptr() or moved.device != parameter.device:
+                parameter.data = moved  # the same parameter, for whoever is tied to it
+            self.register_parameter(name, parameter)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight, scale = (destination.pop(f"{prefix}{name}") for name in ("weight", "weight_scale"))
+        if self.tied:
+            return
+        for name, tensor in to_store(weight, scale, self.format, self.stored).items():
+            destination[f"{prefix}{name}"] = tensor
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        stored = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
+        weight, scale = self.held
+        if is_stored(stored):
+            columns = weight.shape[1] * (1 if self.format == "fp8" else 2)
+            shape = torch.Size((len(weight), columns))
+            weight, scale = read_stored(stored, shape, self.format)
+        if is_stored(stored) or self.tied:
+            own = {name: p for name, p in self._parameters.items() if p is not None}
+            own |= {"weight": weight, "weight_scale": scale}  # type: ignore[dict-item]
+            own |= {name: stored[name] for name in own.keys() & {"bias"} & stored.keys()}
+            state_dict = {f"{prefix}{name}": tensor for name, tensor in own.items()}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """Sizes and format, as ``print(model)`` shows them."""
+        return f"{super().extra_repr()}, format={self.format!r}"
+
+
+class QuantizedLinear(Quantized, nn.Linear):
+    """``x weight^T + bias`` with a weight that is widened a part at a time.
 
     NOTE [Why a subclass of nn.Linear]: PEFT puts a LoRA beside what is one, and asks for
     ``compute_dtype`` where the weight's own dtype is none for an adapter.
 
     Args:
-        weight, scale: as ``fxrl.ops.dequantized`` has them; kept as views.
-        format: ``"fp8"``, ``"int4"`` or ``"nf4"``.
+        weight, scale, format, stored, tied: see ``Quantized``.
         bias: [out], or None.
         compute_dtype: what adapters take as the base's dtype.
-        stored: what the checkpoint has beside the weight, which is saved as it is.
     """
-
-    weight_scale: nn.Parameter
 
     def __init__(
         self,
@@ -145,63 +273,102 @@ class QuantizedLinear(nn.Linear):
         bias: nn.Parameter | None = None,
         compute_dtype: torch.dtype = torch.bfloat16,
         stored: Stored | None = None,
+        *,
+        tied: bool = False,
     ) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would allocate and draw a weight
-        self.out_features, self.in_features = weight.shape
-        if format != "fp8":
-            self.in_features *= 2
-        self.format, self.compute_dtype, self.stored = format, compute_dtype, dict(stored or {})
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        nn.Module.__init__(self)
+        self.compute_dtype = compute_dtype
+        shape = self.hold(weight, scale, format, stored, tied=tied)
+        self.out_features, self.in_features = shape
         self.register_parameter("bias", bias)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the input's dtype."""
         rows = input.reshape(-1, self.in_features)
-        made: Tensor = dequantized_mm(rows, [self.weight, self.weight_scale], self.format, False)
+        made: Tensor = dequantized_mm(rows, self.held, self.format, False)
         made = made.view(*input.shape[:-1], self.out_features)
         return made if self.bias is None else made + self.bias
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the weight with the model; a cast of the model leaves its dtypes alone."""
-        held = {name: self._parameters.pop(name) for name in ("weight", "weight_scale")}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, parameter in held.items():
-            assert parameter is not None
-            moved = fn(parameter.detach())
-            if moved.dtype != parameter.dtype:
-                moved = parameter.detach().to(moved.device)
-            same = moved.data_ptr() == parameter.data_ptr() and moved.device == parameter.device
-            kept = parameter if same else nn.Parameter(moved, requires_grad=False)
-            self.register_parameter(name, kept)
-        return self
+
+class QuantizedEmbedding(Quantized, nn.Embedding):
+    """A table of which the rows that are looked up are widened.
+
+    NOTE [Why there is an empty parameter]: rows come in the model's dtype, which a cast of the
+    model changes, and ``verify`` for one run. And transformers takes the dtype of a model's first
+    parameter in floating point for the model's, which it writes into what it saves.
+
+    Args:
+        weight, scale, format, stored, tied: see ``Quantized``.
+        compute_dtype: of the rows.
+
+    Attributes:
+        like: [0], of the rows' dtype.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        format: Format,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        stored: Stored | None = None,
+        *,
+        tied: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.like = nn.Parameter(weight.new_empty(0, dtype=compute_dtype), False)
+        self.num_embeddings, self.embedding_dim = self.hold(
+            weight, scale, format, stored, tied=tied
+        )
+        self.padding_idx = self.max_norm = None
+        self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return self.like.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        """ids -> [*ids, embedding_dim]."""
+        return dequantized_rows(input, self.held, self.format, self.like.dtype)  # type: ignore[no-any-return]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        weight, scale = (destination.pop(f"{prefix}{name}") for name in ("weight", "weight_scale"))
-        for name, tensor in to_store(weight, scale, self.format, self.stored).items():
-            destination[f"{prefix}{name}"] = tensor
+        del destination[f"{prefix}like"]
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        stored = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
-        if is_stored(stored):
-            shape = torch.Size((self.out_features, self.in_features))
-            weight, scale = read_stored(stored, shape, self.format)
-            state_dict = {f"{prefix}weight": weight, f"{prefix}weight_scale": scale}
-            if "bias" in stored:
-                state_dict[f"{prefix}bias"] = stored["bias"]
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def extra_repr(self) -> str:
-        """Sizes and format, as ``print(model)`` shows them."""
-        return f"{super().extra_repr()}, format={self.format!r}"
+def dtype_of(table: nn.Module) -> torch.dtype:
+    """Of the rows that a table of embeddings gives."""
+    held: Any = table
+    return held.compute_dtype if isinstance(table, QuantizedEmbedding) else held.weight.dtype  # type: ignore[no-any-return]
+
+
+def _put(
+    model: nn.Module,
+    one: HeldWeight,
+    weight: tuple[Tensor, Tensor],
+    format: Format,
+    stored: Stored | None = None,
+) -> None:
+    """A weight's values and scales in the places of its holders, which have them in common."""
+    (values, scale), dtype, tied = weight, one.weight.dtype, False
+    for path, module in one.holders.items():
+        made: Quantized
+        if isinstance(module, nn.Linear):
+            bias = module.bias
+            made = QuantizedLinear(values, scale, format, bias, dtype, stored, tied=tied)
+        else:
+            made = QuantizedEmbedding(values, scale, format, dtype, stored, tied=tied)
+        setattr(*owner_of(model, path), made.train(module.training))
+        (values, scale), tied = made.held, True
 
 
 def quantize(model: nn.Module, format: Asked) -> nn.Module:
     """Replace each frozen ``nn.Linear`` of a model, one at a time, by one that holds 8 or 4 bits.
 
-    A layer's weight in more goes as soon as its values are made. The output layer stays, and so
-    does what is trained. ``load_model`` does it while it reads.
+    A layer's weight in more goes as soon as its values are made. Embeddings and the output layer
+    stay where nobody asks for them, and so does what is trained. ``load_model`` does it while it
+    reads.
 
     Args:
         model: changed in place; as it was where this raises.
@@ -211,17 +378,11 @@ def quantize(model: nn.Module, format: Asked) -> nn.Module:
         ModelError: there is no such format; or see ``Quantization.chosen``.
     """
     how = as_quantization(format)
-    for path, child in how.chosen(model).items():
-        setattr(*owner_of(model, path), how.made(child, child.weight.detach()))
+    chosen = how.chosen(model)
+    while chosen:  # nothing else has a weight in full when it is gone
+        one = chosen.pop()
+        how.put(model, one, one.weight.detach())
     return model
-
-
-def linears_of(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The plain Linears of a model but its output layer, by path."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    for path, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module is not head:
-            yield path, module
 
 
 # ---------------------------------------------------------------------------- from a checkpoint
@@ -231,14 +392,15 @@ def load_quantized(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """The model of a checkpoint, its Linears in 8 or 4 bits.
+    """The model of a checkpoint, its weights in 8 or 4 bits.
 
-    What the checkpoint holds so is read as it is; else each Linear is quantised when it is read, so
-    that the host never has more than what is made and a Linear in full.
+    What the checkpoint holds so is read as it is; else each weight is quantised when it is read, so
+    that the host never has more than what is made and a weight in full. Of a checkpoint that has
+    its Linears so, embeddings and head are quantised where ``format`` asks for them.
 
     Args:
         folder: with ``config.json`` and safetensors.
-        format: to quantise in; None where the checkpoint is quantised.
+        format: to quantise in; None, or the same, where the checkpoint is quantised.
         dtype: of what stays; None is the checkpoint's.
         device: of the model.
 
@@ -254,14 +416,19 @@ def load_quantized(
     checkpoint = CheckpointTensors(folder, model)
     if held is not None:
         _take_stored(model, checkpoint, held, device)
-    elif how is not None:
-        _take_quantized(model, checkpoint, how, device)
+    if how is not None:
+        linears = held is None  # those that a checkpoint leaves stay
+        for one in how.chosen(model, trained=True, linears=linears):
+            shape, dtype = one.weight.shape, one.weight.dtype
+            how.put(model, one, checkpoint.get(one.names, shape).to(device, dtype))
+        if linears:
+            note_format(model, how)
     checkpoint.fill(device)
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
 def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization | None:
-    """How a checkpoint's Linears will be held: as they are stored, else as asked for.
+    """How a checkpoint's weights will be held: as they are stored, else as asked for.
 
     Raises:
         ModelError: it is quantised already, and something else is asked for.
@@ -270,12 +437,15 @@ def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization
     how = None if asked is None else as_quantization(asked)
     if held is None:
         return how
-    if how not in (None, Quantization(held)):
+    stored = Quantization(held)
+    if how is not None:
+        stored = replace(stored, embeddings=how.embeddings, head=how.head)
+    if how not in (None, stored):
         raise ModelError(
             f"model {str(place)!r} is quantised already, as {held}: quantization={asked!r} needs "
             f"the checkpoint in bf16; leave it out, or set {held!r}"
         )
-    return Quantization(held)
+    return stored
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
@@ -284,37 +454,27 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
     return found.to_dict() if hasattr(found, "to_dict") else found  # type: ignore[no-any-return]
 
 
-def _take_quantized(
-    model: Any, checkpoint: CheckpointTensors, how: Quantization, device: torch.device | str
-) -> None:
-    for path, linear in how.chosen(model, trained=True).items():
-        shape, dtype = linear.weight.shape, linear.weight.dtype
-        weight = checkpoint.get([f"{path}.weight"], shape).to(device, dtype)
-        setattr(*owner_of(model, path), how.made(linear, weight))
-    note_format(model, how)
-
-
 def note_format(model: Any, how: Quantization) -> None:
-    """Writes into a model's configuration what ``save_pretrained`` shall say of its Linears."""
+    """Writes into a model's configuration what ``save_pretrained`` shall say of its weights."""
     wide = [path for path, module in model.named_modules() if type(module) is nn.Linear]
-    model.config.quantization_config = config_of(how.format, how.recipe, wide)
+    made = config_of(how.format, how.recipe, wide, embeddings=how.embeddings)
+    model.config.quantization_config = made
 
 
 def _take_stored(
     model: Any, checkpoint: CheckpointTensors, format: Format, device: torch.device | str
 ) -> None:
-    linears = {path: m for path, m in model.named_modules() if type(m) is nn.Linear}
-    for path, linear in linears.items():
-        stored = checkpoint.beside(path)
-        stored.pop("bias", None)
-        if not is_stored(stored):
-            continue
-        try:
-            values, scale = read_stored(stored, linear.weight.shape, format)
-        except ValueError as error:
-            raise ModelError(f"checkpoint {str(checkpoint.folder)!r}: {path}: {error}") from error
-        kept = {name: tensor for name, tensor in stored.items() if name not in WEIGHTS}
-        made = QuantizedLinear(
-            values.to(device), scale.to(device), format, linear.bias, linear.weight.dtype, kept
-        )
-        setattr(*owner_of(model, path), made)
+    for one in held_weights(model):
+        for path in one.holders:
+            stored = checkpoint.beside(path)
+            stored.pop("bias", None)
+            if not is_stored(stored):
+                continue
+            try:
+                values, scale = read_stored(stored, one.weight.shape, format)
+            except ValueError as error:
+                where = f"checkpoint {str(checkpoint.folder)!r}: {path}"
+                raise ModelError(f"{where}: {error}") from error
+            kept = {name: tensor for name, tensor in stored.items() if name not in WEIGHTS}
+            _put(model, one, (values.to(device), scale.to(device)), format, kept)
+            break

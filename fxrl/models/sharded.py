@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +25,14 @@ from torch import Tensor, nn
 from fxrl.ir.remark import format_bytes
 from fxrl.models.checkpoint import (
     CheckpointTensors,
+    HeldWeight,
     bits,
     build_skeleton,
+    held_weights,
     owner_of,
 )
 from fxrl.models.hf import ModelError
-from fxrl.models.quantized import QuantizedLinear
+from fxrl.models.quantized import Quantized
 from fxrl.ops.sharded import Peers, Shards, new_part, piece_bytes, sharded_mm, sharded_rows
 
 log = logging.getLogger(__name__)
@@ -171,21 +172,8 @@ def held_bytes(model: nn.Module) -> int:
 
 # ---------------------------------------------------------------------------- which, and where
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """A weight that is shared out.
-
-    Attributes:
-        weight: in full.
-        holders: the modules that compute with it, by path; tied ones are several.
-    """
-
-    weight: Tensor
-    holders: dict[str, nn.Module]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the parameter."""
-        return tuple(f"{path}.weight" for path in self.holders)
+class Shared(HeldWeight):
+    """A weight that is shared out."""
 
     @property
     def row_bytes(self) -> int:
@@ -211,15 +199,9 @@ def chosen(model: nn.Module, *, trained: bool = False) -> list[Shared]:
     Raises:
         ModelError: there is none.
     """
-    names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    found: dict[int, Shared] = {}
-    for path, module in model.named_modules():
-        if type(module) is nn.Linear or (type(module) is nn.Embedding and module.max_norm is None):
-            shared = found.setdefault(id(module.weight), Shared(module.weight, {}))
-            shared.holders[path] = module
-    able = [one for key, one in found.items() if names[key] == len(one.holders)]
+    able = [Shared(one.weight, one.holders) for one in held_weights(model)]
     taken = [one for one in able if trained or not one.weight.requires_grad]
-    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+    if any(isinstance(module, Quantized) for module in model.modules()):
         why = ": they are in 8 or 4 bits; load the checkpoint in bf16"
     elif taken:
         return taken

@@ -1,4 +1,4 @@
-"""How checkpoints store quantised Linears: read as they are, and written again with equal bytes.
+"""How checkpoints store quantised weights: read as they are, and written again with equal bytes.
 
 | ``quantization_config`` | a Linear's tensors | read as |
 | --- | --- | --- |
@@ -179,11 +179,14 @@ _STRATEGIES: dict[Recipe, dict[str, Any]] = {
 }
 
 
-def config_of(format: Format, recipe: Recipe, wide: list[str]) -> dict[str, Any]:
+def config_of(
+    format: Format, recipe: Recipe, wide: list[str], *, embeddings: bool = False
+) -> dict[str, Any]:
     """The ``quantization_config`` of a model that was quantised here.
 
     Args:
         wide: names of the Linears that were not.
+        embeddings: so was the table of embeddings, which bitsandbytes has no word for.
     """
     if format == "nf4":
         options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -199,10 +202,13 @@ def config_of(format: Format, recipe: Recipe, wide: list[str]) -> dict[str, Any]
             rows |= {"strategy": "group", "group_size": BLOCK}
         group["input_activations"] = {**rows, "symmetric": True, "dynamic": True}
     group["weights"] = {**weights, "symmetric": True, "dynamic": False}
+    groups = {"group_0": group}
+    if embeddings:  # nothing is multiplied
+        groups["group_1"] = {"targets": ["Embedding"], "weights": group["weights"]}
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized" if format == "int4" else "float-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": groups,
         "ignore": wide,
     }

@@ -1,6 +1,7 @@
-"""``fxrl::dequantized_mm``: rows times a frozen weight of 8 or 4 bits, which is widened in parts.
+"""Products with a frozen weight of 8 or 4 bits, which is widened in parts, and rows of one.
 
     torch.ops.fxrl.dequantized_mm(rows, [values, scale], format, transpose)
+    torch.ops.fxrl.dequantized_rows(ids, [values, scale], format, dtype)
 
     format   values                            scale
     fp8      float8_e4m3fn [N, K]              float32, as in ``fxrl.ops.fp8``
@@ -9,7 +10,8 @@
 
 The product is ``rows weight^T``, or ``rows weight`` where ``transpose``, in the rows' dtype: that
 of the weight rounded to it. Some rows or columns of the weight are widened at a time and forgotten;
-the backward is the same product the other way round, and reads what the forward read. NF4 are
+the backward is the same product the other way round, and reads what the forward read.
+``dequantized_rows`` is an embedding's lookup: what is found is widened, and nothing else. NF4 are
 quantiles of a normal distribution (Dettmers et al. 2023, arXiv:2305.14314, appendix E).
 """
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fxrl.ops.fp8 import BLOCK, Recipe, dequantized, quantized_weight
+from fxrl.ops.linear_logprob.matmul import slices
 
 Format = Literal["fp8", "int4", "nf4"]
 FORMATS: tuple[Format, ...] = ("fp8", "int4", "nf4")
@@ -33,6 +36,8 @@ GROUP = 64
 _TILE = 2**23
 #: And that are quantised at a time.
 _PART = 2**20
+#: By a device's type: its own ``widened``, and the entries that it takes at a time.
+_ATTACHED: dict[str, tuple[Widen, int]] = {}
 # fmt: off
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -109,19 +114,8 @@ def dequantized_mm(rows: Tensor, weight: Sequence[Tensor], format: str, transpos
     Args:
         rows: [M, K], or [M, N] where ``transpose``.
     """
-    return product(rows, weight, format, transpose, widened, _TILE)
-
-
-def product(
-    rows: Tensor,
-    weight: Sequence[Tensor],
-    format: str,
-    transpose: bool,
-    widen: Widen,
-    entries: int,
-) -> Tensor:
-    """``dequantized_mm`` with ``entries`` of the weight widened at a time, as ``widen`` does it."""
-    out = rows.new_empty(rows.shape[0], _sizes(weight, format)[int(transpose)])
+    widen, entries = _ATTACHED.get(rows.device.type, (widened, _TILE))
+    out = rows.new_empty(rows.shape[0], sizes(weight, format)[int(transpose)])
     for parts, columns in _tiles(weight, format, transpose, entries):
         tile = widen(parts, format, rows.dtype)
         torch.mm(rows, tile if transpose else tile.t(), out=out[:, columns])
@@ -130,7 +124,7 @@ def product(
 
 @dequantized_mm.register_fake
 def _(rows: Tensor, weight: Sequence[Tensor], format: str, transpose: bool) -> Tensor:
-    return rows.new_empty((rows.shape[0], _sizes(weight, format)[int(transpose)]))
+    return rows.new_empty((rows.shape[0], sizes(weight, format)[int(transpose)]))
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -147,7 +141,64 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 dequantized_mm.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _sizes(weight: Sequence[Tensor], format: str) -> tuple[Any, Any]:
+@torch.library.custom_op(
+    "fxrl::dequantized_rows",
+    mutates_args=(),
+    schema="(Tensor ids, Tensor[] weight, str format, ScalarType dtype) -> Tensor",
+)
+def dequantized_rows(
+    ids: Tensor, weight: Sequence[Tensor], format: str, dtype: torch.dtype
+) -> Tensor:
+    """See the module.
+
+    Args:
+        ids: of rows, in any shape.
+        dtype: of what is made, [*ids, K].
+
+    Raises:
+        IndexError: on a CPU, there is no such row.
+    """
+    (values, scale), flat = weight, ids.reshape(-1)
+    if ids.device.type == "cpu" and ((flat < 0) | (flat >= len(values))).any():
+        raise IndexError(f"ids are from {flat.min()} to {flat.max()}, and there are {len(values)}")
+    if len(scale) > 1:
+        scale = scale[flat // _share(scale, 0, len(values))]
+    widen, _ = _ATTACHED.get(ids.device.type, (widened, _TILE))
+    # Looked up as bytes: a gather of float8 is not everywhere.
+    found = values.view(torch.uint8)[flat].view(values.dtype)
+    return widen([found, scale], format, dtype).view(*ids.shape, -1)
+
+
+@dequantized_rows.register_fake
+def _(ids: Tensor, weight: Sequence[Tensor], format: str, dtype: torch.dtype) -> Tensor:
+    return ids.new_empty((*ids.shape, sizes(weight, format)[1]), dtype=dtype)
+
+
+def attach(device_type: str, widen: Widen, entries: int) -> None:
+    """Widen so, and so many entries at a time, where weights are on such a device."""
+    _ATTACHED[device_type] = widen, entries
+
+
+def read(
+    weight: Sequence[Tensor],
+    format: str,
+    dtype: torch.dtype,
+    step: int,
+    reader: Callable[[slice, Tensor], None],
+) -> None:
+    """Have a weight's rows read, ``step`` at a time.
+
+    Args:
+        step: a multiple of 128, or all of them.
+        reader: of which rows, and these in ``dtype``; they are gone when it returns.
+    """
+    values = weight[0]
+    widen, _ = _ATTACHED.get(values.device.type, (widened, _TILE))
+    for at in slices(len(values), step):
+        reader(at, widen([_part(one, 0, at, len(values)) for one in weight], format, dtype))
+
+
+def sizes(weight: Sequence[Tensor], format: str) -> tuple[Any, Any]:
     """Outputs and inputs of a weight."""
     rows, columns = weight[0].shape
     return rows, columns if format == "fp8" else 2 * columns
@@ -157,18 +208,21 @@ def _tiles(
     weight: Sequence[Tensor], format: str, transpose: bool, entries: int
 ) -> Iterator[tuple[list[Tensor], slice]]:
     """Parts of a weight, and the columns of the result that each gives."""
-    dim, sizes = int(transpose), _sizes(weight, format)
-    step = max(BLOCK, entries // max(1, sizes[1 - dim]) // BLOCK * BLOCK)
-    for start in range(0, sizes[dim], step):
-        size = min(step, sizes[dim] - start)
-        parts = [_part(one, dim, start, size, sizes[dim]) for one in weight]
-        yield parts, slice(start, start + size)
+    dim, shape = int(transpose), sizes(weight, format)
+    step = max(BLOCK, entries // max(1, shape[1 - dim]) // BLOCK * BLOCK)
+    for at in slices(shape[dim], step):
+        yield [_part(one, dim, at, shape[dim]) for one in weight], at
 
 
-def _part(one: Tensor, dim: int, start: int, size: int, whole: int) -> Tensor:
-    """What belongs to entries ``start`` to ``start + size`` of ``whole``, several of which may
-    share one: of two codes a byte, of a group or a block a scale, of all one."""
+def _part(one: Tensor, dim: int, at: slice, whole: int) -> Tensor:
+    """What belongs to some of ``whole`` entries, several of which may share one: of two codes a
+    byte, of a group or a block a scale, of all one."""
     if one.shape[dim] == 1:
         return one
-    share = min(n for n in (1, 2, GROUP, BLOCK) if -(-whole // n) == one.shape[dim])
-    return one.narrow(dim, start // share, -(-size // share))
+    share = _share(one, dim, whole)
+    return one.narrow(dim, at.start // share, -(-(at.stop - at.start) // share))
+
+
+def _share(one: Tensor, dim: int, whole: int) -> int:
+    """How many of ``whole`` entries have one in common."""
+    return min(n for n in (1, 2, GROUP, BLOCK) if -(-whole // n) == one.shape[dim])

@@ -165,9 +165,13 @@ Place = tuple[int, int, int, int]
 piece goes in the weight; all in bytes."""
 
 
-def piece_rows(outputs: int, row_bytes: int) -> int:
-    """Rows of a weight that are brought together at a time: all, or so that pieces are alike."""
-    return -(-outputs // max(1, -(-outputs * row_bytes // PIECE)))
+def piece_rows(outputs: int, row_bytes: int, most: int | None = None) -> int:
+    """Rows of a weight that are brought together at a time: all, or so that pieces are alike.
+
+    Args:
+        most: bytes of a piece; None is ``PIECE``.
+    """
+    return -(-outputs // max(1, -(-outputs * row_bytes // (most or PIECE))))
 
 
 def piece_bytes(outputs: int, row_bytes: int) -> int:

@@ -12,14 +12,13 @@ from typing import Any
 
 from torch import fx
 
-from fxrl.ir.graph import PRODUCTS, bound, is_sharded_product, shape_of, val_of
+from fxrl.ir.graph import PRODUCTS, bound, is_piecewise_product, shape_of, val_of
 from fxrl.planner.memory_profile import nbytes
 from fxrl.planner.schedule import (
     Kernel,
     Measure,
     is_attention,
     is_backward,
-    is_dequantized,
     is_scaled,
     shared_weight,
 )
@@ -65,7 +64,7 @@ def _arithmetic(call: fx.Node | None, target: Target, measure: Measure) -> float
         return 0.0
     if is_scaled(call):
         return product_flops(call, measure) / (target.fp8_flops or target.product_flops)
-    if call.target in PRODUCTS or is_dequantized(call) or is_sharded_product(call):
+    if call.target in PRODUCTS or is_piecewise_product(call):
         slower = 1 if val_of(call).element_size() <= 2 else _FP32_SLOWER
         product = slower * product_flops(call, measure) / target.product_flops
         return max(product, brought_bytes(call, measure) / target.peer_link)

@@ -25,9 +25,12 @@ from torch import fx
 from fxrl.ir.graph import (
     DEQUANTIZED_MM,
     PRODUCTS,
+    SHARDED_MM,
+    SHARDED_ROWS,
     as_node,
     bound,
     is_call,
+    is_loss_head,
     is_view,
     tensor_val,
 )
@@ -101,11 +104,12 @@ def is_dequantized(call: fx.Node) -> bool:
 
 def shared_weight(call: fx.Node) -> tuple[fx.Node, int] | None:
     """The part of a weight that a call reads of which each rank has one, and the weight's rows."""
-    if not str(call.target).startswith("fxrl.sharded_"):
-        return None
-    given: dict[str, Any] = bound(call)
-    part = given["weight"]
-    return (part, given["vocab"]) if "vocab" in given else (part[0], given["outputs"])
+    if str(call.target) in (SHARDED_MM, SHARDED_ROWS):
+        given: dict[str, Any] = bound(call)
+        return given["weight"][0], given["outputs"]
+    head: dict[str, Any] = bound(call) if is_loss_head(call) else {}
+    shared = "vocab" in head and head["weight_scale"] is None
+    return (head["weight"], head["vocab"]) if shared else None
 
 
 def _holds_tensors(node: fx.Node) -> bool:

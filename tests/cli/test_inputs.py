@@ -66,21 +66,24 @@ LAYERS = 36
 
 
 @pytest.mark.parametrize(
-    ("quantization", "layers", "whole"), [("fp8", 0.5004, 0.576), ("nf4", 0.2813, 0.3905)]
+    ("quantization", "layers", "whole", "ends"),
+    [("fp8", 0.5004, 0.576, 0.5004), ("nf4", 0.2813, 0.3905, 0.2813)],
 )
-def test_bytes_of_a_quantised_qwen3_8b(tmp_path, quantization, layers, whole):
-    """Of what is quantised 0.53 and 0.30 at most; embeddings and head, 15 % of bf16, stay."""
+def test_bytes_of_a_quantised_qwen3_8b(tmp_path, quantization, layers, whole, ends):
+    """Embeddings and head, 15 % of bf16, stay unless they are asked for."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     found = []
-    for extra in ((), ("--quantization", quantization)):
+    asked = ("--quantization", quantization)
+    for extra in ((), asked, (*asked, "--quantize-embeddings")):
         words = ["plan", str(tmp_path / "config.json"), "--lora", "16", *extra]
         model = inputs.empty_model(parse(words))
         base = {n: p.nbytes for n, p in model.named_parameters() if "lora_" not in n}
         layer = sum(size for name, size in base.items() if ".layers." in name)
         found.append((layer, sum(base.values()) + (LAYERS - 1) * layer))
-    (layer, all_of_it), (small_layer, small) = found
+    (layer, all_of_it), (small_layer, small), (_, smallest) = found
     assert small_layer / layer == pytest.approx(layers, abs=5e-4)
     assert small / all_of_it == pytest.approx(whole, abs=5e-4)
+    assert smallest / all_of_it == pytest.approx(ends, abs=5e-4)
 
 
 def test_a_quantised_checkpoint_is_planned_as_it_is(tmp_path):

@@ -59,8 +59,14 @@ def test_quantised_weights_take_their_bytes(capsys):
     assert 0 < parts["weights and states"] - held < 65 * MiB, "the batch, and what CUDA takes"
     wide = [p for p in parameters if p.dtype == torch.uint8]
     assert sum(4 * p.nbytes for p in wide) > 6 * MiB, "which they would be in bf16"
+    found = json.loads(run(capsys, *words, "--quantize-embeddings", "--json"))
+    ends = 2 * inputs.empty_model(parse(words)).config.vocab_size * 512 * 2  # in bf16
+    saved = parts["weights and states"] - found["timeline"][0]["parts"]["weights and states"]
+    assert saved == pytest.approx((1 - 4.5 / 16) * ends, rel=0.01)
     why = "--quantization nf4 is of frozen weights, .* add --lora RANK"
     assert re.search(why, run(capsys, *TINY, "--quantization", "nf4", code=2))
+    why = "--quantize-embeddings needs a format: add --quantization"
+    assert re.search(why, run(capsys, *TINY, "--quantize-embeddings", code=2))
 
 
 def test_sharded_weights_take_their_part_and_two_buffers(capsys):

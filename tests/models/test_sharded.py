@@ -23,6 +23,7 @@ from fxrl.models.load import write_model
 from fxrl.models.sharded import ShardedEmbedding, held_bytes
 from fxrl.ops import sharded as sharded_ops
 from fxrl.ops.linear_logprob import DIFFERENTIABLE, OUTPUTS, linear_logprob
+from fxrl.ops.piecewise_head import PART, Held
 from fxrl.ops.sharded import Peers, Shards, new_part, piece_bytes
 from tests.compile.shared_sequences import in_ranks
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
@@ -188,7 +189,7 @@ def test_embeddings_and_head_are_shared_out_whichever_way_the_head_goes(monkeypa
         for name, values in expected.items():
             for one in made[name]:
                 same(one, values)
-        assert {"fxrl.sharded_logprob.default", "fxrl.region.default"} <= {*ops}
+        assert {"fxrl.piecewise_logprob.default", "fxrl.region.default"} <= {*ops}
 
 
 @pytest.mark.parametrize("kind", ["llama:layers=1,vocab=321,tie=1", "gemma3:layers=1", "gpt2"])
@@ -277,6 +278,11 @@ def in_place(model, linears):
         setattr(*owner_of(model, path), made)
 
 
+def as_part(vocab, dtype):
+    """What the loss head is told of a weight of which this rank has a part."""
+    return Held(None, PART, vocab, dtype)._asdict()
+
+
 def product(rows, part, weight, transpose=False):
     size = len(weight)
     return torch.ops.fxrl.sharded_mm.default(rows, [part], size, weight.dtype, transpose)
@@ -329,8 +335,8 @@ def test_what_comes_in_pieces_is_what_there_is_in_full(monkeypatch, piece, dtype
     heat = (draw(8, seed=3).abs() + 0.5).to(hidden.dtype).requires_grad_()
     options = {"temperature": heat, "row_mask": mask, "softcap": 9.0, "scale": 0.7}
     whole = linear_logprob(hidden, weight, target, outputs=OUTPUTS, **options)
-    options |= {"vocab": 21, "dtype": dtype, "outputs": ",".join(OUTPUTS)}
-    parts = torch.ops.fxrl.sharded_logprob(hidden, part, target, **options)
+    options |= {**as_part(21, dtype), "outputs": ",".join(OUTPUTS)}
+    parts = torch.ops.fxrl.piecewise_logprob(hidden, part, target, **options)
     near = near if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.01}
     for name, a, b in zip(OUTPUTS, parts, whole, strict=True):
         values = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
@@ -351,8 +357,8 @@ def test_a_confident_token_keeps_its_gradient_in_another_piece(monkeypatch):
     weight = torch.eye(8, 4) * 20
     _shards, (part,) = in_parts(weight)
     hidden = torch.eye(4)[:1].requires_grad_()
-    given = {"vocab": 8, "dtype": torch.float32}
-    made = torch.ops.fxrl.sharded_logprob(hidden, part, torch.tensor([0]), **given)[0]
+    given = as_part(8, torch.float32)
+    made = torch.ops.fxrl.piecewise_logprob(hidden, part, torch.tensor([0]), **given)[0]
     exact = torch.log_softmax(hidden.double() @ weight.double().t(), -1)[:, 0]
     for ours, theirs in ((made, exact), (torch.autograd.grad(y, hidden)[0] for y in (made, exact))):
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-5, atol=0)

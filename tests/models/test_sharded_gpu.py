@@ -11,6 +11,7 @@ from torch import multiprocessing
 from fxrl.models import shard
 from fxrl.ops import sharded as sharded_ops
 from fxrl.ops.linear_logprob import linear_logprob
+from fxrl.ops.piecewise_head import PART, Held
 from tests.models.test_sharded import draw, frozen, in_parts, product, same, three_steps
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +39,9 @@ def test_a_vocabulary_comes_in_pieces(monkeypatch):
     hidden = draw(len(ids), 2048, seed=1, dtype=torch.bfloat16).cuda().requires_grad_()
     (whole, *_), (made, *_) = (
         linear_logprob(hidden, weight, ids),
-        torch.ops.fxrl.sharded_logprob(hidden, part, ids, vocab=13000, dtype=weight.dtype),
+        torch.ops.fxrl.piecewise_logprob(
+            hidden, part, ids, **Held(None, PART, 13000, weight.dtype)._asdict()
+        ),
     )
     torch.testing.assert_close(made, whole, rtol=1e-4, atol=1e-4)
     ours, theirs = (torch.autograd.grad(y.sum(), hidden)[0] for y in (made, whole))

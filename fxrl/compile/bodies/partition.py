@@ -26,8 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrl.compile._torch import functorch_config, min_cut_rematerialization_partition
 from fxrl.compile.bodies.attention import KERNELS
 from fxrl.ir.graph import (
-    DEQUANTIZED_MM,
-    SHARDED_MM,
+    PIECEWISE_PRODUCTS,
     Size,
     ancestors,
     graph_module,
@@ -40,7 +39,7 @@ from fxrl.ir.sizes import SizeTable
 Source = tuple[str, int]
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
 _TOLD = ("recompute", "ac_graph_id")
-_QUANTIZED_PRODUCTS = ("fxrl.scaled_mm.default", DEQUANTIZED_MM, SHARDED_MM)
+_QUANTIZED_PRODUCTS = ("fxrl.scaled_mm.default", *PIECEWISE_PRODUCTS)
 #: By cut, PyTorch's reasons not to compute something again that do not count.
 _WEIGHED: dict[Cut, dict[str, Any]] = {
     "products": {},

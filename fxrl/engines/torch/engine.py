@@ -33,6 +33,7 @@ from fxrl.engines.engine import (
     newer,
 )
 from fxrl.engines.torch.sampling import sample
+from fxrl.models.quantized import dtype_of
 
 DROP_SHARE = 1 / 8
 """Finished rows are dropped when they are this share of the batch: a drop copies the KV cache,
@@ -100,7 +101,7 @@ class CausalLM:
         handles such rows itself.) The batch then has to consist of equally long prompts.
         """
         eager = getattr(self._config, "_attn_implementation", None) == "eager"
-        return not (eager and self._embeddings.weight.dtype == torch.float64)
+        return not (eager and dtype_of(self._embeddings) == torch.float64)
 
     def __call__(
         self, input_ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any

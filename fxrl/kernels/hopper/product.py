@@ -44,28 +44,22 @@ def serves(a: Tensor, b: Tensor, left: Tensor, right: Tensor) -> bool:
 
 
 def product(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor | None,
-    left: Tensor | None,
-    right: Tensor | None,
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor | None, left: Tensor, right: Tensor
 ) -> Tensor:
     """``(a * scale_a) (b * scale_b)^T + left right^T`` in bf16, rounded once.
 
     Args:
         a, scale_a: e4m3 [M, K] and float32 [M, 1], contiguous.
         b, scale_b: e4m3 [N, K] and float32 [N, 1], contiguous; None stands for ones.
-        left, right: bf16 [M, R] and [N, R], or neither.
+        left, right: bf16 [M, R] and [N, R].
     """
     (rows, depth), columns = a.shape, b.shape[0]
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=a.device)
-    low = (out, out) if left is None or right is None else (left, right)
     maps = [
         module.tensor_map(a, module.TILE_ROWS),
         module.tensor_map(b, _TILE // module.CLUSTER),
-        module.tensor_map(low[0], module.TILE_ROWS),
-        module.tensor_map(low[1], _TILE // module.CLUSTER),
+        module.tensor_map(left, module.TILE_ROWS),
+        module.tensor_map(right, _TILE // module.CLUSTER),
         module.tensor_map(out, 64),
     ]
     arguments = Arguments(
@@ -74,11 +68,11 @@ def product(
         rows=rows,
         columns=columns,
         k_steps=-(-depth // _DEPTH),
-        rank=0 if left is None else left.shape[1],
+        rank=left.shape[1],
         row_pairs=-(-rows // _TILE),
         column_tiles=-(-columns // _TILE),
     )
-    function = _kernel(scale_b is not None, left is not None, a.device.index)
+    function = _kernel(scale_b is not None, a.device.index)
     tiles = arguments.row_pairs * arguments.column_tiles
     with on_device(a):
         module.launch_tiles(function, maps, arguments, tiles, module.shared_bytes(True), a.device)
@@ -86,6 +80,6 @@ def product(
 
 
 @cache
-def _kernel(columns: bool, low_rank: bool, device: int) -> Any:
-    defines = {"COLUMNS": int(columns), "LOW_RANK": int(low_rank)}
+def _kernel(columns: bool, device: int) -> Any:
+    defines = {"COLUMNS": int(columns)}
     return module.loaded("scaled_product", defines, device, module.shared_bytes(True))

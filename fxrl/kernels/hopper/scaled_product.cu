@@ -2,8 +2,8 @@
 //
 //   out [M, N] = row_scale [M] * column_scale [N] * (a [M, K] b [N, K]^T) + left [M, R] right [N, R]^T
 //
-// a and b are e4m3, left and right bf16, scales float32. Compile-time constants: COLUMNS (0: no scale
-// of columns), LOW_RANK (0: no left and right).
+// a and b are e4m3, left and right bf16, scales float32. A compile-time constant: COLUMNS (0: no scale
+// of columns).
 //
 // NOTE [Why the low rank is added here]
 // It is one more step of a product that has 32 or more, multiplied by bf16's instructions into the
@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap* a, const TensorMap* 
     for (int k = 0; k < args.k_steps; ++k, ring.advance()) {
       load_step(a, b, k * DEPTH, row, column, ring, shared, full, empty, rank);
     }
-    for (int x = 0; LOW_RANK && x < args.rank; x += RANK_DEPTH, ring.advance()) {
+    for (int x = 0; x < args.rank; x += RANK_DEPTH, ring.advance()) {
       load_step(left, right, x, row, column, ring, shared, full, empty, rank);
     }
   }
@@ -97,10 +97,8 @@ __device__ __forceinline__ void multiply_tiles(const TensorMap* out, const Argum
     if (COLUMNS) load_scales(column_scale, args, tile.column + 2 * (thread % 4));
     accumulate_tile<multiply_e4m3>(d, args.k_steps, ring, shared, full, empty, warpgroup);
     scale_tile(d, column_scale, row_scale);
-    if (LOW_RANK) {
-      const int steps = (args.rank + RANK_DEPTH - 1) / RANK_DEPTH;
-      accumulate_tile<multiply_bf16>(d, steps, ring, shared, full, empty, warpgroup, true);
-    }
+    const int steps = (args.rank + RANK_DEPTH - 1) / RANK_DEPTH;
+    accumulate_tile<multiply_bf16>(d, steps, ring, shared, full, empty, warpgroup, true);
     store_tile(d, staged, warpgroup, out, tile.column, first_row);
   }
   if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

@@ -133,11 +133,18 @@ class RowValues(NamedTuple):
 
 
 _HEAD, _VALUES = len(LossHead._fields), len(RowValues._fields)
-_SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", int: "SymInt"}
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    int: "SymInt",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
 
 
-def schema_of(fields: type[LossHead] | type[RowValues], *, with_defaults: bool = False) -> str:
-    """The fields as arguments of an op, on request those with a default by keyword only."""
+def schema_of(fields: Any, *, with_defaults: bool = False) -> str:
+    """Fields as arguments of an op, on request those with a default by keyword only."""
     made = []
     for name, hint in get_type_hints(fields).items():
         default = ""

@@ -94,7 +94,9 @@ class ModelConfig(Table):
             (``fp8``, whose products run in FP8 where ``fxrl.precision`` is ``fp8``), ``int4`` or
             ``nf4``. Each is quantised when it is read, held once, and widened a part at a time
             where it is multiplied. As a table it says more: ``format`` is the word, ``recipe`` how
-            FP8's scales lie, ``skip`` which modules stay. A checkpoint in FP8, int4
+            FP8's scales lie, ``skip`` which modules stay; ``embeddings`` and ``head`` hold these
+            so, too, of which rows that are looked up, and a piece of the vocabulary at a time, are
+            widened (where both are one weight, set both). A checkpoint in FP8, int4
             (compressed-tensors) or NF4 (bitsandbytes) is loaded as it is without this.
         sharded: the frozen weights under the adapter shared out over the ranks of a host, for
             ``engine = "torch"``: each rank reads and holds a part, and what a product needs of the

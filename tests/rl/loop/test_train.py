@@ -267,7 +267,7 @@ TABLE = '{format="fp8", recipe="tensor", skip=["k_proj"]}'
 @pytest.mark.parametrize(
     ("quantization", "options"),
     [
-        ("nf4", ("optimize=false",)),
+        ('{format="nf4", embeddings=true, head=true}', ("optimize=false",)),
         (TABLE, (*OPTIMISED, "fxrl.precision=fp8", "fxrl.pass_options.fp8-lora.heads=true")),
     ],
 )

@@ -1,8 +1,13 @@
-"""``fxrl::sharded_logprob``: ``fxrl::linear_logprob`` over a head of which each rank has a part.
+"""``fxrl::piecewise_logprob``: ``fxrl::linear_logprob`` over a head that is not there in full.
 
-    torch.ops.fxrl.sharded_logprob(hidden, part, target, vocab=..., dtype=..., outputs=..., ...)
+    torch.ops.fxrl.piecewise_logprob(hidden, weight, target, weight_scale=..., format=...,
+                                     vocab=..., dtype=..., outputs=..., ...)
 
-The head comes in pieces of its vocabulary (``fxrl.ops.sharded``). For each of them
+    format                   weight                weight_scale    a piece of it is
+    "part"                   this rank's, bytes    None            brought together from all ranks
+    "fp8", "int4", "nf4"     values                scales          widened
+
+as ``fxrl.ops.sharded`` and ``fxrl.ops.dequantized`` have them. For each piece of the vocabulary
 ``linear_logprob_forward`` gives the row's values, as if there were no other token; with a_p a
 piece's log-sum-exp, q the target's log-probability in its own piece o, and w_p = exp(a_p - a)
 
@@ -21,12 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxrl.ops import once_differentiable
+from fxrl.ops import dequantized, once_differentiable
+from fxrl.ops.fp8 import BLOCK
 from fxrl.ops.linear_logprob.arguments import (
     DIFFERENTIABLE,
     OUTPUTS,
@@ -45,7 +51,7 @@ from fxrl.ops.linear_logprob.checks import (
 )
 from fxrl.ops.linear_logprob.matmul import slices
 from fxrl.ops.out_of_memory import join, with_room
-from fxrl.ops.sharded import piece_rows, shards_of
+from fxrl.ops.sharded import Reader, piece_rows, shards_of
 
 #: What a piece's values are combined by, beside the values of the same name.
 _BESIDE = {
@@ -54,53 +60,95 @@ _BESIDE = {
     "sum_p2": {"lse"},
     "argmax_hit": {"max_logit"},
 }
-_SEVEN = ", ".join(["Tensor"] * len(OUTPUTS))
-_FIELDS = len(LossHead._fields)
+#: The format of a head of which each rank has a part.
+PART = "part"
+#: Bytes of a piece that is widened, at most.
+WIDENED = 128 * 2**20
 
+
+class Held(NamedTuple):
+    """How a head is held, whose values or bytes are ``LossHead.weight``; see the module.
+
+    Attributes:
+        weight_scale: of values in 8 or 4 bits.
+        format: what they are.
+        vocab: rows of the head.
+        dtype: that its pieces have when they are read.
+    """
+
+    weight_scale: Tensor | None
+    format: str
+    vocab: int
+    dtype: torch.dtype
+
+    def width(self, values: Tensor) -> int:
+        """Columns of the head."""
+        if self.format == PART:
+            return values.shape[1] // self.dtype.itemsize
+        return int(dequantized.sizes([values], self.format)[1])
+
+    def piece_rows(self, values: Tensor) -> int:
+        """Rows of a piece."""
+        row_bytes = self.width(values) * self.dtype.itemsize
+        if self.format == PART:
+            return piece_rows(self.vocab, row_bytes)
+        rows = piece_rows(self.vocab, row_bytes, WIDENED)
+        return -(-rows // BLOCK) * BLOCK  # as scales by block want it
+
+    def read(self, values: Tensor, reader: Reader) -> None:
+        """Have the head read, piece by piece."""
+        if self.format == PART:
+            shards_of(values).read(values, self.vocab, self.dtype, reader)
+        else:
+            assert self.weight_scale is not None
+            weight, step = [values, self.weight_scale], self.piece_rows(values)
+            dequantized.read(weight, self.format, self.dtype, step, reader)
+
+    def whole(self, head: LossHead) -> LossHead:
+        """The head with a weight of its sizes in full, and no memory, as checks look at it."""
+        empty = head.hidden.detach().new_empty(())
+        return head._replace(weight=empty.expand(self.vocab, self.width(head.weight)))
+
+
+_SEVEN = ", ".join(["Tensor"] * len(OUTPUTS))
+_FIELDS, _HELD = len(LossHead._fields), len(Held._fields)
 torch.library.define(
-    "fxrl::sharded_logprob",
-    f"({schema_of(LossHead, with_defaults=True)}, int vocab, ScalarType dtype, "
+    "fxrl::piecewise_logprob",
+    f"({schema_of(LossHead, with_defaults=True)}, {schema_of(Held)}, "
     f"str outputs='logprob', str? grad_outputs=None) -> ({_SEVEN})",
 )
 
 
-@torch.library.impl("fxrl::sharded_logprob", "CompositeImplicitAutograd")
-def _sharded_logprob(
+@torch.library.impl("fxrl::piecewise_logprob", "CompositeImplicitAutograd")
+def _piecewise_logprob(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     *,
-    vocab: int,
-    dtype: torch.dtype,
     outputs: str = "logprob",
     grad_outputs: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, ...]:
+    held = Held(*(options.pop(name) for name in Held._fields))
     head = LossHead(hidden, weight, target, **options).on_one_device()
     if head.bias is not None:
-        raise LinearLogprobError("a head that ranks share out takes no bias; add it to the logits")
-    check_arguments(_whole(head, vocab, dtype))
+        raise LinearLogprobError("a head in pieces takes no bias; add it to the logits")
+    check_arguments(held.whole(head))
     wanted, differentiated = asked_outputs(outputs, grad_outputs)
     read = wanted.union(*(_BESIDE.get(name, set()) for name in wanted))
     if differentiated:  # a backward is made from both
         read |= {"logprob", "lse"}
-    made = torch.ops.fxrl.sharded_logprob_pieces.default(*head, vocab, dtype, joined_outputs(read))
+    made = torch.ops.fxrl.piecewise_logprob_forward.default(*head, *held, joined_outputs(read))
     values = dict(zip(OUTPUTS, made, strict=True))
     fixed = {name: value.detach() for name, value in values.items()}
-    rows = piece_rows(vocab, weight.shape[1])
+    rows = held.piece_rows(weight)
     combined = {
-        name: _combined(name, values if name in differentiated else fixed, target, vocab, rows)
+        name: _combined(name, values if name in differentiated else fixed, target, held.vocab, rows)
         for name in wanted
     }
     if (mask := head.row_mask) is not None:
         combined = {name: v.where(mask, v.new_zeros(())) for name, v in combined.items()}
     return tuple(combined.get(name, hidden.new_empty(0)) for name in OUTPUTS)
-
-
-def _whole(head: LossHead, vocab: int, dtype: torch.dtype) -> LossHead:
-    """The head with a weight of its sizes in full, and no memory, as checks look at it."""
-    width = head.weight.shape[1] // dtype.itemsize
-    return head._replace(weight=head.hidden.detach().new_empty(()).expand(vocab, width))
 
 
 def _owner(target: Tensor, vocab: int, rows: int) -> Tensor:
@@ -143,9 +191,9 @@ def _combined(
 
 
 # ---------------------------------------------------------------------------- the opaque ops
-def _unpacked(positional: Sequence[Any]) -> tuple[LossHead, int, torch.dtype, tuple[str, ...]]:
-    vocab, dtype, names = positional[_FIELDS:]
-    return LossHead(*positional[:_FIELDS]), vocab, dtype, parse_outputs(names)
+def _unpacked(positional: Sequence[Any]) -> tuple[LossHead, Held]:
+    """What the ops' arguments begin with."""
+    return LossHead(*positional[:_FIELDS]), Held(*positional[_FIELDS : _FIELDS + _HELD])
 
 
 def _piece(head: LossHead, at: slice, weight: Tensor) -> LossHead:
@@ -155,8 +203,8 @@ def _piece(head: LossHead, at: slice, weight: Tensor) -> LossHead:
 
 
 def _empty(positional: Sequence[Any]) -> dict[str, Tensor]:
-    head, vocab, _, names = _unpacked(positional)
-    pieces = -(-vocab // piece_rows(vocab, head.weight.shape[1]))
+    (head, held), names = _unpacked(positional), parse_outputs(positional[-1])
+    pieces = -(-held.vocab // held.piece_rows(head.weight))
     return {
         name: head.hidden.new_empty(
             (pieces, head.hidden.shape[0]) if name in names else (0,),
@@ -167,16 +215,16 @@ def _empty(positional: Sequence[Any]) -> dict[str, Tensor]:
 
 
 @torch.library.custom_op(
-    "fxrl::sharded_logprob_pieces",
+    "fxrl::piecewise_logprob_forward",
     mutates_args=(),
-    schema=f"({schema_of(LossHead)}, int vocab, ScalarType dtype, str outputs) -> ({_SEVEN})",
+    schema=f"({schema_of(LossHead)}, {schema_of(Held)}, str outputs) -> ({_SEVEN})",
 )
-def sharded_logprob_pieces(*positional: Any) -> tuple[Tensor, ...]:
+def piecewise_logprob_forward(*positional: Any) -> tuple[Tensor, ...]:
     """Values [pieces, N], or [0], of each of ``OUTPUTS``."""
-    head, vocab, dtype, names = _unpacked(positional)
-    check_sizes(_whole(head, vocab, dtype))
-    check_target(_whole(head, vocab, dtype))
-    made, rows = _empty(positional), piece_rows(vocab, head.weight.shape[1])
+    (head, held), names = _unpacked(positional), parse_outputs(positional[-1])
+    check_sizes(held.whole(head))
+    check_target(held.whole(head))
+    made, rows = _empty(positional), held.piece_rows(head.weight)
 
     def run(at: slice, weight: Tensor) -> None:
         piece = _piece(head, at, weight)
@@ -185,28 +233,27 @@ def sharded_logprob_pieces(*positional: Any) -> tuple[Tensor, ...]:
             if name in names:
                 made[name][at.start // rows] = value
 
-    shards_of(head.weight).read(head.weight, vocab, dtype, run)
+    held.read(head.weight, run)
     return tuple(made.values())
 
 
-@sharded_logprob_pieces.register_fake
+@piecewise_logprob_forward.register_fake
 def _(*positional: Any) -> tuple[Tensor, ...]:
     return tuple(_empty(positional).values())
 
 
 @torch.library.custom_op(
-    "fxrl::sharded_logprob_backward",
+    "fxrl::piecewise_logprob_backward",
     mutates_args=(),
-    schema=f"(Tensor grads, {schema_of(LossHead)}, {schema_of(RowValues)}, int vocab, "
-    "ScalarType dtype, str grad_outputs, bool want_hidden, bool want_temperature) "
-    "-> (Tensor, Tensor)",
+    schema=f"(Tensor grads, {schema_of(LossHead)}, {schema_of(Held)}, {schema_of(RowValues)}, "
+    "str grad_outputs, bool want_hidden, bool want_temperature) -> (Tensor, Tensor)",
 )
-def sharded_logprob_backward(grads: Tensor, *positional: Any) -> tuple[Tensor, Tensor]:
+def piecewise_logprob_backward(grads: Tensor, *positional: Any) -> tuple[Tensor, Tensor]:
     """Gradients of hidden and temperature, for ``grads`` [outputs, pieces, N] and the values
     [pieces, N] of the forward."""
-    head, values = LossHead(*positional[:_FIELDS]), RowValues(*positional[_FIELDS:-5])
-    vocab, dtype, names, want_hidden, want_temperature = positional[-5:]
-    rows = piece_rows(vocab, head.weight.shape[1])
+    (head, held), values = _unpacked(positional), RowValues(*positional[_FIELDS + _HELD : -3])
+    names, want_hidden, want_temperature = positional[-3:]
+    rows = held.piece_rows(head.weight)
     hidden = head.hidden.new_zeros(head.hidden.shape if want_hidden else 0, dtype=head.dtype)
     temperature = _like(head.temperature if want_temperature else None, head.hidden).zero_()
 
@@ -220,7 +267,7 @@ def sharded_logprob_backward(grads: Tensor, *positional: Any) -> tuple[Tensor, T
         hidden.add_(on_hidden)
         temperature.add_(on_temperature)
 
-    shards_of(head.weight).read(head.weight, vocab, dtype, run)
+    held.read(head.weight, run)
     return hidden.to(head.hidden.dtype), temperature
 
 
@@ -228,9 +275,9 @@ def _like(wanted: Tensor | None, hidden: Tensor) -> Tensor:
     return hidden.new_empty(0) if wanted is None else torch.empty_like(wanted)
 
 
-@sharded_logprob_backward.register_fake
+@piecewise_logprob_backward.register_fake
 def _(grads: Tensor, *positional: Any) -> tuple[Tensor, Tensor]:
-    head, (want_hidden, want_temperature) = LossHead(*positional[:_FIELDS]), positional[-2:]
+    (head, _), (want_hidden, want_temperature) = _unpacked(positional), positional[-2:]
     return (
         _like(head.hidden if want_hidden else None, head.hidden),
         _like(head.temperature if want_temperature else None, head.hidden),
@@ -242,33 +289,35 @@ _HIDDEN, _TEMPERATURE = map(LossHead._fields.index, ("hidden", "temperature"))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    head, *ctx.layout, names = _unpacked(inputs)
+    (head, held), names = _unpacked(inputs), parse_outputs(inputs[-1])
     *tensors, scale, softcap, chunk_tokens = head
+    weight_scale, *layout = held
     values = dict(zip(OUTPUTS, output, strict=True))
     ctx.names = [name for name in OUTPUTS if name in names and name in DIFFERENTIABLE]
     ctx.mark_non_differentiable(*(v for name, v in values.items() if name not in ctx.names))
     ctx.set_materialize_grads(False)
     ctx.constants = scale, softcap, chunk_tokens
+    ctx.layout = layout
     join(ctx)
     kept = (values[name] if name in names else None for name in RowValues._fields)
-    ctx.save_for_backward(*tensors, *kept)
+    ctx.save_for_backward(*tensors, weight_scale, *kept)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    made: list[Tensor | None] = [None] * (_FIELDS + 3)
+    made: list[Tensor | None] = [None] * (_FIELDS + _HELD + 1)
     incoming = dict(zip(OUTPUTS, grads, strict=True))
     given = {name: grad for name in ctx.names if (grad := incoming[name]) is not None}
     if not given:
         return tuple(made)
-    *tensors, logprob, lse, entropy, sum_p2 = ctx.saved_tensors
+    *tensors, weight_scale, logprob, lse, entropy, sum_p2 = ctx.saved_tensors
     wants = ctx.needs_input_grad[_HIDDEN], ctx.needs_input_grad[_TEMPERATURE]
     backward = partial(
-        torch.ops.fxrl.sharded_logprob_backward.default,
+        torch.ops.fxrl.piecewise_logprob_backward.default,
         torch.stack([*given.values()]),
         *tensors,
         *ctx.constants,
+        *(weight_scale, *ctx.layout),
         *(logprob, lse, entropy, sum_p2),
-        *ctx.layout,
         ",".join(given),
         *wants,
     )
@@ -278,5 +327,5 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(made)
 
 
-sharded_logprob_pieces.register_autograd(_backward, setup_context=_setup_context)
-once_differentiable(sharded_logprob_backward)
+piecewise_logprob_forward.register_autograd(_backward, setup_context=_setup_context)
+once_differentiable(piecewise_logprob_backward)
