@@ -45,7 +45,7 @@ from fxrl.rl.loop.trainer import TrainingLoop
 from fxrl.rl.report.files import METRICS, Tell, read_lines, try_to_write
 from fxrl.rl.report.hub import HubPush
 from fxrl.rl.report.page import PAGE, note, versions
-from fxrl.rl.report.progress import Reporter
+from fxrl.rl.report.progress import Reporter, warned
 from fxrl.rl.report.trackers import trackers
 
 CONFIG = "config.json"
@@ -215,7 +215,8 @@ def run(task: Task, reporter: Reporter) -> Outcome:
     parts = build_parts(config, task.data, run_dir, reporter, task.callbacks, task.ranks)
     loop = TrainingLoop(config, parts, run_dir)
     try:
-        outcome = _trained(loop, task, reporter)
+        with warned(reporter.message):
+            outcome = _trained(loop, task, reporter)
     except BaseException as error:
         try:
             parts.events("on_train_end", loop.now(), error=error, final=None)

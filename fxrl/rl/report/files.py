@@ -38,7 +38,7 @@ def why(error: BaseException) -> str:
 
 
 _NO_MATTER_OF_SPACE = {
-    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ELOOP),
     *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG),
 }
 
