@@ -70,6 +70,12 @@ def test_an_int_is_a_float_but_not_the_other_way_nor_a_bool(config_file):
     assert problems(config_file, "optimize=1") == ["optimize=1 is not true or false"]
 
 
+def test_a_value_is_out_of_one_range(config_file):
+    """The first that it is out of."""
+    found = problems(config_file, "sampling.temperature=-1")
+    assert found == ["sampling.temperature=-1.0 must be above 0"]
+
+
 def test_all_mistakes_at_once_with_the_nearest_names(config_file):
     text = config_file.read_text()
     text = text.replace("save_every", "save_evry").replace("beta = 0.05", "betta = 0.05")
