@@ -204,9 +204,9 @@ class Reporter:
 
     def show_last(self) -> None:
         """What was seen last, once, to stay."""
-        if self._samples:
-            self.console.print(completions_table(self._samples))
-        self._samples = ()
+        samples, self._samples = self._samples, ()
+        if samples:
+            self.console.print(completions_table(samples))
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """The end of the run."""
@@ -382,10 +382,13 @@ class LiveReporter(LogReporter):
         self._recent.append(record)
 
     def show_last(self) -> None:
-        if self._recent:
-            self.console.print(steps_table(self._recent, self.console.width))
+        last = [steps_table([*self._recent], self.console.width)] if self._recent else []
+        last += [completions_table(self._samples)] if self._samples else []
         self._recent.clear()
-        super().show_last()
+        self._samples = ()
+        self._live.refresh()  # else they stand in the view below as well, which scrolls these away
+        for table in last:
+            self.console.print(table)
 
 
 def reporter_on(console: Console, *, json: bool, log: type[LogReporter] = LogReporter) -> Reporter:

@@ -62,6 +62,20 @@ def test_the_view_has_report_steps_samples_and_summary(terminal):
     assert "0.25" in text
 
 
+def test_the_end_stays_on_the_screen():
+    """A view that is drawn once more below the summary, and erased, would leave nothing of it in a
+    small window."""
+    stream = io.StringIO()
+    with reporter_on(Console(file=stream, force_terminal=True, width=80), json=False) as reporter:
+        reporter.step(RECORDS[0], [SAMPLE])
+        while "sample completions" not in stream.getvalue():  # the view is drawn by a thread
+            time.sleep(0.05)
+        reporter.summary({"reward": 0.25})
+    _, _, behind = stream.getvalue().rpartition("summary")
+    assert "sample completions" not in behind
+    assert "reward" in behind
+
+
 def test_a_log_file_gets_one_line_per_step():
     lines = [line for line in shown(False).splitlines() if line.startswith("step ")]
     assert len(lines) == 9
