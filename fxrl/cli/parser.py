@@ -259,7 +259,11 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     sub.add_argument("config", metavar="CONFIG.toml", help="what to train, on what, and how")
     sub.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="a.b=value replaces an entry of the file"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a.b=value replaces an entry of the file",
     )
     start = sub.add_mutually_exclusive_group()
     start.add_argument(

@@ -29,7 +29,7 @@ from fxrl.rl.config.keys import unknown_keys
 from fxrl.rl.errors import StorageError, in_words
 from fxrl.rl.loop.interrupt import Terminated, unwound_by_sigterm
 from fxrl.rl.report.output import LOG, Output, silent
-from fxrl.rl.report.progress import reporter_on
+from fxrl.rl.report.progress import READING, reporter_on
 
 FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
 
@@ -76,7 +76,8 @@ def main(
                     from fxrl.rl.loop.run import Start
                     from fxrl.rl.trainer import Trainer
                 with importable_from(Path(config_path).parent, Path.cwd()):
-                    trainer = Trainer(config=load_config(config_path, overrides))
+                    with reporter.stage(READING):
+                        trainer = Trainer(config=load_config(config_path, overrides))
                     start = Start(resume, accept_changes, overwrite)
                     with trainer.prepared(reporter, start) as run:
                         code = FAILED

@@ -212,8 +212,9 @@ def run(task: Task, reporter: Reporter) -> Outcome:
         _move_aside(run_dir, reporter.message)
     try_to_write(lambda: _start_folder(config, run_dir, new=task.found is None), str(run_dir))
     seed_everything(config.seed)
-    parts = build_parts(config, task.data, run_dir, reporter, task.callbacks, task.ranks)
-    loop = TrainingLoop(config, parts, run_dir)
+    with reporter.stage("putting the run together"):
+        parts = build_parts(config, task.data, run_dir, reporter, task.callbacks, task.ranks)
+        loop = TrainingLoop(config, parts, run_dir)
     try:
         with warned(reporter.message):
             outcome = _trained(loop, task, reporter)

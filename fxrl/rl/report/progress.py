@@ -35,6 +35,7 @@ Stage = Callable[[str], AbstractContextManager[Say]]
 """``with stage("compiling: 3 bodies") as say: ...; say("compiling: 2 of 3 bodies")``. What is being
 done until the block ends; stages nest, and ``say`` gives the innermost other words. A log gets a
 line where the words before the colon are new, so numbers that change belong behind it."""
+READING = "reading the configuration and the data"
 QUIET_S = 10.0
 """A log in which nothing was written for so long gets a line that says what is being done; where
 that has taken long already, for a quarter of its time."""
