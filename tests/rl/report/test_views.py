@@ -323,8 +323,8 @@ def test_a_run_says_what_it_does_from_the_import_to_the_end(config_file, capsys)
     kinds = [text.partition(":")[0] for text in told]
     assert kinds == [
         "importing PyTorch", "reading the configuration and the data",
-        "loading the tokenizer", "reading the data", "loading tiny", "planning", "generating",
-        "judging", "scoring", "training", "saving", "writing run.html",
+        "loading the tokenizer", "reading the data", "putting the run together", "loading tiny",
+        "planning", "generating", "judging", "scoring", "training", "saving", "writing run.html",
     ]  # fmt: skip
     training = told[kinds.index("training")]
     assert re.fullmatch(r"training: \d+ tokens in micro-batches: [2-9]", training)
