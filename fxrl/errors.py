@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -29,6 +30,21 @@ class ConfigError(FxrlError, ValueError):
     """A configuration value is unknown, of the wrong type, or out of range."""
 
 
+def installing(what: str) -> str:
+    """The command that installs a package, or ``[an extra]`` of fxrl: in a checkout, which is no
+    package of an index, that of the checkout."""
+    if not what.startswith("["):
+        return f"pip install {what}"
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "pyproject.toml").is_file():
+        return f"pip install 'fxrl{what}'"
+    try:
+        place = "." if root == Path.cwd() else root
+    except OSError:  # the working folder is gone
+        place = root
+    return f"pip install -e '{place}{what}'"
+
+
 class MissingPackageError(FxrlError, ImportError):
     """An optional package is not installed, or too old to be imported; and what needs it."""
 
@@ -37,17 +53,18 @@ class MissingPackageError(FxrlError, ImportError):
         package: str,
         needed_for: str,
         why: object = "not installed",
-        install: str = "'fxrl[demo]'",
+        install: str = "[demo]",
     ) -> None:
-        super().__init__(f"{needed_for} needs {package} ({why}); pip install {install} brings it")
+        cure = installing(install)
+        super().__init__(f"{needed_for} needs {package} ({why}); {cure} brings it")
 
 
 TESTED: Mapping[str, tuple[str, ...]] = {"trl": ("1.16.0",), "vllm": ("0.25.1", "0.32.0")}
 """Versions that tests and benchmarks ran with, of packages whose insides fxrl uses."""
 
 
-def optional(package: str, purpose: str, install: str = "'fxrl[demo]'") -> Any:
-    """Imports a package that only an extra brings, or none: then ``install`` is what pip takes.
+def optional(package: str, purpose: str, install: str = "[demo]") -> Any:
+    """Imports a package that only an extra brings, or none; ``install`` as for ``installing``.
 
     Raises:
         MissingPackageError: it is not installed, or too old to be imported.

@@ -187,3 +187,15 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+_NO_MATTER_OF_SPACE = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ELOOP),
+    *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG),
+}
+
+
+def may_lack_space(error: BaseException) -> bool:
+    """Whether more space could be what a failed write needs."""
+    foreign = isinstance(error, ForeignFileError)
+    return not foreign and getattr(error, "errno", None) not in _NO_MATTER_OF_SPACE

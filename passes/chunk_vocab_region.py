@@ -79,7 +79,8 @@ class HeadPass(Pass[H]):
         if site.saved_bytes >= self.min_saved_bytes:
             return TileHead(self.name, self.tile_tokens)
         least = f"min_saved_bytes={format_bytes(self.min_saved_bytes)}"
-        return Keep(f"it would save {format_bytes(site.saved_bytes)}, below {least}")
+        saved = format_bytes(site.saved_bytes)
+        return Keep(f"it would save {saved}, below {least}", missed=False)
 
     @final
     def rewrite(self, gm: fx.GraphModule, site: H, choice: Choice) -> Applied:

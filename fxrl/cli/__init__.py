@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from fxrl.cli.parser import build_parser
-from fxrl.errors import ConfigError, FxrlError
+from fxrl.errors import ConfigError
 
 OK, NEGATIVE, USAGE = 0, 1, 2
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return int(getattr(commands, args.handler)(args))
-    except FxrlError as error:
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        sys.stderr.close()
+        return NEGATIVE
+    except Exception as error:  # no error of fxrl's is most likely one of the user's loss or batch
         if args.traceback:
             raise
         show.error(error, as_json=args.json)
@@ -55,6 +58,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         show.status("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        sys.stderr.close()
-        return NEGATIVE

@@ -68,13 +68,17 @@ def check_path(path: str | Path) -> Path:
     """The bundle's path.
 
     Raises:
-        ConfigError: it does not end in ``.zip``, or its folder is not there.
+        ConfigError: it does not end in ``.zip``, or its folder is not there, or not to write to.
     """
     path = Path(path)
     if path.suffix != ".zip":
         raise ConfigError(f"{path} must end in .zip, which a report is; such as report.zip")
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}; make it, or name another")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another") from error
     return path
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fxrl.config import Config, parse_bytes
-from fxrl.errors import ConfigError, did_you_mean
+from fxrl.errors import ConfigError, PlanError, did_you_mean
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import format_bytes
 from fxrl.losses import by_name, completion_logits, token_stats
@@ -192,10 +192,7 @@ def target(name: str) -> Target:
         ConfigError: no such GPU is known.
     """
     if name.lower() not in TARGETS:
-        raise ConfigError(
-            f"--target {name!r} is unknown{did_you_mean(name.lower(), TARGETS)}; "
-            f"there are {', '.join(TARGETS)}"
-        )
+        raise ConfigError(f"--target {name!r} is unknown{did_you_mean(name.lower(), TARGETS)}")
     return TARGETS[name.lower()]
 
 
@@ -226,11 +223,18 @@ def two_plans(files: list[str]) -> tuple[Plan, Plan]:
     """
     if len(files) != 2:
         raise ConfigError(f"fxrl plan diff takes two files, and got {len(files)}")
-    try:
-        first, second = (Plan.from_json(Path(file).read_text()) for file in files)
-    except OSError as error:
-        raise ConfigError(f"fxrl plan diff: {error}") from error
+    first, second = map(_saved_plan, files)
     return first, second
+
+
+def _saved_plan(file: str) -> Plan:
+    try:
+        return Plan.from_json(Path(file).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"fxrl plan diff: {file} cannot be read: {why}") from error
+    except PlanError as error:
+        raise PlanError(f"{file}: {error}") from error
 
 
 LOGP_STD = 0.1  # of old and reference log-probs around the policy's: some ratios get clipped

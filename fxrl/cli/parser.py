@@ -8,6 +8,7 @@ import json
 import textwrap
 
 import fxrl
+from fxrl.errors import installing
 
 MODEL_HELP = """\
 MODEL is one of
@@ -252,7 +253,7 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
         "engine, a reward function (reward.timeout_s limits its calls), a full disk. A closed\n"
         "terminal stops nothing: the run goes on and writes to run_dir/train.log.\n\n"
         "engine=torch samples with the trained model itself. engine=vllm runs vLLM in this\n"
-        "process over the same weights (pip install 'fxrl[vllm]'); [vllm] sets it up.\n\n"
+        f"process over the same weights ({installing('[vllm]')}); [vllm] sets it up.\n\n"
         "torchrun starts it on several GPUs, which share each step: the numbers are those of one.",
         examples="  fxrl train examples/tiny.toml\n"
         "  torchrun --nproc-per-node 2 -m fxrl train examples/tiny.toml\n"
@@ -263,7 +264,11 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     sub.add_argument("config", metavar="CONFIG.toml", help="what to train, on what, and how")
     sub.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="a.b=value replaces an entry of the file"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a.b=value replaces an entry of the file",
     )
     start = sub.add_mutually_exclusive_group()
     start.add_argument(

@@ -17,9 +17,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from fxrl.doctor import Check, Diagnosis
-from fxrl.errors import FxrlError
 from fxrl.ir.remark import Report, format_bytes
 from fxrl.ir.table import cell, open_table
+from fxrl.rl.errors import in_words
 from fxrl.rl.report.progress import PatientReporter, Say, reporter_on, told
 
 if TYPE_CHECKING:
@@ -53,12 +53,13 @@ def status(message: str) -> None:
     Console(stderr=True, highlight=False).print(f"[dim]{escape(message)}[/]", soft_wrap=True)
 
 
-def error(problem: FxrlError, *, as_json: bool) -> None:
+def error(problem: Exception, *, as_json: bool) -> None:
     """One red line on stderr; with ``--json`` also an object on stdout."""
+    text = in_words(problem)
     console = Console(stderr=True, highlight=False)
-    console.print(f"[bold red]error:[/] [red]{escape(str(problem))}[/]", soft_wrap=True)
+    console.print(f"[bold red]error:[/] [red]{escape(text)}[/]", soft_wrap=True)
     if as_json:
-        print(json.dumps({"error": type(problem).__name__, "message": str(problem)}))
+        print(json.dumps({"error": type(problem).__name__, "message": text}))
 
 
 def report(found: Report) -> None:

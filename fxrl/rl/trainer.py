@@ -19,7 +19,7 @@ from fxrl.rl.config.load import config_of
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.loop import run as loop
 from fxrl.rl.loop.run import Outcome
-from fxrl.rl.report.progress import Reporter, reporter_on
+from fxrl.rl.report.progress import READING, Reporter, reporter_on
 
 RUN_DIR = "runs/python"
 """Where a run goes whose configuration does not say."""
@@ -141,7 +141,7 @@ class Trainer:
             self.config, reporter, start, callbacks=self.callbacks, tokenizer=self.tokenizer
         )
         with ExitStack() as held:
-            with reporter.stage("reading the configuration and the data"):
+            with reporter.stage(READING):
                 task = held.enter_context(prepared)
 
             def run() -> Outcome:

@@ -137,3 +137,49 @@ def test_bad_training_config_is_2(tmp_path, capsys):
     (tmp_path / "a.toml").write_text("stepps = 3")
     assert main(["train", str(tmp_path / "a.toml")]) == 2
     assert "did you mean 'steps'?" in capsys.readouterr().err
+
+
+LOSSES = """
+def misspelt(model, batch):
+    return batch["ids"].sumx()
+def of_no_arguments():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (
+            "explain tiny:qwen3 --loss own.py:misspelt",
+            1,
+            "KeyError('ids') at own.py:3; --traceback",
+        ),
+        ("plan tiny:qwen3 --loss own.py:misspelt", 1, "KeyError('ids') at own.py:3"),
+        ("dump tiny:qwen3 --loss own.py:misspelt --out d", 1, "KeyError('ids') at own.py:3"),
+        ("explain tiny:qwen3 --loss grpo --make-batch own.py:of_no_arguments", 1, "takes 0 posit"),
+        ("explain tiny:qwen3 --loss half.py:f", 2, "failed: SyntaxError: invalid syntax (half.py,"),
+        ("explain own.py --loss grpo", 1, "model 'own.py' is a file, no config.json"),
+        ("report tiny:qwen3 --loss grpo --out /proc/a.zip", 2, "/proc/a.zip cannot be written: No"),
+        ("plan diff own.py half.py", 1, "own.py: the plan is no JSON"),
+        ("plan diff none own.py", 2, "none cannot be read: No such file"),
+        ("plan tiny:qwen3 --target h9", 2, "--target 'h9' is unknown"),
+        (
+            "fetch-model --cache-dir /proc/a",
+            1,
+            "/proc/a could not be written: No such file or direc",
+        ),
+        ("train", 2, "the following arguments are required: CONFIG.toml\n"),
+    ],
+)
+def test_what_goes_wrong_is_told_in_words(argv, code, says, tmp_path, monkeypatch, capsys):
+    """Without a traceback, a guess at the disk, or a cure that is none."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(LOSSES)
+    Path("half.py").write_text("def f(:\n")
+    assert main(argv.split()) == code
+    told = capsys.readouterr().err
+    assert says in told
+    assert "Traceback" not in told
+    assert "free some space" not in told
+    assert told.count("module:function") == 0

@@ -52,10 +52,10 @@ class Table:
         """What is out of its range, and ``problems``."""
         for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name, None)  # of an unfit value there is none
-            for kind in (hint, *typing.get_args(hint)):
-                for check in getattr(kind, "__metadata__", ()):
-                    if value is not None and (said := check(value)):
-                        yield f"{name}={shown(value)} {said}"
+            kinds = (hint, *typing.get_args(hint))
+            checks = [check for kind in kinds for check in getattr(kind, "__metadata__", ())]
+            if value is not None and (said := next(filter(None, (c(value) for c in checks)), None)):
+                yield f"{name}={shown(value)} {said}"
         yield from self.problems()
 
     def problems(self) -> Iterable[str]:
@@ -180,6 +180,29 @@ def read_toml(path: Path) -> dict[str, Any]:
     raise BadConfigError(f"{path}:{start}: not TOML: {why}: {lines[start - 1].strip()[:80]}")
 
 
+_INSTEAD = {"steps": "epochs", "epochs": "steps"}
+"""An override of the one replaces the other of the file."""
+
+
+def read_tables(path: Path, overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
+    """The tables of a file with the overrides in them.
+
+    Args:
+        problems: gets one line per override that is none.
+
+    Raises:
+        BadConfigError: see ``read_toml``; or no key can hold a value.
+    """
+    table = read_toml(path)
+    for override in overrides:
+        if (parsed := parse_override(override, problems)) is not None:
+            table.pop(_INSTEAD.get(parsed[0][0], ""), None)
+            merge_override(table, *parsed)
+    if lines := [f"  {line}" for line in unfit(table)]:
+        raise BadConfigError("\n".join([f"{path}: no key can hold", *lines[:10]]))
+    return table
+
+
 def entries(values: Any) -> Iterator[tuple[str, Any, int]]:
     """Dotted name, value and depth of whatever is in a tree, down to one level too deep."""
     waiting = [("", values, 0)]
@@ -219,7 +242,7 @@ def bind(
     problems: list[str],
     *,
     path: str = "",
-    suggest: _Suggester | None = None,
+    suggest: Suggester | None = None,
 ) -> T | None:
     """An instance of dataclass ``cls``, without wrong keys; ``None`` where a value is wrong.
 
@@ -233,7 +256,7 @@ def bind(
         path: dotted name of ``table`` in the whole tree, for the messages.
         suggest: the cure for a wrong dotted key; made from ``cls`` where not given.
     """
-    suggest = suggest or _Suggester(cls)
+    suggest = suggest or Suggester.of(cls)
     fields = keys_of(cls)
     rest = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("rest")), None)  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
@@ -245,7 +268,7 @@ def bind(
             if rest:
                 values[rest][key] = _plain(value)
             else:
-                problems.append(f"{name}: no such key{suggest(name)}")
+                problems.append(suggest.no_such_key(name))
         elif (inner := dataclass_in(hints[key])) and isinstance(plain, Mapping):
             made = bind(inner, plain, problems, path=f"{name}.", suggest=suggest)
             if made is None:
@@ -257,7 +280,7 @@ def bind(
                 values[key] = _fit(hints[key], value)
             except TypeError:
                 unfit.add(key)
-                cure = suggest(name) if inner else ""  # optim="adamw": optim.name
+                cure = suggest.within(name) if inner else ""
                 problems.append(f"{name}={shown(_plain(value))} is not {_spell(hints[key])}{cure}")
     missing = {key for key in fields if default_of(fields[key]) is MISSING} - values.keys()
     problems += [f"{path}{key}: missing; it has no default" for key in missing - unfit]
@@ -287,6 +310,11 @@ def _made(cls: type[T], values: Mapping[str, Any], unfit: set[str]) -> tuple[T |
     return None, lines
 
 
+def counted(mistakes: Sequence[str]) -> str:
+    """How many."""
+    return f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "1 mistake"
+
+
 def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
     """Every key of the tree, such as ``optim.lr``."""
     hints = typing.get_type_hints(cls)
@@ -296,29 +324,60 @@ def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
             yield from dotted_names(inner, f"{path}{key}.")
 
 
-class _Suggester:
-    """The cure for a wrong key: what it means (``KEY_ALIASES``, ``KEY_ANSWERS``), else is like.
+class Suggester:
+    """The cure for a wrong key: what it means, else is like.
+
+    Args:
+        names: of all keys, dotted.
+        aliases: other names of keys.
+        answers: what there is instead of a key.
 
     Attributes:
         meant: the keys that were named so; that they are not given is no news.
     """
 
-    def __init__(self, cls: type[Any]) -> None:
-        self._names = sorted(dotted_names(cls), key=lambda name: -name.count("."))
+    def __init__(
+        self, names: Iterable[str], aliases: Mapping[str, str], answers: Mapping[str, str]
+    ) -> None:
+        self._names = sorted(names, key=lambda name: -name.count("."))
         by_leaf = {name.rpartition(".")[2]: name for name in self._names}
-        self._answers: Mapping[str, str] = getattr(cls, "KEY_ANSWERS", {})
-        self._near: Mapping[str, str] = by_leaf | getattr(cls, "KEY_ALIASES", {})
+        self._answers = answers
+        self._near = by_leaf | dict(aliases)
         self.meant: set[str] = set()
+
+    @classmethod
+    def of(cls, tree: type[Any]) -> Suggester:
+        """For the keys of a dataclass, with its ``KEY_ALIASES`` and ``KEY_ANSWERS``."""
+        aliases, answers = (getattr(tree, name, {}) for name in ("KEY_ALIASES", "KEY_ANSWERS"))
+        return cls(dotted_names(tree), aliases, answers)
+
+    def no_such_key(self, name: str) -> str:
+        """What is said of a key that there is not."""
+        return f"{name}: no such key{self(name)}"
 
     def __call__(self, name: str) -> str:
         leaf = name.rpartition(".")[2]
         if leaf in self._answers:
             return f"; {self._answers[leaf]}"
-        close = difflib.get_close_matches(name, self._names, n=1, cutoff=0.7)
+        close = [self._near[leaf]] if leaf in self._near else []
+        close += difflib.get_close_matches(name, self._names, n=2, cutoff=0.7)
         close += [self._near[one] for one in difflib.get_close_matches(leaf, self._near, n=1)]
-        near = self._near.get(leaf) or next(iter(close), None)
+        near = next((one for one in close if not name.startswith(f"{one}.")), None)
         self.meant |= {near} if near else set()
         return f"; did you mean {near!r}?" if near else ""
+
+    def within(self, table: str) -> str:
+        """The cure for a value where a table belongs: the key that the table's name stands for
+        (``optim="adamw"``: ``optim.name``), else all that it has."""
+        if self._near.get(table.rpartition(".")[2], table) != table:
+            return self(table)
+        keys = sorted(name[len(table) + 1 :] for name in self._names if _above(name) == table)
+        return f"; its keys are {', '.join(keys)}"
+
+
+def _above(name: str) -> str:
+    """The table that a key stands in."""
+    return name.rpartition(".")[0]
 
 
 def dataclass_in(hint: Any) -> type[Any] | None:

@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fxrl.losses.own_code import importable_from
-from fxrl.rl.config.binding import (
-    bind,
-    dataclass_in,
-    default_of,
-    merge_override,
-    parse_override,
-    read_toml,
-    unfit,
-)
+from fxrl.rl.config.binding import bind, counted, dataclass_in, default_of, read_tables
 from fxrl.rl.config.tables import ModelConfig, TrainConfig
 from fxrl.rl.errors import BadConfigError
 
@@ -35,20 +27,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             wrong type or out of range, and every missing key.
     """
     path = Path(path)
-    table = read_toml(path)
     problems: list[str] = []
-    for override in overrides:
-        if (parsed := parse_override(override, problems)) is not None:
-            table.pop(_INSTEAD.get(parsed[0][0], ""), None)
-            merge_override(table, *parsed)
-    if lines := [f"  {line}" for line in unfit(table)]:
-        raise BadConfigError("\n".join([f"{path}: no key can hold", *lines[:10]]))
+    table = read_tables(path, overrides, problems)
     with importable_from(path.parent, Path.cwd()):
         return config_of(table, str(path), str(Path("runs") / path.stem), problems)
-
-
-_INSTEAD = {"steps": "epochs", "epochs": "steps"}
-"""An override of the one replaces the other of the file."""
 
 
 def config_of(
@@ -69,8 +51,8 @@ def config_of(
     if {"steps", "epochs"} <= table.keys():
         problems.append("steps, epochs: give one of them")
     if problems or config is None:
-        count = f"{len(problems)} mistakes" if len(problems) > 1 else "1 mistake"
-        raise BadConfigError("\n".join([f"{source}: {count}", *(f"  {line}" for line in problems)]))
+        lines = [f"{source}: {counted(problems)}", *(f"  {line}" for line in problems)]
+        raise BadConfigError("\n".join(lines))
     return config if config.run_dir else dataclasses.replace(config, run_dir=run_dir)
 
 

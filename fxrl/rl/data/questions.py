@@ -115,6 +115,8 @@ def _csv_rows(path: Path, text: str) -> dict[int, Row]:
     rows: dict[int, Row] = {}
     try:
         names = next(reader, [])
+        if len(names) == 1 and (found := {*";\t"} & {*names[0]}):
+            raise csv.Error(f"{names[0]!r} is one column; separate by commas, not {found.pop()!r}")
         for cells in filter(None, reader):
             if len(cells) != len(names):
                 raise csv.Error(f"{len(cells)} cells under {len(names)} columns")
@@ -143,12 +145,10 @@ def _row(line: str) -> Row:
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
     except ValueError as error:  # also of a number with more digits than Python converts
-        raise ValueError(
-            f"not JSON ({str(error).partition(';')[0]}); write one object a line, {{...}}, or a "
-            ".csv file whose first line names the columns"
-        ) from error
+        why = str(error).partition(";")[0].replace("line 1 column", "column")
+        raise ValueError(f"not JSON ({why}); {_form(line)}") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{type(row).__name__} where an object must be")
+        raise ValueError(f"{type(row).__name__} where an object must be; {_form(line)}")
     may_be_deep = line.count("[") + line.count("{") > MOST_NESTED
     if may_be_deep and any(depth > MOST_NESTED for _, _, depth in entries(row)):
         raise ValueError(TOO_DEEP)
@@ -159,6 +159,12 @@ def _row(line: str) -> Row:
         half = f"\\u{ord(error.object[error.start]):x}"
         raise ValueError(f"{half} alone is half a character (a lone surrogate)") from error
     return row
+
+
+def _form(line: str) -> str:
+    if line.lstrip().startswith("["):
+        return "write each object of the list on a line of its own, without commas between them"
+    return "write one object a line, {...}, or a .csv file whose first line names the columns"
 
 
 MOST_NAMED = 5

@@ -51,11 +51,11 @@ class Environment:
             DataError: verifiers refuses the environment.
         """
         what = f"data.verifiers={shown(given)}"
-        api = optional("verifiers.v1", what, "'fxrl[verifiers]'")
+        api = optional("verifiers.v1", what, "[verifiers]")
         version = optional("verifiers", what).__version__
         if Version(version) < Version(LEAST_VERIFIERS):
             why = f"{version}, where {LEAST_VERIFIERS} is the least"
-            raise MissingPackageError("verifiers", what, why, "'fxrl[verifiers]'")
+            raise MissingPackageError("verifiers", what, why, "[verifiers]")
         loaders = optional("verifiers.v1.utils.loaders", what)
         try:
             if isinstance(given, str):

@@ -45,10 +45,11 @@ from fxrl.rl.loop.trainer import TrainingLoop
 from fxrl.rl.report.files import METRICS, Tell, read_lines, try_to_write
 from fxrl.rl.report.hub import HubPush
 from fxrl.rl.report.page import PAGE, note, versions
-from fxrl.rl.report.progress import Reporter
+from fxrl.rl.report.progress import Reporter, warned
 from fxrl.rl.report.trackers import trackers
 
 CONFIG = "config.json"
+_BUILDING = "putting the run together"
 
 
 class Start(NamedTuple):
@@ -212,10 +213,12 @@ def run(task: Task, reporter: Reporter) -> Outcome:
         _move_aside(run_dir, reporter.message)
     try_to_write(lambda: _start_folder(config, run_dir, new=task.found is None), str(run_dir))
     seed_everything(config.seed)
-    parts = build_parts(config, task.data, run_dir, reporter, task.callbacks, task.ranks)
-    loop = TrainingLoop(config, parts, run_dir)
+    with reporter.stage(_BUILDING):
+        parts = build_parts(config, task.data, run_dir, reporter, task.callbacks, task.ranks)
+        loop = TrainingLoop(config, parts, run_dir)
     try:
-        outcome = _trained(loop, task, reporter)
+        with warned(reporter.message):
+            outcome = _trained(loop, task, reporter)
     except BaseException as error:
         try:
             parts.events("on_train_end", loop.now(), error=error, final=None)
@@ -230,13 +233,14 @@ def run(task: Task, reporter: Reporter) -> Outcome:
 def _trained(loop: TrainingLoop, task: Task, reporter: Reporter) -> Outcome:
     config, parts = loop.config, loop.parts
     try:
-        if config.precompute_ref_log_probs:
-            precompute(config, parts, loop.run_dir, reporter)
-        if task.found is not None:
-            loop.resume(task.found, accept_changes=task.start.accept_changes)
-            reporter.message(f"resumed at step {loop.done} from {task.found}")
-        weights = [(n, p) for n, p in parts.model.named_parameters() if p.requires_grad]
-        parts.ranks.check_same("the model", [parts.fingerprints, of_tensors(weights)])
+        with reporter.stage(_BUILDING):
+            if config.precompute_ref_log_probs:
+                precompute(config, parts, loop.run_dir, reporter)
+            if task.found is not None:
+                loop.resume(task.found, accept_changes=task.start.accept_changes)
+                reporter.message(f"resumed at step {loop.done} from {task.found}")
+            weights = [(n, p) for n, p in parts.model.named_parameters() if p.requires_grad]
+            parts.ranks.check_same("the model", [parts.fingerprints, of_tensors(weights)])
         with reporter.stage("planning: memory of rollout and update"):
             said = []
             for line in outlook(config, parts):

@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fxrl.files import make_folder, rename, sync, sync_tree, write_bytes
+from fxrl.files import make_folder, may_lack_space, rename, sync, sync_tree, write_bytes
 from fxrl.rl.errors import CheckpointError, StorageError
-from fxrl.rl.report.files import COMPLETIONS, METRICS, as_line, may_lack_space, read_lines, why
+from fxrl.rl.report.files import COMPLETIONS, METRICS, as_line, read_lines, why
 
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 _FORMAT = 1

@@ -14,7 +14,6 @@ is deleted while the run writes it is written anew, whole.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fxrl.errors import ForeignFileError
-from fxrl.files import opened, write_bytes
+from fxrl.files import may_lack_space, opened, write_bytes
 from fxrl.rl.errors import StorageError
 from fxrl.rl.report.progress import jsonable
 
@@ -35,18 +34,6 @@ def why(error: BaseException) -> str:
     """The system's reason, in words."""
     reason = getattr(error, "strerror", None)
     return str(reason) if reason else (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-_NO_MATTER_OF_SPACE = {
-    *(errno.EACCES, errno.EPERM, errno.EROFS),
-    *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG),
-}
-
-
-def may_lack_space(error: BaseException) -> bool:
-    """Whether more space could be what a failed write needs."""
-    foreign = isinstance(error, ForeignFileError)
-    return not foreign and getattr(error, "errno", None) not in _NO_MATTER_OF_SPACE
 
 
 def try_to_write(action: Callable[[], T], what: str) -> T:

@@ -11,11 +11,12 @@ import math
 import statistics
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -34,6 +35,7 @@ Stage = Callable[[str], AbstractContextManager[Say]]
 """``with stage("compiling: 3 bodies") as say: ...; say("compiling: 2 of 3 bodies")``. What is being
 done until the block ends; stages nest, and ``say`` gives the innermost other words. A log gets a
 line where the words before the colon are new, so numbers that change belong behind it."""
+READING = "reading the configuration and the data"
 QUIET_S = 10.0
 """A log in which nothing was written for so long gets a line that says what is being done; where
 that has taken long already, for a quarter of its time."""
@@ -98,6 +100,31 @@ def told(name: str, say: Say) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+@contextmanager
+def warned(tell: Callable[[str], None]) -> Iterator[None]:
+    """fxrl's own warnings are messages. They name the user's line; Python would write fxrl's."""
+    shown = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if category.__module__.startswith("fxrl."):
+            tell(str(message))
+        else:
+            shown(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
 
 
 def jsonable(value: Any) -> Any:
@@ -178,9 +205,9 @@ class Reporter:
 
     def show_last(self) -> None:
         """What was seen last, once, to stay."""
-        if self._samples:
-            self.console.print(completions_table(self._samples))
-        self._samples = ()
+        samples, self._samples = self._samples, ()
+        if samples:
+            self.console.print(completions_table(samples))
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """The end of the run."""
@@ -356,10 +383,13 @@ class LiveReporter(LogReporter):
         self._recent.append(record)
 
     def show_last(self) -> None:
-        if self._recent:
-            self.console.print(steps_table(self._recent, self.console.width))
+        last = [steps_table([*self._recent], self.console.width)] if self._recent else []
+        last += [completions_table(self._samples)] if self._samples else []
         self._recent.clear()
-        super().show_last()
+        self._samples = ()
+        self._live.refresh()  # else they stand in the view below as well, which scrolls these away
+        for table in last:
+            self.console.print(table)
 
 
 def reporter_on(console: Console, *, json: bool, log: type[LogReporter] = LogReporter) -> Reporter:

@@ -12,6 +12,7 @@ from fxrl.losses import FACTORIES
 from fxrl.losses.options import accepted
 from fxrl.rl.config import trl
 from fxrl.rl.config.binding import dotted_names
+from fxrl.rl.config.keys import known_keys, unknown_keys
 from fxrl.rl.config.load import (
     as_table,
     config_of,
@@ -51,11 +52,28 @@ def test_overrides_take_toml_values_and_bare_words(config_file):
     assert config.optimize is True
 
 
+def test_sources_name_the_keys_that_there_are(config_file):
+    """What is known without PyTorch is what its import confirms, word for word."""
+    assert known_keys() == {*dotted_names(TrainConfig)}
+    wrong = {"stepz": 1, "model": {"id": "x", "lora": {"rr": 1}}, "vllm": {"any": 1}}
+    wrong |= {"loss": {"name": "a:b", "own": 1}, "data": {"params": {"any": 1}, "turns": [{}]}}
+    told = unknown_keys(wrong)
+    assert [line.partition(":")[0] for line in told] == ["stepz", "model.lora.rr", "vllm.any"]
+    found = problems(config_file, "stepz=1", "model.lora.rr=1", "vllm.any=1")
+    assert set(told) <= set(found)
+
+
 def test_an_int_is_a_float_but_not_the_other_way_nor_a_bool(config_file):
     assert load_config(config_file, ["optim.lr=1"]).optim.lr == 1.0
     assert problems(config_file, "steps=1.5") == ["steps=1.5 is not a whole number"]
     assert problems(config_file, "steps=true") == ["steps=True is not a whole number"]
     assert problems(config_file, "optimize=1") == ["optimize=1 is not true or false"]
+
+
+def test_a_value_is_out_of_one_range(config_file):
+    """The first that it is out of."""
+    found = problems(config_file, "sampling.temperature=-1")
+    assert found == ["sampling.temperature=-1.0 must be above 0"]
 
 
 def test_all_mistakes_at_once_with_the_nearest_names(config_file):
@@ -211,6 +229,8 @@ def test_differences_are_dotted(config_file):
         ("report_to=wandb", "did you mean 'log_to'?"),
         ("model=tiny:qwen3", "did you mean 'model.id'?"),
         ("optim=adamw", "did you mean 'optim.name'?"),
+        ("model.lora=16", "is not a table or none; its keys are alpha, dropout, r, targets"),
+        ("sampling.tops=1", "did you mean 'sampling.top_"),
         ("sampling.seed=4", "did you mean 'seed'?"),
         ("per_device_train_batch_size=4", "prompts_per_step counts a step's prompts"),
         ("deepspeed=ds.json", "torchrun --nproc-per-node N"),

@@ -42,7 +42,9 @@ def nested(depth):
     ("line", "words"),
     [
         ("{oops}", r"not JSON \(.*\); write one object a line, \{\.\.\.\}, or a \.csv file"),
-        ("[1]", "list where an object"),
+        ("oops", r"not JSON \(Expecting value: column 1 \(char 0\)\)"),
+        ("[1]", "list where an object must be; write each object of the list on a line of its own"),
+        ("[", r"not JSON \(.*\); write each object of the list on a line of its own"),
         ('{"prompt": "half of \\ud83d"}', r"\\ud83d alone is half a character"),
         ('{"\\udc00": "in a name"}', r"\\udc00 alone is half a character"),
         ('{"prompt": ' + "9" * 5000 + "}", r"not JSON \(Exceeds the limit \(4300 digits\)"),
@@ -80,6 +82,8 @@ def test_csv_has_texts(name, tmp_path):
     [
         ("prompt,answer\na,b\nc\n", r"a\.csv:3: not CSV: 1 cells under 2 columns"),
         ('prompt\n"a" b\n', r"a\.csv:2: not CSV: ',' expected after '\"'"),
+        ("prompt;answer\na;b\n", r"a\.csv:1: not CSV: 'prompt;answer' is one column; separate by"),
+        ("prompt\tanswer\na\tb\n", r"separate by commas, not '\\t'"),
         ("", "no rows"),
     ],
 )

@@ -8,16 +8,18 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 from rich.console import Console
 
 from fxrl.cli import main
 from fxrl.engines.engine import Drawing
+from fxrl.ir.on_miss import MissedRewriteWarning
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.rl.report import progress
 from fxrl.rl.report.files import JsonLines, read_lines
-from fxrl.rl.report.progress import JsonReporter, LogReporter, reporter_on, told
+from fxrl.rl.report.progress import JsonReporter, LogReporter, reporter_on, told, warned
 
 RECORDS = [
     {"step": i, "reward": i / 9, "reward_std": 0.1, "kl": 0.01 * i, "loss": None}
@@ -58,6 +60,20 @@ def test_the_view_has_report_steps_samples_and_summary(terminal):
     assert r"[bold]1 + 1?\n" in text
     assert r"2\x07[/x]" in text
     assert "0.25" in text
+
+
+def test_the_end_stays_on_the_screen():
+    """A view that is drawn once more below the summary, and erased, would leave nothing of it in a
+    small window."""
+    stream = io.StringIO()
+    with reporter_on(Console(file=stream, force_terminal=True, width=80), json=False) as reporter:
+        reporter.step(RECORDS[0], [SAMPLE])
+        while "sample completions" not in stream.getvalue():  # the view is drawn by a thread
+            time.sleep(0.05)
+        reporter.summary({"reward": 0.25})
+    _, _, behind = stream.getvalue().rpartition("summary")
+    assert "sample completions" not in behind
+    assert "reward" in behind
 
 
 def test_a_log_file_gets_one_line_per_step():
@@ -235,18 +251,29 @@ def test_a_thread_writes_while_the_run_is_busy(monkeypatch):
     assert "capturing (" in stream.getvalue()
 
 
-def test_the_first_words_do_not_wait_for_torch(tmp_path):
-    """Of the command itself: when it begins to speak, nothing heavy is imported."""
-    (tmp_path / "a.toml").touch()
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["importing PyTorch"]),
+        ("save_evry = 1\nseedd = 1", ["importing PyTorch", "2 mistakes so far: save_evry: no"]),
+    ],
+)
+def test_the_first_words_do_not_wait_for_torch(tmp_path, text, words):
+    """Of the command itself: when it begins to speak, of mistyped keys too, nothing heavy is
+    imported."""
+    (tmp_path / "a.toml").write_text(text)
     code = (
         "import sys\nfrom fxrl.cli import main\nfrom fxrl.rl.report.progress import LogReporter\n"
-        "def first(self, kind, words):\n"
+        "def first(self, kind, words, said=[]):\n"
+        "    said.append(words)\n"
         "    print(words, *{'torch', 'numpy', 'transformers'} & {*sys.modules}, sep='; ')\n"
-        "    sys.exit(0)\n"
+        f"    if len(said) == {len(words)}: sys.exit(0)\n"
         f"LogReporter.changed = first\nmain(['train', {str(tmp_path / 'a.toml')!r}])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "importing PyTorch\n"
+    lines = found.stdout.splitlines()
+    assert [line[: len(begin)] for line, begin in zip(lines, words, strict=True)] == words
+    assert not any(line.endswith("torch") for line in lines)
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
@@ -265,6 +292,16 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
     assert read_lines(path)[0] == {"step": 1, "x": 0.1, "bad": None}
     JsonLines(path, 0).close()
     assert path.read_text() == ""
+
+
+def test_own_warnings_are_messages_without_lines_of_fxrls():
+    said = []
+    with warnings.catch_warnings(record=True) as others, warned(said.append):
+        warnings.simplefilter("always")
+        warnings.warn("missed: a head", MissedRewriteWarning, stacklevel=1)
+        warnings.warn("of a library", UserWarning, stacklevel=1)
+    assert said == ["missed: a head"]
+    assert [str(one.message) for one in others] == ["of a library"]
 
 
 def test_a_warning_is_not_lost_in_what_is_being_done(monkeypatch, capsys):
@@ -286,8 +323,8 @@ def test_a_run_says_what_it_does_from_the_import_to_the_end(config_file, capsys)
     kinds = [text.partition(":")[0] for text in told]
     assert kinds == [
         "importing PyTorch", "reading the configuration and the data",
-        "loading the tokenizer", "reading the data", "loading tiny", "planning", "generating",
-        "judging", "scoring", "training", "saving", "writing run.html",
+        "loading the tokenizer", "reading the data", "putting the run together", "loading tiny",
+        "planning", "generating", "judging", "scoring", "training", "saving", "writing run.html",
     ]  # fmt: skip
     training = told[kinds.index("training")]
     assert re.fullmatch(r"training: \d+ tokens in micro-batches: [2-9]", training)
