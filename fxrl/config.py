@@ -41,8 +41,8 @@ class Config:
 
     Attributes:
         chunk_tokens: rows per tile of a chunked region; ``None`` lets the sizes decide.
-        min_saved_bytes: a rewrite predicted to save less is left out, which the report says as a
-            fact, no miss; bytes or ``"32MiB"``.
+        min_saved_bytes: a rewrite predicted to save less is left out (and reported as missed);
+            bytes or ``"32MiB"``.
         gpu_memory: what a step may have on the GPU at its height, bytes or ``"75GiB"``: weights,
             optimizer and fragments included. Layers keep, offload or run again what fits it; where
             nothing does, ``PlanError`` says how long a context would. ``None`` takes what is free.

@@ -79,8 +79,7 @@ class HeadPass(Pass[H]):
         if site.saved_bytes >= self.min_saved_bytes:
             return TileHead(self.name, self.tile_tokens)
         least = f"min_saved_bytes={format_bytes(self.min_saved_bytes)}"
-        saved = format_bytes(site.saved_bytes)
-        return Keep(f"it would save {saved}, below {least}", missed=False)
+        return Keep(f"it would save {format_bytes(site.saved_bytes)}, below {least}")
 
     @final
     def rewrite(self, gm: fx.GraphModule, site: H, choice: Choice) -> Applied:

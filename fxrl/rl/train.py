@@ -24,8 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fxrl.errors import ConfigError, FxrlError
-from fxrl.rl.config.binding import counted, read_tables
-from fxrl.rl.config.keys import unknown_keys
+from fxrl.rl.config.binding import read_tables
 from fxrl.rl.errors import StorageError, in_words
 from fxrl.rl.loop.interrupt import Terminated, unwound_by_sigterm
 from fxrl.rl.report.output import LOG, Output, silent
@@ -67,10 +66,8 @@ def main(
             with reporter_on(console, json=json) as reporter:
                 _check_compile_cache()
                 # PyTorch's import takes longer than a typing error.
-                mistyped = unknown_keys(read_tables(Path(config_path), overrides, []))
-                with reporter.stage("importing PyTorch") as say:
-                    if mistyped:
-                        say(f"{counted(mistyped)} so far: {'; '.join(mistyped)}")
+                read_tables(Path(config_path), overrides, [])
+                with reporter.stage("importing PyTorch"):
                     from fxrl.losses.own_code import importable_from
                     from fxrl.rl.config.load import load_config
                     from fxrl.rl.loop.run import Start

@@ -229,7 +229,7 @@ def test_below_min_saved_bytes():
     report = ChunkVocabRegion(min_saved_bytes=1 << 20).run(gm)
     assert_expected_inline(
         plain(report),
-        """analysis: chunk-vocab-region @ 0:loss/mm: it would save 4.5 KiB, below min_saved_bytes=1 MiB""",
+        """missed: chunk-vocab-region @ 0:loss/mm: it would save 4.5 KiB, below min_saved_bytes=1 MiB""",
     )
     assert print_graph(gm) == before
 

@@ -242,7 +242,7 @@ def bind(
     problems: list[str],
     *,
     path: str = "",
-    suggest: Suggester | None = None,
+    suggest: _Suggester | None = None,
 ) -> T | None:
     """An instance of dataclass ``cls``, without wrong keys; ``None`` where a value is wrong.
 
@@ -256,7 +256,7 @@ def bind(
         path: dotted name of ``table`` in the whole tree, for the messages.
         suggest: the cure for a wrong dotted key; made from ``cls`` where not given.
     """
-    suggest = suggest or Suggester.of(cls)
+    suggest = suggest or _Suggester(cls)
     fields = keys_of(cls)
     rest = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("rest")), None)  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
@@ -268,7 +268,7 @@ def bind(
             if rest:
                 values[rest][key] = _plain(value)
             else:
-                problems.append(suggest.no_such_key(name))
+                problems.append(f"{name}: no such key{suggest(name)}")
         elif (inner := dataclass_in(hints[key])) and isinstance(plain, Mapping):
             made = bind(inner, plain, problems, path=f"{name}.", suggest=suggest)
             if made is None:
@@ -324,36 +324,19 @@ def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
             yield from dotted_names(inner, f"{path}{key}.")
 
 
-class Suggester:
-    """The cure for a wrong key: what it means, else is like.
-
-    Args:
-        names: of all keys, dotted.
-        aliases: other names of keys.
-        answers: what there is instead of a key.
+class _Suggester:
+    """The cure for a wrong key: what it means (``KEY_ALIASES``, ``KEY_ANSWERS``), else is like.
 
     Attributes:
         meant: the keys that were named so; that they are not given is no news.
     """
 
-    def __init__(
-        self, names: Iterable[str], aliases: Mapping[str, str], answers: Mapping[str, str]
-    ) -> None:
-        self._names = sorted(names, key=lambda name: -name.count("."))
+    def __init__(self, cls: type[Any]) -> None:
+        self._names = sorted(dotted_names(cls), key=lambda name: -name.count("."))
         by_leaf = {name.rpartition(".")[2]: name for name in self._names}
-        self._answers = answers
-        self._near = by_leaf | dict(aliases)
+        self._answers: Mapping[str, str] = getattr(cls, "KEY_ANSWERS", {})
+        self._near: Mapping[str, str] = by_leaf | getattr(cls, "KEY_ALIASES", {})
         self.meant: set[str] = set()
-
-    @classmethod
-    def of(cls, tree: type[Any]) -> Suggester:
-        """For the keys of a dataclass, with its ``KEY_ALIASES`` and ``KEY_ANSWERS``."""
-        aliases, answers = (getattr(tree, name, {}) for name in ("KEY_ALIASES", "KEY_ANSWERS"))
-        return cls(dotted_names(tree), aliases, answers)
-
-    def no_such_key(self, name: str) -> str:
-        """What is said of a key that there is not."""
-        return f"{name}: no such key{self(name)}"
 
     def __call__(self, name: str) -> str:
         leaf = name.rpartition(".")[2]

@@ -12,7 +12,6 @@ from fxrl.losses import FACTORIES
 from fxrl.losses.options import accepted
 from fxrl.rl.config import trl
 from fxrl.rl.config.binding import dotted_names
-from fxrl.rl.config.keys import known_keys, unknown_keys
 from fxrl.rl.config.load import (
     as_table,
     config_of,
@@ -50,17 +49,6 @@ def test_overrides_take_toml_values_and_bare_words(config_file):
     assert config.data.system == "12"
     assert config.fxrl.gpu_memory == "75GiB"
     assert config.optimize is True
-
-
-def test_sources_name_the_keys_that_there_are(config_file):
-    """What is known without PyTorch is what its import confirms, word for word."""
-    assert known_keys() == {*dotted_names(TrainConfig)}
-    wrong = {"stepz": 1, "model": {"id": "x", "lora": {"rr": 1}}, "vllm": {"any": 1}}
-    wrong |= {"loss": {"name": "a:b", "own": 1}, "data": {"params": {"any": 1}, "turns": [{}]}}
-    told = unknown_keys(wrong)
-    assert [line.partition(":")[0] for line in told] == ["stepz", "model.lora.rr", "vllm.any"]
-    found = problems(config_file, "stepz=1", "model.lora.rr=1", "vllm.any=1")
-    assert set(told) <= set(found)
 
 
 def test_an_int_is_a_float_but_not_the_other_way_nor_a_bool(config_file):

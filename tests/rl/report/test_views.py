@@ -251,29 +251,18 @@ def test_a_thread_writes_while_the_run_is_busy(monkeypatch):
     assert "capturing (" in stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", ["importing PyTorch"]),
-        ("save_evry = 1\nseedd = 1", ["importing PyTorch", "2 mistakes so far: save_evry: no"]),
-    ],
-)
-def test_the_first_words_do_not_wait_for_torch(tmp_path, text, words):
-    """Of the command itself: when it begins to speak, of mistyped keys too, nothing heavy is
-    imported."""
-    (tmp_path / "a.toml").write_text(text)
+def test_the_first_words_do_not_wait_for_torch(tmp_path):
+    """Of the command itself: when it begins to speak, nothing heavy is imported."""
+    (tmp_path / "a.toml").touch()
     code = (
         "import sys\nfrom fxrl.cli import main\nfrom fxrl.rl.report.progress import LogReporter\n"
-        "def first(self, kind, words, said=[]):\n"
-        "    said.append(words)\n"
+        "def first(self, kind, words):\n"
         "    print(words, *{'torch', 'numpy', 'transformers'} & {*sys.modules}, sep='; ')\n"
-        f"    if len(said) == {len(words)}: sys.exit(0)\n"
+        "    sys.exit(0)\n"
         f"LogReporter.changed = first\nmain(['train', {str(tmp_path / 'a.toml')!r}])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    lines = found.stdout.splitlines()
-    assert [line[: len(begin)] for line, begin in zip(lines, words, strict=True)] == words
-    assert not any(line.endswith("torch") for line in lines)
+    assert found.stdout == "importing PyTorch\n"
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
