@@ -129,7 +129,7 @@ class TrainStep:
             batch: gives sizes; may be fake or on ``meta``.
             target: the GPU to plan for (``fxrl.planner.target.TARGETS``).
             accumulated: for a micro-batch that is not the first of its update: the gradients of
-                those before are there. Such as the model's weights have now count in any case.
+                those before are there. Whether the model's weights have any now does not count.
 
         Raises:
             PlanError: no plan fits ``Config.gpu_memory``; says the longest context that would.

@@ -178,7 +178,8 @@ class Backend:
         def planned(gm: fx.GraphModule, plan: Plan) -> Plan:
             log.info("planning the step's memory")
             try:
-                batch = Batch(held=batches_of(gm)(inputs, hint).held)
+                held = frozenset() if self.only_explain else batches_of(gm)(inputs, hint).held
+                batch = Batch(held=held)
                 seen = shares_seen(gm, inputs)
                 known = known_profiles(self._options, self.plan, seen)
                 capture.planner = replace(capture.planner, profiles=known)

@@ -240,7 +240,7 @@ def test_gradients_of_another_micro_batch_count():
     ]
     assert found[0].choices == found[1].choices
     step(ids).backward()
-    assert step.plan_for(ids) == later, "the weights have gradients now"
+    assert step.plan_for(ids) == alone, "though the weights have gradients now"
 
 
 def test_a_micro_batch_that_does_not_fit_beside_gradients_gets_a_plan_of_its_own():
