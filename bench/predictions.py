@@ -7,7 +7,8 @@ the start. For the longest contexts, ``--repeats 1`` reads peak and seconds off 
 second, and ``--repeats 0`` off the first, with what it compiles.
 
 A case is ``shape:rank:layers:rows:tokens:gpu_memory:host_memory``; rank 0 trains in full, ``-`` is
-what is free.
+what is free. ``:packed`` (eight documents in a row), ``:padded`` (half of the first rows' tokens)
+and ``:micro-batches=N`` may follow.
 
     fxrl bench predictions
     fxrl bench predictions --cases qwen3-8b:32:12:1:8192:9.5GiB:30GiB
@@ -35,6 +36,8 @@ COLUMNS = (
     "trained",
     "layers",
     "rows x tokens",
+    "layout",
+    "micro-batches",
     "gpu_memory",
     "host_memory",
     "predicted_gib",
@@ -65,7 +68,14 @@ CASES = (
     "qwen2.5-3b:32:12:1:16384:8GiB:30GiB",
     "qwen3-1.7b:0:8:1:8192:-:-",
     "qwen3-1.7b:0:8:1:8192:8GiB:0",
+    "qwen3-1.7b:0:8:1:8192:8GiB:0:micro-batches=2",
+    "qwen3-8b:32:12:1:8192:12GiB:0:micro-batches=2",
+    "qwen3-8b:32:6:1:16384:-:-:packed",
+    "qwen3-8b:32:6:4:8192:-:-:padded",
+    "qwen3-30b-a3b:32:4:1:8192:-:-",
+    "qwen3-30b-a3b:32:4:1:8192:16GiB:0",
 )
+_MICRO_BATCHES = "micro-batches="
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,13 +102,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(case: str, args: argparse.Namespace, results: common.Results) -> None:
-    shape, *numbers, gpu, host = case.split(":")
+    shape, *numbers, gpu, host = case.split(":")[:7]
     rank, layers, rows, tokens = map(int, numbers)
+    words = case.split(":")[7:]
+    micro = [word.removeprefix(_MICRO_BATCHES) for word in words if _MICRO_BATCHES in word]
+    layout = next((word for word in words if word in qwen.MASKS), "none")
     asked: dict[str, Any] = {
         "shape": shape,
         "trained": f"LoRA r={rank}" if rank else "all",
         "layers": layers,
         "rows x tokens": f"{rows} x {tokens}",
+        "layout": layout,
+        "micro-batches": int(micro[0]) if micro else 1,
         "gpu_memory": gpu,
         "host_memory": host,
     }
@@ -114,19 +129,26 @@ def _measure(case: str, args: argparse.Namespace, results: common.Results) -> No
     )
     with results.row(**asked) as row:
         model = qwen.make_model(shape, args.device, layers=layers, rank=rank, checkpointing=False)
-        row |= _measured(model, config, (rows, tokens), args)
+        batch = _batch(model, rows, tokens, args.device)
+        batch |= qwen.layout(batch["input_ids"], layout, tokens // 2)
+        row |= _measured(model, config, batch, asked["micro-batches"], args)
 
 
 def _measured(
-    model: torch.nn.Module, config: fxrl.Config, size: tuple[int, int], args: argparse.Namespace
+    model: torch.nn.Module,
+    config: fxrl.Config,
+    batch: dict[str, torch.Tensor],
+    micro_batches: int,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     step = fxrl.optimize(model, losses.grpo(beta=0.0), config)
     optimizer = _adamw(model)
-    backward = qwen.backward_fn(step, _batch(model, *size, args.device))
+    backward = qwen.backward_fn(step, batch)
     seconds = []
 
     def update() -> None:
-        backward()
+        for _ in range(micro_batches):
+            backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

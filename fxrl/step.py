@@ -118,7 +118,9 @@ class TrainStep:
         """What was chosen for each site of every capture so far."""
         return plan_of(self._backend.captures)
 
-    def plan_for(self, batch: Any, *, target: Target | None = None) -> Plan:
+    def plan_for(
+        self, batch: Any, *, target: Target | None = None, accumulated: bool = False
+    ) -> Plan:
         """The plan for a batch of these sizes, and what it is predicted to take.
 
         Needs no weights and no GPU: without one it is made for an H200.
@@ -126,13 +128,18 @@ class TrainStep:
         Args:
             batch: gives sizes; may be fake or on ``meta``.
             target: the GPU to plan for (``fxrl.planner.target.TARGETS``).
+            accumulated: for a micro-batch that is not the first of its update: the gradients of
+                those before are there. Whether the model's weights have any now does not count.
 
         Raises:
             PlanError: no plan fits ``Config.gpu_memory``; says the longest context that would.
         """
         given = (self.model, self.loss_fn, batch, self.config, self._given)
         limits = self._backend.limits if target is None else None
-        return plan_of(explained(*given, target=target, limits=limits, planned=True)[1])
+        found = explained(
+            *given, target=target, limits=limits, planned=True, accumulated=accumulated
+        )
+        return plan_of(found[1])
 
     def join(self, timeout: timedelta | None = None) -> None:
         """Make the groups of ranks that share sequences, as the first call does: for loops in which

@@ -53,6 +53,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
     "tiny": {
         "vocab_size": 1024,
         "hidden_size": 64,
@@ -178,13 +191,19 @@ def make_batch(
         batch["attention_mask"] = {"full_attention": None}
     if mask == "ones":
         batch["attention_mask"] = torch.ones_like(ids)
-    places = torch.arange(prompt + completion, device=device).expand_as(ids)
+    return batch | layout(ids, mask, prompt)
+
+
+def layout(ids: torch.Tensor, mask: str, prompt: int) -> dict[str, torch.Tensor]:
+    """What ``mask="padded"`` and ``"packed"`` add to a batch (see ``make_batch``)."""
+    rows, length = ids.shape
+    places = torch.arange(length, device=ids.device).expand_as(ids)
     if mask == "padded":
-        begins = torch.arange(rows, device=device) * prompt // rows
-        batch["attention_mask"] = (places >= begins[:, None]).long()
+        begins = torch.arange(rows, device=ids.device) * prompt // rows
+        return {"attention_mask": (places >= begins[:, None]).long()}
     if mask == "packed":
-        batch["position_ids"] = places % -(-places.shape[1] // _DOCUMENTS)
-    return batch
+        return {"position_ids": places % -(-length // _DOCUMENTS)}
+    return {}
 
 
 @torch.no_grad()

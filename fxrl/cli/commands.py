@@ -270,7 +270,9 @@ def _outlook(args: Args, say: Say) -> show.Outlook:
     told = (step.model, step.loss_fn, batch, step.config)
     budget = replace(Budget.of(step.config, target, None), state_shards=shards)
     limits = Limits(target, budget)
-    captures = explained(*told, target=target, limits=limits, planned=True)[1]
+    captures = explained(
+        *told, target=target, limits=limits, planned=True, accumulated=args.accumulate
+    )[1]
     whatif = WhatIf.of(captures, Plan(), rows=args.batch)
     plan, fits = whatif.plan(), tuple(whatif.fits()) if args.fit else ()
     if rollouts:

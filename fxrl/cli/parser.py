@@ -200,6 +200,11 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="each of --gpus keeps a part of the frozen weights under --lora",
     )
+    sub.add_argument(
+        "--accumulate",
+        action="store_true",
+        help="the batch is a micro-batch that is not the first: gradients are there, too",
+    )
     sub.add_argument("--fit", action="store_true", help="say how many rows fit, at which contexts")
     sub.add_argument("--plot", metavar="FILE", help="draw memory over a step, such as memory.png")
 

@@ -31,13 +31,14 @@ from fxrl.compile._torch import without_autocast
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.by_plan import ByPlan
+from fxrl.compile.mask_shares import shares_seen
 from fxrl.compile.outer import calls_higher_order, restore_checkpoints, run_outer
-from fxrl.compile.planning import Planner, Sizes, known_profiles
+from fxrl.compile.planning import Batch, Planner, batches_of, known_profiles
 from fxrl.config import Config
 from fxrl.errors import FxrlError, did_you_mean
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
-from fxrl.ir.graph import CHECKPOINT, body_of, clone
+from fxrl.ir.graph import CHECKPOINT, body_of, clone, hint
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.printer import print_graph
@@ -61,6 +62,7 @@ class Backend:
         captures: what was captured so far, in order.
         only_explain: stop after the passes and run the graph as Dynamo delivered it (fake tensors).
         always_planned: predict, also where nothing bounds the memory.
+        accumulated: predict a micro-batch that is not the first of its update.
         target: what to plan for; None for the GPU that the model is on.
         limits: what to plan from; None for those of ``target``, and of the moment.
         always_rewritten: run the lowered graph even where no pass rewrote anything, so that
@@ -75,6 +77,7 @@ class Backend:
         only_explain: bool = False,
         always_rewritten: bool = False,
         always_planned: bool = False,
+        accumulated: bool = False,
         target: Target | None = None,
     ) -> None:
         self.config = config
@@ -82,6 +85,7 @@ class Backend:
         self.only_explain = only_explain
         self.always_rewritten = always_rewritten
         self.always_planned = always_planned
+        self.accumulated = accumulated
         self.target = target
         self.limits: Limits | None = None
         self.captures: list[Capture] = []
@@ -147,7 +151,7 @@ class Backend:
             _attach_kernels(capture)  # before passes measure them
         capture.lowered, capture.pipeline = lowered, self._pipeline.measured(inputs)
         with without_autocast():  # the graph already holds its casts
-            planner = self._planner(capture)
+            planner = self._planner(capture, inputs)
             capture.rewritten = capture.pipeline.run(lowered, self.plan, planner=planner)
         capture.given = capture.rewritten.given
         _note_not_found(capture, self.plan)
@@ -156,22 +160,30 @@ class Backend:
     def _lowered(self, gm: fx.GraphModule) -> fx.GraphModule:
         return lower(gm, grad_enabled=torch.is_grad_enabled())
 
-    def _planner(self, capture: Capture) -> Callable[[fx.GraphModule, Plan], Plan] | None:
+    def _planner(
+        self, capture: Capture, inputs: Sequence[Any]
+    ) -> Callable[[fx.GraphModule, Plan], Plan] | None:
         """What makes the plan: where memory is bounded, or predictions are asked for."""
         assert capture.lowered is not None
         device = _gpu_of(capture.lowered)
         if device is None and self.config.gpu_memory is None and not self.always_planned:
             return None
-        capture.planner = planner = Planner(
+        capture.planner = Planner(
             known_profiles(self._options, self.plan),
             *self.limits_on(device),
             with_context=self.always_planned,
+            accumulated=self.accumulated,
         )
 
         def planned(gm: fx.GraphModule, plan: Plan) -> Plan:
             log.info("planning the step's memory")
             try:
-                made = self._made(planner, gm, plan)
+                held = frozenset() if self.only_explain else batches_of(gm)(inputs, hint).held
+                batch = Batch(held=held)
+                seen = shares_seen(gm, inputs)
+                known = known_profiles(self._options, self.plan, seen)
+                capture.planner = replace(capture.planner, profiles=known)
+                made = self._made(capture.planner, gm, plan, batch)
                 capture.found = clone(gm)  # what acts on it next changes it
                 return made
             except FxrlError:
@@ -194,9 +206,7 @@ class Backend:
             return limits
         return Limits.common(told_by_ranks(limits, ranks))
 
-    def _made(
-        self, planner: Planner, gm: fx.GraphModule, plan: Plan, sizes: Sizes | None = None
-    ) -> Plan:
+    def _made(self, planner: Planner, gm: fx.GraphModule, plan: Plan, batch: Batch) -> Plan:
         """A planner's plan; of ranks that share sequences, the first one's for all: what runs again
         sends again, so ranks whose plans differ would wait for each other for ever.
 
@@ -204,7 +214,7 @@ class Backend:
             PlanError: nothing fits the budget that the user gave.
             FxrlError: the ranks have captured different graphs.
         """
-        make, ranks = partial(planner, gm, plan, sizes), self.config.context_parallel
+        make, ranks = partial(planner, gm, plan, batch), self.config.context_parallel
         if ranks == 1 or self.only_explain:
             return make()
         return told_by_first(make, print_graph(gm), ranks)
@@ -214,13 +224,13 @@ class Backend:
         return InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
 
     def _planned_anew(
-        self, capture: Capture, examples: Sequence[Any], sizes: Sizes, why: str
+        self, capture: Capture, examples: Sequence[Any], batch: Batch, why: str
     ) -> Run:
-        """The capture compiled again, by a plan for a batch of these sizes."""
+        """The capture compiled again, by a plan for a batch."""
         assert capture.lowered is not None
         assert capture.pipeline is not None
         with without_autocast():
-            plan = self._made(capture.planner, capture.found, self.plan, sizes)
+            plan = self._made(capture.planner, capture.found, self.plan, batch)
             capture.rewritten = capture.pipeline.run(capture.lowered, plan)
         capture.given = plan
         capture.note(RemarkKind.ANALYSIS, "plan", why)

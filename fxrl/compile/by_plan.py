@@ -3,6 +3,7 @@
     sizes seen before       the plan that they had
     shorter, or it fits     the first plan that was made and fits: the fastest
     longer                  planned anew
+    gradients are there     of another micro-batch: likewise, as for a longer batch
     memory runs out         in the forward: planned tighter, and run again from its begin
                             in the backward: what waits is moved (``ops.out_of_memory``), and the
                             next step is planned tighter
@@ -24,7 +25,7 @@ from torch import fx
 
 from fxrl.capture.branches import random_state
 from fxrl.capture.breaks import in_one_line
-from fxrl.compile.planning import symbols_of
+from fxrl.compile.planning import Batch, batches_of
 from fxrl.errors import HostMemoryError, PlanError
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import body_of, hint, is_loss_head, needs_grad
@@ -36,13 +37,14 @@ from fxrl.ops.out_of_memory import MemoryWarning, Shortage, Watch
 from fxrl.planner.budget import FRAGMENTS, host_room
 
 Run = Callable[..., Any]
-#: Compiles a capture anew, as its planner says for sizes; the words say why.
-Replan = Callable[[Capture, Sequence[Any], dict[Any, int], str], Run]
+#: Compiles a capture anew, as its planner says for a batch; the words say why.
+Replan = Callable[[Capture, Sequence[Any], Batch, str], Run]
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A plan, what runs by it, and the layer of each op that autograd remembers, in order."""
+    """A plan as it is foretold for some batch, what runs by it, and the layer of each op that
+    autograd remembers, in order."""
 
     plan: Plan
     run: Run
@@ -67,24 +69,24 @@ class ByPlan:
         alone: bool = True,
     ) -> None:
         self._replan, self._capture, self._alone = replan, capture, alone
-        self._symbols = symbols_of(capture.found)
+        self._batch = batches_of(capture.found)
         tensors = (x for x in examples if isinstance(x, torch.Tensor))
         self._device = next((x.device for x in tensors if x.is_cuda), torch.device("cpu"))
         self._budget = capture.planner.budget
         self._plans = [self._planned(run)]
-        self._known = {self._sizes(examples, hint): self._plans[0]}
+        self._known = {self._batch(examples, hint): self._plans[0]}
         self._short: _Planned | None = None
 
     def run(self, *args: Any) -> Any:
         """What the capture returns, by the plan for these sizes."""
-        sizes = self._sizes(args, int)
+        batch = self._batch(args)
         if self._short is not None:
             self._tighten(self._short)
         if self._budget != self._capture.planner.budget:  # other ranks have less
             self._forget()
-        if sizes not in self._known:
-            self._known[sizes] = self._find(sizes, args)
-        planned, random, host = self._known[sizes], random_state(), None
+        if batch not in self._known:
+            self._known[batch] = self._find(batch, args)
+        planned, random, host = self._known[batch], random_state(), None
         if not self._alone:
             return planned.run(*args)
         try:
@@ -96,7 +98,7 @@ class ByPlan:
         # Behind the except blocks: until then the error's frames hold what the forward had made.
         random()
         self._tighten(planned, host_bytes=host)
-        again = self._again(planned, sizes, args, told)
+        again = self._again(planned, batch, args, told)
         what = "without host memory" if host == 0 else "tighter"
         warnings.warn(f"{told}; planned {what}, and run again", MemoryWarning, stacklevel=2)
         return self._watched(again, args)
@@ -120,21 +122,23 @@ class ByPlan:
         plan = self._capture.given
         return _Planned(plan, run, tuple(_layers(self._capture.rewritten.gm, plan)))
 
-    def _sizes(self, args: Sequence[Any], number: Callable[[Any], int]) -> tuple[Any, ...]:
-        return tuple((symbol, number(read(args))) for symbol, read in self._symbols.items())
-
-    def _find(self, sizes: tuple[Any, ...], args: Sequence[Any]) -> _Planned:
-        planner, gm = self._capture.planner, self._capture.found
+    def _find(self, batch: Batch, args: Sequence[Any]) -> _Planned:
+        capture = self._capture
         for planned in self._plans:
-            done = [known for known, its in self._known.items() if its is planned]
-            smaller = any(_within(sizes, known) for known in done)
-            if smaller or planner.fits(gm, planned.plan, dict(sizes)):
+            done = [known for known, its in self._known.items() if its.run is planned.run]
+            if any(batch.within(known) for known in done):
                 return planned
-        told = ", ".join(str(size) for _, size in sizes)
-        return self._plan(sizes, args, f"planned for another batch: sizes {told}")
+            foretold = capture.planner.foretold(capture.found, planned.plan, batch)
+            if foretold is not None:
+                if foretold.peak_gpu_bytes > (capture.given.peak_gpu_bytes or 0):
+                    capture.given = foretold
+                return replace(planned, plan=foretold)
+        told = ", ".join(str(size) for _, size in batch.sizes)
+        beside = ", beside gradients of another micro-batch" if batch.held else ""
+        return self._plan(batch, args, f"planned for another batch: sizes {told}{beside}")
 
-    def _plan(self, sizes: tuple[Any, ...], args: Sequence[Any], why: str) -> _Planned:
-        self._plans.append(self._planned(self._replan(self._capture, args, dict(sizes), why)))
+    def _plan(self, batch: Batch, args: Sequence[Any], why: str) -> _Planned:
+        self._plans.append(self._planned(self._replan(self._capture, args, batch, why)))
         return self._plans[-1]
 
     def _ran_out(self, planned: _Planned, shortage: Shortage) -> str:
@@ -162,9 +166,7 @@ class ByPlan:
         self._plans.clear()
         self._known.clear()
 
-    def _again(
-        self, failed: _Planned, sizes: tuple[Any, ...], args: Sequence[Any], told: str
-    ) -> _Planned:
+    def _again(self, failed: _Planned, batch: Batch, args: Sequence[Any], told: str) -> _Planned:
         """What runs a batch whose plan failed.
 
         Raises:
@@ -173,7 +175,7 @@ class ByPlan:
         """
         capture = self._capture
         try:
-            planned = self._plan(sizes, args, told)
+            planned = self._plan(batch, args, told)
         except PlanError as error:
             raise HostMemoryError(f"{told}; {error}") from None
         except Exception as error:  # compiling takes memory, too
@@ -181,9 +183,9 @@ class ByPlan:
             raise torch.OutOfMemoryError(f"{told}; no other plan could be made: {why}") from error
         if planned.plan.choices == failed.plan.choices:
             planner = capture.planner
-            why = planner.too_large(planner.step(capture.found, failed.plan, dict(sizes)))
+            why = planner.too_large(planner.step(capture.found, failed.plan, batch))
             raise torch.OutOfMemoryError(f"{told}; {why}")
-        self._known[sizes] = planned
+        self._known[batch] = planned
         return planned
 
 
@@ -217,7 +219,3 @@ def _layers(gm: fx.GraphModule, plan: Plan) -> Iterator[int | None]:
             continue
         elif any(map(needs_grad, node.all_input_nodes)):
             yield None if region is None else number.get(region.layer)
-
-
-def _within(sizes: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
-    return all(size <= most for (_, size), (_, most) in zip(sizes, known, strict=True))

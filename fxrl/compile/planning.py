@@ -21,6 +21,7 @@ from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxrl.analysis.saved_tensors import read_later
+from fxrl.analysis.stretches import Stretch, stretches_of
 from fxrl.compile.bodies.figures import BodyProfile, Figures
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
@@ -30,6 +31,7 @@ from fxrl.ir.graph import (
     bound,
     clone,
     hint,
+    is_call,
     is_loss_head,
     is_tensor,
     is_view,
@@ -42,6 +44,7 @@ from fxrl.ir.plan import Choice, CutLayer, Plan
 from fxrl.ir.region import Region, region_at
 from fxrl.ir.remark import format_bytes
 from fxrl.ir.sizes import measure_by
+from fxrl.kernels.hopper import plan as head_plan
 from fxrl.ops.host_memory import PAGE
 from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, MADE_IN_FORWARD, parse_outputs
 from fxrl.ops.piecewise_head import WIDENED
@@ -52,9 +55,8 @@ from fxrl.passes.tile_tokens import tile_widest
 from fxrl.planner.budget import Budget
 from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes
 from fxrl.planner.cost import brought_bytes
-from fxrl.planner.eager_profile import CallCost
-from fxrl.planner.eager_profile import peak as eager_peak
-from fxrl.planner.memory_profile import nbytes, tensor_bytes
+from fxrl.planner.eager_profile import CallCost, profile
+from fxrl.planner.memory_profile import nbytes
 from fxrl.planner.pace import paced, step_seconds
 from fxrl.planner.schedule import Measure, shared_weight, volume
 from fxrl.planner.solver import fastest, least_peak
@@ -84,13 +86,32 @@ _LIBRARIES = 64 * 2**20
 #: What a loss head's tiles take (``kernels.hopper.plan``), and those of a backward that has any.
 _HEAD_SCRATCH = 200 * 2**20
 _HEAD_BACKWARD_SCRATCH = 256 * 2**20
+#: Of the GPUs that have the CUDA route of the loss head; others' tiles are no larger.
+_MULTIPROCESSORS = 132
 _MOST = 2**24  # tokens, or rows; nobody asks for more
 _GUESSES = 12
 
-#: What symbols of the outer graph are.
-Sizes = Mapping[Any, int]
 #: A region's body as kernels; traced when it is first asked for.
 Profiles = Callable[[Region], BodyProfile]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a plan depends on of a batch, and of the moment it comes.
+
+    Attributes:
+        sizes: symbols of the outer graph, and what they are; () for those it was captured with.
+        held: places of the graph's inputs that are weights and have a gradient of an earlier
+            backward: of another micro-batch, or one that was set to zeros.
+    """
+
+    sizes: tuple[tuple[Any, int], ...] = ()
+    held: frozenset[int] = frozenset()
+
+    def within(self, other: Batch) -> bool:
+        """Whether what is enough for the other is enough for this one."""
+        pairs = zip(self.sizes, other.sizes, strict=True)
+        return all(size <= most for (_, size), (_, most) in pairs) and self.held <= other.held
 
 
 @dataclass(frozen=True)
@@ -102,23 +123,25 @@ class Planner:
         target: what the GPU can do.
         budget: what may be used of GPU and host.
         with_context: find the longest context, too.
+        accumulated: as if every weight that is trained had a gradient of another micro-batch.
     """
 
     profiles: Profiles
     target: Target
     budget: Budget
     with_context: bool = False
+    accumulated: bool = False
 
-    def __call__(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes | None = None) -> Plan:
+    def __call__(self, gm: fx.GraphModule, plan: Plan, batch: Batch | None = None) -> Plan:
         """The plan with a choice for every layer, and what is predicted of the step.
 
         Args:
-            sizes: of a batch that is not the one the graph was captured with.
+            batch: that is not the one the graph was captured with.
 
         Raises:
             PlanError: nothing fits the budget that the user gave.
         """
-        return self.planned(self.step(gm, plan, sizes))
+        return self.planned(self.step(gm, plan, batch))
 
     def planned(self, step: StepChain) -> Plan:
         """The same, of a step as a chain."""
@@ -127,32 +150,29 @@ class Planner:
             if self.budget.given:
                 raise PlanError(self.too_large(step))
             best, _ = step.smallest(self.budget.host_bytes)
-        chain = step.chain_of(best)
-        names = (layer.name for layer in step.layers)
-        chosen: dict[str, Choice] = {n: o.choice for n, o in zip(names, best, strict=True)}
-        return replace(
-            step.plan,
-            choices={**step.plan.choices, **chosen},
-            peak_gpu_bytes=peak_bytes(chain, best),
-            peak_host_bytes=host_bytes(best),
-            step_seconds=round(step_seconds(chain, best), 4),
-            max_context=step.longest(self.budget) if self.with_context else None,
-            timeline=tuple(moments(chain, best)),
-        )
+        longest = step.longest(self.budget) if self.with_context else None
+        return replace(_foretold(step, best), max_context=longest)
 
-    def fits(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes) -> bool:
-        """Whether a plan that was made fits the budget with a batch of these sizes, too."""
-        step = self.step(gm, plan, sizes)
-        chain = step.chain()
-        options = [option for (option,) in chain.layers]
-        gpu, host = peak_bytes(chain, options), host_bytes(options)
-        return gpu <= self.budget.gpu_bytes and host <= self.budget.host_bytes
+    def foretold(self, gm: fx.GraphModule, plan: Plan, batch: Batch) -> Plan | None:
+        """A plan that was made, with what is predicted of it for another batch; None where it does
+        not fit the budget."""
+        step = self.step(gm, plan, batch)
+        given = (plan.choices[layer.name] for layer in step.layers)
+        pairs = zip(step.chain().layers, given, strict=True)
+        options = [replace(o, choice=c) for (o,), c in pairs if isinstance(c, CutLayer)]
+        found = _foretold(step, options)
+        assert found.peak_gpu_bytes is not None
+        if found.peak_gpu_bytes > self.budget.gpu_bytes:
+            return None
+        return None if host_bytes(options) > self.budget.host_bytes else found
 
-    def step(self, gm: fx.GraphModule, plan: Plan, sizes: Sizes | None = None) -> StepChain:
-        """A captured graph as a chain, at the sizes of its batch or at others."""
-        values = {symbol: sympy.Integer(size) for symbol, size in (sizes or {}).items()}
+    def step(self, gm: fx.GraphModule, plan: Plan, batch: Batch | None = None) -> StepChain:
+        """A captured graph as a chain, for its batch or for another."""
+        batch = batch or Batch()
+        values = {symbol: sympy.Integer(size) for symbol, size in batch.sizes}
+        held = frozenset(_trained(gm)) if self.accumulated else batch.held
         shards = self.budget.state_shards
-        return StepChain(gm, plan, self.profiles, self.target, values, shards)
+        return StepChain(gm, plan, self.profiles, self.target, values, held, shards)
 
     def too_large(self, step: StepChain) -> str:
         """Why no plan fits: what is largest, and what would fit."""
@@ -174,6 +194,7 @@ class StepChain:
 
     Attributes:
         values: symbols of the outer graph that have another size than in the batch.
+        held: see ``Batch``.
         state_shards: ranks that share out the optimizer's states.
     """
 
@@ -182,6 +203,7 @@ class StepChain:
     profiles: Profiles
     target: Target
     values: Mapping[Any, int] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
     state_shards: int = 1
 
     @cached_property
@@ -210,6 +232,14 @@ class StepChain:
             key = tuple(call.meta["region"].id_without_grads for call in layer.calls)
             groups.setdefault(key, []).append(layer)
         return {layer.name: max(group, key=_wanted) for group in groups.values() for layer in group}
+
+    @cached_property
+    def stretches(self) -> dict[str, tuple[Stretch, ...]]:
+        """The ops of each layer, one stretch for each forward in which it runs."""
+        found: dict[str, tuple[Stretch, ...]] = {}
+        for stretch in stretches_of(self.gm, {layer.name for layer in self.layers}):
+            found[stretch.layer] = (*found.get(stretch.layer, ()), stretch)
+        return found
 
     # -- solving
     def fastest(self, budget: Budget) -> tuple[Option, ...] | None:
@@ -297,6 +327,7 @@ class StepChain:
             outer.seconds,
             self.target.link,
             (ahead, *map(self._gradients, self.layers), behind),
+            outer.held_bytes,
         )
 
     def chain_of(self, options: Sequence[Option]) -> Chain:
@@ -336,33 +367,43 @@ class StepChain:
         regions = [as_chosen(call.meta["region"], choice) for call in layer.calls]
         if not any(regions):
             return None
-        gpu = host = 0
-        parts: list[Figures] = []
+        host = 0
+        costs: dict[fx.Node, CallCost] = {}
+        bodies: list[Figures] = []
         for call, region in zip(layer.calls, regions, strict=True):
             inputs: Any = call.args[0]
             values = [node.meta["val"] for node in inputs]
             chosen = region or as_chosen(call.meta["region"], replace(choice, tile_tokens=0))
             assert chosen is not None
             found = self.profiles(chosen).at(values, self.measure, self.target)
-            own = own_inputs(call, layer.calls)
-            here, away = _kept(found, own, choice, count=len(call.meta["val"]))
-            gpu, host = gpu + here, host + away
-            parts.append(found)
+            costs[call] = _cost(call, found, self.measure)
+            host += _away(call, found, own_inputs(call, layer.calls), choice)
+            bodies.append(found)
+        runs = self.stretches[layer.name]
+        parts = [profile(run.nodes, self.measure, costs.get, run.given) for run in runs]
+        seconds = sum(_eager_seconds(run.nodes, self.measure, self.target) for run in runs)
         return Option(
             choice,
-            gpu,
+            sum(part.kept_bytes for part in parts) - host,
             -(-host // PAGE) * PAGE,
-            sum(part.forward_s for part in parts),
-            sum(part.backward_s for part in parts),
+            sum(body.forward_s for body in bodies) + seconds / 3,
+            sum(body.backward_s for body in bodies) + seconds * 2 / 3,
             max(part.forward_bytes for part in parts),
             max(part.backward_bytes for part in parts),
         )
 
     def _gradients(self, layer: OutlinedLayer) -> int:
-        """Bytes of the gradients of a layer's weights."""
-        inputs = {node for call in layer.calls for node in call.all_input_nodes}
+        """Bytes of the gradients of a layer's weights that are there when it has made them."""
+        runs = self.stretches[layer.name]
+        inputs = {arg for run in runs for node in run.nodes for arg in node.all_input_nodes}
         weights = (n for n in inputs if n.op in ("placeholder", "get_attr") and needs_grad(n))
-        return sum(nbytes(node, self.measure) for node in weights)
+        return sum(nbytes(node, self.measure) for node in weights if node not in self.holding)
+
+    @cached_property
+    def holding(self) -> frozenset[fx.Node]:
+        """The weights that have a gradient."""
+        inputs = self.gm.graph.find_nodes(op="placeholder")
+        return frozenset(inputs[place] for place in self.held)
 
 
 def largest(need: Callable[[int], int], limit: int, start: int) -> int:
@@ -395,6 +436,40 @@ def _meets(points: Sequence[tuple[int, int]], level: int) -> int:
     return m + (level - other) * (m - n) // (other - peak)
 
 
+def _foretold(step: StepChain, options: Sequence[Option]) -> Plan:
+    """A step's plan with these options, and what is predicted of it."""
+    chain = step.chain_of(options)
+    pairs = zip(step.layers, options, strict=True)
+    chosen: dict[str, Choice] = {layer.name: option.choice for layer, option in pairs}
+    return replace(
+        step.plan,
+        choices={**step.plan.choices, **chosen},
+        peak_gpu_bytes=peak_bytes(chain, options),
+        peak_host_bytes=host_bytes(options),
+        step_seconds=round(step_seconds(chain, options), 4),
+        timeline=tuple(moments(chain, options)),
+    )
+
+
+def batches_of(gm: fx.GraphModule) -> Callable[..., Batch]:
+    """Reads what a plan depends on off the arguments of a call of a graph; a second argument makes
+    numbers of sizes."""
+    symbols, trained = symbols_of(gm), _trained(gm)
+
+    def read(args: Sequence[Any], number: Callable[[Any], int] = int) -> Batch:
+        sizes = tuple((symbol, number(size(args))) for symbol, size in symbols.items())
+        held = (n for n in trained if args[n].is_leaf and args[n].grad is not None)
+        return Batch(sizes, frozenset(held))
+
+    return read
+
+
+def _trained(gm: fx.GraphModule) -> list[int]:
+    """Places of the graph's inputs that get gradients."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return [place for place, node in enumerate(inputs) if needs_grad(node)]
+
+
 def symbols_of(gm: fx.GraphModule) -> dict[Any, Callable[[Sequence[Any]], Any]]:
     """The symbols of a graph's inputs, and how each is read off the arguments."""
     found: dict[Any, Callable[[Sequence[Any]], Any]] = {}
@@ -411,8 +486,13 @@ def _size(place: int, dim: int | None, args: Sequence[Any]) -> Any:
     return args[place] if dim is None else args[place].shape[dim]
 
 
-def known_profiles(options: InductorOptions | None, plan: Plan) -> Profiles:
+def known_profiles(
+    options: InductorOptions | None, plan: Plan, seen: Mapping[str, float] | None = None
+) -> Profiles:
     """Profiles of bodies as they will be compiled, each made once.
+
+    Args:
+        seen: what is known of computed masks (``compile.mask_shares``).
 
     Bodies on ``meta`` are traced as a CPU's: only there does attention stay a kernel.
     """
@@ -424,7 +504,7 @@ def known_profiles(options: InductorOptions | None, plan: Plan) -> Profiles:
             body = replace(region, cut="inputs").id
             built = build_region(region, options, plan, of_body.get(body))
             of_body.setdefault(body, built)
-            known[region.id] = BodyProfile(built)
+            known[region.id] = BodyProfile(built, seen)
         return known[region.id]
 
     return profile
@@ -462,18 +542,46 @@ def _on_cpu(fake: Any) -> torch.Tensor:
     return _TWINS[fake]
 
 
-def _kept(figures: Figures, own: Sequence[int], choice: CutLayer, *, count: int) -> tuple[int, int]:
-    """Bytes that a region keeps for its backward, on the GPU and on the host.
+def _cost(call: fx.Node, figures: Figures, measure: Measure) -> CallCost:
+    """What a region's call takes, results and gradients of their own apart."""
+    inputs: Any = call.args[0]
+    results = {user.args[1]: user for user in call.users if is_call(user, getitem)}
+    of_kind: dict[str, dict[Any, fx.Node]] = {"input": dict(enumerate(inputs)), "output": results}
+    read = [(of_kind.get(kind, {}).get(place), size) for (kind, place), size in figures.saved]
+    made = sum(nbytes(result, measure) for result in results.values())
+    kept = sum(size for value, size in read if value is None)
+    graded = {*filter(needs_grad, inputs), *filter(needs_grad, results.values())}
+    return CallCost(
+        tuple(value for value, _ in read if value is not None),
+        kept,
+        max(0, figures.forward_bytes - made - kept),
+        max(0, figures.backward_bytes - sum(nbytes(value, measure) for value in graded)),
+    )
+
+
+def _away(call: fx.Node, figures: Figures, own: Sequence[int], choice: CutLayer) -> int:
+    """Bytes of what a region keeps that wait on the host.
 
     Its own outputs are the next layer's inputs, and what several layers read is no layer's.
     """
-    places = {"gpu": 0, "host": 0}
-    for (kind, index), size in figures.saved:
-        if kind == "output" and index >= count:
-            places[choice.kept_on] += size
-        elif kind == "input" and index in own:
-            places[choice.inputs_on] += size
-    return places["gpu"], places["host"]
+    count, host = len(call.meta["val"]), 0
+    for (kind, place), size in figures.saved:
+        if kind == "output" and place >= count:
+            host += size if choice.kept_on == "host" else 0
+        elif kind == "input" and place in own:
+            host += size if choice.inputs_on == "host" else 0
+    return host
+
+
+def _eager_seconds(nodes: Iterable[fx.Node], measure: Measure, target: Target) -> float:
+    """Of ops that run one by one, forward and backward."""
+    values = [n for n in nodes if is_tensor(n) and not is_view(n) and n.target is not getitem]
+    return _EAGER_PASSES * sum(nbytes(n, measure) for n in values) / target.bandwidth
+
+
+def _read_by(values: Iterable[fx.Node], ops: Iterable[fx.Node]) -> list[fx.Node]:
+    readers = {*ops}
+    return [value for value in values if not readers.isdisjoint(value.users)]
 
 
 def _wanted(layer: OutlinedLayer) -> int:
@@ -494,55 +602,55 @@ class _Outer:
     Attributes:
         base_bytes: alive from the step's begin to its end.
         head_bytes: allocated at most between the last layer's forward and its backward.
-        gradients: bytes of the gradients of weights ahead of the layers, and of those behind.
+        gradients: bytes of the gradients of weights ahead of the layers, and of those behind; where
+            a weight has a gradient, the new one is added to it.
+        held_bytes: of gradients that are there from the begin.
         seconds: of all of it.
     """
 
     def __init__(self, step: StepChain) -> None:
         self._step = step
-        graph, calls = step.gm.graph, {call for layer in step.layers for call in layer.calls}
-        order = {node: place for place, node in enumerate(graph.nodes)}
-        last = max((order[call] for call in calls), default=-1)
-        ops = [n for n in graph.nodes if n.op == "call_function" and n not in calls]
-        ahead = [node for node in ops if order[node] < last]
-        behind = [node for node in ops if order[node] > last]
+        graph, runs = step.gm.graph, [run for runs in step.stretches.values() for run in runs]
+        inside = {node for run in runs for node in run.nodes}
+        ops = [node for node in graph.nodes if node.op == "call_function"]
+        begin = next((place for place, node in enumerate(ops) if node in inside), 0)
+        end = max((place + 1 for place, node in enumerate(ops) if node in inside), default=0)
+        outside = [node for node in ops if node not in inside]
+        ahead, behind = ops[:begin], ops[end:]
+        between = [node for node in ops[begin:end] if node not in inside]
         weights = [node for node in graph.find_nodes(op="placeholder") if is_tensor(node)]
-        trained = {node for node in weights if needs_grad(node)}
-        trained -= {node for call in calls for node in call.all_input_nodes}
-        headed = {node for node in trained if any(order[user] > last for user in node.users)}
-        states = _ADAM_STATES * self._bytes(filter(needs_grad, weights)) // step.state_shards
-        shared = self._bytes(self._shared(ahead)) + self._buffers(ops, calls)
-        self.base_bytes = self._bytes(weights) + states + shared + _LIBRARIES
-        self.gradients = self._bytes(trained - headed), self._bytes(headed)
-        self.head_bytes = eager_peak(behind, step.measure, self._cost)
-        values = [n for n in ops if is_tensor(n) and not is_view(n) and n.target is not getitem]
-        eager = _EAGER_PASSES * self._bytes(values) / step.target.bandwidth
-        self.seconds = eager + sum(map(self._seconds, ops))
+        trained = [node for node in weights if needs_grad(node)]
+        states = _ADAM_STATES * self._bytes(trained) // step.state_shards
+        shared = self._bytes(self._shared(ahead)) + self._buffers(ops)
+        shared += profile(between, step.measure, self._cost).kept_bytes
+        self.held_bytes = self._bytes(step.holding)
+        self.base_bytes = self._bytes(weights) + states + shared + _LIBRARIES + self.held_bytes
+        headed = {*_read_by(trained, behind)}
+        self.gradients = self._bytes(_read_by(trained, ahead)), self._bytes(headed - step.holding)
+        self.head_bytes = profile(behind, step.measure, self._cost).peak_bytes
+        self.head_bytes += self._bytes(headed & step.holding)
+        eager = _eager_seconds(outside, step.measure, step.target)
+        self.seconds = eager + sum(map(self._seconds, outside))
 
     def _bytes(self, nodes: Iterable[fx.Node]) -> int:
         return sum(nbytes(node, self._step.measure) for node in nodes)
 
-    def _buffers(self, ops: Iterable[fx.Node], calls: Iterable[fx.Node]) -> int:
+    def _buffers(self, ops: Iterable[fx.Node]) -> int:
         """Two of the largest piece of the weights that ranks have parts of (``ops.sharded``)."""
-        bodies = {region.forward for call in calls if (region := region_at(call)) is not None}
+        bodies = {region.forward for op in ops if (region := region_at(op)) is not None}
         inside = (node for body in bodies for node in body.graph.nodes)
         read = [found for node in (*ops, *inside) if (found := shared_weight(node)) is not None]
         sizes = ((rows, self._step.measure(shape_of(part)[1])) for part, rows in read)
         return 2 * max((piece_bytes(*size) for size in sizes), default=0)
 
     def _shared(self, ahead: Sequence[fx.Node]) -> set[fx.Node]:
-        """What is made ahead of the layers and stays until the backward: what several layers read,
-        and what derivatives do."""
-        calls = {call for layer in self._step.layers for call in layer.calls}
-        own: set[fx.Node] = set()
-        for layer in self._step.layers:
-            for call in layer.calls:
-                inputs: Any = call.args[0]
-                own |= {inputs[i] for i in own_inputs(call, layer.calls)}
-        read = {base_of(value) for node in ahead for value in read_later(node)}
-        read |= {node for call in calls for node in call.all_input_nodes}
-        made = set(ahead)
-        return {node for node in read - own if node in made}
+        """What stays until the backward and is no layer's: what several layers read, or the ops
+        behind them, and what derivatives of the ops ahead do."""
+        shared = {base_of(value) for node in ahead for value in read_later(node)}
+        for run in (run for runs in self._step.stretches.values() for run in runs):
+            read = {base_of(arg) for node in run.nodes for arg in node.all_input_nodes}
+            shared |= read - run.given - {*run.nodes}
+        return {node for node in shared if node.op == "call_function"}
 
     def _cost(self, node: fx.Node) -> CallCost | None:
         """A head's, or that of another region that is no layer; None for ATen ops."""
@@ -550,18 +658,7 @@ class _Outer:
             return self._head_cost(node)
         if (region := region_at(node)) is None:
             return None
-        figures, results = self._figures(node, region), len(node.meta["val"])
-        inputs: Any = node.args[0]
-        later = tuple(inputs[i] for (kind, i), _ in figures.saved if kind == "input")
-        kept = sum(n for (kind, i), n in figures.saved if kind == "output" and i >= results)
-        made = sum(tensor_bytes(value, self._step.measure) for value in node.meta["val"])
-        given = made + self._bytes(filter(needs_grad, inputs))
-        return CallCost(
-            later,
-            kept,
-            max(0, figures.forward_bytes - made - kept),
-            max(0, figures.backward_bytes - given),
-        )
+        return _cost(node, self._figures(node, region), self._step.measure)
 
     def _head_cost(self, node: fx.Node) -> CallCost:
         """A head whose gradient is made in the forward keeps a vector of the size of the hidden
@@ -572,8 +669,20 @@ class _Outer:
             return CallCost((), len(wanted) * self._bytes([hidden]), _HEAD_SCRATCH, 0)
         piece = 0 if given.get("weight_scale") is None else WIDENED
         sums = 4 * self._step.measure(volume(val_of(hidden)))
-        backward = _HEAD_BACKWARD_SCRATCH + sums + piece
+        backward = self._gradient_scratch(node) + sums + piece
         return CallCost((hidden,), 0, _HEAD_SCRATCH + piece, backward)
+
+    def _gradient_scratch(self, node: fx.Node) -> int:
+        """Of a trained head a tile of the logits' gradient, and where that is not all rows the sums
+        over them of the weight's."""
+        given, measure = bound(node), self._step.measure
+        if not needs_grad(given["weight"]):
+            return _HEAD_BACKWARD_SCRATCH
+        *sizes, width = map(measure, shape_of(given["hidden"]))
+        entries, rows = measure(shape_of(given["weight"])[0]), prod(sizes)
+        tile = head_plan.for_gradient(rows, width, entries, _MULTIPROCESSORS)
+        sums = 4 * tile.vocab * width if tile.rows < rows else 0
+        return 2 * min(rows, tile.rows) * tile.vocab + sums
 
     def _figures(self, node: fx.Node, region: Region) -> Figures:
         inputs: Any = node.args[0]

@@ -54,9 +54,17 @@ class ExplainBackend(Backend):
         *,
         limits: Limits | None,
         planned: bool,
+        accumulated: bool,
         mode: FakeTensorMode | None,
     ) -> None:
-        super().__init__(config, plan, only_explain=True, always_planned=planned, target=target)
+        super().__init__(
+            config,
+            plan,
+            only_explain=True,
+            always_planned=planned,
+            accumulated=accumulated,
+            target=target,
+        )
         self.limits, self.mode = limits, mode
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -80,6 +88,7 @@ def explained(
     target: Target | None = None,
     limits: Limits | None = None,
     planned: bool = False,
+    accumulated: bool = False,
 ) -> tuple[Report, Sequence[Capture]]:
     """What fxrl would do with this loss at a batch of these sizes.
 
@@ -90,6 +99,7 @@ def explained(
         target: what to plan for; None for the GPU that the model is on.
         limits: what to plan from; None for those of ``target``.
         planned: predict, also where nothing bounds the memory.
+        accumulated: of a micro-batch that is not the first of its update.
 
     Returns:
         The remarks that ``TrainStep.report`` would have, with one more where the code after a
@@ -100,7 +110,13 @@ def explained(
     lost = Report()
     with _without_meta(wrapper.inner, loss_fn) as mode:
         backend = ExplainBackend(
-            config, plan or Plan(), target, limits=limits, planned=planned, mode=mode
+            config,
+            plan or Plan(),
+            target,
+            limits=limits,
+            planned=planned,
+            accumulated=accumulated,
+            mode=mode,
         )
         captured = CapturedLoss(wrapper.inner, loss_fn, backend)  # no process waits for another
         try:

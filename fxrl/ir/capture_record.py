@@ -105,9 +105,11 @@ class Capture:
 
 
 def plan_of(captures: Sequence[Capture]) -> Plan:
-    """One plan over all captures; sites name their capture."""
-    plans = [one.rewritten.plan for one in captures if one.rewritten is not None]
-    predicted = [plan for plan in plans if plan.peak_gpu_bytes is not None]
+    """One plan over all captures; sites name their capture. What is predicted is of the capture and
+    the batch that need most."""
+    made = [(one.rewritten.plan, one.given) for one in captures if one.rewritten is not None]
+    plans = [plan for plan, _ in made]
+    predicted = [given for _, given in made if given.peak_gpu_bytes is not None]
     highest = max(predicted, key=lambda plan: plan.peak_gpu_bytes or 0, default=Plan())
     choices = {site: choice for plan in plans for site, choice in plan.choices.items()}
     return replace(highest, choices=choices, switched_off=frozenset())

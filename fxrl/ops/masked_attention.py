@@ -138,6 +138,12 @@ def _(
     return made
 
 
+def share_of_blocks(blocks: Sequence[Tensor]) -> float:
+    """Of the pairs of blocks of ``mask_blocks`` the share in which something is seen."""
+    some, places, whole = blocks[:3]
+    return float((some + whole).sum()) / max(1, places.numel())
+
+
 def _leading(vectors: Sequence[Tensor]) -> tuple[Any, Any]:
     """Batch and heads of a mask: 1 where no vector differs there."""
     batch, heads = (next((v.shape[dim] for v in vectors if v.shape[dim] != 1), 1) for dim in (0, 1))

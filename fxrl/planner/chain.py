@@ -37,7 +37,8 @@ class Option:
         gpu_bytes, host_bytes: what waits for the backward, and where.
         forward_s, backward_s: seconds of computation.
         forward_bytes, backward_bytes: alive on the GPU at most while it runs, besides what is kept;
-            what it keeps counts among them while it is made.
+            its input, and what it keeps, count among them while the forward runs, and the gradients
+            of its weights while the backward does.
     """
 
     choice: CutLayer
@@ -55,11 +56,13 @@ class Chain:
 
     Attributes:
         layers: the options of each, in order of the forward.
-        base_bytes: alive through the whole step: weights, the optimizer's states, all else.
+        base_bytes: alive through the whole step: weights, the optimizer's states, gradients of
+            earlier backward passes, all else.
         head_bytes, head_s: of the loss head, its gradient included.
         link: bytes a second between GPU and host, each way.
         gradients: bytes of the gradients of the weights ahead of the layers, of each layer's, and
             of those behind them; they stay when they are made. () where there are none.
+        held_bytes: of the bytes that are alive all through, gradients.
     """
 
     layers: tuple[tuple[Option, ...], ...]
@@ -68,6 +71,7 @@ class Chain:
     head_s: float
     link: float
     gradients: tuple[int, ...] = ()
+    held_bytes: int = 0
 
 
 def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
@@ -76,8 +80,10 @@ def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
     moved, count = [option.host_bytes for option in options], len(options)
     sent, back = on_their_way(options)
 
-    def moment(phase: str, layer: int, *sizes: int) -> Moment:
-        return Moment(phase, layer, dict(zip(_PARTS, (chain.base_bytes, *sizes), strict=True)))
+    def moment(phase: str, layer: int, keeps: int, moves: int, made: int, runs: int) -> Moment:
+        rest = chain.base_bytes - chain.held_bytes
+        sizes = (rest, keeps, moves, chain.held_bytes + made, runs)
+        return Moment(phase, layer, dict(zip(_PARTS, sizes, strict=True)))
 
     arrived = [0, *sent]
     for i, option in enumerate(options):
@@ -87,7 +93,7 @@ def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
     yield moment("head", count, kept[count], going, made[count + 1], chain.head_bytes)
     for i, option in reversed(list(enumerate(options))):
         coming = sum(moved[back[i] : i + 1])
-        yield moment("backward", i, kept[i + 1], coming, made[i + 1], option.backward_bytes)
+        yield moment("backward", i, kept[i + 1], coming, made[i + 2], option.backward_bytes)
     yield moment("end", 0, 0, 0, made[0], 0)
 
 

@@ -6,19 +6,21 @@ et al., "Roofline", 2009), at the rates that the target reaches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from torch import fx
 
-from fxrl.ir.graph import PRODUCTS, bound, is_piecewise_product, shape_of, val_of
+from fxrl.ir.graph import bound, shape_of, val_of
 from fxrl.planner.memory_profile import nbytes
 from fxrl.planner.schedule import (
     Kernel,
     Measure,
     is_attention,
     is_backward,
+    is_grouped,
+    is_matrix_product,
     is_scaled,
     shared_weight,
 )
@@ -28,6 +30,9 @@ from fxrl.planner.target import Target
 _BACKWARD_PRODUCTS = 2.5
 #: What a product's left operand is called, op by op.
 _ROWS = ("mat1", "batch1", "self", "a", "rows")
+#: Of a computed mask's attention, for each pair that it looks at (FlexAttention beside cuDNN on an
+#: H200: packed rows 1.6, windows 1.4, padded rows 1.3 to 1.5).
+_MASKED_SLOWER = 1.5
 #: Products in fp32, which tensor cores do not do (an H200's data sheet: 67 TFLOP/s of 989).
 _FP32_SLOWER = 14
 
@@ -37,17 +42,19 @@ def seconds(
     target: Target,
     measure: Measure,
     inside: Callable[[fx.Node], float] = lambda call: 0.0,
+    seen: Mapping[str, float] | None = None,
 ) -> float:
     """Of all kernels, one after the other.
 
     Args:
         measure: what the sizes are.
         inside: seconds that a call of a region takes.
+        seen: computed masks, and the share of pairs that kernels look at under them.
     """
     return sum(
         max(
             _traffic(kernel, measure) / target.bandwidth,
-            _arithmetic(kernel.calls, target, measure),
+            _arithmetic(kernel.calls, target, measure, seen or {}),
             target.launch,
         )
         + (0.0 if kernel.calls is None else inside(kernel.calls))
@@ -59,18 +66,20 @@ def _traffic(kernel: Kernel, measure: Measure) -> int:
     return sum(nbytes(node, measure) for node in (*kernel.makes, *kernel.reads))
 
 
-def _arithmetic(call: fx.Node | None, target: Target, measure: Measure) -> float:
+def _arithmetic(
+    call: fx.Node | None, target: Target, measure: Measure, seen: Mapping[str, float]
+) -> float:
     if call is None:
         return 0.0
     if is_scaled(call):
         return product_flops(call, measure) / (target.fp8_flops or target.product_flops)
-    if call.target in PRODUCTS or is_piecewise_product(call):
+    if is_matrix_product(call):
         slower = 1 if val_of(call).element_size() <= 2 else _FP32_SLOWER
         product = slower * product_flops(call, measure) / target.product_flops
         return max(product, brought_bytes(call, measure) / target.peer_link)
     if not is_attention(call):
         return 0.0
-    flops = attention_flops(call, measure)
+    flops = attention_flops(call, measure, seen)
     if is_backward(call):
         return _BACKWARD_PRODUCTS * flops / target.attention_backward_flops
     return flops / target.attention_flops
@@ -85,16 +94,23 @@ def brought_bytes(call: fx.Node, measure: Measure) -> int:
 
 
 def product_flops(call: fx.Node, measure: Measure) -> int:
-    """Of a matrix product, batched or not."""
+    """Of a matrix product, batched or not. In a grouped one each row is one group's: where what is
+    made has a matrix for each group, these share the rows that are summed."""
     given = bound(call)
     left = next(given[name] for name in _ROWS if name in given)
-    return 2 * prod(map(measure, shape_of(call))) * measure(shape_of(left)[-1])
+    made, inner = shape_of(call), shape_of(left)[-1]
+    if is_grouped(call) and len(made) > len(shape_of(left)):
+        made = made[1:]
+    return 2 * prod(map(measure, made)) * measure(inner)
 
 
-def attention_flops(call: fx.Node, measure: Measure) -> int:
-    """Of an attention's forward; half of it where it is causal, or under a computed mask, which is
-    causal at least where a language model is trained."""
+def attention_flops(call: fx.Node, measure: Measure, seen: Mapping[str, float]) -> float:
+    """Of an attention's forward, as long ones under no mask take for these; half of it where it is
+    causal, or under a computed mask of which nothing is known: that is causal at least where a
+    language model is trained."""
     given: dict[str, Any] = bound(call)
     rows, keys = shape_of(given["query"]), shape_of(given["key"])
     full = 4 * prod(map(measure, rows)) * measure(keys[-2])
-    return full // 2 if given.get("is_causal") or "mask" in given else full
+    if "mask" in given:
+        return full * (_MASKED_SLOWER * seen[given["mask"]] if given["mask"] in seen else 0.5)
+    return full / 2 if given.get("is_causal") else full

@@ -1,22 +1,23 @@
 """The bytes that ops need which run one by one, under autograd.
 
 forward     a value lives until its last reader has run, or until the backward of the last op
-            whose derivative reads it
+            whose derivative reads it; one that is read behind these ops, to their end
 backward    the gradient of a value lives from the backward of its last reader to that of the
-            op that made it
+            op that made it; of one that is read behind these ops, or made ahead, likewise
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from fxrl.analysis.saved_tensors import read_later
-from fxrl.ir.graph import base_of, is_tensor, is_view, needs_grad, tensor_val
+from fxrl.ir.graph import as_node, base_of, is_call, is_tensor, is_view, needs_grad, tensor_val
 from fxrl.planner.memory_profile import nbytes
-from fxrl.planner.schedule import Measure, volume
+from fxrl.planner.schedule import Measure, aten, volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class CallCost:
     Attributes:
         reads_later: values that its backward reads.
         kept_bytes: which it keeps for its backward besides.
-        forward_bytes, backward_bytes: allocated while it runs, besides its results and gradients.
+        forward_bytes, backward_bytes: allocated while it runs, besides its results and gradients;
+            what it returns as a tuple counts as results where somebody reads it.
     """
 
     reads_later: tuple[fx.Node, ...] = ()
@@ -35,67 +37,163 @@ class CallCost:
     backward_bytes: int = 0
 
 
-def peak(
-    nodes: Sequence[fx.Node], measure: Measure, cost_of: Callable[[fx.Node], CallCost | None]
-) -> int:
-    """Most bytes at a time, from before the forward of ``nodes`` to behind their backward: what
-    they make and read, and the gradients of that; inputs of the graph left out.
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Bytes of ops that stand together.
+
+    Attributes:
+        forward_bytes: most at a time while their forward runs.
+        kept_bytes: alive between their forward and their backward.
+        backward_bytes: most at a time besides those, while their backward runs.
+    """
+
+    forward_bytes: int
+    kept_bytes: int
+    backward_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most at a time, where the backward follows the forward."""
+        return max(self.forward_bytes, self.kept_bytes + self.backward_bytes)
+
+
+def profile(
+    nodes: Sequence[fx.Node],
+    measure: Measure,
+    cost_of: Callable[[fx.Node], CallCost | None],
+    given: Collection[fx.Node] | None = None,
+) -> Profile:
+    """Of what ops make and read, and the gradients of that; inputs of the graph left out.
 
     Args:
         nodes: a part of a graph, in order.
         measure: what the sizes are.
         cost_of: costs of calls that are no ATen ops; None for such as are.
+        given: of the values that were made ahead those that count, and then the gradients of
+            weights count, too; None: all values that were made ahead, and no weights.
     """
-    place = {node: index for index, node in enumerate(nodes)}
-    costs = [cost_of(node) or CallCost(tuple(read_later(node))) for node in nodes]
-    lives = [0] * (2 * len(nodes))  # forwards, then backwards, last op first
+    return _Lives(nodes, measure, cost_of, given).profile()
 
-    def alive(size: int, first: int, last: int) -> None:
+
+class _Lives:
+    """What is alive at each moment: forwards, then backwards, last op first."""
+
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        measure: Measure,
+        cost_of: Callable[[fx.Node], CallCost | None],
+        given: Collection[fx.Node] | None,
+    ) -> None:
+        self._nodes, self._measure, self._given = nodes, measure, given
+        self._place = {node: index for index, node in enumerate(nodes)}
+        self._bytes = [0] * (2 * len(nodes))
+        self._kept = 0
+        self._values(self._calls(cost_of))
+        self._gradients()
+
+    def profile(self) -> Profile:
+        """See ``Profile``."""
+        count = len(self._nodes)
+        forward, backward = self._bytes[:count], self._bytes[count:]
+        most = max(backward, default=0)
+        return Profile(max(forward, default=0), self._kept, max(0, most - self._kept))
+
+    def _alive(self, size: int, first: int, last: int) -> None:
         for moment in range(first, last + 1):
-            lives[moment] += size
+            self._bytes[moment] += size
+        if first < len(self._nodes) <= last:
+            self._kept += size
 
-    def backward(node: fx.Node) -> int:
-        return 2 * len(nodes) - 1 - place[node]
+    def _backward(self, node: fx.Node) -> int:
+        return 2 * len(self._nodes) - 1 - self._place[_maker(node)]
 
-    saved_by: dict[fx.Node, int] = {}  # value -> when the last backward that reads it runs
-    for node, cost in zip(nodes, costs, strict=True):
-        for value in map(base_of, cost.reads_later):
-            saved_by[value] = max(saved_by.get(value, 0), backward(node))
-        if cost.kept_bytes:
-            alive(cost.kept_bytes, place[node], backward(node))
-        lives[place[node]] += cost.forward_bytes
-        if needs_grad(node):
-            lives[backward(node)] += cost.backward_bytes
-    read = {base_of(arg) for node in nodes for arg in node.all_input_nodes}
-    for node in dict.fromkeys([*nodes, *sorted(read)]):
-        if not is_tensor(node) or is_view(node) or node.op != "call_function":
-            continue
-        first = place.get(node, 0)
-        last = max((place[user] for user in _readers(node) if user in place), default=first)
-        alive(nbytes(node, measure), first, max(last, saved_by.get(node, 0)))
-    for value, readers in _by_gradient(nodes).items():
-        ends = backward(value) if value in place else max(map(backward, readers))
-        alive(nbytes(value, measure), min(map(backward, readers)), ends)
-    return max(lives, default=0)
+    def _counts(self, value: fx.Node) -> bool:
+        """Whether a value that was made ahead counts."""
+        if value.op != "call_function":
+            return False
+        return self._given is None or value in self._given
+
+    def _read_behind(self, value: fx.Node) -> bool:
+        return any(n not in self._place and n.op != "output" for n in _readers(value))
+
+    def _calls(self, cost_of: Callable[[fx.Node], CallCost | None]) -> dict[fx.Node, int]:
+        """What calls take themselves.
+
+        Returns:
+            Value -> when the last backward that reads it runs.
+        """
+        saved_by: dict[fx.Node, int] = {}
+        for node in self._nodes:
+            cost = cost_of(node) or CallCost(tuple(read_later(node)))
+            here, ends = self._place[node], self._backward(node)
+            for value in map(base_of, cost.reads_later):
+                saved_by[value] = max(saved_by.get(value, 0), ends)
+            if cost.kept_bytes:
+                self._alive(cost.kept_bytes, here, ends)
+            self._bytes[here] += cost.forward_bytes
+            if needs_grad(node):
+                self._bytes[ends] += cost.backward_bytes
+        return saved_by
+
+    def _values(self, saved_by: Mapping[fx.Node, int]) -> None:
+        place, end = self._place, len(self._nodes) - 1
+        read = {base_of(arg) for node in self._nodes for arg in node.all_input_nodes}
+        ahead = sorted(value for value in read - place.keys() if self._counts(value))
+        for node in (*self._nodes, *ahead):
+            if not is_tensor(node) or is_view(node):
+                continue
+            first = self._place.get(_maker(node), 0)
+            last = max((place[user] for user in _readers(node) if user in place), default=first)
+            last = end if node in place and self._read_behind(node) else last
+            self._alive(nbytes(node, self._measure), first, max(last, saved_by.get(node, 0)))
+
+    def _gradients(self) -> None:
+        count, lives = len(self._nodes), dict[fx.Node, tuple[int, int, int]]()
+        for value, starts in self._graded():
+            last = self._backward(value) if value in self._place else 2 * count - 1
+            size, memory = nbytes(value, self._measure), _passed_on(value)
+            most, first, ends = lives.get(memory, (size, starts, last))
+            lives[memory] = max(most, size), min(first, starts), max(ends, last)
+        for life in lives.values():
+            self._alive(*life)
+
+    def _graded(self) -> Iterator[tuple[fx.Node, int]]:
+        """Values whose gradients count, and when these are there first."""
+        count, weights = len(self._nodes), self._given is not None
+        readers = _by_gradient(self._nodes)
+        for value in dict.fromkeys([*readers, *filter(needs_grad, self._nodes)]):
+            inside, behind = value in self._place, is_tensor(value) and self._read_behind(value)
+            if inside and behind and _root(value) is value:
+                yield value, count
+            elif value in readers and (
+                inside or self._counts(value) or (weights and value.op == "placeholder")
+            ):
+                yield value, min(map(self._backward, readers[value]))
 
 
-def _readers(node: fx.Node) -> Iterable[fx.Node]:
+def _maker(node: fx.Node) -> fx.Node:
+    """The call that returns a value, maybe among others."""
+    return as_node(node.args[0]) if is_call(node, operator.getitem) else node
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who computes with a value, looked at in whatever way; views themselves left out."""
     for user in node.users:
-        yield user
         if is_view(user):
             yield from _readers(user)
+        else:
+            yield user
 
 
 def _by_gradient(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Values that get a gradient in memory of its own, each with those of ``nodes`` whose backward
-    makes it or adds to it; weights left out, whose gradients stay."""
+    makes it or adds to it."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in filter(needs_grad, nodes):
         for value in node.all_input_nodes:
             if is_tensor(value) and needs_grad(value) and not _same_memory(node, value):
-                root = _root(value)
-                if root.op == "call_function":
-                    found.setdefault(root, []).append(node)
+                found.setdefault(_root(value), []).append(node)
     return found
 
 
@@ -108,9 +206,25 @@ def _root(value: fx.Node) -> fx.Node:
     return value
 
 
+def _passed_on(value: fx.Node) -> fx.Node:
+    """The value whose gradient is this one's, since all that reads it is a sum."""
+    readers = [*_readers(value)]
+    while len(readers) == 1 and is_call(readers[0], aten.add.Tensor):
+        (add,) = readers
+        if is_view(add) or not _alike(add, value):
+            break
+        value = _root(add)
+        readers = [*_readers(value)]
+    return value
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    ours, theirs = tensor_val(one), tensor_val(other)
+    if ours is None or theirs is None:
+        return False
+    return ours.dtype == theirs.dtype and bool(volume(ours) == volume(theirs))
+
+
 def _same_memory(view: fx.Node, value: fx.Node) -> bool:
     """Whether the gradient of a value is that of a view of it: both hold as much."""
-    ours, theirs = tensor_val(view), tensor_val(value)
-    if ours is None or theirs is None or not is_view(view):
-        return False
-    return bool(volume(ours) == volume(theirs))
+    return is_view(view) and _alike(view, value)

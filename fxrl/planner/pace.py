@@ -57,7 +57,7 @@ def widest(chain: Chain, costs: dict[str, Array], gpu_bytes: float) -> Pace:
     forward = np.empty_like(kept)  # what each layer, and the head, leaves
     forward[:, :count] = free - kept[:, :count] - costs["forward_bytes"]
     forward[:, count] = free - kept[:, count] - made[-1] - chain.head_bytes
-    backward = free - kept[:, 1:] - np.array(made[1:-1]) - costs["backward_bytes"]
+    backward = free - kept[:, 1:] - np.array(made[2:]) - costs["backward_bytes"]
     arrived, begun = np.empty(backward.shape, dtype=int), np.empty(backward.shape, dtype=int)
     for i in range(count):
         total, known = sent[:, i + 1, None], sent[:, : i + 1]

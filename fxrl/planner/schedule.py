@@ -31,6 +31,7 @@ from fxrl.ir.graph import (
     bound,
     is_call,
     is_loss_head,
+    is_piecewise_product,
     is_view,
     tensor_val,
 )
@@ -42,7 +43,10 @@ Volume = Any
 Measure = Callable[[Any], int]
 
 #: Ops of ATen that Inductor calls as they are. Ops of other libraries are called likewise.
-_CALLED = ("scaled_dot_product", "sort", "topk", "convolution", "dense_backward", "cdist", "_fft")
+_CALLED = (
+    "scaled_dot_product", "grouped_mm", "sort", "topk", "convolution", "dense_backward", "cdist",
+    "_fft", "histc",
+)  # fmt: skip
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "prod", "any", "all", "argmax")
 #: A value with several readers that itself reads more than this is computed once and kept.
 _MANY_READS = 4
@@ -100,6 +104,16 @@ def is_scaled(call: fx.Node) -> bool:
 def is_dequantized(call: fx.Node) -> bool:
     """Whether a call is a product with a weight that is widened a tile at a time."""
     return str(call.target) == DEQUANTIZED_MM
+
+
+def is_grouped(call: fx.Node) -> bool:
+    """Whether a call multiplies rows by the matrix of their group (experts)."""
+    return "grouped_mm" in str(call.target)
+
+
+def is_matrix_product(call: fx.Node) -> bool:
+    """Whether a call is a product in the dtype of its rows."""
+    return call.target in PRODUCTS or is_grouped(call) or is_piecewise_product(call)
 
 
 def shared_weight(call: fx.Node) -> tuple[fx.Node, int] | None:

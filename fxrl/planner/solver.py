@@ -251,7 +251,7 @@ class _Plans:
         link, held = moved / chain.link, np.maximum(at_head, 0) / chain.link
         until = np.maximum(np.maximum(forward, link - held) + chain.head_s, link)
         seconds = until + np.maximum(backward, link)
-        fits = (at_head >= 0) & (free - made[-2] >= behind) & (moved <= host_bytes)
+        fits = (at_head >= 0) & (free - made[-1] >= behind) & (moved <= host_bytes)
         return np.where(fits, seconds, np.inf)
 
     # -- peaks of runs
@@ -266,7 +266,7 @@ class _Plans:
             self._costs["gpu_bytes"]
             + self._costs["host_bytes"]
             + self._costs["backward_bytes"]
-            + np.array(made[1:-1]),
+            + np.array(made[2:]),
         )
         for start in range(count):
             kept = np.cumsum(self._costs["gpu_bytes"][:, start:], 1)

@@ -111,6 +111,15 @@ def test_more_memory_is_a_longer_context(capsys):
     assert long > 1.5 * short
 
 
+def test_a_second_micro_batch_finds_gradients(capsys):
+    first, later = (
+        json.loads(run(capsys, *TINY, *more, "--json"))["peak_gpu_bytes"]
+        for more in ([], ["--accumulate"])
+    )
+    parameters = [*inputs.empty_model(parse(TINY)).parameters()]
+    assert later - first == sum(p.nbytes for p in parameters)
+
+
 def test_a_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "memory.png"

@@ -121,16 +121,16 @@ def test_ranks_plan_alike_also_when_memory_has_run_out_on_one(allocator):
     assert least.budget.host_bytes == 2**20
     expected = gradients(mine)
     assert_equal(gradients(other), expected)
-    assert mine.plan == other.plan
+    assert mine.plan.choices == other.plan.choices
     assert mine.plan_for(IDS).choices == mine.plan.choices
     allocator.fail("forward", 0)
     with pytest.warns(MemoryWarning):
         gradients(other)
-    assert other.plan != mine.plan
+    assert other.plan.choices != mine.plan.choices
     for step in (mine, other):
         step.plan_within([one.limits() for one in (mine, other)])
     assert_equal(gradients(mine), expected)
-    assert mine.plan == other.plan
+    assert mine.plan.choices == other.plan.choices
 
 
 @pytest.mark.parametrize("place", ["gpu", "host"])

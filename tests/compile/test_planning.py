@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -175,3 +176,89 @@ def test_a_model_without_layers_has_predictions():
     weights = 3 * 4 * (64 * 8 + 8)  # and AdamW's states
     assert plan.peak_gpu_bytes > weights
     assert [moment.phase for moment in plan.timeline] == ["head", "end"]
+
+
+def test_attention_takes_the_pairs_that_a_mask_leaves():
+    transformers = pytest.importorskip("transformers")
+    shape = tiny_config("qwen3", layers=1, head_dim=128, positions=4096)
+    shape.use_cache = False  # else transformers looks for no documents
+    options = {"outline-layers": {"least_hidden": {}}, "factor-masks": {"least_mask": {}}}
+    given = fxrl.Config(min_saved_bytes=0, gpu_memory="4GiB", pass_options=options)
+
+    def seconds(device, documents):
+        torch._dynamo.reset()
+        with torch.device(device):
+            model = transformers.AutoModelForCausalLM.from_config(shape)
+        rows = {"completion_mask": (1, 4095), "old_logps": (1, 4095), "advantages": (1,)}
+        rows = {name: torch.zeros(size) for name, size in rows.items()}
+        rows["input_ids"] = torch.zeros(1, 4096, dtype=torch.long)
+        rows["position_ids"] = (torch.arange(4096) % (4096 // documents))[None]
+        step = fxrl.optimize(model, losses.grpo(beta=0.0), given)
+        return step.plan_for(rows, target=SLOW_ATTENTION).step_seconds
+
+    packed, whole, unknown = seconds("cpu", 8), seconds("cpu", 1), seconds("meta", 8)
+    # blocks of 128 that see something, 8 documents of 4 blocks: 80 of 32 x 32; one: 528
+    assert packed / whole == pytest.approx(80 / 528, rel=0.05)
+    assert unknown < whole  # of fakes the mask counts as causal, at the rate of one that is
+
+
+SLOW_ATTENTION = replace(TARGETS["h200"], attention_flops=1e12, attention_backward_flops=1e12)
+
+
+# ---------------------------------------------------------------------------- micro-batches
+def wide_weights():
+    """Layers whose weights are what memory goes to."""
+    torch.manual_seed(0)
+    return make_stack(6, width=128, heads=4)
+
+
+def of_micro_batches(step, model, ids, count):
+    """The plans under which micro-batches ran, and the gradients."""
+    plans = []
+    for _ in range(count):
+        step(ids).backward()
+        plans.append(step.plan)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return plans, gradients
+
+
+def test_gradients_of_another_micro_batch_count():
+    model, ids = wide_weights(), {"ids": torch.randint(0, 11, (2, 128))}
+    weights = sum(p.nbytes for p in model.parameters())
+    step = fxrl.optimize(model, square_loss, config(gpu_memory="1GiB"))
+    alone, later = (step.plan_for(ids, accumulated=more) for more in (False, True))
+    first, *_, end = zip(alone.timeline, later.timeline, strict=True)
+    assert first[1].bytes - first[0].bytes == first[1].parts["gradients"] == weights
+    assert end[0].parts["gradients"] == weights < end[1].parts["gradients"]
+    # of plans that run it is what is there that counts, and the highest that is told
+    found, _ = of_micro_batches(step, model, ids, 3)
+    assert [plan.peak_gpu_bytes for plan in found] == [
+        alone.peak_gpu_bytes,
+        later.peak_gpu_bytes,
+        later.peak_gpu_bytes,
+    ]
+    assert found[0].choices == found[1].choices
+    step(ids).backward()
+    assert step.plan_for(ids) == alone, "though the weights have gradients now"
+
+
+def test_a_micro_batch_that_does_not_fit_beside_gradients_gets_a_plan_of_its_own():
+    model, ids = wide_weights(), {"ids": torch.randint(0, 11, (2, 512))}
+    free = fxrl.optimize(model, square_loss, config(gpu_memory="1GiB"))
+    budget = int(1.04 * free.plan_for(ids).peak_gpu_bytes)
+    assert 0.97 * budget < free.plan_for(ids, accumulated=True).peak_gpu_bytes
+    step = fxrl.optimize(model, square_loss, config(gpu_memory=budget, host_memory=0))
+    for _ in range(2):  # the same two plans serve the next update
+        (first, *later), gradients = of_micro_batches(step, model, ids, 3)
+        for _ in range(3):
+            square_loss(model, ids).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+        model.zero_grad(set_to_none=True)
+        assert all(plan.peak_gpu_bytes <= 0.97 * budget for plan in later)
+        assert {choice.kept for choice in cuts(later[-1])} != {"products"}
+    told = [r.reason for r in step.report.remarks if r.pass_name == "plan"]
+    assert len(told) == 1
+    assert "gradients of another micro-batch" in told[0]
+    assert {choice.kept for choice in cuts(first)} != {"products"}, "the last plan is what is shown"

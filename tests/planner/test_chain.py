@@ -6,7 +6,7 @@ import torch
 from fxrl.ir.plan import CutLayer
 from fxrl.ir.sizes import measure_by
 from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes
-from fxrl.planner.eager_profile import CallCost, peak
+from fxrl.planner.eager_profile import CallCost, Profile, profile
 from tests.passes.lowered import lowered
 
 KEPT, MOVING = "kept for the backward", "on the way to or from the host"
@@ -54,7 +54,7 @@ def test_what_is_on_its_way_is_what_choices_say(sending, fetching, forward, head
 def test_gradients_stay_when_they_are_made():
     options = [option(), option()]
     found = moments(chain_of(options, gradients=(1, 10, 100, 1000)), options)
-    assert [m.parts["gradients"] for m in found] == [0, 0, 1000, 1100, 1110, 1111]
+    assert [m.parts["gradients"] for m in found] == [0, 0, 1000, 1000, 1100, 1111]
 
 
 # ---------------------------------------------------------------------------- op by op
@@ -75,16 +75,34 @@ def graph_of(function):
     ],
 )
 def test_values_and_gradients_that_live_at_once(function, values):
-    found = peak(graph_of(function), measure_by({}), lambda node: None)
+    found = profile(graph_of(function), measure_by({}), lambda node: None).peak_bytes
     assert values * 8 * N <= found < values * 8 * N + 100
 
 
 def test_costs_of_calls_are_counted_where_they_run():
     nodes = graph_of(lambda x: (x * 2).exp().sum())
-    alone = peak(nodes, measure_by({}), lambda node: None)
+    alone = profile(nodes, measure_by({}), lambda node: None).peak_bytes
 
     def cost(node):
         return CallCost((), 7 * N, 0, 100 * N) if "exp" in str(node.target) else None
 
     # its own list of what it reads later stands in place of the formula's
-    assert peak(nodes, measure_by({}), cost) == alone - 8 * N + 107 * N
+    assert profile(nodes, measure_by({}), cost).peak_bytes == alone - 8 * N + 107 * N
+
+
+def test_ops_between_two_others():
+    (ahead, *inside, _) = graph_of(lambda x: (x * 2).exp().sin().sum())
+    found = profile(inside, measure_by({}), lambda node: None, {ahead})
+    # their input and exp's result, which is kept, then that and sin's, which is read behind them;
+    # in the backward the gradients of two neighbours at a time
+    assert found == Profile(2 * 8 * N, 8 * N, 2 * 8 * N)
+    (first, _) = inside
+    assert profile([first], measure_by({}), lambda node: None, {ahead}).forward_bytes == 2 * 8 * N
+    assert profile([first], measure_by({}), lambda node: None, ()).forward_bytes == 8 * N
+
+
+def test_a_sum_hands_its_gradient_on():
+    nodes = graph_of(lambda x: ((x * 2).exp() + (x * 3)).sum())
+    # exp's result is kept; one gradient for the sum, both of its parts, and one of the product
+    found = profile(nodes, measure_by({}), lambda node: None)
+    assert 2 * 8 * N <= found.backward_bytes < 2 * 8 * N + 100

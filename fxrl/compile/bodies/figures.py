@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,14 +39,18 @@ class Figures:
 
 
 class BodyProfile:
-    """A region's halves as kernels; ``at`` puts sizes in."""
+    """A region's halves as kernels; ``at`` puts sizes in.
 
-    def __init__(self, built: CompiledRegion) -> None:
+    Args:
+        seen: see ``planner.cost.seconds``.
+    """
+
+    def __init__(self, built: CompiledRegion, seen: Mapping[str, float] | None = None) -> None:
         self._built, traced = built, built.traced
-        self._forward = _Half(traced.forward)
-        self._backward = None if traced.backward is None else _Half(traced.backward)
+        self._forward = _Half(traced.forward, seen)
+        self._backward = None if traced.backward is None else _Half(traced.backward, seen)
         self._saved = self._memory_saved()
-        self._inside = {inner.key: BodyProfile(inner) for inner in built.inside.values()}
+        self._inside = {inner.key: BodyProfile(inner, seen) for inner in built.inside.values()}
         self._known: dict[Any, Figures] = {}
 
     def at(
@@ -115,8 +119,8 @@ class BodyProfile:
 class _Half:
     """One graph as kernels."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.gm = gm
+    def __init__(self, gm: fx.GraphModule, seen: Mapping[str, float] | None) -> None:
+        self.gm, self._seen = gm, seen
         self._kernels: list[Kernel] = kernels(gm)
         self._memory = MemoryProfile(gm, self._kernels)
 
@@ -125,4 +129,5 @@ class _Half:
     ) -> tuple[int, float]:
         """Bytes and seconds; ``inner`` knows those of calls of other bodies."""
         peak = self._memory.peak(measure, lambda call: inner(call)[0])
-        return peak, seconds(self._kernels, target, measure, lambda call: inner(call)[1])
+        took = seconds(self._kernels, target, measure, lambda call: inner(call)[1], self._seen)
+        return peak, took

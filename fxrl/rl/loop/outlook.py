@@ -103,7 +103,8 @@ def _memory(device: torch.device) -> int:
 def _update(
     config: TrainConfig, parts: RunParts, unit: Sequence[TokenRow], tokens: int
 ) -> Iterator[str]:
-    units = min(_asked(config, parts), config.micro_batch_tokens // tokens) // len(unit)
+    asked = _asked(config, parts)
+    units = min(asked, config.micro_batch_tokens // tokens) // len(unit)
     rows = max(1, units) * len(unit)
     device = next(parts.model.parameters()).device
     what = f"update: micro-batches of up to {rows} x {tokens} tokens"
@@ -118,7 +119,9 @@ def _update(
         share_limits(parts)
         try:
             if parts.ranks.primary:
-                plan = parts.updater.step.plan_for(_batch(parts, unit, rows, device))
+                plan = parts.updater.step.plan_for(
+                    _batch(parts, unit, rows, device), accumulated=asked > rows
+                )
         except Exception as error:  # a run needs no prediction
             why = f"{type(error).__name__}: {error}".splitlines()[0]
     plan, why = parts.ranks.broadcast((plan, why))

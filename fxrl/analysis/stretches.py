@@ -1,0 +1,103 @@
+"""The ops of each layer of a captured graph, regions and what runs op by op around them.
+
+    [..., region of layer 0, ops, region of layer 0, ops, region of layer 1, ...]
+          |---------- layer 0 -----------------------|    |------- layer 1 ...
+
+A layer that several forwards of a loss run has a stretch in each. Behind the last layer of a
+forward, what belongs to it is what stands behind layers like it, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from torch import fx
+
+from fxrl.ir.graph import base_of, is_call, is_loss_head, is_view
+from fxrl.ir.region import region_calls
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A layer in one forward.
+
+    Attributes:
+        layer: its name.
+        nodes: its ops, in order.
+        given: of the values made ahead those that are its own: no op behind it reads them, nor does
+            one ahead of it but of the layer that made them.
+    """
+
+    layer: str
+    nodes: tuple[fx.Node, ...]
+    given: frozenset[fx.Node]
+
+
+def stretches_of(gm: fx.GraphModule, layers: Collection[str]) -> Iterator[Stretch]:
+    """The stretches of layers that are regions, in order.
+
+    Args:
+        layers: names.
+    """
+    ops = [node for node in gm.graph.nodes if node.op == "call_function"]
+    place = {node: index for index, node in enumerate(ops)}
+    runs: list[list[fx.Node]] = []  # the regions of one layer in one forward
+    for call in region_calls(gm):
+        if call.graph is gm.graph and (layer := call.meta["region"].layer) in layers:
+            if not runs or runs[-1][0].meta["region"].layer != layer:
+                runs.append([])
+            runs[-1].append(call)
+    begins = [place[run[0]] for run in runs]
+    ends = [*begins[1:], len(ops)][: len(runs)]
+    behind = [ops[place[run[-1]] + 1 : end] for run, end in zip(runs, ends, strict=True)]
+    before: tuple[fx.Node, ...] = ()
+    for run, begin, tail in zip(runs, begins, _tails(runs, behind), strict=True):
+        nodes = tuple(ops[begin : place[run[-1]] + 1 + tail])
+        yield Stretch(run[0].meta["region"].layer, nodes, frozenset(_own(nodes, before, place)))
+        before = nodes
+
+
+def _tails(runs: Sequence[Sequence[fx.Node]], behind: Sequence[Sequence[fx.Node]]) -> list[int]:
+    """How many of the ops behind each layer's regions are its own."""
+    kinds = [tuple(call.meta["region"].id_without_grads for call in run) for run in runs]
+    last = len(runs) - 1
+    found = []
+    for number, (kind, rest) in enumerate(zip(kinds, behind, strict=True)):
+        others = [behind[n] for n, k in enumerate(kinds) if k == kind and n != number]
+        if others:
+            found.append(min(_same(rest, other) for other in others))
+        elif number < last and not any(map(is_loss_head, rest)):
+            found.append(len(rest))
+        else:
+            found.append(len([*takewhile(lambda n: is_call(n, operator.getitem), rest)]))
+    return found
+
+
+def _same(ops: Sequence[fx.Node], others: Sequence[fx.Node]) -> int:
+    """How many ops two sequences begin with alike."""
+    pairs = zip(ops, others, strict=False)
+    return len([*takewhile(lambda pair: pair[0].target == pair[1].target, pairs)])
+
+
+def _own(
+    nodes: Sequence[fx.Node], before: Sequence[fx.Node], place: dict[fx.Node, int]
+) -> Iterator[fx.Node]:
+    """Values made ahead of ``nodes`` that are theirs (``Stretch.given``)."""
+    inside, known = {*nodes}, {*nodes, *before}
+    for value in {base_of(arg) for node in nodes for arg in node.all_input_nodes} - inside:
+        if value not in place:
+            continue
+        readers = {*_readers(value)}
+        if readers <= inside or (value in known and readers <= known):
+            yield value
+
+
+def _readers(value: fx.Node) -> Iterable[fx.Node]:
+    for user in value.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
