@@ -186,15 +186,14 @@ class _Layer:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        module = self.module
-        plain = (
-            (f"{path}.{name}", value)
-            for path, part in module.named_modules()
-            for name, value in vars(part).items()
+        held = (
+            (f"{path}.{name}".lstrip("."), value)
+            for path, part in self.module.named_modules()
+            for table in (vars(part), part._parameters, part._buffers)
+            for name, value in table.items()
         )
-        named = itertools.chain(plain, module.named_parameters(), module.named_buffers())
         names = {id(tensor): f"tensor_{i}" for i, tensor in enumerate(self.layout.tensors)}
-        return names | {id(value): name for name, value in named if isinstance(value, Tensor)}
+        return names | {id(value): name for name, value in held if isinstance(value, Tensor)}
 
     def traced(self) -> Callable[..., Any]:
         """The forward that Dynamo sees.
