@@ -63,19 +63,24 @@ def is_opaque(node: fx.Node) -> bool:
     Attention stays whole because which kernel it becomes depends on whether gradients are needed,
     which AOTAutograd decides; higher-order ops because their bodies have their own backward.
     """
-    if node.op != "call_function":
-        return False
-    if node.target is _SDPA:
-        return True
+    return node.op == "call_function" and (node.target is _SDPA or is_whole(node))
+
+
+def is_whole(node: fx.Node) -> bool:
+    """Whether an opaque call gets its tensors as they are; autocast changes those of attention."""
     return isinstance(node.target, HigherOrderOperator)
 
 
 class OpaqueCalls:
-    """The opaque calls of one graph: stand-ins while tracing, originals afterwards."""
+    """The opaque calls of one graph: stand-ins while tracing, originals afterwards.
+
+    An argument that is a node is an input of the graph that was left out of the trace.
+    """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._calls: dict[int, tuple[fx.Node, Any, list[Any], Autocasts]] = {}
+        self._inputs: dict[str, fx.Node] = {}  # of the lowered graph
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Trace the stand-in of ``node`` and return values of the original's structure."""
@@ -107,6 +112,7 @@ class OpaqueCalls:
     def restore(self, lowered: fx.GraphModule) -> None:
         """Put the original calls back into the lowered graph."""
         graph = lowered.graph
+        self._inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
         for call in list(graph.nodes):
             if call.op == "call_function" and call.target is torch.ops.fxrl.stand_in.default:
                 with graph.inserting_before(call):
@@ -123,6 +129,8 @@ class OpaqueCalls:
                 return tensor_queue.pop(0)
             if isinstance(value, torch.SymInt):
                 return size_queue.pop(0)
+            if isinstance(value, fx.Node):
+                return self._inputs[value.name]
             if isinstance(value, torch.nn.Module):
                 return self._submodule(lowered, value)
             return value

@@ -39,7 +39,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.analysis.layers import type_of
-from fxrl.capture._torch import FakeTensor, guarded_names, in_graph, written_by_trace
+from fxrl.capture._torch import fake_like, guarded_names, in_graph, written_by_trace
 from fxrl.capture.opaque import autocasts
 from fxrl.ir.graph import (
     CALL_LAYER,
@@ -186,15 +186,14 @@ class _Layer:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        module = self.module
-        plain = (
-            (f"{path}.{name}", value)
-            for path, part in module.named_modules()
-            for name, value in vars(part).items()
+        held = (
+            (f"{path}.{name}".lstrip("."), value)
+            for path, part in self.module.named_modules()
+            for table in (vars(part), part._parameters, part._buffers)
+            for name, value in table.items()
         )
-        named = itertools.chain(plain, module.named_parameters(), module.named_buffers())
         names = {id(tensor): f"tensor_{i}" for i, tensor in enumerate(self.layout.tensors)}
-        return names | {id(value): name for name, value in named if isinstance(value, Tensor)}
+        return names | {id(value): name for name, value in held if isinstance(value, Tensor)}
 
     def traced(self) -> Callable[..., Any]:
         """The forward that Dynamo sees.
@@ -480,8 +479,7 @@ def share_bodies(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Tensor, ...]
     if _is_marked(gm):
         raise Refusal("a layer is called inside a graph that its call does not run as it stands")
     for module in modules_of(gm):
-        module.graph.lint()
-        module.recompile()
+        module.graph.lint()  # what runs it makes code of it; it is lowered as it stands
     return gm, tuple(sharing.lifted)
 
 
@@ -566,9 +564,7 @@ class _Sharing:
     def _input(self, layer: _Layer, tensor: Tensor, like: fx.Node) -> fx.Node:
         """An input of the outermost graph for a tensor of a layer that was not traced."""
         if id(tensor) not in self._inputs:
-            fake: Any = _example(like)
-            # Its mode, asked for a tensor, takes 20 times as long: 0.2 s for 35 layers with LoRA.
-            made = FakeTensor(fake.fake_mode, memory_like(fake, "meta"), fake.device)
+            made = fake_like(_example(like))
             name = re.sub(r"\W+", "_", f"l_model_{layer.path}_{layer.name_of(tensor)}_")
             node = _new_input(self._graph, name, made.requires_grad_(tensor.requires_grad))
             self._inputs[id(tensor)] = node
