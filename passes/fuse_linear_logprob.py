@@ -151,16 +151,22 @@ class _Emission:
             op, weight = torch.ops.fxrl.sharded_logprob.default, self.emit(part)
         else:
             op, weight = torch.ops.fxrl.linear_logprob.default, self._weight(head.args[-1])
+        target = self._target(hidden)
         call = self.call(
             op,
             hidden,
             weight,
-            self._target(hidden),
+            target,
             **{k: v for k, v in options.items() if v != LossHead._field_defaults.get(k)},
         )
         for index, name in enumerate(OUTPUTS):
             if name in self.algebra.stats:
                 self.stats[name] = self.call(operator.getitem, call, index)
+        if "argmax_hit" in self.stats and not self.algebra.picked:  # what was moved inside misses
+            asked = self._flat(self.emit(self.algebra.target))
+            inside = self.call(aten.eq.Tensor, asked, target)
+            hit = self.stats["argmax_hit"]
+            self.stats["argmax_hit"] = self.call(aten.logical_and.default, hit, inside)
 
     def _weight(self, matrix: RowExpr) -> fx.Node:
         """``[V, H]``: the transposed operand without its transpose, or with one more."""
@@ -172,7 +178,10 @@ class _Emission:
         if self.algebra.target is None:  # any id will do
             first = self.emitter.call(aten.select.int, hidden, 1, 0)
             return self.call(aten.zeros_like.default, first, dtype=torch.int64)
-        return self._flat(self.emit(self.algebra.target))
+        target = self._flat(self.emit(self.algebra.target))
+        if self.algebra.picked:
+            return target
+        return self.call(aten.clamp.default, target, 0, self.algebra.vocab - 1)
 
     def _flat(self, rows: fx.Node) -> fx.Node:
         """``[n]`` of one entry per row."""
