@@ -163,6 +163,7 @@ class _Emission:
             if name in self.algebra.stats:
                 self.stats[name] = self.call(operator.getitem, call, index)
         if "argmax_hit" in self.stats and not self.algebra.picked:  # what was moved inside misses
+            assert self.algebra.target is not None
             asked = self._flat(self.emit(self.algebra.target))
             inside = self.call(aten.eq.Tensor, asked, target)
             hit = self.stats["argmax_hit"]
