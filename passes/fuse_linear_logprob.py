@@ -153,10 +153,17 @@ class _Emission:
             options |= self._held(head, hidden)
         else:
             op, weight = torch.ops.fxrl.linear_logprob.default, self._weight(head.args[-1])
-        call = self.call(op, hidden, weight, self._target(hidden), **options)
+        target = self._target(hidden)
+        call = self.call(op, hidden, weight, target, **options)
         for index, name in enumerate(OUTPUTS):
             if name in self.algebra.stats:
                 self.stats[name] = self.call(operator.getitem, call, index)
+        if "argmax_hit" in self.stats and not self.algebra.picked:  # what was moved inside misses
+            assert self.algebra.target is not None
+            asked = self._flat(self.emit(self.algebra.target))
+            inside = self.call(aten.eq.Tensor, asked, target)
+            hit = self.stats["argmax_hit"]
+            self.stats["argmax_hit"] = self.call(aten.logical_and.default, hit, inside)
 
     def _held(self, head: RowExpr, hidden: fx.Node) -> dict[str, Any]:
         """How a head is held that is read in pieces."""
@@ -178,7 +185,10 @@ class _Emission:
         if self.algebra.target is None:  # any id will do
             first = self.emitter.call(aten.select.int, hidden, 1, 0)
             return self.call(aten.zeros_like.default, first, dtype=torch.int64)
-        return self._flat(self.emit(self.algebra.target))
+        target = self._flat(self.emit(self.algebra.target))
+        if self.algebra.picked:
+            return target
+        return self.call(aten.clamp.default, target, 0, self.algebra.vocab - 1)
 
     def _flat(self, rows: fx.Node) -> fx.Node:
         """``[n]`` of one entry per row."""

@@ -98,6 +98,19 @@ def without_functionalize_key() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(key)
 
 
+def equate(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
+    """Let two sizes be known as equal from here on, which is for the graph to check; whether one of
+    them is a symbol that data decides, for which the other can stand."""
+    if isinstance(left, int) or isinstance(right, int):
+        return False
+    for size, other in ((right, left), (left, right)):
+        symbol, expr = size.node.expr, other.node.expr
+        if symbol.is_Symbol and not size.node.has_hint() and symbol not in expr.free_symbols:
+            size.node.shape_env._set_replacement(symbol, expr, "checked")
+            return True
+    return False
+
+
 def guarded_names() -> set[str]:
     """Last names of all that the trace at hand has read and compiled in: ``layer_idx``."""
     names = (str(guard.name() if callable(guard.name) else guard.name) for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards)
@@ -259,6 +272,12 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
         for table, own in zip(tables, before, strict=True):
             table[:] = own
         UserDefinedClassVariable.call_function = had
+
+
+def is_first_graph() -> bool:
+    """Whether what is compiled now begins the call of a step, so that nothing of it has run."""
+    root_tx = _tracer.InstructionTranslator.current_tx().output.root_tx
+    return bool(_followed) and root_tx.f_code is _followed[-1][0]
 
 
 def _import_name(translator: Any, instruction: Any) -> None:

@@ -32,6 +32,17 @@ _TRIES = 4  # a break is met again as Dynamo backs out of one function after ano
 _CURE = "move that code out of the loss, or write it with tensor ops"
 
 
+class SizesFromDataError(Exception):
+    """A graph that ends at a break hands on values as long as data says, and with them its logits.
+
+    What comes next cannot loop over such sizes, nor ask whether they are 0 or 1. In a graph that
+    begins behind the tensor that says them they are sizes like others.
+    """
+
+    def __init__(self, source: str) -> None:
+        super().__init__(f"data-dependent sizes of values that leave the graph at {source}")
+
+
 @contextmanager
 def breaks_inside() -> Iterator[list[GraphBreak]]:
     """The breaks of what is captured inside, one for each line; the list is filled at the end."""

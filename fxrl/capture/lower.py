@@ -11,6 +11,7 @@ has a backward of its own (autograd.Function, checkpoint, attention) stays one o
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -29,7 +30,9 @@ from fxrl.capture._torch import (
     FakeTensor,
     FunctionalTensor,
     FunctionalTensorMode,
+    GuardOnDataDependentSymNode,
     enable_python_dispatcher,
+    equate,
     fake_like,
     from_functional,
     get_decompositions,
@@ -40,20 +43,24 @@ from fxrl.capture._torch import (
     sync,
     without_functionalize_key,
 )
+from fxrl.capture.checks import check
 from fxrl.capture.opaque import OpaqueCalls, is_opaque, is_whole, under
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     CALL_LAYER,
     as_node,
     body_of,
+    bound,
     clone,
     eliminate_dead_code,
+    has_hint,
     is_call,
     needs_grad,
     propagate_requires_grad,
     save_as,
     set_body,
     shape_of,
+    val_of,
     what_it_saves,
 )
 from fxrl.ir.remark import Refusal
@@ -120,6 +127,9 @@ def lower(
     _add_inputs(lowered, inputs, passed)
     _name_placeholders(gm, lowered, examples)
     opaque.restore(lowered)
+    _forget_offsets(lowered.graph)
+    with _tracing(examples):
+        _settle_slices(lowered.graph)
     eliminate_dead_code(lowered.graph)
     propagate_requires_grad(lowered.graph)
     if not grad_enabled:
@@ -375,25 +385,94 @@ def _keep_what_is_saved(graph: fx.Graph) -> None:
                 reader.replace_input_with(buffer, copy)
 
 
+def _forget_offsets(graph: fx.Graph) -> None:
+    """Erase the checks that a slice between numbers of a tensor begins at no negative place: no
+    slice does, and each keeps all that it was taken from."""
+    for offset in graph.find_nodes(op="call_function", target=aten.sym_storage_offset.default):
+        for compared in list(offset.users):
+            if set(compared.users) and all(
+                is_call(u, aten._assert_scalar.default) for u in compared.users
+            ):
+                for asserted in list(compared.users):
+                    graph.erase_node(asserted)
+
+
+def _settle_slices(graph: fx.Graph) -> None:
+    """Let ``x[:-1]`` and ``x[1:]`` of a sequence as long as data says have ``u - 1`` entries.
+
+    Fake tensors have ``Max(0, u - 1)`` and ``Max(0, u - Min(1, u))``, which nothing shows to be
+    equal. All are ``u - 1`` where there is an entry to leave out, which is checked: a call with an
+    empty sequence runs as it was written.
+    """
+    builder = Builder(graph)
+    was: dict[fx.Node, Any] = {}
+    checked: set[str] = set()
+    for node in list(graph.nodes):
+        if (left_out := _left_out(node)) is not None:
+            dim, count = left_out
+            source = cast(fx.Node, node.args[0])
+            sizes = list(shape_of(node))
+            sizes[dim] = shape_of(source)[dim] - count
+            with builder.before(node):
+                if (told := str(sizes[dim])) not in checked:
+                    size = builder.call(aten.sym_size.int, source, dim)
+                    enough = builder.call(operator.ge, size, count)
+                    builder.call(check, builder.call(aten.scalar_tensor.default, enough))
+                    checked.add(told)
+            was[node] = val_of(node)
+            node.meta["val"] = val_of(node).new_empty_strided(sizes, val_of(node).stride())
+        elif node.op == "call_function" and not was.keys().isdisjoint(node.all_input_nodes):
+            was[node] = node.meta.get("val")
+            try:
+                builder.update(node)
+            except GuardOnDataDependentSymNode:  # it wants a size as it was spelled
+                for changed, val in was.items():
+                    changed.meta["val"] = val
+                return
+
+
+def _left_out(node: fx.Node) -> tuple[int, int] | None:
+    """The dim and how many entries of it a slice leaves out, of as many as data says."""
+    if not is_call(node, aten.slice.Tensor):
+        return None
+    given = bound(node)
+    sizes, start, end = shape_of(given["self"]), given["start"] or 0, given["end"]
+    end = sys.maxsize if end is None else end
+    dim = given["dim"] % len(sizes)
+    if has_hint(sizes[dim]) or given["step"] != 1:
+        return None
+    if not isinstance(start, int) or not isinstance(end, int):
+        return None
+    count = start - min(end, 0)
+    goes_on = start >= 0 and (end < 0 or end == sys.maxsize)
+    return (dim, count) if goes_on and count else None
+
+
 def _equate_gathers(graph: fx.Graph) -> None:
     """Let a gather's index have exactly the tokens of what it reads, where it does now.
 
     NOTE [Why a guard]: gather accepts a shorter index, so ``[s0, s1, V]`` gathered by ``[s2, s3,
     1]`` says nothing about the sizes. Row programs need to know; the comparison becomes one of
-    Dynamo's guards, and a batch that breaks it is captured anew.
+    Dynamo's guards, and a batch that breaks it is captured anew. Sizes that are read off tensors,
+    such as those of ``logits[start : end - 1]`` and ``ids[start + 1 : end]``, are known at each
+    call alone: there a check compares them, and where it fails the call runs as it was written.
     """
+    builder = Builder(graph)
     for node in graph.nodes:
         if not is_call(node, aten.gather.default):
             continue
         source, dim, index = cast(tuple[fx.Node, int, fx.Node], node.args)
         sizes, others = shape_of(source), shape_of(index)
         for d, (left, right) in enumerate(zip(sizes, others, strict=True)):
-            if d != dim % len(sizes) and _has_hints(left, right):
+            if d == dim % len(sizes):
+                continue
+            if has_hint(left, right):
                 bool(left == right)
-
-
-def _has_hints(*sizes: Any) -> bool:
-    return all(isinstance(size, int) or size.node.has_hint() for size in sizes)
+            elif str(left) != str(right) and equate(left, right):
+                with builder.before(node):
+                    parts = (builder.call(aten.sym_size.int, one, d) for one in (source, index))
+                    same = builder.call(operator.eq, *parts)
+                    builder.call(check, builder.call(aten.scalar_tensor.default, same))
 
 
 # ---------------------------------------------------------------------------- bodies of calls

@@ -16,14 +16,14 @@ import torch
 from torch import fx
 
 from fxrl import kernels
-from fxrl.capture._torch import RestartAnalysis
+from fxrl.capture._torch import RestartAnalysis, is_first_graph
 from fxrl.capture.branches import (
     CannotBeginAnewError,
     follows_branches,
     random_state,
     talks_to_ranks,
 )
-from fxrl.capture.breaks import break_of, break_remarks
+from fxrl.capture.breaks import SizesFromDataError, break_of, break_remarks
 from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.lower import lower
 from fxrl.capture.repeated import share_bodies
@@ -38,7 +38,7 @@ from fxrl.config import Config
 from fxrl.errors import FxrlError, did_you_mean
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
-from fxrl.ir.graph import CHECKPOINT, body_of, clone, hint
+from fxrl.ir.graph import CHECKPOINT, body_of, clone, has_hint, hint, tensor_val
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.printer import print_graph
@@ -108,6 +108,9 @@ class Backend:
         capture.graph_breaks += break_of(gm)
         _note_checkpoints(capture)
         rewritten = self._rewrite(capture, example_inputs)
+        if capture.graph_breaks and is_first_graph() and _hands_on_sizes(capture):
+            self.captures.remove(capture)
+            raise SizesFromDataError(capture.graph_breaks[0].source)
         lost = rewritten is None or open_misses(capture.report)  # else the break costs no head
         kind = RemarkKind.MISSED if lost else RemarkKind.ANALYSIS
         capture.remarks += break_remarks(capture.graph_breaks, f"{capture.index}:graph", kind)
@@ -314,6 +317,14 @@ class _Guarded:
             self._fall_back(f"the rewritten graph fails where the user's runs: {why}")
         self._tried = True
         return result
+
+
+def _hands_on_sizes(capture: Capture) -> bool:
+    """Whether no loss head was rewritten, and a value that is returned is as long as data says."""
+    if capture.lowered is None or capture.report.of_kind(RemarkKind.APPLIED):
+        return False
+    returned = map(tensor_val, capture.lowered.graph.output_node().all_input_nodes)
+    return any(not has_hint(*value.shape) for value in returned if value is not None)
 
 
 def _gpu_of(gm: fx.GraphModule) -> torch.device | None:

@@ -157,7 +157,12 @@ def hint(size: Size) -> int:
     """
     if isinstance(size, int):
         return size
-    return int(size.node.hint) if size.node.has_hint() else 1
+    return int(size.node.hint) if has_hint(size) else 1
+
+
+def has_hint(*sizes: Size) -> bool:
+    """Whether sizes were seen as numbers; what data decides, such as a count of rows, never is."""
+    return all(isinstance(size, int) or size.node.has_hint() for size in sizes)
 
 
 def fixed_size(size: Size) -> int | None:
@@ -175,7 +180,7 @@ def fixed_size(size: Size) -> int | None:
 def equal_sizes(left: Size, right: Size) -> bool:
     """Whether two sizes are equal: by their symbols, or as seen, by a guard: batches in which they
     differ are captured anew. Only while a graph is captured; later guards are checked by nobody."""
-    known = all(isinstance(size, int) or size.node.has_hint() for size in (left, right))
+    known = has_hint(left, right)
     return str(left) == str(right) or (known and hint(left) == hint(right) and bool(left == right))
 
 

@@ -52,6 +52,7 @@ def batch(rows=B):
         "mask": mask,
         "old": torch.randn(size, generator=draw, dtype=torch.float64) - 3,
         "adv": torch.randn(size, generator=draw, dtype=torch.float64),
+        "lengths": torch.tensor([9, 11, 7]),
         "top": torch.rand(*size, VOCAB, generator=draw).argsort(-1)[..., :4],
         "top_logps": torch.randn(*size, 4, generator=draw, dtype=torch.float64).log_softmax(-1) - 1,
     }
@@ -267,6 +268,71 @@ def statistics_beside_the_loss(m, b):
     return weighed(torch.clamp((logps - b["old"]).exp(), max=5.0).detach() * logps * weights, b)
 
 
+# ---------------------------------------------------------------- sequences as long as data says
+def packed(m, b):
+    return m(b["ids"].view(1, -1)).squeeze(0), b["ids"].flatten()
+
+
+@shape
+def parts_as_long_as_a_list_read_off_a_tensor(m, b):
+    logits, ids = packed(m, b)
+    lengths = b["lengths"].tolist()
+    loss = 0.0
+    for part, target in zip(logits.split(lengths), ids.split(lengths), strict=True):
+        loss = loss - picked(part[:-1].log_softmax(-1), target[1:]).sum()
+    return loss
+
+
+@shape
+def responses_between_cumulative_lengths(m, b):
+    logits, ids = packed(m, b)
+    ends = b["lengths"].cumsum(0).tolist()
+    means = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        means.append(picked(logits[start : end - 1].log_softmax(-1), ids[start + 1 : end]).sum())
+    return -torch.stack(means).mean()
+
+
+@shape
+def rows_of_a_batch_of_one(m, b):
+    logits, ids = m(b["ids"].view(1, -1))[:, :-1], b["ids"].view(1, -1)[:, 1:]
+    lse = torch.stack([torch.logsumexp(row, -1) for row in logits])
+    return -(picked(logits, ids) - lse).mean()
+
+
+@shape
+def padding_taken_out_by_a_mask(m, b):
+    """Then one token after another, as many as the mask has."""
+    real = F.pad(b["mask"], (1, 0), value=True)
+    ids = b["ids"][real]
+    logits = m(ids.unsqueeze(0)).squeeze(0)
+    lse = torch.stack([torch.logsumexp(row, -1) for row in logits])
+    logps = torch.zeros(real.shape, dtype=lse.dtype)
+    logps[real] = picked(logits, ids.roll(-1)) - lse
+    return weighed(logps[:, 1:], b)
+
+
+# ---------------------------------------------------------------- beside the loss
+@shape
+def hits_among_labels_of_which_some_are_no_token(m, b):
+    logits, ids = m(b["ids"]), b["ids"][:, 1:]
+    labels = F.pad(ids.masked_fill(~b["mask"], -100), (0, 1), value=-100)
+    with torch.no_grad():  # of other rows than the loss, so heads of their own
+        hits = logits[:, :-1].argmax(-1) == labels[:, :-1]
+    weight = 1 + hits.sum() / (labels != -100).sum()
+    return F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1)) * weight
+
+
+@shape
+def mixture_of_given_and_own_distributions(m, b):
+    logits, _ = shifted(m, b)
+    given = torch.stack([b["old"] * k for k in torch.linspace(0.5, 1.5, VOCAB)], -1).log_softmax(-1)
+    own, half = logits.log_softmax(-1), math.log(0.5)
+    mixed = torch.logsumexp(torch.stack([own + half, given + half]), 0)
+    parts = (F.kl_div(mixed, one, reduction="none", log_target=True) for one in (own, given))
+    return (sum(parts).sum(-1) * b["mask"]).sum() / b["mask"].sum()
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", SHAPES)
 def test_shape(name):
@@ -284,3 +350,16 @@ def test_shape(name):
     assert applied & HEADS, step.report
     assert "chunk-vocab-region" not in missed, "after fuse-linear-logprob no logits are left"
     assert not open_misses(step.report)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("lengths", [[9, 18, 0], [9, 17, 1]])
+def test_an_empty_sequence_has_the_numbers_of_eager(lengths):
+    """What is captured of sequences with a token to leave out is not run for one without."""
+    loss_fn = parts_as_long_as_a_list_read_off_a_tensor
+    torch.manual_seed(0)
+    model, given = Model().double(), batch()
+    step = optimize(model, loss_fn, CONFIG)
+    step(given)
+    given["lengths"] = torch.tensor(lengths)
+    torch.testing.assert_close(step(given), loss_fn(model, given), rtol=1e-11, atol=1e-11)

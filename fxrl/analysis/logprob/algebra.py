@@ -38,6 +38,8 @@ class LogprobAlgebra:
     Attributes:
         vocab: size of the vocabulary.
         target: the ids whose log-prob is taken, ``[n]`` or ``[n, 1]``, once seen.
+        picked: whether an entry is picked by them. Else they were compared with alone, and may lie
+            outside of the vocabulary, as labels of tokens that do not count do.
         transform: the logits that all statistics are of, once seen.
         stats: name of each statistic used -> whether it is differentiated.
     """
@@ -47,6 +49,7 @@ class LogprobAlgebra:
         self.head = head
         self.vocab = vocab
         self.target: RowExpr | None = None
+        self.picked = False
         self.transform: Transform | None = None
         self.stats: dict[str, bool] = {}
         self._forms: dict[tuple[int, bool], Form] = {}
@@ -568,6 +571,7 @@ def _gather(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
     form = algebra.form(source, attached)
     if not algebra.same_target(index):
         raise Refusal("log-probs of two different targets are taken")
+    algebra.picked = True
     if isinstance(form, Affine):
         value = _picked(algebra, form)
     elif isinstance(form, Exp):

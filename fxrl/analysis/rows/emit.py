@@ -17,7 +17,7 @@ from torch import fx
 
 from fxrl.analysis.rows.expr import Leaf, RowExpr, RowStep, RowValue, walk
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import Size, hint, is_call, shape_of, spelled_alike, val_of
+from fxrl.ir.graph import Size, has_hint, hint, is_call, shape_of, spelled_alike, val_of
 from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
@@ -131,6 +131,8 @@ class RowEmitter:
         if step.kind == "pad":
             return self._pad(node, *step.args)
         target = {"slice": aten.slice.Tensor, "select": aten.select.int}[step.kind]
+        if step.kind == "slice" and not has_hint(*step.result):
+            return self._counted_rows(target, (node, *step.args), step)
         return self.call(target, node, *step.args)
 
     def _pad(self, node: fx.Node, dim: int, before: Size, after: Size) -> fx.Node:
@@ -145,12 +147,16 @@ class RowEmitter:
         return self.builder.call(aten.cat.default, [*zeros(before), node, *zeros(after)], dim)
 
     def _index(self, node: fx.Node, step: RowStep) -> fx.Node:
-        """Rows by positions, or by a mask, whose count the graph knows by its own symbol."""
+        """Rows by positions, or by a mask."""
         masks = [at for at in step.args if at is not None and val_of(at).dtype == torch.bool]
         if not masks:
             return self.call(aten.index.Tensor, node, list(step.args))
-        val = val_of(node)
-        made = self.builder.graph.call_function(aten.index.Tensor, (node, list(step.args)))
+        return self._counted_rows(aten.index.Tensor, (node, list(step.args)), step)
+
+    def _counted_rows(self, target: Any, args: tuple[Any, ...], step: RowStep) -> fx.Node:
+        """A call that selects as many rows as a tensor says; the graph has a symbol for them."""
+        val = val_of(args[0])
+        made = self.builder.graph.call_function(target, args)
         made.meta["val"] = val.new_empty((*step.result, *val.shape[len(step.sizes) :]))
         self._counted |= {str(size): (made, dim) for dim, size in enumerate(step.result)}
         return made

@@ -217,6 +217,8 @@ def _picked(
         left = RowValue(value.expr, tags, sizes).token_sizes
         step = RowStep("select", (value.token_dim(dim), index), value.token_sizes, left)
         return RowValue(rules.pool.shift(value.expr, step), tags, sizes)
+    if is_one(value.sizes[dim]):  # a batch of one holds no rows
+        return reshaped(rules, value, tags, sizes)
     expr = rules.pool.call(aten.select.int, value.expr, value.local_dim(dim), index)
     return RowValue(expr, tags, sizes)
 
@@ -248,7 +250,8 @@ def split(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
 
 
 def join(rules: RowRules, node: fx.Node) -> RowValue:
-    """``cat`` and ``stack`` along a local dim, and rows of zeros put around tokens."""
+    """``cat`` and ``stack`` along a local dim, also with what is no row, such as a teacher's
+    log-probs; and rows of zeros put around tokens."""
     items, sizes = bound(node)["tensors"], shape_of(node)
     dim = bound(node)["dim"] % len(sizes)
     given = [row for item in items if (row := rules.row(item)) is not None]
@@ -262,15 +265,31 @@ def join(rules: RowRules, node: fx.Node) -> RowValue:
                 wider = rules.pool.call(aten._to_copy.default, value.expr, dtype=dtype)
                 value = RowValue(wider, value.tags, value.sizes)
             return _padded(rules, value, dim, sum(rows[:at]), sum(rows[at + 1 :]), sizes)
+    stacks = node.target is aten.stack.default
     if len(given) != len(items):
-        raise Refusal(f"{op_name(node)} joins rows with a value that is none")
-    if node.target is aten.stack.default:
+        given = [_joined_with(rules, item, given[0], None if stacks else dim) for item in items]
+    if stacks:
         given = [_with_unit(rules, row, dim) for row in given]
     rest = {row.retagged(dim, LOCAL) for row in given}
     if len(rest) > 1 or any(row.is_token(dim) for row in given):
         raise Refusal(f"{op_name(node)} joins the rows of different tokens")
-    expr = rules.pool.call(aten.cat.default, [r.expr for r in given], given[0].local_dim(dim))
+    first, *others = given
+    expr = first.expr
+    if others:
+        expr = rules.pool.call(aten.cat.default, [r.expr for r in given], first.local_dim(dim))
     return RowValue(expr, given[0].retagged(dim, rules.tag_of_size(sizes[dim])), sizes)
+
+
+def _joined_with(rules: RowRules, item: fx.Node, row: RowValue, dim: int | None) -> RowValue:
+    """``item`` as rows that are joined with ``row``; its size is free in ``dim`` alone."""
+    if (value := rules.row(item)) is not None:
+        return value
+    tags, sizes = row.tags, shape_of(item)
+    if dim is not None:
+        if row.is_token(dim):
+            raise Refusal("tokens are joined with values that are none of the logits")
+        tags = row.retagged(dim, rules.tag_of_size(sizes[dim]))
+    return RowValue(operand(rules, item, tags, sizes, each=True), tags, sizes)
 
 
 def _is_zero(item: fx.Node) -> bool:
