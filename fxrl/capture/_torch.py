@@ -28,7 +28,9 @@ from torch._dynamo.exc import raise_observed_exception  # what traced code would
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # a backend's demand for another trace
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, UserDefinedClassVariable
+from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UserDefinedClassVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._higher_order_ops.effects import has_effects as has_effects  # ops that print, or raise by what a tensor holds
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the values of Dynamo's graphs
@@ -41,7 +43,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op below autograd
 
 from fxrl.capture.branches import Branches
-from fxrl.capture.checks import check
+from fxrl.capture.checks import check, counted_rows
 
 SET_GRAD = torch._C._set_grad_enabled  # what a Dynamo graph calls where torch.no_grad begins and ends
 ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode  # and where torch.inference_mode does
@@ -215,6 +217,8 @@ _ENDS = {code for name, code in dis.opmap.items() if name.startswith(("RETURN", 
 _LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE")))}
 _TRANSLATORS: tuple[Any, ...] = (torch._dynamo.symbolic_convert.InstructionTranslator, torch._dynamo.symbolic_convert.InliningInstructionTranslator, torch._dynamo.symbolic_convert.InliningGeneratorInstructionTranslator)
 _make_instance: Any = UserDefinedClassVariable.call_function
+_DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)  # none in torch 2.11, whose own can be rebuilt
+_unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
 _KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)  # torch 2.15 does
 
 
@@ -240,12 +244,18 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
     if not _KNOWS_NAMESPACES:
         UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
         UserDefinedClassVariable.call_function = _instance
-    branches.begin()
     _followed.append((root, branches))
+    TensorVariable.unpack_var_sequence, TensorVariable.method_tolist = _unpacked, _listed
+    rebuilt = _DICT_ITERATOR is not None and "reconstruct" not in vars(_DICT_ITERATOR)
+    if rebuilt:
+        _DICT_ITERATOR.reconstruct = _rebuild_iterator
     try:
         yield
     finally:
         _followed.pop()
+        TensorVariable.unpack_var_sequence, TensorVariable.method_tolist = _unpack, _to_list
+        if rebuilt:
+            del _DICT_ITERATOR.reconstruct
         for table, own in zip(tables, before, strict=True):
             table[:] = own
         UserDefinedClassVariable.call_function = had
@@ -303,14 +313,18 @@ def _taken(translator: Any, instruction: Any, jumps_if: bool) -> tuple[bool, tup
     jump_raises, next_raises = (_only_raises(translator.instructions[start:]) for start in (target, following))
     if jump_raises != next_raises:
         return jumps_if != jump_raises, ()
-    root, branches = _followed[-1] if _followed else (None, None)
-    if branches is None or translator.output.root_tx.f_code is not root:
-        return None
     back = target < following  # of a loop
     jumps = not back and _length(translator.instructions[target:]) > _length(translator.instructions[following:])
-    site = translator.f_code, instruction.offset
-    found = branches.follow(site, jumps == jumps_if, torch._guards.TracingContext.extract_stack)
-    return None if found is None else (found[1], found[:1])
+    found = _follow(translator.output, (translator.f_code, instruction.offset), jumps == jumps_if)
+    return None if found is None else (bool(found[1]), found[:1])
+
+
+def _follow(output: Any, place: Any, likely: int) -> tuple[int, int] | None:
+    """The number of a branch and what its value is taken for, if the trace at hand follows any."""
+    root, branches = _followed[-1] if _followed else (None, None)
+    if branches is None or output.root_tx.f_code is not root:
+        return None
+    return branches.follow(output, place, likely, torch._guards.TracingContext.extract_stack)
 
 
 def _length(instructions: list[Any]) -> int:
@@ -333,7 +347,57 @@ def _only_raises(instructions: list[Any]) -> bool:
     return False
 
 
+def _subscript(translator: Any, instruction: Any) -> None:
+    """``x[index]`` with a tensor of one integer: Python reads the number, and so does the graph."""
+    indexed, index = (value.realize() for value in translator.stack[-2:])
+    if all(isinstance(value, TensorVariable) for value in (indexed, index)) and dynamo_config.capture_scalar_outputs:
+        value = index.as_proxy().node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in _INTEGERS:
+            translator.pop()
+            translator.push(index.call_method(translator, "item", [], {}))
+    getattr(translator, instruction.opname)(instruction)
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+_SUBSCRIPT = dis.opmap.get("BINARY_SUBSCR")
 _HANDLERS = {_IMPORT: _import_name, _ATTRIBUTE: _load_attribute} | {dis.opmap[name]: _jump(name) for name in _JUMPS}
+if _SUBSCRIPT is not None:  # a case of BINARY_OP from Python 3.14 on
+    _HANDLERS[_SUBSCRIPT] = _subscript
+
+
+def _unpacked(self: Any, tx: Any, idxes: Any = None) -> Any:
+    return _unpack(_of_known_length(self, tx), tx, idxes)
+
+
+def _listed(self: Any, tx: Any) -> Any:
+    return _to_list(_of_known_length(self, tx), tx)
+
+
+def _of_known_length(rows: Any, tx: Any) -> Any:
+    """``rows`` as Python can go through them: of a number that depends on data a check is left."""
+    value = rows.as_proxy().node.meta.get("example_value")
+    likely = _likely_length(value) if isinstance(value, torch.Tensor) else None
+    if likely is None:
+        return rows
+    *_, frame = torch._guards.TracingContext.extract_stack()
+    found = _follow(tx.output, (frame.filename, frame.lineno or 0), likely)
+    if found is None:
+        return rows
+    branch, length = found
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", counted_rows, (rows.as_proxy(), length, branch), {}))
+
+
+def _likely_length(rows: torch.Tensor) -> int | None:
+    """How many there are if all are that may be, or no more than must: of indices, which nobody writes into."""
+    size = rows.shape[0] if rows.dim() else 0
+    if rows.is_floating_point() or not isinstance(size, torch.SymInt) or size.node.has_hint():
+        return None
+    bounds = size.node.shape_env.var_to_range.get(size.node.expr)
+    known = () if bounds is None else (bounds.upper, bounds.lower)
+    return next((int(bound) for bound in known if bound.is_Integer and 0 < bound < _MANY_ROWS), None)
+
+
+_MANY_ROWS = 1000  # each round of a loop is traced
 
 
 def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -344,6 +408,16 @@ def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     for name, value in kwargs.items():
         made.call_method(tx, "__setattr__", [ConstantVariable.create(name), value], {})
     return made
+
+
+def _rebuild_iterator(self: Any, codegen: Any) -> None:
+    """Code that makes what is left of a loop over a dict, such as ``for layer in self.layers``: a
+    graph that ends inside of the loop goes on behind its break, and is not left with its caller."""
+    _, (left,) = self._iter.__reduce__()[:2]
+    made = {"keys": lambda key: key.vt, "items": lambda item: TupleVariable([item[0].vt, item[1]])}
+    codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_python_module(iter)))
+    codegen(TupleVariable([made.get(self.view_type, lambda value: value)(one) for one in left]))
+    codegen.extend_output(create_call_function(1, False))
 
 
 class _Namespace(SimpleNamespace):
