@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import gc
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,9 +29,12 @@ from torch._dynamo.exc import raise_observed_exception  # what traced code would
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # a backend's demand for another trace
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
+from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.variables.lists import SizeVariable
+from torch._dynamo.variables.misc import DebuggingVariable, StringFormatVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UserDefinedClassVariable
+from torch._dynamo.variables import ConstantVariable, NNModuleVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._higher_order_ops.effects import has_effects as has_effects  # ops that print, or raise by what a tensor holds
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the values of Dynamo's graphs
@@ -217,6 +221,8 @@ _ENDS = {code for name, code in dis.opmap.items() if name.startswith(("RETURN", 
 _LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE")))}
 _TRANSLATORS: tuple[Any, ...] = (torch._dynamo.symbolic_convert.InstructionTranslator, torch._dynamo.symbolic_convert.InliningInstructionTranslator, torch._dynamo.symbolic_convert.InliningGeneratorInstructionTranslator)
 _make_instance: Any = UserDefinedClassVariable.call_function
+_print, _end_graph = DebuggingVariable.call_function, torch._dynamo.output_graph.OutputGraph.compile_subgraph
+_could_end = torch._dynamo.symbolic_convert.InliningInstructionTranslator.should_compile_partial_graph
 _DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)  # none in torch 2.11, whose own can be rebuilt
 _unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
 _KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)  # torch 2.15 does
@@ -236,29 +242,29 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
     tensor's value that only raises is a check (``fxrl.capture.checks``); in the first graph of
     ``root`` others are followed.
     """
-    tables, had = [one.dispatch_table for one in _TRANSLATORS], UserDefinedClassVariable.call_function
+    tables = [one.dispatch_table for one in _TRANSLATORS]
     before = [list(table) for table in tables]
     for table in tables:
         for opcode, handler in _HANDLERS.items():
             table[opcode] = handler
-    if not _KNOWS_NAMESPACES:
-        UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
-        UserDefinedClassVariable.call_function = _instance
     _followed.append((root, branches))
-    TensorVariable.unpack_var_sequence, TensorVariable.method_tolist = _unpacked, _listed
-    rebuilt = _DICT_ITERATOR is not None and "reconstruct" not in vars(_DICT_ITERATOR)
-    if rebuilt:
-        _DICT_ITERATOR.reconstruct = _rebuild_iterator
-    try:
-        yield
-    finally:
-        _followed.pop()
-        TensorVariable.unpack_var_sequence, TensorVariable.method_tolist = _unpack, _to_list
-        if rebuilt:
-            del _DICT_ITERATOR.reconstruct
-        for table, own in zip(tables, before, strict=True):
-            table[:] = own
-        UserDefinedClassVariable.call_function = had
+    with ExitStack() as replaced, dynamo_settings({"reorderable_logging_functions": {print, warnings.warn}}):
+        for owner, name, own in _REPLACED:
+            replaced.callback(_put_back, owner, name, vars(owner).get(name))
+            setattr(owner, name, own)
+        try:
+            yield
+        finally:
+            _followed.pop()
+            for table, own in zip(tables, before, strict=True):
+                table[:] = own
+
+
+def _put_back(owner: Any, name: str, had: Any) -> None:
+    if had is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, had)
 
 
 def _import_name(translator: Any, instruction: Any) -> None:
@@ -401,7 +407,9 @@ _MANY_ROWS = 1000  # each round of a loop is traced
 
 
 def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if self.value is not SimpleNamespace or args:
+    if tx.next_instruction.opname == "GET_ITER" and _is_progress_bar(self.value) and len(args) == 1:
+        return args[0]  # ``for row in tqdm(rows)``: the loop has run before a bar could be drawn
+    if self.value is not SimpleNamespace or args or _KNOWS_NAMESPACES:
         return _make_instance(self, tx, args, kwargs)
     kind = UserDefinedClassVariable(_Namespace, source=self.source)
     made = tx.output.side_effects.track_new_user_defined_object(kind, kind, [])
@@ -410,13 +418,80 @@ def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return made
 
 
+def _is_progress_bar(kind: Any) -> bool:
+    tqdm: Any = sys.modules.get("tqdm.std")  # where it is not loaded, nothing is one
+    return tqdm is not None and isinstance(kind, type) and issubclass(kind, tqdm.tqdm)
+
+
+def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Told to the graph's end, unless it is in a body of its own: a checkpoint's, or the one of
+    equal layers, which would print once for all of them."""
+    body = tx.output.current_tracer.parent is not None or any("_trace_first" in one.f_code.co_name for one in _callers(tx))
+    known = kwargs.keys() <= {"flush", "stacklevel"} and all(isinstance(arg.realize(), _PRINTED) for arg in args)
+    if body or not known:
+        return _print(self, tx, args, kwargs)
+    tx.output.root_tx.debug_locals.append((self, list(args)))
+    return ConstantVariable.create(None)
+
+
+def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    tx.debug_locals = self.root_tx.debug_locals  # a function that is called has a list of its own
+    return _end_graph(self, tx, *args, **kwargs)
+
+
+_PRINTED = (TensorVariable, SymNodeVariable, SizeVariable, ConstantVariable, StringFormatVariable)
+
+
+def _callers(translator: Any) -> Iterator[Any]:
+    """It and those that it was called by."""
+    while translator is not None:
+        yield translator
+        translator = getattr(translator, "parent", None)
+
+
+def _may_end(self: Any) -> bool:
+    """Whether a graph may end here in a function that is called.
+
+    Not in a comprehension, which cannot be resumed; not where torch's backward hooks look for what
+    autograd noted, which no trace holds; nor in a loop, whose function would be left out with all
+    of its callers.
+    """
+    name, file = self.f_code.co_name, self.f_code.co_filename
+    whole = (name.startswith("<") and name != "<lambda>") or file == torch.utils.hooks.__file__
+    return _could_end(self) and not whole and not _in_loop(self)
+
+
+def _in_loop(self: Any) -> bool:
+    return any(map(_loops, _callers(self)))
+
+
+def _loops(translator: Any) -> bool:
+    """Whether what it traces is in a loop; one over a few modules, of layers, may go on behind a break."""
+    offset, following = translator.current_instruction.offset, translator.instructions[translator.instruction_pointer :]
+    ends = next((n for n, one in enumerate(following) if one.opname.startswith("RETURN")), len(following))
+    if not any(one.opname in JUMP_OPNAMES and one.argval < offset for one in following[:ends]):
+        return False
+    iterated = [_left_in(value.realize()) for value in translator.stack if "Iterator" in type(value.realize()).__name__]
+    return not iterated or not all(len(left) < _MANY_LAYERS and all(isinstance(one.realize(), (NNModuleVariable, UnspecializedNNModuleVariable)) for one in left) for left in iterated)
+
+
+def _left_in(iterator: Any) -> list[Any]:
+    """What a loop has yet to come to: of a list, or of a dict's values, keys or items."""
+    if not hasattr(iterator, "view_type"):
+        return list(getattr(iterator, "items", ()))[getattr(iterator, "index", 0) :]
+    _, (left,) = iterator._iter.__reduce__()[:2]
+    made = {"keys": lambda key: key.vt, "items": lambda item: TupleVariable([item[0].vt, item[1]])}
+    return [made.get(iterator.view_type, lambda value: value)(one) for one in left]
+
+
+_MANY_LAYERS = 32  # each is captured on its own then
+
+
 def _rebuild_iterator(self: Any, codegen: Any) -> None:
     """Code that makes what is left of a loop over a dict, such as ``for layer in self.layers``: a
     graph that ends inside of the loop goes on behind its break, and is not left with its caller."""
-    _, (left,) = self._iter.__reduce__()[:2]
-    made = {"keys": lambda key: key.vt, "items": lambda item: TupleVariable([item[0].vt, item[1]])}
     codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_python_module(iter)))
-    codegen(TupleVariable([made.get(self.view_type, lambda value: value)(one) for one in left]))
+    codegen(TupleVariable(_left_in(self)))
     codegen.extend_output(create_call_function(1, False))
 
 
@@ -426,3 +501,18 @@ class _Namespace(SimpleNamespace):
 
     __getattribute__ = object.__getattribute__
     __setattr__ = object.__setattr__
+
+
+_REPLACED: list[tuple[Any, str, Any]] = [
+    (TensorVariable, "unpack_var_sequence", _unpacked),
+    (TensorVariable, "method_tolist", _listed),
+    (UserDefinedClassVariable, "call_function", _instance),
+    (DebuggingVariable, "call_function", _print_later),
+    (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
+    (torch._dynamo.symbolic_convert.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
+    (torch._dynamo.symbolic_convert.InstructionTranslatorBase, "maybe_has_backedge", _in_loop),
+]
+if _DICT_ITERATOR is not None and "reconstruct" not in vars(_DICT_ITERATOR):
+    _REPLACED.append((_DICT_ITERATOR, "reconstruct", _rebuild_iterator))
+if not _KNOWS_NAMESPACES:
+    UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
