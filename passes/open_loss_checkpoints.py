@@ -19,8 +19,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrl.analysis.attention import SDPA
-from fxrl.analysis.rows.heads import CLASS_OPS
-from fxrl.ir.graph import CHECKPOINT, body_of, inline, is_call
+from fxrl.analysis.rows.heads import CLASS_OPS, feeds_class_op
+from fxrl.ir.graph import CHECKPOINT, PRODUCTS, body_of, inline, is_call, is_tensor
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
@@ -28,7 +28,7 @@ from fxrl.ir.remark import Refusal
 
 @dataclass(frozen=True)
 class OpenLossCheckpoints(Normalisation[Site]):
-    """Inline checkpointed bodies that compute over classes, their ops marked for recompute."""
+    """Inline checkpointed bodies that compute logits or over classes, marked for recompute."""
 
     name: ClassVar[str] = "open-loss-checkpoints"
     doc: ClassVar[PassDoc] = PassDoc(
@@ -41,7 +41,9 @@ class OpenLossCheckpoints(Normalisation[Site]):
     def match(self, gm: fx.GraphModule) -> Iterator[Site | Miss]:
         for call in gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
             body = body_of(gm, call)
-            if body is None or not _computes_over_classes(body.graph):
+            if body is None or not (
+                _computes_over_classes(body.graph) or _makes_logits(call, body)
+            ):
                 continue
             if (why := body.meta.get("not_lowered")) is not None:
                 yield Miss(call, Refusal(f"the checkpointed loss could not be lowered: {why}"))
@@ -62,3 +64,12 @@ class OpenLossCheckpoints(Normalisation[Site]):
 def _computes_over_classes(graph: fx.Graph) -> bool:
     heads = any(is_call(node, *CLASS_OPS) for node in graph.nodes)
     return heads and not any(is_call(node, SDPA) for node in graph.nodes)
+
+
+def _makes_logits(call: fx.Node, body: fx.GraphModule) -> bool:
+    """Whether the head's product alone is checkpointed, and its result is read outside."""
+    if not any(is_call(n, *PRODUCTS) for n in body.graph.nodes):
+        return False
+    return not any(is_call(n, SDPA) for n in body.graph.nodes) and any(
+        feeds_class_op(result) for result in call.users if is_tensor(result)
+    )

@@ -136,9 +136,11 @@ def _stages(nodes: Sequence[fx.Node], illegal: Any) -> tuple[dict[fx.Node, int],
     blocked: set[fx.Node] = set()
     drawn = 0
     for node in nodes:
-        if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+        value = node.meta.get("val")
+        counts = _is_count(node)
+        if not (counts or isinstance(value, (torch.Tensor, tuple, list))):
             continue
-        reason = illegal(node)
+        reason = None if counts else illegal(node)
         item = is_call(node, operator.getitem) and node.args[0] in blocked
         if reason is not None:
             barriers.append(Barrier(node, reason))
@@ -153,7 +155,13 @@ def _stages(nodes: Sequence[fx.Node], illegal: Any) -> tuple[dict[fx.Node, int],
             before.append(drawn)
             drawn = stages[node] = max(before)
         stages[node] = max(before, default=0)
-    return stages, barriers
+    held = {node: stage for node, stage in stages.items() if not _is_count(node)}
+    return held, barriers
+
+
+def _is_count(node: fx.Node) -> bool:
+    """Whether it is a number, such as how many rows were chosen; a part never holds one."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool))
 
 
 def _items(barriers: Iterable[Barrier]) -> set[fx.Node]:

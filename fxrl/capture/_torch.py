@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import gc
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,7 +29,12 @@ from torch._dynamo.exc import raise_observed_exception  # what traced code would
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # a backend's demand for another trace
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, UserDefinedClassVariable
+from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
+from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.variables.lists import SizeVariable
+from torch._dynamo.variables.misc import DebuggingVariable, StringFormatVariable
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables import ConstantVariable, NNModuleVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._higher_order_ops.effects import has_effects as has_effects  # ops that print, or raise by what a tensor holds
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the values of Dynamo's graphs
@@ -41,7 +47,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op below autograd
 
 from fxrl.capture.branches import Branches
-from fxrl.capture.checks import check
+from fxrl.capture.checks import check, counted_rows
 from fxrl.ir.graph import memory_like
 
 SET_GRAD = torch._C._set_grad_enabled  # what a Dynamo graph calls where torch.no_grad begins and ends
@@ -238,6 +244,10 @@ _ENDS = {code for name, code in dis.opmap.items() if name.startswith(("RETURN", 
 _LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE")))}
 _TRANSLATORS: tuple[Any, ...] = (torch._dynamo.symbolic_convert.InstructionTranslator, torch._dynamo.symbolic_convert.InliningInstructionTranslator, torch._dynamo.symbolic_convert.InliningGeneratorInstructionTranslator)
 _make_instance: Any = UserDefinedClassVariable.call_function
+_print, _end_graph = DebuggingVariable.call_function, torch._dynamo.output_graph.OutputGraph.compile_subgraph
+_could_end = torch._dynamo.symbolic_convert.InliningInstructionTranslator.should_compile_partial_graph
+_DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)  # none in torch 2.11, whose own can be rebuilt
+_unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
 _KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)  # torch 2.15 does
 
 
@@ -255,23 +265,29 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
     tensor's value that only raises is a check (``fxrl.capture.checks``); in the first graph of
     ``root`` others are followed.
     """
-    tables, had = [one.dispatch_table for one in _TRANSLATORS], UserDefinedClassVariable.call_function
+    tables = [one.dispatch_table for one in _TRANSLATORS]
     before = [list(table) for table in tables]
     for table in tables:
         for opcode, handler in _HANDLERS.items():
             table[opcode] = handler
-    if not _KNOWS_NAMESPACES:
-        UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
-        UserDefinedClassVariable.call_function = _instance
-    branches.begin()
     _followed.append((root, branches))
-    try:
-        yield
-    finally:
-        _followed.pop()
-        for table, own in zip(tables, before, strict=True):
-            table[:] = own
-        UserDefinedClassVariable.call_function = had
+    with ExitStack() as replaced, dynamo_settings({"reorderable_logging_functions": {print, warnings.warn}}):
+        for owner, name, own in _REPLACED:
+            replaced.callback(_put_back, owner, name, vars(owner).get(name))
+            setattr(owner, name, own)
+        try:
+            yield
+        finally:
+            _followed.pop()
+            for table, own in zip(tables, before, strict=True):
+                table[:] = own
+
+
+def _put_back(owner: Any, name: str, had: Any) -> None:
+    if had is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, had)
 
 
 def is_first_graph() -> bool:
@@ -332,14 +348,18 @@ def _taken(translator: Any, instruction: Any, jumps_if: bool) -> tuple[bool, tup
     jump_raises, next_raises = (_only_raises(translator.instructions[start:]) for start in (target, following))
     if jump_raises != next_raises:
         return jumps_if != jump_raises, ()
-    root, branches = _followed[-1] if _followed else (None, None)
-    if branches is None or translator.output.root_tx.f_code is not root:
-        return None
     back = target < following  # of a loop
     jumps = not back and _length(translator.instructions[target:]) > _length(translator.instructions[following:])
-    site = translator.f_code, instruction.offset
-    found = branches.follow(site, jumps == jumps_if, torch._guards.TracingContext.extract_stack)
-    return None if found is None else (found[1], found[:1])
+    found = _follow(translator.output, (translator.f_code, instruction.offset), jumps == jumps_if)
+    return None if found is None else (bool(found[1]), found[:1])
+
+
+def _follow(output: Any, place: Any, likely: int) -> tuple[int, int] | None:
+    """The number of a branch and what its value is taken for, if the trace at hand follows any."""
+    root, branches = _followed[-1] if _followed else (None, None)
+    if branches is None or output.root_tx.f_code is not root:
+        return None
+    return branches.follow(output, place, likely, torch._guards.TracingContext.extract_stack)
 
 
 def _length(instructions: list[Any]) -> int:
@@ -362,11 +382,63 @@ def _only_raises(instructions: list[Any]) -> bool:
     return False
 
 
+def _subscript(translator: Any, instruction: Any) -> None:
+    """``x[index]`` with a tensor of one integer: Python reads the number, and so does the graph."""
+    indexed, index = (value.realize() for value in translator.stack[-2:])
+    if all(isinstance(value, TensorVariable) for value in (indexed, index)) and dynamo_config.capture_scalar_outputs:
+        value = index.as_proxy().node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in _INTEGERS:
+            translator.pop()
+            translator.push(index.call_method(translator, "item", [], {}))
+    getattr(translator, instruction.opname)(instruction)
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+_SUBSCRIPT = dis.opmap.get("BINARY_SUBSCR")
 _HANDLERS = {_IMPORT: _import_name, _ATTRIBUTE: _load_attribute} | {dis.opmap[name]: _jump(name) for name in _JUMPS}
+if _SUBSCRIPT is not None:  # a case of BINARY_OP from Python 3.14 on
+    _HANDLERS[_SUBSCRIPT] = _subscript
+
+
+def _unpacked(self: Any, tx: Any, idxes: Any = None) -> Any:
+    return _unpack(_of_known_length(self, tx), tx, idxes)
+
+
+def _listed(self: Any, tx: Any) -> Any:
+    return _to_list(_of_known_length(self, tx), tx)
+
+
+def _of_known_length(rows: Any, tx: Any) -> Any:
+    """``rows`` as Python can go through them: of a number that depends on data a check is left."""
+    value = rows.as_proxy().node.meta.get("example_value")
+    likely = _likely_length(value) if isinstance(value, torch.Tensor) else None
+    if likely is None:
+        return rows
+    *_, frame = torch._guards.TracingContext.extract_stack()
+    found = _follow(tx.output, (frame.filename, frame.lineno or 0), likely)
+    if found is None:
+        return rows
+    branch, length = found
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", counted_rows, (rows.as_proxy(), length, branch), {}))
+
+
+def _likely_length(rows: torch.Tensor) -> int | None:
+    """How many there are if all are that may be, or no more than must: of indices, which nobody writes into."""
+    size = rows.shape[0] if rows.dim() else 0
+    if rows.is_floating_point() or not isinstance(size, torch.SymInt) or size.node.has_hint():
+        return None
+    bounds = size.node.shape_env.var_to_range.get(size.node.expr)
+    known = () if bounds is None else (bounds.upper, bounds.lower)
+    return next((int(bound) for bound in known if bound.is_Integer and 0 < bound < _MANY_ROWS), None)
+
+
+_MANY_ROWS = 1000  # each round of a loop is traced
 
 
 def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if self.value is not SimpleNamespace or args:
+    if tx.next_instruction.opname == "GET_ITER" and _is_progress_bar(self.value) and len(args) == 1:
+        return args[0]  # ``for row in tqdm(rows)``: the loop has run before a bar could be drawn
+    if self.value is not SimpleNamespace or args or _KNOWS_NAMESPACES:
         return _make_instance(self, tx, args, kwargs)
     kind = UserDefinedClassVariable(_Namespace, source=self.source)
     made = tx.output.side_effects.track_new_user_defined_object(kind, kind, [])
@@ -375,9 +447,101 @@ def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return made
 
 
+def _is_progress_bar(kind: Any) -> bool:
+    tqdm: Any = sys.modules.get("tqdm.std")  # where it is not loaded, nothing is one
+    return tqdm is not None and isinstance(kind, type) and issubclass(kind, tqdm.tqdm)
+
+
+def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Told to the graph's end, unless it is in a body of its own: a checkpoint's, or the one of
+    equal layers, which would print once for all of them."""
+    body = tx.output.current_tracer.parent is not None or any("_trace_first" in one.f_code.co_name for one in _callers(tx))
+    known = kwargs.keys() <= {"flush", "stacklevel"} and all(isinstance(arg.realize(), _PRINTED) for arg in args)
+    if body or not known:
+        return _print(self, tx, args, kwargs)
+    tx.output.root_tx.debug_locals.append((self, list(args)))
+    return ConstantVariable.create(None)
+
+
+def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    tx.debug_locals = self.root_tx.debug_locals  # a function that is called has a list of its own
+    return _end_graph(self, tx, *args, **kwargs)
+
+
+_PRINTED = (TensorVariable, SymNodeVariable, SizeVariable, ConstantVariable, StringFormatVariable)
+
+
+def _callers(translator: Any) -> Iterator[Any]:
+    """It and those that it was called by."""
+    while translator is not None:
+        yield translator
+        translator = getattr(translator, "parent", None)
+
+
+def _may_end(self: Any) -> bool:
+    """Whether a graph may end here in a function that is called.
+
+    Not in a comprehension, which cannot be resumed; not where torch's backward hooks look for what
+    autograd noted, which no trace holds; nor in a loop, whose function would be left out with all
+    of its callers.
+    """
+    name, file = self.f_code.co_name, self.f_code.co_filename
+    whole = (name.startswith("<") and name != "<lambda>") or file == torch.utils.hooks.__file__
+    return _could_end(self) and not whole and not _in_loop(self)
+
+
+def _in_loop(self: Any) -> bool:
+    return any(map(_loops, _callers(self)))
+
+
+def _loops(translator: Any) -> bool:
+    """Whether what it traces is in a loop; one over a few modules, of layers, may go on behind a break."""
+    offset, following = translator.current_instruction.offset, translator.instructions[translator.instruction_pointer :]
+    ends = next((n for n, one in enumerate(following) if one.opname.startswith("RETURN")), len(following))
+    if not any(one.opname in JUMP_OPNAMES and one.argval < offset for one in following[:ends]):
+        return False
+    iterated = [_left_in(value.realize()) for value in translator.stack if "Iterator" in type(value.realize()).__name__]
+    return not iterated or not all(len(left) < _MANY_LAYERS and all(isinstance(one.realize(), (NNModuleVariable, UnspecializedNNModuleVariable)) for one in left) for left in iterated)
+
+
+def _left_in(iterator: Any) -> list[Any]:
+    """What a loop has yet to come to: of a list, or of a dict's values, keys or items."""
+    if not hasattr(iterator, "view_type"):
+        return list(getattr(iterator, "items", ()))[getattr(iterator, "index", 0) :]
+    _, (left,) = iterator._iter.__reduce__()[:2]
+    made = {"keys": lambda key: key.vt, "items": lambda item: TupleVariable([item[0].vt, item[1]])}
+    return [made.get(iterator.view_type, lambda value: value)(one) for one in left]
+
+
+_MANY_LAYERS = 32  # each is captured on its own then
+
+
+def _rebuild_iterator(self: Any, codegen: Any) -> None:
+    """Code that makes what is left of a loop over a dict, such as ``for layer in self.layers``: a
+    graph that ends inside of the loop goes on behind its break, and is not left with its caller."""
+    codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_python_module(iter)))
+    codegen(TupleVariable(_left_in(self)))
+    codegen.extend_output(create_call_function(1, False))
+
+
 class _Namespace(SimpleNamespace):
     """What Dynamo sees for a ``SimpleNamespace``: of one whose attributes C code reads it would
     take what traced code has set for absent."""
 
     __getattribute__ = object.__getattribute__
     __setattr__ = object.__setattr__
+
+
+_REPLACED: list[tuple[Any, str, Any]] = [
+    (TensorVariable, "unpack_var_sequence", _unpacked),
+    (TensorVariable, "method_tolist", _listed),
+    (UserDefinedClassVariable, "call_function", _instance),
+    (DebuggingVariable, "call_function", _print_later),
+    (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
+    (torch._dynamo.symbolic_convert.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
+    (torch._dynamo.symbolic_convert.InstructionTranslatorBase, "maybe_has_backedge", _in_loop),
+]
+if _DICT_ITERATOR is not None and "reconstruct" not in vars(_DICT_ITERATOR):
+    _REPLACED.append((_DICT_ITERATOR, "reconstruct", _rebuild_iterator))
+if not _KNOWS_NAMESPACES:
+    UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)

@@ -3,7 +3,8 @@
 Dynamo ends the graph at such a branch: inside of a model all that follows is cut off from the loss.
 Here the code is followed one way, as Dynamo follows one type of each argument, and an op ends the
 call where the value goes the other way (``fxrl.capture.checks``). The call then begins anew with a
-capture of that way, which stays beside the first one.
+capture of that way, which stays beside the first one. ``for expert in (chosen > 0).nonzero()`` is
+followed likewise, for one count of rows: at first for all that there may be.
 
 NOTE [Why a call may begin anew]: nothing has happened by then that anybody could see. Only branches
 of the loss's first graph are followed; that graph is functional once it is rewritten, so buffers
@@ -14,6 +15,7 @@ back. A graph that runs as it was written, or talks to other ranks, has no such 
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from traceback import StackSummary
@@ -22,16 +24,21 @@ from types import CodeType
 import torch
 from torch import fx
 
-from fxrl.capture.checks import check
+from fxrl.capture.checks import check, counted_rows
 from fxrl.ir.graph import modules_of
 
 _TURNS = 3  # a branch that turns more often decides anew at each call: Dynamo ends the graph there
+_ALL_TURNS = 8  # so do those that a line of a loop, or of equal layers, has together
 _MOST = 1000  # a loop that a tensor ends would be followed for ever
-Site = tuple[CodeType, int]
+Place = tuple[CodeType | str, int]
+Site = tuple[Place, int]
 
 
 class Branches:
     """Which way the branches on tensors' values go, in the capture at hand.
+
+    A branch is a place in the code and how often the trace came by there before: each round of a
+    loop, and each layer, goes its own way.
 
     Attributes:
         met: where each branch that was followed stands, by its number.
@@ -39,44 +46,57 @@ class Branches:
 
     def __init__(self) -> None:
         self.met: list[StackSummary] = []
-        self._sites: list[Site] = []
-        self._turned: set[Site] = set()
-        self._turns: Counter[Site] = Counter()
-        self._followed, self._off = 0, False
+        self._likely: dict[Site, int] = {}  # in the order of their numbers
+        self._taken: dict[Site, int] = {}  # what was found instead
+        self._counts: dict[Place, int] = {}
+        self._turns: Counter[Site | Place] = Counter()
+        self._passed: Counter[Place] = Counter()
+        self._trace: Callable[[], object] = lambda: None
+        self._off = False
 
     @property
     def variant(self) -> Hashable:
         """What captures differ by."""
-        left = frozenset(site for site in self._sites if self._turns[site] > _TURNS)
-        return frozenset(self._turned) - left, left, self._off
-
-    def begin(self) -> None:
-        """A trace may begin."""
-        self._followed = 0
+        left = frozenset(filter(self._is_left, self._likely))
+        taken = frozenset(item for item in self._taken.items() if item[0] not in left)
+        return taken, left, self._off
 
     def follow(
-        self, site: Site, likely: bool, where: Callable[[], StackSummary]
-    ) -> tuple[int, bool] | None:
+        self, trace: object, place: Place, likely: int, where: Callable[[], StackSummary]
+    ) -> tuple[int, int] | None:
         """The number of a branch and what its value is taken for; None to end the graph there.
 
         Args:
-            site: code and offset of the jump.
+            trace: which one asks: Dynamo often begins anew.
+            place: code and offset of a jump; file and line of a loop over rows.
             likely: the value to begin with.
             where: tells its place in the user's code.
         """
-        self._followed += 1
-        if self._off or self._turns[site] > _TURNS or self._followed > _MOST:
+        if self._trace() is not trace:
+            self._trace, self._passed = weakref.ref(trace), Counter()
+        site = place, self._passed[place]
+        self._passed[place] += 1
+        if self._off or self._passed[place] > _MOST or self._is_left(site):
             return None
-        if site not in self._sites:
-            self._sites.append(site)
+        if site not in self._likely:
+            self._likely[site] = self._counts.get(place, int(likely))
             self.met.append(where())
-        return self._sites.index(site), likely != (site in self._turned)
+        return [*self._likely].index(site), self._taken.get(site, self._likely[site])
 
-    def turn(self, number: int) -> None:
-        """A value was not what it was taken for."""
-        site = self._sites[number]
-        self._turned ^= {site}
-        self._turns[site] += 1
+    def turn(self, number: int, count: int | None) -> None:
+        """A value was not what it was taken for: it is the other one, or rows are so many."""
+        site = [*self._likely][number]
+        likely = self._likely[site]
+        found = 1 - self._taken.get(site, likely) if count is None else count
+        if count is not None:  # as many experts are chosen in one layer as in another
+            self._counts.setdefault(site[0], count)
+        self._taken[site] = found
+        if found == likely:
+            del self._taken[site]
+        self._turns.update([site, site[0]])
+
+    def _is_left(self, site: Site) -> bool:
+        return self._turns[site] > _TURNS or self._turns[site[0]] > _ALL_TURNS
 
     def leave(self) -> None:
         """Follow none of them any more."""
@@ -89,7 +109,8 @@ class CannotBeginAnewError(Exception):
 
 def follows_branches(gm: fx.GraphModule) -> bool:
     """Whether a call of this graph may end at a branch."""
-    return any(node.args[1:] for node in _calls(gm) if node.target is check)
+    calls = _calls(gm)
+    return any(n.target is counted_rows or (n.target is check and n.args[1:]) for n in calls)
 
 
 def talks_to_ranks(gm: fx.GraphModule | None) -> bool:

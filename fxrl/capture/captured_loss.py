@@ -100,7 +100,7 @@ class CapturedLoss:
         self._way: dict[Any, int] = {}  # of the kinds of batches that the first way failed at
         self._takeover = Takeover(model)
         self._repeated = RepeatedLayers(model)
-        self._branches = Branches()
+        self._branches = tuple(Branches() for _ in _WAYS)
         self.losses = Report()
 
     @property
@@ -144,11 +144,11 @@ class CapturedLoss:
                 failure = failed.error
                 way = _next(way, failure)
             except CannotBeginAnewError:
-                self._branches.leave()
+                self._branches[way].leave()
             except CheckFailedError as failed:
                 begin_anew()
                 if failed.branch is not None:
-                    self._branches.turn(failed.branch)
+                    self._branches[way].turn(failed.branch, failed.found)
                     continue
                 # as written it raises its own error, or handles it
                 self._note(RemarkKind.ANALYSIS, "", "a check failed: the call was run as written")
@@ -178,7 +178,8 @@ class CapturedLoss:
         """
         once = way == _LAYERS_ONCE
         generation = self._repeated.generation if once else 0
-        key = global_hooks(), way, generation, self._branches.variant
+        branches = self._branches[way]
+        key = global_hooks(), way, generation, branches.variant
         if new := key not in self.compiled:
             fresh = _fresh(self._model, self._loss_fn)
             self.compiled[key] = torch.compile(fresh, backend=self._weak_backend, fullgraph=once)
@@ -189,7 +190,7 @@ class CapturedLoss:
         with (
             dynamo_settings(_WAYS[way]),
             layers,
-            plain_python_is_traced(inspect.unwrap(self.compiled[key]).__code__, self._branches),
+            plain_python_is_traced(inspect.unwrap(self.compiled[key]).__code__, branches),
             compiles_undisturbed(),
             breaks_inside() as breaks,
         ):
@@ -212,7 +213,7 @@ class CapturedLoss:
                     raise
                 del captures[before:]
                 raise _CaptureFailedError(error) from None
-        for stack in self._branches.met:
+        for stack in branches.met:
             source, code = place_of(stack)
             reason = f"a branch on a tensor's value is captured the way that it goes: {code}"
             self._note(RemarkKind.ANALYSIS, source, reason)

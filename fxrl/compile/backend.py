@@ -297,10 +297,10 @@ class _Guarded:
 
     def __init__(self, run: Run, gm: fx.GraphModule, fall_back: Callable[[str], None]) -> None:
         self._run, self._gm, self._fall_back = run, gm, fall_back
-        self._tried = False
+        self._tried, self._follows = False, follows_branches(gm)
 
     def first(self, *args: Any) -> Any:
-        if self._tried:
+        if self._tried and not self._follows:
             return self._run(*args)
         random = random_state()
         try:
@@ -308,15 +308,31 @@ class _Guarded:
         except (FxrlError, torch.OutOfMemoryError, CheckFailedError):
             raise
         except Exception as error:
-            if follows_branches(self._gm):
+            random()
+            if self._follows:
+                self._check(*args)
+                random()
+            if self._tried:
+                raise
+            if self._follows:
                 raise CannotBeginAnewError from error
             why = _line(error)
-            random()
             self._run = _as_written(self._gm)
             result = self._run(*args)  # an error of the user's own code is raised here, as it is
             self._fall_back(f"the rewritten graph fails where the user's runs: {why}")
         self._tried = True
         return result
+
+    def _check(self, *args: Any) -> None:
+        """Raises ``CheckFailedError`` where the program's order has one first: in the rewritten
+        graph what a check stands before may run ahead of it, and index where nothing is."""
+        try:
+            with torch.no_grad():
+                _as_written(self._gm)(*args)
+        except CheckFailedError:
+            raise
+        except Exception:  # what failed is no matter of a check
+            return
 
 
 def _hands_on_sizes(capture: Capture) -> bool:

@@ -54,6 +54,16 @@ def rows(model: nn.Module, batch: Any) -> Tensor:
     return total
 
 
+def kinds(model: nn.Module, batch: Any) -> Tensor:
+    """As a mixture goes through the experts that some token has chosen: four, or two."""
+    logps = token_logps(model(batch["ids"], batch["high"]), batch["ids"])
+    chosen = torch.arange(4) % (4 - 2 * batch["high"][0].long())
+    total = logps.new_zeros(())
+    for kind in (nn.functional.one_hot(chosen, 4).sum(0) > 0).nonzero():
+        total = total - (1 + kind[0]) * (logps * batch["mask"]).sum()
+    return total
+
+
 def assert_runs_as_eager(loss: Any, wanted: list[bool], config: Any = CONFIG) -> Any:
     torch.manual_seed(0)
     model = Deciding()
@@ -73,7 +83,7 @@ def assert_runs_as_eager(loss: Any, wanted: list[bool], config: Any = CONFIG) ->
     return step
 
 
-@pytest.mark.parametrize("loss", [early, rows])
+@pytest.mark.parametrize("loss", [early, rows, kinds])
 def test_a_branch_costs_no_rewrite_and_goes_each_way_once(loss):
     step = assert_runs_as_eager(loss, [False, False, True, False])
     assert captures(step) == 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from fxrl.errors import MissedRewriteError
 from fxrl.step import optimize
@@ -135,18 +136,87 @@ def test_a_head_behind_a_loop_in_the_model_is_missed_there() -> None:
         optimize(model, loss_fn, CONFIG)(make_batch())
 
 
-def test_a_break_that_costs_nothing_is_a_fact(capsys: pytest.CaptureFixture[str]) -> None:
+def printed(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])
+    print("logits", logits.shape, flush=True)
+    loss = -token_logps(logits, batch["ids"]).mean()
+    print(f"loss {loss.detach():.6f}", loss.item())
+    return loss
+
+
+def with_a_bar(model: nn.Module, batch: Any) -> Tensor:
+    logits, total = model(batch["ids"]), 0.0
+    for row, ids in tqdm(zip(logits, batch["ids"], strict=True), total=len(logits)):
+        total = total - token_logps(row[None], ids[None]).mean()
+    return total
+
+
+@pytest.mark.parametrize("loss_fn", [printed, with_a_bar])
+def test_what_is_printed_ends_no_graph(loss_fn: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model()
+    step = optimize(model, loss_fn, CONFIG)
+    assert_matches_eager(step, loss_fn, model, make_batch())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
+    assert len(lines) == (4 if loss_fn is printed else 0)
+    assert fused(step)
+    assert len(step.captures) == 1
+
+
+class Broken(nn.Module):
+    """A layer that no graph goes through, as a comprehension or a loop over modules meets it."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside, self.mix = inside, nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inside:
+            return sum(_ended(part) for part in [self.mix(x), x])
+        return _ended(self.mix(x))
+
+
+def _ended(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x.tanh()
+
+
+class Stack(nn.Module):
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8, dtype=torch.float64)
+        self.layers = nn.ModuleList(Broken(inside) for _ in range(2))
+        self.head = nn.Linear(8, VOCAB, bias=False, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_head_behind_layers_that_end_graphs_is_captured(inside: bool) -> None:
+    torch.manual_seed(0)
+    model = Stack(inside)
+    step = optimize(model, policy_loss, QUIET)
+    for batch in (make_batch(), make_batch(4, 9, seed=2)):
+        assert_matches_eager(step, policy_loss, model, batch)
+    assert fused(step)
+
+
+def test_a_break_that_costs_nothing_is_a_fact() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        print("a step")
+        torch._dynamo.graph_break()
         return policy_loss(model, batch)
 
     model = make_model()
     step = optimize(model, loss_fn, CONFIG)
     assert_matches_eager(step, loss_fn, model, make_batch())
-    assert "a step" in capsys.readouterr().out
     assert fused(step)
     (fact,) = [r for r in step.report.of_kind("analysis") if r.pass_name == "capture"]
-    assert "print" in fact.reason
+    assert "graph_break" in fact.reason
 
 
 def test_a_builtin_that_breaks_is_a_fact_and_no_warning(

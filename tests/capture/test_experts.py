@@ -35,6 +35,24 @@ def where(experts: nn.ModuleList, x: Tensor, chosen: Tensor, weights: Tensor) ->
     return out
 
 
+def unless_empty(experts: nn.ModuleList, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(experts):
+        token, place = torch.where(chosen == index)
+        if token.numel() > 0:
+            out.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+    return out
+
+
+def each_hit(experts: nn.ModuleList, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Data say which module is called, so graphs end in each layer: the head is captured still."""
+    out = torch.zeros_like(x)
+    for index in chosen.unique().tolist():
+        token, place = torch.where(chosen == index)
+        out = out.index_add(0, token, experts[index](x[token]) * weights[token, place, None])
+    return out
+
+
 def dense(experts: nn.ModuleList, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     share = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, weights)
     return sum(expert(x) * share[:, i, None] for i, expert in enumerate(experts))
@@ -109,8 +127,10 @@ MIXTURES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "qwen3": (lambda: fused_experts("Qwen3Moe", **QWEN), True),
     "gpt-oss": (lambda: fused_experts("GptOss", **GPT), True),
     "deepseek": (lambda: fused_experts("DeepseekV3", **DEEPSEEK), True),
-    "mixtral-loop": (lambda: fused_experts("Mixtral", "eager", num_local_experts=EXPERTS), False),
+    "mixtral-loop": (lambda: fused_experts("Mixtral", "eager", num_local_experts=EXPERTS), True),
     "where": (lambda: Loops(where), True),
+    "unless-empty": (lambda: Loops(unless_empty), True),
+    "each-hit": (lambda: Loops(each_hit), False),
     "dense": (lambda: Loops(dense), True),
 }
 ADAPTERS = ("none", "attention", "experts")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fxrl.ir.on_miss import open_misses
 from fxrl.step import TrainStep, optimize
@@ -127,6 +128,11 @@ def inverted(model: Model, ids: Tensor) -> Any:
     return Output(model.head(model.hidden(ids) @ torch.linalg.inv(model.mix.weight)))
 
 
+def checkpointed_head(model: Model, ids: Tensor) -> Any:
+    """The product alone; what is read of it stands outside."""
+    return Output(checkpoint(model.head, model.hidden(ids), use_reentrant=False))
+
+
 def mean_logp(model: nn.Module, batch: Any) -> Tensor:
     logps = token_logps(model(batch["ids"]).logits, batch["ids"])
     return -(logps * batch["adv"] * batch["mask"]).sum()
@@ -180,6 +186,7 @@ USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = 
     (plain, pairs_joined, (make_batch(4), make_batch(6, 9, seed=2))),
     (plain, lists_of_numbers, ({k: v.tolist() for k, v in DRAWS[0].items()},)),
     (rotated, mean_logp, DRAWS[:1]),
+    (checkpointed_head, mean_logp, DRAWS[:1]),
 ]
 
 
