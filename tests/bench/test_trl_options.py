@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-trl = pytest.importorskip("trl", reason="needs the extra trl")
-
 from bench import trl_options
+
+trl = pytest.importorskip("trl", reason="needs the extra trl")
 
 
 @pytest.mark.parametrize("name", trl_options.TRAINERS)
