@@ -80,7 +80,7 @@ def main() -> int:
             curves[str(seed)] = curve
             results.extra["curves"] = curves
             row |= {"held_out": _held_out(args), "wall_s": time.monotonic() - begun}
-            results.add(seed=seed, error=error or row.pop("error", None), **row)
+            results.add(seed=seed, **row | ({"error": error} if error else {}))
     if args.out:
         _draw(curves, results, Path(args.out).with_suffix(".png"))
     results.finish()
@@ -244,7 +244,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--run-dir", default="runs/learn")
     parser.add_argument("--parallel", type=int, default=3, help="runs at the same time")
     parser.add_argument("--time-limit", type=float, default=540, help="seconds for each group")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     former = [folder for seed in args.seeds if (folder := _run_dir(args, seed)).exists()]
     if former:  # what they wrote would be read as this run's
         there = ", ".join(map(str, former))

@@ -4,7 +4,8 @@
     dpo     to prefer the right answer to a wrong one nearby
     tools   GRPO: differences of four digits, too hard for it, with a calculator: it calls that in
             its first turn, with the numbers in the order that the question asks for, which is not
-            always the one they stand in, and says in its second turn what it heard
+            always the one they stand in, and says in its second turn what it heard. It was shown
+            what calls look like, with the numbers in either order; the rewards alone say which
 
 Each is a file for ``fxrl train``, rows, and how much a held-out measure has to gain by it.
 """
@@ -13,32 +14,34 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxrl.models.load import model_folder
+import torch
+
+from fxrl.models import load_model
 from fxrl.models.tiny import CHAT_TEMPLATE
 
 _SMALL, _LARGE = range(10), range(1000, 10000)
+_SHOWN_STEPS = 12
 _WORDINGS = ("What is {large} - {small}?", "Take {small} from {large}.")
 _COMMON = """\
 save_every = 0
 tensorboard = false
-prompts_per_step = 16
+prompts_per_step = {prompts}
 micro_batch_tokens = 32768
 
 [optim]
 lr = {lr}
 weight_decay = 0.0
 schedule = "linear"
-warmup_steps = 3
+warmup_steps = {warmup}
 
 [eval]
 size = 32
-every = 5
+every = {every}
 """
 
 
@@ -79,11 +82,33 @@ def write(name: str, folder: Path, model: str) -> Path:
     return path
 
 
-def _with_calls(model: str, folder: Path) -> Path:
-    """A copy of the model whose chat template writes tools and their calls."""
-    source, _ = model_folder(model, folder.with_name("random"))
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+def _with_calls(source: str, folder: Path) -> Path:
+    """The model with a chat template that writes tools and their calls, and shown some of these.
+
+    Eight conversations a step of next-token prediction, twelve steps: it then writes calls, with
+    the numbers in an order of chance.
+    """
+    torch.manual_seed(0)
+    draw = random.Random(1)
+    model, tokenizer = load_model(source, "float32", "cpu")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    for _ in range(_SHOWN_STEPS):
+        talks = [_conversation(*draw.sample(_LARGE, 2), draw.choice(_WORDINGS)) for _ in range(8)]
+        batch = tokenizer.apply_chat_template(
+            talks,
+            tools=[subtract],
+            padding=True,
+            tokenizer_kwargs={"padding_side": "right"},
+            return_dict=True,
+            return_tensors="pt",
+        )
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        model(**batch, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
     return folder
 
 
@@ -108,26 +133,27 @@ def one_digit() -> list[dict[str, Any]]:
 
 
 def four_digits() -> list[dict[str, Any]]:
-    """Conversations: a question of either wording, answered with the calculator, and one to do."""
+    """Questions of either wording."""
     draw = random.Random(0)
     rows = []
     for _ in range(600):
-        pairs = [sorted(draw.sample(_LARGE, 2)) for _ in range(3)]
-        wordings = [*draw.sample(_WORDINGS, 2), draw.choice(_WORDINGS)]
-        talks = [_conversation(*ab, text) for ab, text in zip(pairs, wordings, strict=True)]
-        small, large = pairs[2]
-        rows.append({"prompt": [*talks[0], *talks[1], talks[2][0]], "answer": str(large - small)})
+        small, large = sorted(draw.sample(_LARGE, 2))
+        question = draw.choice(_WORDINGS).format(small=small, large=large)
+        rows.append(
+            {"prompt": [{"role": "user", "content": question}], "answer": str(large - small)}
+        )
     return rows
 
 
-def _conversation(small: int, large: int, wording: str) -> list[dict[str, Any]]:
-    arguments = {"a": large, "b": small}
-    call = {"type": "function", "function": {"name": "subtract", "arguments": arguments}}
+def _conversation(a: int, b: int, wording: str) -> list[dict[str, Any]]:
+    """A question, and a call that gives ``a - b``."""
+    question = wording.format(small=min(a, b), large=max(a, b))
+    call = {"type": "function", "function": {"name": "subtract", "arguments": {"a": a, "b": b}}}
     return [
-        {"role": "user", "content": wording.format(small=small, large=large)},
+        {"role": "user", "content": question},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "subtract", "content": str(large - small)},
-        {"role": "assistant", "content": f"It is {large - small}."},
+        {"role": "tool", "name": "subtract", "content": str(a - b)},
+        {"role": "assistant", "content": f"It is {a - b}."},
     ]
 
 
@@ -164,7 +190,7 @@ chat = false
 TASKS = {
     "sft": Task(
         "steps = 20\n"
-        + _COMMON.format(lr="5e-5")
+        + _COMMON.format(prompts=16, lr="5e-5", warmup=3, every=5)
         + _EXAMPLES
         + 'columns = { completion = "chosen" }\n[loss]\nname = "sft"\n',
         one_digit,
@@ -172,19 +198,23 @@ TASKS = {
         4.0,
     ),
     "dpo": Task(
-        "steps = 20\n" + _COMMON.format(lr="5e-5") + _EXAMPLES + '[loss]\nname = "dpo"\n',
+        "steps = 20\n"
+        + _COMMON.format(prompts=16, lr="5e-5", warmup=3, every=5)
+        + _EXAMPLES
+        + '[loss]\nname = "dpo"\n',
         one_digit,
         "rewards/accuracies",
         0.3,
         before=0.5,  # the policy is its reference: of no pair does it prefer either answer
     ),
     "tools": Task(
-        "steps = 50\n"
-        + _COMMON.format(lr="2e-5")
+        "steps = 12\n"
+        + _COMMON.format(prompts=2, lr="5e-4", warmup=1, every=6)
         + f"""
 [model]
 id = "MODEL"
-autocast = "bfloat16"
+dtype = "auto"
+lora = {{ r = 16, alpha = 32 }}
 
 [data]
 path = "DATA"
@@ -200,7 +230,7 @@ name = "dapo"
 
 [sampling]
 num_generations = 8
-max_tokens = 96
+max_tokens = 72
 """,
         four_digits,
         "accuracy",

@@ -235,6 +235,16 @@ _REFUSED = {
 }
 
 
+_HOW_TRL_DRAWS = {
+    "cache_implementation", "transformers_continuous_batching_config", "use_transformers_paged",
+    "use_transformers_continuous_batching", "vllm_mode", "vllm_model_impl", "vllm_server_port",
+    "vllm_structured_outputs_regex", "vllm_server_base_url", "vllm_server_host", "vllm_group_port",
+    "vllm_server_timeout", "vllm_gpu_memory_utilization", "vllm_max_model_length",
+    "vllm_tensor_parallel_size",
+}  # fmt: skip
+"""Options that an engine does not read. ``vllm_enable_sleep_mode`` is what engines do anyway."""
+
+
 def _judged(args: Any) -> Any:
     """A copy of TRL's configuration, less what fxrl does itself.
 
@@ -427,15 +437,12 @@ class _OnPolicy(_Fxrl):
         args = super()._prepared(args)
         if self._engine is None:
             return args
-        conflicts = {
-            "vllm_mode": args.use_vllm and args.vllm_mode != "colocate",
-            "vllm_structured_outputs_regex": args.vllm_structured_outputs_regex is not None,
-            "use_transformers_continuous_batching": args.use_transformers_continuous_batching,
-        }
-        for name in filter(conflicts.get, conflicts):
-            raise ConfigError(
-                f"{name}={getattr(args, name)!r} says who draws, and so does engine=; leave one out"
-            )
+        for option in filter(lambda option: option.name in _HOW_TRL_DRAWS, fields(args)):
+            if (value := getattr(args, option.name)) != option.default:
+                raise ConfigError(
+                    f"{option.name}={value!r} says how TRL draws, and engine= draws here; leave "
+                    "out one of the two (the engine's own options say it)"
+                )
         modes = ("token_truncate", "token_mask")
         corrected = getattr(args, "loss_type", "") == "vespo" and (
             args.vllm_importance_sampling_correction

@@ -1,6 +1,7 @@
 """``bench.learn``: its tasks are ones that ``fxrl train`` takes, and what it reads off a run."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ def test_answers_are_right_and_wrong():
 def test_only_what_the_calculator_said_counts():
     row = sums.four_digits()[0]
     right = row["answer"]
+    small, large = sorted(map(int, re.findall(r"\d+", row["prompt"][0]["content"])))
+    assert int(right) == large - small
     call = {"role": "assistant", "content": "", "tool_calls": []}
     heard = {"role": "tool", "content": right}
     said = {"role": "assistant", "content": f"It is {right}."}
@@ -68,6 +71,19 @@ def test_a_file_is_judged_by_accuracy(tmp_path):
     assert row["majority_baseline"] == 0.1
     assert [point["step"] for point in curve["held_out"]] == [0, 2]
     assert "gain_asked" not in row
+
+
+def test_a_run_that_fails_is_a_row(tmp_path, monkeypatch):
+    """Also where it gained too little, and with overrides behind the options."""
+    monkeypatch.setattr(learn, "_start", lambda *_: None)
+    monkeypatch.setattr(learn, "_wait", lambda *_: "exit code 2, see log.txt")
+    out = tmp_path / "out.json"
+    given = ["sft", "--model", "tiny:llama", "--seeds", "0", "--run-dir", str(tmp_path / "runs")]
+    monkeypatch.setattr("sys.argv", ["learn", *given, "--out", str(out), "steps=3"])
+    assert learn.main() == 1
+    [row] = json.loads(out.read_text())["rows"]
+    assert row[-1] == "exit code 2, see log.txt"
+    assert "overrides: steps=3" in out.read_text()
 
 
 def test_former_runs_are_left_alone(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """TRL's trainers through a step: the numbers of TRL's own, the routes, and what is refused."""
 
+import dataclasses
 import os
+import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +54,7 @@ DATA = {
     "DPO": {"prompt": PROMPTS, "chosen": GOOD, "rejected": BAD},
     "KTO": {"prompt": PROMPTS, "completion": GOOD, "label": [True, False] * 4},
 }
+OPTIONS = (Path(__file__).parents[2] / "examples" / "trl.md").read_text()
 FXRL = {name: getattr(ours, f"Fxrl{name}Trainer") for name in DATA}
 
 
@@ -257,8 +260,10 @@ def test_logits_that_trl_asks_for_are_a_miss():
         ("GRPO", {"torch_compile": True}, "torch_compile=True"),
         ("GRPO", {"cast_lm_head_to_fp32": True, "bf16": True}, "under bf16 autocast.*bf16=False"),
         ("GRPO", {"use_vllm": True, "vllm_mode": "server"}, "vllm_mode='server'.*engine="),
+        ("RLOO", {"vllm_max_model_length": 99}, "=99 says how TRL draws, .*engine's own options"),
+        ("GRPO", {"cache_implementation": "static"}, "cache_implementation='static' says how"),
         ("GRPO", {"loss_type": "vespo"}, "sequence_mask.*token_truncate"),
-        ("RLOO", {"use_transformers_continuous_batching": True}, "who draws"),
+        ("RLOO", {"use_transformers_continuous_batching": True}, "how TRL draws"),
     ],
 )
 def test_what_cannot_work_is_refused(name, options, words, tmp_path):
@@ -287,6 +292,40 @@ def test_checkpointing_is_set_aside_in_a_copy(tmp_path):
     assert args.gradient_checkpointing
     assert not judged.gradient_checkpointing
     assert not getattr(judged, "activation_checkpointing", False)
+
+
+def names_in(text):
+    return re.findall(r"`(\w+)`", text)
+
+
+def test_the_table_of_options_is_whole():
+    """examples/trl.md names each option of each configuration once, and no other."""
+    cells = [line.split("|")[1:3] for line in OPTIONS.splitlines() if line.startswith("| ")]
+    start = cells.index([" of ", " options "])
+    otherwise = [name for options, _ in cells[2:start] for name in names_in(options)]
+    known = set()
+    for kind in DATA:
+        fields = {field.name for field in dataclasses.fields(getattr(trl, f"{kind}Config"))}
+        alike = [
+            name
+            for of, options in cells[start + 2 :]
+            if of == " all five " or kind in of
+            for name in names_in(options)
+        ]
+        assert sorted([*alike, *fields.intersection(otherwise)]) == sorted(fields)
+        known |= fields
+    assert sorted(otherwise) == sorted(known.intersection(otherwise))
+
+
+def test_the_table_of_options_says_what_is_refused():
+    """``test_what_cannot_work_is_refused`` has a case of each."""
+    rows = [line.split("|")[1:3] for line in OPTIONS.splitlines() if line.startswith("| `")]
+    found = {
+        words: {name for options, what in rows if words in what for name in names_in(options)}
+        for words in ("refused: ", "refused beside")
+    }
+    assert found["refused: "] >= ours._REFUSED.keys()
+    assert found["refused beside"] == ours._HOW_TRL_DRAWS
 
 
 def test_another_trl_is_named():

@@ -22,6 +22,17 @@ def test_every_example_is_valid(file):
     assert config.run_dir == f"runs/{file.stem}"
 
 
+def test_examples_of_tiny_models_rewrite_however_little_it_saves():
+    """Otherwise all that they would show is a warning that it is too little."""
+    configs = {file.name: load_config(file) for file in EXAMPLES.glob("*.toml")}
+    tiny = {name: one for name, one in configs.items() if one.model.id.startswith("tiny:")}
+    assert len(tiny) >= 7
+    assert {name: one.fxrl.min_saved_bytes for name, one in tiny.items()} == dict.fromkeys(tiny, 0)
+    for name in ("trainer", "tools"):
+        table = runpy.run_path(str(EXAMPLES / f"{name}.py"))["CONFIG"]
+        assert table["fxrl"] == {"min_saved_bytes": 0}
+
+
 def test_the_tiny_example_is_optimized_and_resumes_exactly(tmp_path, capsys):
     """The real thing: ``fxrl.optimize``, captured anew for the resumed run, and every number of
     its step the same."""
