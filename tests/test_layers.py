@@ -3,7 +3,7 @@
 A layer may import itself and the layers on its right-hand side below; ``errors``, ``config``,
 ``files`` and ``distributed`` import nothing of fxrl but each other. Doors: ``triton`` only under
 ``fxrl/kernels/``, ``vllm`` only in ``fxrl/engines/vllm/door.py``, private torch (``torch._dynamo``,
-``torch._C``, ...) only in ``fxrl/capture/_torch.py`` and ``fxrl/compile/_torch.py``.
+``torch._C``, ...) only in the doors named below.
 """
 
 import ast
@@ -36,7 +36,7 @@ LAYERS = {
 }
 # The public API: importable by name from `fxrl` itself, so it counts as the layer that makes it.
 PUBLIC = {"Config": "config", "losses": "losses", "__version__": "errors"}
-TORCH_DOORS = ("fxrl/capture/_torch.py", "fxrl/compile/_torch.py")
+TORCH_DOORS = ("fxrl/capture/_torch.py", "fxrl/capture/_dynamo.py", "fxrl/compile/_torch.py")
 OPEN = {
     "cli",
     "doctor",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxrl.capture._dynamo import plain_python_is_traced
 from fxrl.capture._torch import (
     GuardOnDataDependentSymNode,
     TorchDynamoException,
@@ -28,7 +29,6 @@ from fxrl.capture._torch import (
     dynamo_settings,
     functorch_level,
     global_hooks,
-    plain_python_is_traced,
     reset_code,
 )
 from fxrl.capture.branches import Branches, CannotBeginAnewError, random_state

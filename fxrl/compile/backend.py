@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from fxrl import kernels
-from fxrl.capture._torch import RestartAnalysis, is_first_graph
+from fxrl.capture._dynamo import is_first_graph
+from fxrl.capture._torch import RestartAnalysis
 from fxrl.capture.branches import (
     CannotBeginAnewError,
     follows_branches,

@@ -1,0 +1,344 @@
+"""How Dynamo traces the Python that models, losses and libraries write, while fxrl captures.
+
+A second door to private names of torch: here Dynamo is taught, for the time of a capture, what it
+would end the graph at. ``_HANDLERS`` has instructions of Python that are traced otherwise,
+``_REPLACED`` methods of Dynamo; both are put back behind each capture.
+"""
+
+# mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
+# ruff: noqa: E501, I001
+# fmt: off
+from __future__ import annotations
+
+import dis
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch._dynamo.exc import raise_observed_exception  # what traced code would raise here, for it to catch
+from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
+from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.variables.lists import SizeVariable
+from torch._dynamo.variables.misc import DebuggingVariable, StringFormatVariable
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables import ConstantVariable, NNModuleVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable
+
+from fxrl.capture._torch import dynamo_config, dynamo_settings
+from fxrl.capture.branches import Branches
+from fxrl.capture.checks import check, counted_rows
+
+_tracer: Any = torch._dynamo.symbolic_convert
+_IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]
+_JUMPS = [name for name in dis.opmap if "JUMP" in name and re.search("IF_(TRUE|FALSE)", name)]
+_ENDS = {code for name, code in dis.opmap.items() if name.startswith(("RETURN", "RAISE", "JUMP_BACKWARD"))}
+_LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE")))}
+_TRANSLATORS: tuple[Any, ...] = (_tracer.InstructionTranslator, _tracer.InliningInstructionTranslator, _tracer.InliningGeneratorInstructionTranslator)
+_make_instance: Any = UserDefinedClassVariable.call_function
+_print, _end_graph = DebuggingVariable.call_function, torch._dynamo.output_graph.OutputGraph.compile_subgraph
+_could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
+_DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)  # none in torch 2.11, whose own can be rebuilt
+_unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
+_KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)  # torch 2.15 does
+
+
+# The function that is captured and the branches that are followed in it, innermost last.
+_followed: list[tuple[CodeType, Branches]] = []
+
+
+@contextmanager
+def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]:
+    """What libraries write, and Dynamo ends the graph at, is traced as Python runs it.
+
+    An import that fails raises there: libraries try a faster package inside of a loss's function,
+    and go on without it. A class of torch has a name and a module: ``type(weight).__module__`` says
+    whose weight it is. A ``SimpleNamespace`` is made: small models return one. A branch on a
+    tensor's value that only raises is a check (``fxrl.capture.checks``); in the first graph of
+    ``root`` others are followed, and so is a loop over as many rows as were found. What is printed
+    waits for the graph's end, and a progress bar around a loop is left out. Where a graph must end
+    inside of a function that is called, it ends where the rest can still be captured (``_may_end``).
+    """
+    tables = [one.dispatch_table for one in _TRANSLATORS]
+    before = [list(table) for table in tables]
+    for table in tables:
+        for opcode, handler in _HANDLERS.items():
+            table[opcode] = handler
+    _followed.append((root, branches))
+    with ExitStack() as replaced, dynamo_settings({"reorderable_logging_functions": {print, warnings.warn}}):
+        for owner, name, own in _REPLACED:
+            replaced.callback(_put_back, owner, name, vars(owner).get(name))
+            setattr(owner, name, own)
+        try:
+            yield
+        finally:
+            _followed.pop()
+            for table, own in zip(tables, before, strict=True):
+                table[:] = own
+
+
+def _put_back(owner: Any, name: str, had: Any) -> None:
+    if had is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, had)
+
+
+def is_first_graph() -> bool:
+    """Whether what is compiled now begins the call of a step, so that nothing of it has run."""
+    root_tx = _tracer.InstructionTranslator.current_tx().output.root_tx
+    return bool(_followed) and root_tx.f_code is _followed[-1][0]
+
+
+def _import_name(translator: Any, instruction: Any) -> None:
+    level, names = (value.as_python_constant() for value in translator.stack[-2:])
+    try:
+        __import__(instruction.argval, translator.f_globals, None, names, level)
+    except ImportError as error:
+        translator.popn(2)
+        known = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+        raise_observed_exception(known, translator, args=[str(error)])
+    translator.IMPORT_NAME(instruction)
+
+
+def _load_attribute(translator: Any, instruction: Any) -> None:
+    if instruction.argval in ("__module__", "__name__", "__qualname__"):
+        owner = translator.stack[-1].realize()
+        if isinstance(owner, TorchInGraphFunctionVariable) and isinstance(owner.value, type):
+            translator.pop()
+            translator.push(ConstantVariable.create(getattr(owner.value, instruction.argval)))
+            return
+    translator.LOAD_ATTR(instruction)
+
+
+def _jump(name: str) -> Callable[[Any, Any], None]:
+    jumps_if, keeps = "IF_TRUE" in name, name.endswith("OR_POP")
+
+    def jump(translator: Any, instruction: Any) -> None:
+        value = translator.stack[-1].realize()
+        taken = _taken(translator, instruction, jumps_if) if _known_when_run(value) else None
+        if taken is None:
+            getattr(translator, name)(instruction)
+            return
+        truth, branch = taken
+        call = translator.output.create_proxy
+        passes = value.as_proxy()
+        if isinstance(value, SymNodeVariable):
+            passes = call("call_function", torch.scalar_tensor, (passes,), {})
+        if not truth:
+            passes = call("call_function", torch.logical_not, (passes,), {})
+        call("call_function", check, (passes, *branch), {})
+        if truth == jumps_if:
+            translator.jump(instruction)
+        if truth != jumps_if or not keeps:
+            translator.pop()
+
+    return jump
+
+
+def _taken(translator: Any, instruction: Any, jumps_if: bool) -> tuple[bool, tuple[int, ...]] | None:
+    """What to take a jump's value for, and the number of its branch: none where it only raises."""
+    target, following = translator.indexof[instruction.target], translator.instruction_pointer
+    jump_raises, next_raises = (_only_raises(translator.instructions[start:]) for start in (target, following))
+    if jump_raises != next_raises:
+        return jumps_if != jump_raises, ()
+    back = target < following  # of a loop
+    jumps = not back and _length(translator.instructions[target:]) > _length(translator.instructions[following:])
+    found = _follow(translator.output, (translator.f_code, instruction.offset), jumps == jumps_if)
+    return None if found is None else (bool(found[1]), found[:1])
+
+
+def _follow(output: Any, place: Any, likely: int) -> tuple[int, int] | None:
+    """The number of a branch and what its value is taken for, if the trace at hand follows any."""
+    root, branches = _followed[-1] if _followed else (None, None)
+    if branches is None or output.root_tx.f_code is not root:
+        return None
+    return branches.follow(output, place, likely, torch._guards.TracingContext.extract_stack)
+
+
+def _length(instructions: list[Any]) -> int:
+    """How far code that begins so goes on: a way that leaves early is the rarer one."""
+    return next((n for n, one in enumerate(instructions) if one.opcode in _ENDS), len(instructions))
+
+
+def _known_when_run(value: Any) -> bool:
+    """Whether a value that Python decides by is a tensor's, or was read off one."""
+    return isinstance(value, TensorVariable) or (isinstance(value, SymNodeVariable) and not value.sym_num.node.has_hint())
+
+
+def _only_raises(instructions: list[Any]) -> bool:
+    """Whether code that begins so raises, and decides nothing before."""
+    for one in instructions:
+        if one.opname == "RAISE_VARARGS":
+            return True
+        if one.opcode in _LEAVES:
+            return False
+    return False
+
+
+def _subscript(translator: Any, instruction: Any) -> None:
+    """``x[index]`` with a tensor of one integer: Python reads the number, and so does the graph."""
+    indexed, index = (value.realize() for value in translator.stack[-2:])
+    if all(isinstance(value, TensorVariable) for value in (indexed, index)) and dynamo_config.capture_scalar_outputs:
+        value = index.as_proxy().node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in _INTEGERS:
+            translator.pop()
+            translator.push(index.call_method(translator, "item", [], {}))
+    getattr(translator, instruction.opname)(instruction)
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+_SUBSCRIPT = dis.opmap.get("BINARY_SUBSCR")
+_HANDLERS = {_IMPORT: _import_name, _ATTRIBUTE: _load_attribute} | {dis.opmap[name]: _jump(name) for name in _JUMPS}
+if _SUBSCRIPT is not None:  # a case of BINARY_OP from Python 3.14 on
+    _HANDLERS[_SUBSCRIPT] = _subscript
+
+
+def _unpacked(self: Any, tx: Any, idxes: Any = None) -> Any:
+    return _unpack(_of_known_length(self, tx), tx, idxes)
+
+
+def _listed(self: Any, tx: Any) -> Any:
+    return _to_list(_of_known_length(self, tx), tx)
+
+
+def _of_known_length(rows: Any, tx: Any) -> Any:
+    """``rows`` as Python can go through them: of a number that depends on data a check is left."""
+    value = rows.as_proxy().node.meta.get("example_value")
+    likely = _likely_length(value) if isinstance(value, torch.Tensor) else None
+    if likely is None:
+        return rows
+    *_, frame = torch._guards.TracingContext.extract_stack()
+    found = _follow(tx.output, (frame.filename, frame.lineno or 0), likely)
+    if found is None:
+        return rows
+    branch, length = found
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", counted_rows, (rows.as_proxy(), length, branch), {}))
+
+
+def _likely_length(rows: torch.Tensor) -> int | None:
+    """How many there are if all are that may be, or no more than must: of indices, which nobody writes into."""
+    size = rows.shape[0] if rows.dim() else 0
+    if rows.is_floating_point() or not isinstance(size, torch.SymInt) or size.node.has_hint():
+        return None
+    bounds = size.node.shape_env.var_to_range.get(size.node.expr)
+    known = () if bounds is None else (bounds.upper, bounds.lower)
+    return next((int(bound) for bound in known if bound.is_Integer and 0 < bound < _MANY_ROWS), None)
+
+
+_MANY_ROWS = 1000  # each round of a loop is traced
+
+
+def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if tx.next_instruction.opname == "GET_ITER" and _is_progress_bar(self.value) and len(args) == 1:
+        return args[0]  # ``for row in tqdm(rows)``: the loop has run before a bar could be drawn
+    if self.value is not SimpleNamespace or args or _KNOWS_NAMESPACES:
+        return _make_instance(self, tx, args, kwargs)
+    kind = UserDefinedClassVariable(_Namespace, source=self.source)
+    made = tx.output.side_effects.track_new_user_defined_object(kind, kind, [])
+    for name, value in kwargs.items():
+        made.call_method(tx, "__setattr__", [ConstantVariable.create(name), value], {})
+    return made
+
+
+def _is_progress_bar(kind: Any) -> bool:
+    tqdm: Any = sys.modules.get("tqdm.std")  # where it is not loaded, nothing is one
+    return tqdm is not None and isinstance(kind, type) and issubclass(kind, tqdm.tqdm)
+
+
+def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Told to the graph's end, unless it is in a body of its own: a checkpoint's, or the one of
+    equal layers, which would print once for all of them."""
+    body = tx.output.current_tracer.parent is not None or any("_trace_first" in one.f_code.co_name for one in _callers(tx))
+    known = kwargs.keys() <= {"flush", "stacklevel"} and all(isinstance(arg.realize(), _PRINTED) for arg in args)
+    if body or not known:
+        return _print(self, tx, args, kwargs)
+    tx.output.root_tx.debug_locals.append((self, list(args)))
+    return ConstantVariable.create(None)
+
+
+def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    tx.debug_locals = self.root_tx.debug_locals  # a function that is called has a list of its own
+    return _end_graph(self, tx, *args, **kwargs)
+
+
+_PRINTED = (TensorVariable, SymNodeVariable, SizeVariable, ConstantVariable, StringFormatVariable)
+
+
+def _callers(translator: Any) -> Iterator[Any]:
+    """It and those that it was called by."""
+    while translator is not None:
+        yield translator
+        translator = getattr(translator, "parent", None)
+
+
+def _may_end(self: Any) -> bool:
+    """Whether a graph may end here in a function that is called.
+
+    Not in a comprehension, which cannot be resumed; not where torch's backward hooks look for what
+    autograd noted, which no trace holds; nor in a loop, whose function would be left out with all
+    of its callers.
+    """
+    name, file = self.f_code.co_name, self.f_code.co_filename
+    whole = (name.startswith("<") and name != "<lambda>") or file == torch.utils.hooks.__file__
+    return _could_end(self) and not whole and not _in_loop(self)
+
+
+def _in_loop(self: Any) -> bool:
+    return any(map(_loops, _callers(self)))
+
+
+def _loops(translator: Any) -> bool:
+    """Whether what it traces is in a loop; one over a few modules, of layers, may go on behind a break."""
+    offset, following = translator.current_instruction.offset, translator.instructions[translator.instruction_pointer :]
+    ends = next((n for n, one in enumerate(following) if one.opname.startswith("RETURN")), len(following))
+    if not any(one.opname in JUMP_OPNAMES and one.argval < offset for one in following[:ends]):
+        return False
+    iterated = [_left_in(value.realize()) for value in translator.stack if "Iterator" in type(value.realize()).__name__]
+    return not iterated or not all(len(left) < _MANY_LAYERS and all(isinstance(one.realize(), (NNModuleVariable, UnspecializedNNModuleVariable)) for one in left) for left in iterated)
+
+
+def _left_in(iterator: Any) -> list[Any]:
+    """What a loop has yet to come to: of a list, or of a dict's values, keys or items."""
+    if not hasattr(iterator, "view_type"):
+        return list(getattr(iterator, "items", ()))[getattr(iterator, "index", 0) :]
+    _, (left,) = iterator._iter.__reduce__()[:2]
+    made = {"keys": lambda key: key.vt, "items": lambda item: TupleVariable([item[0].vt, item[1]])}
+    return [made.get(iterator.view_type, lambda value: value)(one) for one in left]
+
+
+_MANY_LAYERS = 32  # each is captured on its own then
+
+
+def _rebuild_iterator(self: Any, codegen: Any) -> None:
+    """Code that makes what is left of a loop over a dict, such as ``for layer in self.layers``: a
+    graph that ends inside of the loop goes on behind its break, and is not left with its caller."""
+    codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_python_module(iter)))
+    codegen(TupleVariable(_left_in(self)))
+    codegen.extend_output(create_call_function(1, False))
+
+
+class _Namespace(SimpleNamespace):
+    """What Dynamo sees for a ``SimpleNamespace``: of one whose attributes C code reads it would
+    take what traced code has set for absent."""
+
+    __getattribute__ = object.__getattribute__
+    __setattr__ = object.__setattr__
+
+
+_REPLACED: list[tuple[Any, str, Any]] = [
+    (TensorVariable, "unpack_var_sequence", _unpacked),
+    (TensorVariable, "method_tolist", _listed),
+    (UserDefinedClassVariable, "call_function", _instance),
+    (DebuggingVariable, "call_function", _print_later),
+    (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
+    (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
+    (_tracer.InstructionTranslatorBase, "maybe_has_backedge", _in_loop),
+]
+if _DICT_ITERATOR is not None and "reconstruct" not in vars(_DICT_ITERATOR):
+    _REPLACED.append((_DICT_ITERATOR, "reconstruct", _rebuild_iterator))
+if not _KNOWS_NAMESPACES:
+    UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
