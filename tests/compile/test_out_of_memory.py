@@ -155,7 +155,7 @@ def test_the_step_behind_a_short_backward_is_planned_tighter(allocator):
     allocator.fail("backward", 0)
     with pytest.warns(MemoryWarning):
         assert_equal(gradients(step), expected)
-    assert step.plan == before
+    assert step.plan.choices == before.choices
     assert_equal(gradients(step), expected)
     assert step.plan.peak_gpu_bytes < before.peak_gpu_bytes
     assert kept(step) != {"products"}
@@ -201,7 +201,7 @@ def test_ranks_that_share_sequences_run_nothing_again(allocator, monkeypatch):
         pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"),
     ):
         step(IDS)
-    assert step.plan == before
+    assert step.plan.choices == before.choices
     allocator.fail("forward")
     assert_equal(gradients(step), expected)
 

@@ -259,7 +259,7 @@ def test_the_planner_counts_it_as_causal_attention(layer):
     nodes = build_region(layer, None).traced.forward.graph.nodes
     (call,) = [n for n in nodes if is_call(n, torch.ops.fxrl.masked_attention.default)]
     assert is_attention(call)
-    assert attention_flops(call, int) == 4 * 2 * 2 * 5 * 5 * 4 // 2
+    assert attention_flops(call, int, {}) == 4 * 2 * 2 * 5 * 5 * 4 // 2
 
 
 # ------------------------------------------------------------------------- misses

@@ -18,6 +18,7 @@ from fxrl.ir.graph import (
     WRAPPERS,
     HigherOrderOperator,
     ancestors,
+    base_of,
     hint,
     is_call,
     is_pointwise,
@@ -73,7 +74,8 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
         width = hint(shape_of(node)[-1])
         later = (p for i, p in enumerate(products) if after[node] >> i & 1 and p is not node)
         last = all(_is_opaque(p) or _keeps_width(p, width) for p in later) or feeds_class_op(node)
-        if last and not (_from_activations(node) or _of_weights(node)):  # all that comes before
+        no_logits = _from_activations(node) or _of_weights(node) or _adapts(node)
+        if last and not no_logits:
             heads.append(node)
     return heads
 
@@ -163,6 +165,22 @@ def _of_weights(node: fx.Node) -> bool:
         val_of(n).is_floating_point() and (n.op == "get_attr" or n.meta.get("of_model"))
         for n in inputs  # ids that the loss makes of Python's numbers are constants
     )
+
+
+def _adapts(node: fx.Node) -> bool:
+    """Whether a product is added to one that widens nothing: an adapter's second factor, in a graph
+    that ends behind its layer."""
+    stack = [node]
+    while stack:
+        here = stack.pop()
+        for user in here.users:
+            if is_call(user, aten.add.Tensor):
+                others = [base_of(arg) for arg in user.all_input_nodes if arg is not here]
+                if any(_is_layer(other) and not is_amplifier(other) for other in others):
+                    return True
+            elif is_view(user) or is_call(user, aten.mul.Tensor, *COPIES):
+                stack.append(user)
+    return False
 
 
 def feeds_class_op(head: fx.Node) -> bool:

@@ -246,7 +246,7 @@ def test_a_wrong_environment_is_named(sums, given, message):
 
 @pytest.mark.skipif(INSTALLED, reason="verifiers is installed")
 def test_a_missing_package_is_named():
-    with pytest.raises(MissingPackageError, match=r"pip install 'fxrl\[verifiers\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install -e '.*\[verifiers\]'"):
         rolled("any", adds_then_answers)
 
 
