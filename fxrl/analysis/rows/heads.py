@@ -168,15 +168,16 @@ def _of_weights(node: fx.Node) -> bool:
 
 
 def _adapts(node: fx.Node) -> bool:
-    """Whether a product is added to one that widens nothing: an adapter's second factor, in a graph
-    that ends behind its layer."""
+    """Whether a product is added to one beside it that widens nothing: an adapter's second factor,
+    in a graph that ends behind its layer."""
     stack = [node]
     while stack:
         here = stack.pop()
         for user in here.users:
             if is_call(user, aten.add.Tensor):
                 others = [base_of(arg) for arg in user.all_input_nodes if arg is not here]
-                if any(_is_layer(other) and not is_amplifier(other) for other in others):
+                narrow = [one for one in others if _is_layer(one) and not is_amplifier(one)]
+                if any(node not in ancestors([one]) for one in narrow):
                     return True
             elif is_view(user) or is_call(user, aten.mul.Tensor, *COPIES):
                 stack.append(user)
