@@ -140,7 +140,7 @@ CASES: dict[str, list[Options]] = {
     + [{"desirable_weight": 2.0, "undesirable_weight": 0.5}],
 }  # fmt: skip
 
-_ARGS: Options = {
+ARGS: Options = {
     "report_to": [],
     "max_steps": 2,
     "logging_steps": 1,
@@ -154,10 +154,10 @@ _ARGS: Options = {
     "disable_tqdm": True,
     "gradient_checkpointing": False,
 }
-_ONLINE = {"num_generations": 2, "max_completion_length": 5, "temperature": 0.9, "beta": 0.1}
+DRAWN = {"num_generations": 2, "max_completion_length": 5, "temperature": 0.9, "beta": 0.1}
 _PROMPTS = ["a b", "hello there", "1 + 1 =", "x"] * 2
 _GOOD, _BAD = [" c d e", " you", " 2", " y z"] * 2, [" c", " me", " 11", " z"] * 2
-_ROWS = {
+ROWS = {
     "GRPO": {"prompt": _PROMPTS},
     "RLOO": {"prompt": _PROMPTS},
     "SFT": {"prompt": _PROMPTS, "completion": _GOOD},
@@ -166,7 +166,7 @@ _ROWS = {
 }
 
 
-def _reward(completions: list[str], **_: Any) -> list[float]:
+def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
@@ -179,7 +179,7 @@ def trained(name: str, own: bool, model: Path, folder: Path, options: Options) -
 
     from fxrl.integrations import trl as ours
 
-    options = _ARGS | (_ONLINE if name in ("GRPO", "RLOO") else {}) | options
+    options = ARGS | (DRAWN if name in ("GRPO", "RLOO") else {}) | options
     lora = (
         LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if options.pop("lora", True) else None
     )
@@ -187,15 +187,15 @@ def trained(name: str, own: bool, model: Path, folder: Path, options: Options) -
         {} if own else {"config": fxrl.Config(min_saved_bytes=0, compile_regions=False)}
     )
     if name in ("GRPO", "RLOO"):
-        given["reward_funcs"] = _reward
+        given["reward_funcs"] = reward
     trainer = getattr(trl, f"{name}Trainer") if own else getattr(ours, f"Fxrl{name}Trainer")
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = trainer(
         model=AutoModelForCausalLM.from_pretrained(model),
         args=getattr(trl, f"{name}Config")(str(folder), **options),
-        train_dataset=Dataset.from_dict(_ROWS[name]),
-        eval_dataset=Dataset.from_dict({key: rows[:4] for key, rows in _ROWS[name].items()}),
+        train_dataset=Dataset.from_dict(ROWS[name]),
+        eval_dataset=Dataset.from_dict({key: rows[:4] for key, rows in ROWS[name].items()}),
         processing_class=AutoTokenizer.from_pretrained(model),
         peft_config=lora,
         **given,

@@ -10,13 +10,13 @@ forward, what belongs to it is what stands behind layers like it, too.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from torch import fx
 
-from fxrl.ir.graph import base_of, is_call, is_loss_head, is_view
+from fxrl.ir.graph import base_of, is_call, is_loss_head, readers_of
 from fxrl.ir.region import region_calls
 
 
@@ -90,14 +90,6 @@ def _own(
     for value in {base_of(arg) for node in nodes for arg in node.all_input_nodes} - inside:
         if value not in place:
             continue
-        readers = {*_readers(value)}
+        readers = {*readers_of(value)}
         if readers <= inside or (value in known and readers <= known):
             yield value
-
-
-def _readers(value: fx.Node) -> Iterable[fx.Node]:
-    for user in value.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user

@@ -298,7 +298,11 @@ def _loops(translator: Any) -> bool:
     if not any(one.opname in JUMP_OPNAMES and one.argval < offset for one in following[:ends]):
         return False
     iterated = [_left_in(value.realize()) for value in translator.stack if "Iterator" in type(value.realize()).__name__]
-    return not iterated or not all(len(left) < _MANY_LAYERS and all(isinstance(one.realize(), (NNModuleVariable, UnspecializedNNModuleVariable)) for one in left) for left in iterated)
+    return not iterated or not all(map(_few_modules, iterated))
+
+
+def _few_modules(left: list[Any]) -> bool:
+    return len(left) < _MANY_LAYERS and all(isinstance(one.realize(), (NNModuleVariable, UnspecializedNNModuleVariable)) for one in left)
 
 
 def _left_in(iterator: Any) -> list[Any]:

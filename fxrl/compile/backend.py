@@ -172,22 +172,19 @@ class Backend:
         device = _gpu_of(capture.lowered)
         if device is None and self.config.gpu_memory is None and not self.always_planned:
             return None
-        capture.planner = Planner(
-            known_profiles(self._options, self.plan),
-            *self.limits_on(device),
-            with_context=self.always_planned,
-            accumulated=self.accumulated,
-        )
+        limits = self.limits_on(device)
 
         def planned(gm: fx.GraphModule, plan: Plan) -> Plan:
             log.info("planning the step's memory")
             try:
                 held = frozenset() if self.only_explain else batches_of(gm)(inputs, hint).held
-                batch = Batch(held=held)
-                seen = shares_seen(gm, inputs)
-                known = known_profiles(self._options, self.plan, seen)
-                capture.planner = replace(capture.planner, profiles=known)
-                made = self._made(capture.planner, gm, plan, batch)
+                capture.planner = Planner(
+                    known_profiles(self._options, self.plan, shares_seen(gm, inputs)),
+                    *limits,
+                    with_context=self.always_planned,
+                    accumulated=self.accumulated,
+                )
+                made = self._made(capture.planner, gm, plan, Batch(held=held))
                 capture.found = clone(gm)  # what acts on it next changes it
                 return made
             except FxrlError:

@@ -84,6 +84,15 @@ def is_view(node: object) -> bool:
     )
 
 
+def readers_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Who computes with a value, looked at in whatever way; views themselves left out."""
+    for user in node.users:
+        if is_view(user):
+            yield from readers_of(user)
+        else:
+            yield user
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """The value whose memory ``node`` looks at; itself where it has its own."""
     while is_view(node) and isinstance(node.args[0], fx.Node):

@@ -38,6 +38,7 @@ from fxrl.ops.dequantized import (
     dequantized_mm,
     dequantized_rows,
     quantized,
+    sizes,
 )
 from fxrl.ops.fp8 import RECIPES, Recipe
 
@@ -203,8 +204,7 @@ class Quantized(nn.Module):
         for name, value in (("weight", weight), ("weight_scale", scale)):
             made = value if isinstance(value, nn.Parameter) else nn.Parameter(value, False)
             self.register_parameter(name, made)
-        rows, columns = weight.shape
-        return torch.Size((rows, columns if format == "fp8" else 2 * columns))
+        return torch.Size(sizes(self.held, format))
 
     @property
     def held(self) -> list[Tensor]:
@@ -237,11 +237,10 @@ class Quantized(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         stored = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
         weight, scale = self.held
-        if is_stored(stored):
-            columns = weight.shape[1] * (1 if self.format == "fp8" else 2)
-            shape = torch.Size((len(weight), columns))
+        if found := is_stored(stored):
+            shape = torch.Size(sizes(self.held, self.format))
             weight, scale = read_stored(stored, shape, self.format)
-        if is_stored(stored) or self.tied:
+        if found or self.tied:
             own = {name: p for name, p in self._parameters.items() if p is not None}
             own |= {"weight": weight, "weight_scale": scale}  # type: ignore[dict-item]
             own |= {name: stored[name] for name in own.keys() & {"bias"} & stored.keys()}

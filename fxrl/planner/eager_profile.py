@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxrl.analysis.saved_tensors import read_later
-from fxrl.ir.graph import as_node, base_of, is_call, is_tensor, is_view, needs_grad, tensor_val
+from fxrl.ir.graph import (
+    as_node,
+    base_of,
+    is_call,
+    is_tensor,
+    is_view,
+    needs_grad,
+    readers_of,
+    tensor_val,
+)
 from fxrl.planner.memory_profile import nbytes
 from fxrl.planner.schedule import Measure, aten, volume
 
@@ -115,7 +124,7 @@ class _Lives:
         return self._given is None or value in self._given
 
     def _read_behind(self, value: fx.Node) -> bool:
-        return any(n not in self._place and n.op != "output" for n in _readers(value))
+        return any(n not in self._place and n.op != "output" for n in readers_of(value))
 
     def _calls(self, cost_of: Callable[[fx.Node], CallCost | None]) -> dict[fx.Node, int]:
         """What calls take themselves.
@@ -144,7 +153,7 @@ class _Lives:
             if not is_tensor(node) or is_view(node):
                 continue
             first = self._place.get(_maker(node), 0)
-            last = max((place[user] for user in _readers(node) if user in place), default=first)
+            last = max((place[user] for user in readers_of(node) if user in place), default=first)
             last = end if node in place and self._read_behind(node) else last
             self._alive(nbytes(node, self._measure), first, max(last, saved_by.get(node, 0)))
 
@@ -177,15 +186,6 @@ def _maker(node: fx.Node) -> fx.Node:
     return as_node(node.args[0]) if is_call(node, operator.getitem) else node
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who computes with a value, looked at in whatever way; views themselves left out."""
-    for user in node.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
-
-
 def _by_gradient(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Values that get a gradient in memory of its own, each with those of ``nodes`` whose backward
     makes it or adds to it."""
@@ -208,13 +208,13 @@ def _root(value: fx.Node) -> fx.Node:
 
 def _passed_on(value: fx.Node) -> fx.Node:
     """The value whose gradient is this one's, since all that reads it is a sum."""
-    readers = [*_readers(value)]
+    readers = [*readers_of(value)]
     while len(readers) == 1 and is_call(readers[0], aten.add.Tensor):
         (add,) = readers
         if is_view(add) or not _alike(add, value):
             break
         value = _root(add)
-        readers = [*_readers(value)]
+        readers = [*readers_of(value)]
     return value
 
 

@@ -24,48 +24,22 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
 import fxrl.integrations.trl as ours
+from bench.trl_options import ARGS, DRAWN, ROWS, reward
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 CONFIG = fxrl.Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
 ADAPTED = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-COMMON = {
-    "report_to": [],
-    "max_steps": 3,
-    "logging_steps": 1,
-    "per_device_train_batch_size": 4,
-    "use_cpu": True,
-    "bf16": False,
-    "save_strategy": "no",
-    "learning_rate": 1e-2,
-    "optim": "sgd",
-    "lr_scheduler_type": "constant",
-    "disable_tqdm": True,
-    "gradient_checkpointing": False,
-}
-ONLINE = {"num_generations": 2, "max_completion_length": 5, "temperature": 0.9, "beta": 0.1}
-PROMPTS = ["a b", "hello there", "1 + 1 =", "x"] * 2
-GOOD, BAD = [" c d e", " you", " 2", " y z"] * 2, [" c", " me", " 11", " z"] * 2
-DATA = {
-    "GRPO": {"prompt": PROMPTS},
-    "RLOO": {"prompt": PROMPTS},
-    "SFT": {"prompt": PROMPTS, "completion": GOOD},
-    "DPO": {"prompt": PROMPTS, "chosen": GOOD, "rejected": BAD},
-    "KTO": {"prompt": PROMPTS, "completion": GOOD, "label": [True, False] * 4},
-}
+COMMON = ARGS | {"max_steps": 3}
 OPTIONS = (Path(__file__).parents[2] / "examples" / "trl.md").read_text()
-FXRL = {name: getattr(ours, f"Fxrl{name}Trainer") for name in DATA}
+FXRL = {name: getattr(ours, f"Fxrl{name}Trainer") for name in ROWS}
 
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
     monkeypatch.setenv("CI", "1")  # TRL then sends no telemetry
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def reward(completions, **_):
-    return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
 def tiny(dtype=torch.float32):
@@ -83,7 +57,7 @@ def make(name, folder, trainer=None, *, lora=True, adapted=False, engine=None, *
     if adapted:
         lora, model = False, get_peft_model(model, ADAPTED)
     online = name in ("GRPO", "RLOO")
-    options = {**COMMON, **(ONLINE if online else {}), **options}
+    options = {**COMMON, **(DRAWN if online else {}), **options}
     args = getattr(trl, f"{name}Config")(str(folder), **options)
     given = {"reward_funcs": reward} if online else {}
     if trainer is not None:
@@ -93,7 +67,7 @@ def make(name, folder, trainer=None, *, lora=True, adapted=False, engine=None, *
     return (trainer or getattr(trl, f"{name}Trainer"))(
         model=model,
         args=args,
-        train_dataset=Dataset.from_dict(DATA[name]),
+        train_dataset=Dataset.from_dict(ROWS[name]),
         processing_class=tokenizer,
         peft_config=LORA if lora else None,
         **given,
@@ -304,7 +278,7 @@ def test_the_table_of_options_is_whole():
     start = cells.index([" of ", " options "])
     otherwise = [name for options, _ in cells[2:start] for name in names_in(options)]
     known = set()
-    for kind in DATA:
+    for kind in ROWS:
         fields = {field.name for field in dataclasses.fields(getattr(trl, f"{kind}Config"))}
         alike = [
             name
