@@ -123,8 +123,12 @@ def test_a_bit_lost_on_the_gpu_is_seen():
         fold.restore()
 
 
-def test_qwen3_1b7_folds_and_restores_in_twenty_milliseconds():
-    """196 linears, 2.8 GB, rank 32, float32 factors; the bound is issue 3's."""
+def test_qwen3_1b7_folds_and_restores_in_the_time_of_sixteen_copies():
+    """196 linears, 2.8 GB, rank 32, float32 factors.
+
+    Sixteen copies of the weights take some 20 ms on an H200; measured here, so that the bound
+    follows the card's memory.
+    """
     block = nn.ModuleDict(
         {
             name: nn.Linear(inner, out, bias=False, dtype=torch.bfloat16, device="cuda")
@@ -145,11 +149,22 @@ def test_qwen3_1b7_folds_and_restores_in_twenty_milliseconds():
     fold = Fold(wrapped)
     assert len(fold.names) == 196
     assert sum(w.nbytes for w in fold._weights) == 28 * 2 * (2048 * 2048 * 3 + 6144 * 2048 * 3)
-    times = []
+    times, copies = [], []
     for seed in range(5):
         fill(wrapped, seed)
         torch.cuda.synchronize()
         with folded(fold):
             pass
         times.append(fold.timings["fold"] + fold.timings["restore"])
-    assert min(times) < 0.020, f"fold and restore took {times} s"
+        copies.append(seconds_of_a_copy(fold._weights))
+    assert min(times) < 16 * min(copies), f"fold and restore took {times} s, a copy {copies} s"
+
+
+def seconds_of_a_copy(weights):
+    targets = [torch.empty_like(weight) for weight in weights]
+    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    started.record()
+    torch._foreach_copy_(targets, weights)
+    ended.record()
+    ended.synchronize()
+    return started.elapsed_time(ended) / 1e3
