@@ -100,16 +100,15 @@ def lengths(count: int, shortest: int, longest: int, seed: int = 0) -> list[int]
 def steps(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Runs them; of each its tokens, milliseconds and memory."""
     gpu = args.device == "cuda"
-    card = (
-        (args.card or torch.cuda.get_device_properties(0).total_memory / common.GiB) if gpu else 0
-    )
-    if gpu and args.card:
+    bound: dict[str, Any] = {}
+    if gpu:
         whole = torch.cuda.get_device_properties(0).total_memory / common.GiB
-        torch.cuda.set_per_process_memory_fraction(args.card / whole)
+        card = args.card or whole
+        torch.cuda.set_per_process_memory_fraction(card / whole)
+        bound["gpu_memory"] = f"{args.share * card:.3f}GiB"
     model = qwen.make_model(
         args.shape, args.device, layers=args.layers, rank=32, checkpointing=False
     )
-    bound = {"gpu_memory": f"{args.share * card:.3f}GiB"} if gpu else {}
     step = fxrl.optimize(
         model, losses.grpo(beta=0.0), fxrl.Config(min_saved_bytes=0, on_miss="error", **bound)
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+
 from bench import lengths
 
 
@@ -30,11 +32,17 @@ def test_the_longest_comes_in_the_warm_up() -> None:
     assert drawn != lengths.lengths(200, 1024, 12288, seed=1)
 
 
-def test_every_step_is_in_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("after", "code"), [({}, 0), ({"reserved_mib": 8.0}, 1), ({"shortages": 1}, 1)]
+)
+def test_growth_and_shortages_fail(
+    after: dict[str, Any], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"tokens": 8, "ms": 1.0, "peak_gib": None, "predicted_gib": None, "reserved_mib": 4.0}
+    step |= {"host_gib": 0.0, "retries": 0, "shortages": 0}
+    monkeypatch.setattr(lengths, "steps", lambda args: iter([step] * 24 + [step | after]))
     out = tmp_path / "lengths.json"
-    asked = "--shape tiny --layers 1 --steps 12 --shortest 8 --longest 16 --device cpu --out"
-    assert lengths.main([*asked.split(), str(out)]) == 0
+    assert lengths.main(["--steps", "25", "--device", "cpu", "--out", str(out)]) == code
     record = json.loads(out.read_text())
-    assert [row[0] for row in record["rows"]] == ["1-10", "11-12", "in all"]
-    assert len(record["reserved_mib_by_step"]) == 12
-    assert record["grown_mib"] == 0
+    assert [row[0] for row in record["rows"]] == ["1-10", "11-20", "21-25", "in all"]
+    assert record["reserved_mib_by_step"] == [4.0] * 24 + [after.get("reserved_mib", 4.0)]
