@@ -34,9 +34,9 @@ _HEAD_BACKWARD_SCRATCH = 256 * 2**20
 _MULTIPROCESSORS = 132
 
 
-def _read_by(values: Iterable[fx.Node], ops: Iterable[fx.Node]) -> list[fx.Node]:
+def _read_by(values: Iterable[fx.Node], ops: Iterable[fx.Node]) -> set[fx.Node]:
     readers = {*ops}
-    return [value for value in values if not readers.isdisjoint(value.users)]
+    return {value for value in values if not readers.isdisjoint(value.users)}
 
 
 class Outside:
@@ -81,10 +81,12 @@ class Outside:
         shared += profile(between, measure, self._cost).kept_bytes
         self.held_bytes = self._bytes(holding)
         self.base_bytes = self._bytes(weights) + states + shared + _LIBRARIES + self.held_bytes
-        headed = {*_read_by(trained, behind)}
-        self.gradients = self._bytes(_read_by(trained, ahead)), self._bytes(headed - holding)
-        self.head_bytes = profile(behind, measure, self._cost).peak_bytes
-        self.head_bytes += self._bytes(headed & holding)
+        embedded, headed = _read_by(trained, ahead), _read_by(trained, behind)
+        # The gradient of a weight that has one is added to that at once, unless the weight is read
+        # ahead of the layers, too (it is tied): then it waits for the rest of itself.
+        added = (headed & holding) - embedded
+        self.gradients = self._bytes(embedded), self._bytes(headed - added)
+        self.head_bytes = profile(behind, measure, self._cost).peak_bytes + self._bytes(added)
         eager = eager_seconds(outside, measure, target)
         self.seconds = eager + sum(map(self._seconds, outside))
 
