@@ -69,18 +69,34 @@ class Takeover:
         return Report(tuple(remarks))
 
     def _swap_hooks(self) -> list[tuple[dict[int, Hook], int, Hook]]:
-        swapped = []
-        for name, module in self._model.named_modules():
-            hooks: dict[int, Hook] = module._forward_hooks
-            for key, hook in hooks.items():
-                if only_requires_grad(hook):
-                    swapped.append((hooks, key, hook))
-                    if name not in self._hooked:
-                        self._hooked.append(name)
+        swapped = [
+            (hooks, key, hook)
+            for hooks in _forward_hooks(self._model)
+            for key, hook in hooks.items()
+            if only_requires_grad(hook)
+        ]
+        if len(swapped) > len(self._hooked):
+            found = [hooks for hooks, _, _ in swapped]
+            self._hooked += [
+                name
+                for name, module in self._model.named_modules()
+                if name not in self._hooked and any(module._forward_hooks is h for h in found)
+            ]
         for hooks, key, hook in swapped:
             # One stand-in for each hook: Dynamo guards on a hook's identity.
             hooks[key] = self._quiet.setdefault(hook, _quiet_while_traced(hook))
         return swapped
+
+
+def _forward_hooks(model: nn.Module) -> list[dict[int, Hook]]:
+    """Those of each module that has any. Asked at every call, while the GPU may have nothing to do,
+    of a thousand modules: so with little Python code for each."""
+    seen: set[nn.Module | None] = {None}
+    level: set[nn.Module | None] = {model}
+    while level:
+        seen |= level
+        level = {part for m in level if m is not None for part in m._modules.values()} - seen
+    return [m._forward_hooks for m in seen if m is not None and m._forward_hooks]
 
 
 def install_collectors(model: nn.Module, failure: Exception) -> bool:

@@ -34,7 +34,8 @@ from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.by_plan import ByPlan
 from fxrl.compile.mask_shares import shares_seen
 from fxrl.compile.outer import calls_higher_order, restore_checkpoints, run_outer
-from fxrl.compile.planning import Batch, Planner, batches_of, known_profiles
+from fxrl.compile.planning import Batch, Planner, batches_of
+from fxrl.compile.region_costs import known_profiles
 from fxrl.config import Config
 from fxrl.errors import FxrlError, did_you_mean
 from fxrl.ir.capture_record import Capture

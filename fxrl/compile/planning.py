@@ -7,58 +7,34 @@ each cut, not compiled: what a layer needs and how long it takes is read off its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
-from operator import getitem
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import fx
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxrl.analysis.saved_tensors import read_later
 from fxrl.analysis.stretches import Stretch, stretches_of
-from fxrl.compile.bodies.figures import BodyProfile, Figures
-from fxrl.compile.bodies.inductor import InductorOptions
-from fxrl.compile.bodies.variants import CompiledRegion, build_region
+from fxrl.compile.bodies.figures import Figures
+from fxrl.compile.outside import Outside
+from fxrl.compile.region_costs import Profiles, as_chosen, away_bytes, call_cost, eager_seconds
 from fxrl.errors import PlanError
-from fxrl.ir.graph import (
-    base_of,
-    bound,
-    clone,
-    hint,
-    is_call,
-    is_loss_head,
-    is_tensor,
-    is_view,
-    memory_like,
-    needs_grad,
-    shape_of,
-    val_of,
-)
+from fxrl.ir.graph import hint, needs_grad, shape_of, val_of
 from fxrl.ir.plan import Choice, CutLayer, Plan
-from fxrl.ir.region import Region, region_at
 from fxrl.ir.remark import format_bytes
 from fxrl.ir.sizes import measure_by
-from fxrl.kernels.hopper import plan as head_plan
 from fxrl.ops.host_memory import PAGE
-from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, MADE_IN_FORWARD, parse_outputs
-from fxrl.ops.piecewise_head import WIDENED
-from fxrl.ops.sharded import piece_bytes
 from fxrl.passes.offload import own_inputs
 from fxrl.passes.recompute import OutlinedLayer, outlined_layers
-from fxrl.passes.tile_tokens import tile_widest
 from fxrl.planner.budget import Budget
 from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes
-from fxrl.planner.cost import brought_bytes
 from fxrl.planner.eager_profile import CallCost, profile
 from fxrl.planner.memory_profile import nbytes
 from fxrl.planner.pace import paced, step_seconds
-from fxrl.planner.schedule import Measure, shared_weight, volume
+from fxrl.planner.schedule import Measure, volume
 from fxrl.planner.solver import fastest, least_peak
 from fxrl.planner.target import Target
 
@@ -79,20 +55,8 @@ CUTS = (
 #: Rows per tile that are tried; 0 for none. Smaller tiles leave a product too little to do: 2048
 #: rows cost 5 ms a layer of Qwen3-8B's shape on an H200.
 TILES = (0, 4096)
-_ADAM_STATES = 2
-_EAGER_PASSES = 6  # over each value: written and read, forward and backward, and its gradient
-#: What cuBLAS holds for its products.
-_LIBRARIES = 64 * 2**20
-#: What a loss head's tiles take (``kernels.hopper.plan``), and those of a backward that has any.
-_HEAD_SCRATCH = 200 * 2**20
-_HEAD_BACKWARD_SCRATCH = 256 * 2**20
-#: Of the GPUs that have the CUDA route of the loss head; others' tiles are no larger.
-_MULTIPROCESSORS = 132
 _MOST = 2**24  # tokens, or rows; nobody asks for more
 _GUESSES = 12
-
-#: A region's body as kernels; traced when it is first asked for.
-Profiles = Callable[[Region], BodyProfile]
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,16 +282,16 @@ class StepChain:
         """All layers with these options, or with all that there are."""
         if layers is None:
             layers = [self._options(layer) for layer in self.layers]
-        outer = self._outer
-        ahead, behind = outer.gradients
+        outside = self._outside
+        ahead, behind = outside.gradients
         return Chain(
             tuple(map(tuple, layers)),
-            outer.base_bytes,
-            outer.head_bytes,
-            outer.seconds,
+            outside.base_bytes,
+            outside.head_bytes,
+            outside.seconds,
             self.target.link,
             (ahead, *map(self._gradients, self.layers), behind),
-            outer.held_bytes,
+            outside.held_bytes,
         )
 
     def chain_of(self, options: Sequence[Option]) -> Chain:
@@ -335,8 +299,10 @@ class StepChain:
         return self.chain([[option] for option in options])
 
     @cached_property
-    def _outer(self) -> _Outer:
-        return _Outer(self)
+    def _outside(self) -> Outside:
+        runs = [run for runs in self.stretches.values() for run in runs]
+        given = self.profiles, self.target, self.measure, self.holding, self.state_shards
+        return Outside(self.gm, runs, *given)
 
     @cached_property
     def _known(self) -> dict[Any, list[Option]]:
@@ -376,12 +342,12 @@ class StepChain:
             chosen = region or as_chosen(call.meta["region"], replace(choice, tile_tokens=0))
             assert chosen is not None
             found = self.profiles(chosen).at(values, self.measure, self.target)
-            costs[call] = _cost(call, found, self.measure)
-            host += _away(call, found, own_inputs(call, layer.calls), choice)
+            costs[call] = call_cost(call, found, self.measure)
+            host += away_bytes(call, found, own_inputs(call, layer.calls), choice)
             bodies.append(found)
         runs = self.stretches[layer.name]
         parts = [profile(run.nodes, self.measure, costs.get, run.given) for run in runs]
-        seconds = sum(_eager_seconds(run.nodes, self.measure, self.target) for run in runs)
+        seconds = sum(eager_seconds(run.nodes, self.measure, self.target) for run in runs)
         return Option(
             choice,
             sum(part.kept_bytes for part in parts) - host,
@@ -486,104 +452,6 @@ def _size(place: int, dim: int | None, args: Sequence[Any]) -> Any:
     return args[place] if dim is None else args[place].shape[dim]
 
 
-def known_profiles(
-    options: InductorOptions | None, plan: Plan, seen: Mapping[str, float] | None = None
-) -> Profiles:
-    """Profiles of bodies as they will be compiled, each made once.
-
-    Args:
-        seen: what is known of computed masks (``compile.mask_shares``).
-
-    Bodies on ``meta`` are traced as a CPU's: only there does attention stay a kernel.
-    """
-    known: dict[str, BodyProfile] = {}
-    of_body: dict[str, CompiledRegion] = {}
-
-    def profile(region: Region) -> BodyProfile:
-        if region.id not in known:
-            body = replace(region, cut="inputs").id
-            built = build_region(region, options, plan, of_body.get(body))
-            of_body.setdefault(body, built)
-            known[region.id] = BodyProfile(built, seen)
-        return known[region.id]
-
-    return profile
-
-
-def as_chosen(region: Region, choice: CutLayer) -> Region | None:
-    """The region that the passes will make of one; None where it has nothing to tile."""
-    cut = replace(_off_meta(region), cut=choice.kept)
-    return tile_widest(cut, choice.tile_tokens) if choice.tile_tokens else cut
-
-
-#: Graphs and fake tensors on ``meta``, and the same on a CPU.
-_MOVED: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
-_TWINS: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
-
-
-def _off_meta(region: Region) -> Region:
-    """A region on ``meta`` as a CPU's, on which attention stays a kernel when it is traced."""
-    if not any(spec.example.is_meta for spec in region.inputs):
-        return region
-    if region.forward not in _MOVED:
-        moved = clone(region.forward)
-        for node in moved.graph.nodes:
-            if "device" in node.kwargs:
-                node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
-        _MOVED[region.forward] = moved
-    specs = tuple(replace(spec, example=_on_cpu(spec.example)) for spec in region.inputs)
-    return replace(region, forward=_MOVED[region.forward], inputs=specs)
-
-
-def _on_cpu(fake: Any) -> torch.Tensor:
-    if fake not in _TWINS:
-        with fake.fake_mode:
-            _TWINS[fake] = memory_like(fake, device="cpu")
-    return _TWINS[fake]
-
-
-def _cost(call: fx.Node, figures: Figures, measure: Measure) -> CallCost:
-    """What a region's call takes, results and gradients of their own apart."""
-    inputs: Any = call.args[0]
-    results = {user.args[1]: user for user in call.users if is_call(user, getitem)}
-    of_kind: dict[str, dict[Any, fx.Node]] = {"input": dict(enumerate(inputs)), "output": results}
-    read = [(of_kind.get(kind, {}).get(place), size) for (kind, place), size in figures.saved]
-    made = sum(nbytes(result, measure) for result in results.values())
-    kept = sum(size for value, size in read if value is None)
-    graded = {*filter(needs_grad, inputs), *filter(needs_grad, results.values())}
-    return CallCost(
-        tuple(value for value, _ in read if value is not None),
-        kept,
-        max(0, figures.forward_bytes - made - kept),
-        max(0, figures.backward_bytes - sum(nbytes(value, measure) for value in graded)),
-    )
-
-
-def _away(call: fx.Node, figures: Figures, own: Sequence[int], choice: CutLayer) -> int:
-    """Bytes of what a region keeps that wait on the host.
-
-    Its own outputs are the next layer's inputs, and what several layers read is no layer's.
-    """
-    count, host = len(call.meta["val"]), 0
-    for (kind, place), size in figures.saved:
-        if kind == "output" and place >= count:
-            host += size if choice.kept_on == "host" else 0
-        elif kind == "input" and place in own:
-            host += size if choice.inputs_on == "host" else 0
-    return host
-
-
-def _eager_seconds(nodes: Iterable[fx.Node], measure: Measure, target: Target) -> float:
-    """Of ops that run one by one, forward and backward."""
-    values = [n for n in nodes if is_tensor(n) and not is_view(n) and n.target is not getitem]
-    return _EAGER_PASSES * sum(nbytes(n, measure) for n in values) / target.bandwidth
-
-
-def _read_by(values: Iterable[fx.Node], ops: Iterable[fx.Node]) -> list[fx.Node]:
-    readers = {*ops}
-    return [value for value in values if not readers.isdisjoint(value.users)]
-
-
 def _wanted(layer: OutlinedLayer) -> int:
     """How many gradients a layer computes."""
     return sum(spec.needs_grad for call in layer.calls for spec in call.meta["region"].inputs)
@@ -594,138 +462,3 @@ def _hidden(layer: OutlinedLayer) -> fx.Node:
     inputs: Any = layer.calls[0].args[0]
     made: list[fx.Node] = [node for node in inputs if node.op == "call_function"] or inputs[:1]
     return max(made, key=lambda node: (needs_grad(node), val_of(node).dim()))
-
-
-class _Outer:
-    """What is outside of the layers: weights, embeddings, the last norm, head and loss.
-
-    Attributes:
-        base_bytes: alive from the step's begin to its end.
-        head_bytes: allocated at most between the last layer's forward and its backward.
-        gradients: bytes of the gradients of weights ahead of the layers, and of those behind; where
-            a weight has a gradient, the new one is added to it.
-        held_bytes: of gradients that are there from the begin.
-        seconds: of all of it.
-    """
-
-    def __init__(self, step: StepChain) -> None:
-        self._step = step
-        graph, runs = step.gm.graph, [run for runs in step.stretches.values() for run in runs]
-        inside = {node for run in runs for node in run.nodes}
-        ops = [node for node in graph.nodes if node.op == "call_function"]
-        begin = next((place for place, node in enumerate(ops) if node in inside), 0)
-        end = max((place + 1 for place, node in enumerate(ops) if node in inside), default=0)
-        outside = [node for node in ops if node not in inside]
-        ahead, behind = ops[:begin], ops[end:]
-        between = [node for node in ops[begin:end] if node not in inside]
-        weights = [node for node in graph.find_nodes(op="placeholder") if is_tensor(node)]
-        trained = [node for node in weights if needs_grad(node)]
-        states = _ADAM_STATES * self._bytes(trained) // step.state_shards
-        shared = self._bytes(self._shared(ahead)) + self._buffers(ops)
-        shared += profile(between, step.measure, self._cost).kept_bytes
-        self.held_bytes = self._bytes(step.holding)
-        self.base_bytes = self._bytes(weights) + states + shared + _LIBRARIES + self.held_bytes
-        headed = {*_read_by(trained, behind)}
-        self.gradients = self._bytes(_read_by(trained, ahead)), self._bytes(headed - step.holding)
-        self.head_bytes = profile(behind, step.measure, self._cost).peak_bytes
-        self.head_bytes += self._bytes(headed & step.holding)
-        eager = _eager_seconds(outside, step.measure, step.target)
-        self.seconds = eager + sum(map(self._seconds, outside))
-
-    def _bytes(self, nodes: Iterable[fx.Node]) -> int:
-        return sum(nbytes(node, self._step.measure) for node in nodes)
-
-    def _buffers(self, ops: Iterable[fx.Node]) -> int:
-        """Two of the largest piece of the weights that ranks have parts of (``ops.sharded``)."""
-        bodies = {region.forward for op in ops if (region := region_at(op)) is not None}
-        inside = (node for body in bodies for node in body.graph.nodes)
-        read = [found for node in (*ops, *inside) if (found := shared_weight(node)) is not None]
-        sizes = ((rows, self._step.measure(shape_of(part)[1])) for part, rows in read)
-        return 2 * max((piece_bytes(*size) for size in sizes), default=0)
-
-    def _shared(self, ahead: Sequence[fx.Node]) -> set[fx.Node]:
-        """What stays until the backward and is no layer's: what several layers read, or the ops
-        behind them, and what derivatives of the ops ahead do."""
-        shared = {base_of(value) for node in ahead for value in read_later(node)}
-        for run in (run for runs in self._step.stretches.values() for run in runs):
-            read = {base_of(arg) for node in run.nodes for arg in node.all_input_nodes}
-            shared |= read - run.given - {*run.nodes}
-        return {node for node in shared if node.op == "call_function"}
-
-    def _cost(self, node: fx.Node) -> CallCost | None:
-        """A head's, or that of another region that is no layer; None for ATen ops."""
-        if is_loss_head(node):
-            return self._head_cost(node)
-        if (region := region_at(node)) is None:
-            return None
-        return _cost(node, self._figures(node, region), self._step.measure)
-
-    def _head_cost(self, node: fx.Node) -> CallCost:
-        """A head whose gradient is made in the forward keeps a vector of the size of the hidden
-        states for each output; another one keeps the states themselves."""
-        given, wanted = bound(node), _differentiated(node)
-        hidden = given["hidden"]
-        if _made_in_forward(node):
-            return CallCost((), len(wanted) * self._bytes([hidden]), _HEAD_SCRATCH, 0)
-        piece = 0 if given.get("weight_scale") is None else WIDENED
-        sums = 4 * self._step.measure(volume(val_of(hidden)))
-        backward = self._gradient_scratch(node) + sums + piece
-        return CallCost((hidden,), 0, _HEAD_SCRATCH + piece, backward)
-
-    def _gradient_scratch(self, node: fx.Node) -> int:
-        """Of a trained head a tile of the logits' gradient, and where that is not all rows the sums
-        over them of the weight's."""
-        given, measure = bound(node), self._step.measure
-        if not needs_grad(given["weight"]):
-            return _HEAD_BACKWARD_SCRATCH
-        *sizes, width = map(measure, shape_of(given["hidden"]))
-        entries, rows = measure(shape_of(given["weight"])[0]), prod(sizes)
-        tile = head_plan.for_gradient(rows, width, entries, _MULTIPROCESSORS)
-        sums = 4 * tile.vocab * width if tile.rows < rows else 0
-        return 2 * min(rows, tile.rows) * tile.vocab + sums
-
-    def _figures(self, node: fx.Node, region: Region) -> Figures:
-        inputs: Any = node.args[0]
-        tile: Any = node.args[2]
-        step, values = self._step, [arg.meta["val"] for arg in inputs]
-        return step.profiles(_off_meta(region)).at(values, step.measure, step.target, tile)
-
-    def _seconds(self, node: fx.Node) -> float:
-        """Of a head, N rows, H wide, V entries, or of another region.
-
-        A head's products take 2 N H V FLOPs each: the logits, and the gradient of the rows; where
-        that is not made in the forward, the logits once more; and the weight's gradient.
-        """
-        if (region := region_at(node)) is not None:
-            figures = self._figures(node, region)
-            return figures.forward_s + figures.backward_s
-        measure, target = self._step.measure, self._step.target
-        brought = brought_bytes(node, measure) / target.peer_link
-        if not is_loss_head(node):
-            return brought
-        given = bound(node)
-        *rows, width = map(measure, shape_of(given["hidden"]))
-        entries = measure(given.get("vocab") or shape_of(given["weight"])[0]) * width
-        products = reads = 1
-        if _differentiated(node):
-            again = not _made_in_forward(node)
-            products, reads = 2 + again + needs_grad(given["weight"]), 1 + again
-        return max(2 * products * prod(rows) * entries / target.product_flops, reads * brought)
-
-
-def _differentiated(head: fx.Node) -> set[str]:
-    """The outputs of a loss head whose gradients are taken."""
-    given = bound(head)
-    if not any(map(needs_grad, head.all_input_nodes)):
-        return set()
-    names = given["outputs"] if given["grad_outputs"] is None else given["grad_outputs"]
-    return {*parse_outputs(names)} & {*DIFFERENTIABLE}
-
-
-def _made_in_forward(head: fx.Node) -> bool:
-    """Whether a loss head's forward makes its gradients, too."""
-    given = bound(head)
-    if "vocab" in given:  # one that is read in pieces makes none
-        return False
-    frozen = not needs_grad(given["weight"]) and not needs_grad(given["bias"])
-    return frozen and _differentiated(head) <= {*MADE_IN_FORWARD}

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import fxrl
-from fxrl.compile.planning import as_chosen, known_profiles
+from fxrl.compile.region_costs import as_chosen, known_profiles
 from fxrl.ir.derived import DerivedInputs, derived_inputs
 from fxrl.ir.plan import CutLayer, Keep, Plan
 from fxrl.ir.printer import print_graph

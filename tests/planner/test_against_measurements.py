@@ -9,6 +9,7 @@ import torch
 import fxrl
 from bench.lib import qwen
 from fxrl import losses
+from fxrl.ir.plan import CutLayer, Plan
 from fxrl.planner.target import TARGETS
 
 pytest.importorskip("transformers")
@@ -25,10 +26,12 @@ def name(row):
     return f"{row['shape']}-{row['trained']}-{row['gpu_memory']}".replace(" ", "")
 
 
-def planned(shape, rank, layers, size, accumulated=False, **budgets):
+def planned(shape, rank, layers, size, accumulated=False, kept=(), **budgets):
     torch._dynamo.reset()
     model = qwen.make_model(shape, "meta", layers=layers, rank=rank, checkpointing=False)
-    step = fxrl.optimize(model, losses.grpo(beta=0.0), fxrl.Config(min_saved_bytes=0, **budgets))
+    given = Plan({f"0:model.layers.{i}": CutLayer(cut) for i, cut in enumerate(kept)})
+    config = fxrl.Config(min_saved_bytes=0, **budgets)
+    step = fxrl.optimize(model, losses.grpo(beta=0.0), config, plan=given)
     rows, tokens = size
     return step.plan_for(
         {
@@ -54,11 +57,16 @@ def test_memory_and_seconds_are_as_measured(row):
 
 
 @pytest.mark.parametrize(
-    ("shape", "layers", "accumulated", "peak_gib"),
-    [("qwen3-1.7b", 4, True, 7.101), ("qwen3-30b-a3b", 2, False, 15.22)],
-    ids=["second micro-batch", "experts"],
+    ("shape", "accumulated", "kept", "peak_gib"),
+    [
+        ("qwen3-1.7b", True, ["products"] * 4, 7.101),
+        ("qwen3-1.7b", True, ["fewest"] * 3 + ["attention"], 6.221),
+        ("qwen3-30b-a3b", False, ["products"] * 2, 15.22),
+    ],
+    ids=["second micro-batch", "the same, short of memory", "experts"],
 )
-def test_memory_of_full_fine_tuning(shape, layers, accumulated, peak_gib):
-    """Peaks of an H200 (``bench.predictions``, 1 x 8192 tokens, everything kept)."""
-    plan = planned(shape, 0, layers, (1, 8192), accumulated=accumulated, gpu_memory="60GiB")
+def test_memory_of_full_fine_tuning(shape, accumulated, kept, peak_gib):
+    """Peaks of an H200 (``bench.predictions``, 1 x 8192 tokens)."""
+    given = {"accumulated": accumulated, "kept": kept, "gpu_memory": "60GiB"}
+    plan = planned(shape, 0, len(kept), (1, 8192), **given)
     assert plan.peak_gpu_bytes / 2**30 == pytest.approx(peak_gib, rel=0.01)

@@ -1,0 +1,189 @@
+"""What a step takes outside of its layers: weights, embeddings, the last norm, head and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from fxrl.analysis.saved_tensors import read_later
+from fxrl.analysis.stretches import Stretch
+from fxrl.compile.bodies.figures import Figures
+from fxrl.compile.region_costs import Profiles, call_cost, eager_seconds, off_meta
+from fxrl.ir.graph import base_of, bound, is_loss_head, is_tensor, needs_grad, shape_of, val_of
+from fxrl.ir.region import Region, region_at
+from fxrl.kernels.hopper import plan as head_plan
+from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, MADE_IN_FORWARD, parse_outputs
+from fxrl.ops.piecewise_head import WIDENED
+from fxrl.ops.sharded import piece_bytes
+from fxrl.planner.cost import brought_bytes
+from fxrl.planner.eager_profile import CallCost, profile
+from fxrl.planner.memory_profile import nbytes
+from fxrl.planner.schedule import Measure, shared_weight, volume
+from fxrl.planner.target import Target
+
+_ADAM_STATES = 2
+#: What cuBLAS holds for its products.
+_LIBRARIES = 64 * 2**20
+#: What a loss head's tiles take (``kernels.hopper.plan``), and those of a backward that has any.
+_HEAD_SCRATCH = 200 * 2**20
+_HEAD_BACKWARD_SCRATCH = 256 * 2**20
+#: Of the GPUs that have the CUDA route of the loss head; others' tiles are no larger.
+_MULTIPROCESSORS = 132
+
+
+def _read_by(values: Iterable[fx.Node], ops: Iterable[fx.Node]) -> set[fx.Node]:
+    readers = {*ops}
+    return {value for value in values if not readers.isdisjoint(value.users)}
+
+
+class Outside:
+    """What is outside of the layers: weights, embeddings, the last norm, head and loss.
+
+    Args:
+        runs: the layers' ops.
+        holding: the weights that have a gradient.
+        state_shards: ranks that share out the optimizer's states.
+
+    Attributes:
+        base_bytes: alive from the step's begin to its end.
+        head_bytes: allocated at most between the last layer's forward and its backward.
+        gradients: bytes of the gradients of weights ahead of the layers, and of those behind; where
+            a weight has a gradient, the new one is added to it.
+        held_bytes: of gradients that are there from the begin.
+        seconds: of all of it.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        runs: Sequence[Stretch],
+        profiles: Profiles,
+        target: Target,
+        measure: Measure,
+        holding: frozenset[fx.Node],
+        state_shards: int,
+    ) -> None:
+        self._runs, self._profiles, self._target, self._measure = runs, profiles, target, measure
+        inside = {node for run in runs for node in run.nodes}
+        ops = [node for node in gm.graph.nodes if node.op == "call_function"]
+        begin = next((place for place, node in enumerate(ops) if node in inside), 0)
+        end = max((place + 1 for place, node in enumerate(ops) if node in inside), default=0)
+        outside = [node for node in ops if node not in inside]
+        ahead, behind = ops[:begin], ops[end:]
+        between = [node for node in ops[begin:end] if node not in inside]
+        weights = [node for node in gm.graph.find_nodes(op="placeholder") if is_tensor(node)]
+        trained = [node for node in weights if needs_grad(node)]
+        states = _ADAM_STATES * self._bytes(trained) // state_shards
+        shared = self._bytes(self._shared(ahead)) + self._buffers(ops)
+        shared += profile(between, measure, self._cost).kept_bytes
+        self.held_bytes = self._bytes(holding)
+        self.base_bytes = self._bytes(weights) + states + shared + _LIBRARIES + self.held_bytes
+        embedded, headed = _read_by(trained, ahead), _read_by(trained, behind)
+        # The gradient of a weight that has one is added to that at once, unless the weight is read
+        # ahead of the layers, too (it is tied): then it waits for the rest of itself.
+        added = (headed & holding) - embedded
+        self.gradients = self._bytes(embedded), self._bytes(headed - added)
+        self.head_bytes = profile(behind, measure, self._cost).peak_bytes + self._bytes(added)
+        eager = eager_seconds(outside, measure, target)
+        self.seconds = eager + sum(map(self._seconds, outside))
+
+    def _bytes(self, nodes: Iterable[fx.Node]) -> int:
+        return sum(nbytes(node, self._measure) for node in nodes)
+
+    def _buffers(self, ops: Iterable[fx.Node]) -> int:
+        """Two of the largest piece of the weights that ranks have parts of (``ops.sharded``)."""
+        bodies = {region.forward for op in ops if (region := region_at(op)) is not None}
+        inside = (node for body in bodies for node in body.graph.nodes)
+        read = [found for node in (*ops, *inside) if (found := shared_weight(node)) is not None]
+        sizes = ((rows, self._measure(shape_of(part)[1])) for part, rows in read)
+        return 2 * max((piece_bytes(*size) for size in sizes), default=0)
+
+    def _shared(self, ahead: Sequence[fx.Node]) -> set[fx.Node]:
+        """What stays until the backward and is no layer's: what several layers read, or the ops
+        behind them, and what derivatives of the ops ahead do."""
+        shared = {base_of(value) for node in ahead for value in read_later(node)}
+        for run in self._runs:
+            read = {base_of(arg) for node in run.nodes for arg in node.all_input_nodes}
+            shared |= read - run.given - {*run.nodes}
+        return {node for node in shared if node.op == "call_function"}
+
+    def _cost(self, node: fx.Node) -> CallCost | None:
+        """A head's, or that of another region that is no layer; None for ATen ops."""
+        if is_loss_head(node):
+            return self._head_cost(node)
+        if (region := region_at(node)) is None:
+            return None
+        return call_cost(node, self._figures(node, region), self._measure)
+
+    def _head_cost(self, node: fx.Node) -> CallCost:
+        """A head whose gradient is made in the forward keeps a vector of the size of the hidden
+        states for each output; another one keeps the states themselves."""
+        given, wanted = bound(node), _differentiated(node)
+        hidden = given["hidden"]
+        if _made_in_forward(node):
+            return CallCost((), len(wanted) * self._bytes([hidden]), _HEAD_SCRATCH, 0)
+        piece = 0 if given.get("weight_scale") is None else WIDENED
+        sums = 4 * self._measure(volume(val_of(hidden)))
+        backward = self._gradient_scratch(node) + sums + piece
+        return CallCost((hidden,), 0, _HEAD_SCRATCH + piece, backward)
+
+    def _gradient_scratch(self, node: fx.Node) -> int:
+        """Of a trained head a tile of the logits' gradient, and where that is not all rows the sums
+        over them of the weight's."""
+        given, measure = bound(node), self._measure
+        if not needs_grad(given["weight"]):
+            return _HEAD_BACKWARD_SCRATCH
+        *sizes, width = map(measure, shape_of(given["hidden"]))
+        entries, rows = measure(shape_of(given["weight"])[0]), prod(sizes)
+        tile = head_plan.for_gradient(rows, width, entries, _MULTIPROCESSORS)
+        sums = 4 * tile.vocab * width if tile.rows < rows else 0
+        return 2 * min(rows, tile.rows) * tile.vocab + sums
+
+    def _figures(self, node: fx.Node, region: Region) -> Figures:
+        inputs: Any = node.args[0]
+        tile: Any = node.args[2]
+        values = [arg.meta["val"] for arg in inputs]
+        return self._profiles(off_meta(region)).at(values, self._measure, self._target, tile)
+
+    def _seconds(self, node: fx.Node) -> float:
+        """Of a head, N rows, H wide, V entries, or of another region.
+
+        A head's products take 2 N H V FLOPs each: the logits, and the gradient of the rows; where
+        that is not made in the forward, the logits once more; and the weight's gradient.
+        """
+        if (region := region_at(node)) is not None:
+            figures = self._figures(node, region)
+            return figures.forward_s + figures.backward_s
+        measure, target = self._measure, self._target
+        brought = brought_bytes(node, measure) / target.peer_link
+        if not is_loss_head(node):
+            return brought
+        given = bound(node)
+        *rows, width = map(measure, shape_of(given["hidden"]))
+        entries = measure(given.get("vocab") or shape_of(given["weight"])[0]) * width
+        products = reads = 1
+        if _differentiated(node):
+            again = not _made_in_forward(node)
+            products, reads = 2 + again + needs_grad(given["weight"]), 1 + again
+        return max(2 * products * prod(rows) * entries / target.product_flops, reads * brought)
+
+
+def _differentiated(head: fx.Node) -> set[str]:
+    """The outputs of a loss head whose gradients are taken."""
+    given = bound(head)
+    if not any(map(needs_grad, head.all_input_nodes)):
+        return set()
+    names = given["outputs"] if given["grad_outputs"] is None else given["grad_outputs"]
+    return {*parse_outputs(names)} & {*DIFFERENTIABLE}
+
+
+def _made_in_forward(head: fx.Node) -> bool:
+    """Whether a loss head's forward makes its gradients, too."""
+    given = bound(head)
+    if "vocab" in given:  # one that is read in pieces makes none
+        return False
+    frozen = not needs_grad(given["weight"]) and not needs_grad(given["bias"])
+    return frozen and _differentiated(head) <= {*MADE_IN_FORWARD}

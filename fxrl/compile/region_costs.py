@@ -1,0 +1,125 @@
+"""What regions cost: their bodies as they will be compiled, traced and read as kernels.
+
+NOTE [Why off meta]: bodies on ``meta`` are traced as a CPU's; only there does attention stay a
+kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from operator import getitem
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxrl.compile.bodies.figures import BodyProfile, Figures
+from fxrl.compile.bodies.inductor import InductorOptions
+from fxrl.compile.bodies.variants import CompiledRegion, build_region
+from fxrl.ir.graph import clone, is_call, is_tensor, is_view, memory_like, needs_grad
+from fxrl.ir.plan import CutLayer, Plan
+from fxrl.ir.region import Region
+from fxrl.passes.tile_tokens import tile_widest
+from fxrl.planner.eager_profile import CallCost
+from fxrl.planner.memory_profile import nbytes
+from fxrl.planner.schedule import Measure
+from fxrl.planner.target import Target
+
+_EAGER_PASSES = 6  # over each value: written and read, forward and backward, and its gradient
+
+#: A region's body as kernels; traced when it is first asked for.
+Profiles = Callable[[Region], BodyProfile]
+
+
+def known_profiles(
+    options: InductorOptions | None, plan: Plan, seen: Mapping[str, float] | None = None
+) -> Profiles:
+    """Profiles of bodies as they will be compiled, each made once.
+
+    Args:
+        seen: what is known of computed masks (``compile.mask_shares``).
+    """
+    known: dict[str, BodyProfile] = {}
+    of_body: dict[str, CompiledRegion] = {}
+
+    def profile(region: Region) -> BodyProfile:
+        if region.id not in known:
+            body = replace(region, cut="inputs").id
+            built = build_region(region, options, plan, of_body.get(body))
+            of_body.setdefault(body, built)
+            known[region.id] = BodyProfile(built, seen)
+        return known[region.id]
+
+    return profile
+
+
+def as_chosen(region: Region, choice: CutLayer) -> Region | None:
+    """The region that the passes will make of one; None where it has nothing to tile."""
+    cut = replace(off_meta(region), cut=choice.kept)
+    return tile_widest(cut, choice.tile_tokens) if choice.tile_tokens else cut
+
+
+#: Graphs and fake tensors on ``meta``, and the same on a CPU.
+_MOVED: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
+_TWINS: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+
+
+def off_meta(region: Region) -> Region:
+    """A region on ``meta`` as a CPU's, on which attention stays a kernel when it is traced."""
+    if not any(spec.example.is_meta for spec in region.inputs):
+        return region
+    if region.forward not in _MOVED:
+        moved = clone(region.forward)
+        for node in moved.graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+        _MOVED[region.forward] = moved
+    specs = tuple(replace(spec, example=_on_cpu(spec.example)) for spec in region.inputs)
+    return replace(region, forward=_MOVED[region.forward], inputs=specs)
+
+
+def _on_cpu(fake: Any) -> torch.Tensor:
+    if fake not in _TWINS:
+        with fake.fake_mode:
+            _TWINS[fake] = memory_like(fake, device="cpu")
+    return _TWINS[fake]
+
+
+def call_cost(call: fx.Node, figures: Figures, measure: Measure) -> CallCost:
+    """What a region's call takes, results and gradients of their own apart."""
+    inputs: Any = call.args[0]
+    results = {user.args[1]: user for user in call.users if is_call(user, getitem)}
+    of_kind: dict[str, dict[Any, fx.Node]] = {"input": dict(enumerate(inputs)), "output": results}
+    read = [(of_kind.get(kind, {}).get(place), size) for (kind, place), size in figures.saved]
+    made = sum(nbytes(result, measure) for result in results.values())
+    kept = sum(size for value, size in read if value is None)
+    graded = {*filter(needs_grad, inputs), *filter(needs_grad, results.values())}
+    return CallCost(
+        tuple(value for value, _ in read if value is not None),
+        kept,
+        max(0, figures.forward_bytes - made - kept),
+        max(0, figures.backward_bytes - sum(nbytes(value, measure) for value in graded)),
+    )
+
+
+def away_bytes(call: fx.Node, figures: Figures, own: Sequence[int], choice: CutLayer) -> int:
+    """Bytes of what a region keeps that wait on the host.
+
+    Its own outputs are the next layer's inputs, and what several layers read is no layer's.
+    """
+    count, host = len(call.meta["val"]), 0
+    for (kind, place), size in figures.saved:
+        if kind == "output" and place >= count:
+            host += size if choice.kept_on == "host" else 0
+        elif kind == "input" and place in own:
+            host += size if choice.inputs_on == "host" else 0
+    return host
+
+
+def eager_seconds(nodes: Iterable[fx.Node], measure: Measure, target: Target) -> float:
+    """Of ops that run one by one, forward and backward."""
+    values = [n for n in nodes if is_tensor(n) and not is_view(n) and n.target is not getitem]
+    return _EAGER_PASSES * sum(nbytes(n, measure) for n in values) / target.bandwidth
