@@ -47,7 +47,7 @@ from fxrl.ir.sizes import measure_by
 from fxrl.kernels.hopper import plan as head_plan
 from fxrl.ops.host_memory import PAGE
 from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, MADE_IN_FORWARD, parse_outputs
-from fxrl.ops.piecewise_head import WIDENED
+from fxrl.ops.piecewise_head import WIDENED, online_bytes
 from fxrl.ops.sharded import piece_bytes
 from fxrl.passes.offload import own_inputs
 from fxrl.passes.recompute import OutlinedLayer, outlined_layers
@@ -665,9 +665,12 @@ class _Outer:
         states for each output; another one keeps the states themselves."""
         given, wanted = bound(node), _differentiated(node)
         hidden = given["hidden"]
-        if _made_in_forward(node):
-            return CallCost((), len(wanted) * self._bytes([hidden]), _HEAD_SCRATCH, 0)
         piece = 0 if given.get("weight_scale") is None else WIDENED
+        if _made_in_forward(node):
+            *rows, width = map(self._step.measure, shape_of(hidden))
+            sums = online_bytes(prod(rows), width, val_of(hidden).dtype) if "vocab" in given else 0
+            scratch = _HEAD_SCRATCH + piece + sums
+            return CallCost((), len(wanted) * self._bytes([hidden]), scratch, 0)
         sums = 4 * self._step.measure(volume(val_of(hidden)))
         backward = self._gradient_scratch(node) + sums + piece
         return CallCost((hidden,), 0, _HEAD_SCRATCH + piece, backward)
@@ -725,7 +728,5 @@ def _differentiated(head: fx.Node) -> set[str]:
 def _made_in_forward(head: fx.Node) -> bool:
     """Whether a loss head's forward makes its gradients, too."""
     given = bound(head)
-    if "vocab" in given:  # one that is read in pieces makes none
-        return False
     frozen = not needs_grad(given["weight"]) and not needs_grad(given["bias"])
     return frozen and _differentiated(head) <= {*MADE_IN_FORWARD}
