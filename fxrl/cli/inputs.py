@@ -22,8 +22,15 @@ from fxrl.losses.own_code import importable_from, load_function
 from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model, lora, tiny_config
 from fxrl.models.hf import why_no_hub
 from fxrl.models.load import Source, find_file, in_bits, read_config, resolve
-from fxrl.models.quantized import Asked, Quantization, settled
+from fxrl.models.quantized import (
+    Asked,
+    Quantization,
+    put_as_stored,
+    quantization_of,
+    settled,
+)
 from fxrl.models.sharded import shard_skeleton
+from fxrl.models.stored import stored_format
 from fxrl.models.tiny import parse_tiny
 from fxrl.ops.dequantized import Format
 from fxrl.planner.target import TARGETS, Target
@@ -72,8 +79,14 @@ def empty_model(args: argparse.Namespace, *, as_trained: bool = False) -> nn.Mod
         as_trained: as ``fxrl train`` runs it: an adapter on bf16 weights under autocast.
     """
     config = _hf_config(args.model)
-    bits = settled(args.model, config, _quantization(args))
-    model = _trainable(in_bits(build_from_config(config, args.dtype, "meta"), bits), args)
+    bits, model = _quantization(args), build_from_config(config, args.dtype, "meta")
+    how = settled(args.model, config, bits)
+    if how is None or stored_format(quantization_of(config)) is None:
+        model = in_bits(model, how)
+    else:
+        place = Path(args.model).expanduser()
+        model = put_as_stored(model, place if place.is_dir() else None, how)
+    model = _trainable(model, args)
     if getattr(args, "sharded", False):
         model = shard_skeleton(model, _sharing(args))
     for module in model.modules() if as_trained and args.lora and args.dtype == "bf16" else ():

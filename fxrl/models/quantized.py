@@ -20,6 +20,7 @@ from fxrl.models.checkpoint import (
     build_skeleton,
     held_weights,
     owner_of,
+    stored_names,
 )
 from fxrl.models.hf import ModelError
 from fxrl.models.stored import (
@@ -27,9 +28,12 @@ from fxrl.models.stored import (
     Stored,
     config_of,
     is_stored,
+    names_stored,
     read_stored,
+    recipe_of,
     stored_format,
     to_store,
+    words_stored,
 )
 from fxrl.ops.dequantized import (
     FORMATS,
@@ -97,7 +101,7 @@ class Quantization:
             ModelError: ``skip`` names no Linear, one's inputs are no multiple of 64, in 4 bits, or
                 embeddings or head cannot be held so.
         """
-        weights, ends = held_weights(model), self._ends(model)
+        weights, ends = held_weights(model), self.ends(model)
         found = [p for one in weights for p, m in one.holders.items() if type(m) is nn.Linear]
         for pattern in self.skip:
             if not any(names_module(pattern, path) for path in found):
@@ -129,7 +133,7 @@ class Quantization:
         return chosen
 
     @staticmethod
-    def _ends(model: nn.Module) -> dict[str, nn.Module | None]:
+    def ends(model: nn.Module) -> dict[str, nn.Module | None]:
         """Where tokens become vectors, and vectors logits, under whatever adapter."""
         names = {"embeddings": "get_input_embeddings", "head": "get_output_embeddings"}
         found = {end: getattr(model, name, lambda: None)() for end, name in names.items()}
@@ -426,6 +430,32 @@ def load_quantized(
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
+def put_as_stored(model: nn.Module, place: Path | None, how: Quantization) -> nn.Module:
+    """Hold the weights of a model on ``meta`` as ``load_quantized`` would, and read none.
+
+    Args:
+        model: of a configuration that says how a checkpoint is quantised; changed in place.
+        place: the checkpoint's folder, whose tensors' names say which weights are; None, or a
+            folder without safetensors, leaves that to the configuration's words.
+        how: ``settled`` for it.
+    """
+    config = quantization_of(getattr(model, "config", None)) or {}
+    names = stored_names(place) if place is not None else {}
+    head = Quantization.ends(model)["head"]
+
+    def stored(path: str, module: nn.Module) -> bool:
+        if names:
+            return names_stored(names, path)
+        kind = "Embedding" if isinstance(module, nn.Embedding) else "Linear"
+        return words_stored(config, path, "head" if module is head else kind)
+
+    held = [w for w in held_weights(model) if any(stored(*one) for one in w.holders.items())]
+    held += [w for w in how.chosen(model, trained=True, linears=False) if w not in held]
+    for one in held:
+        how.put(model, one, one.weight.detach())
+    return model
+
+
 def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization | None:
     """How a checkpoint's weights will be held: as they are stored, else as asked for.
 
@@ -436,10 +466,11 @@ def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization
     how = None if asked is None else as_quantization(asked)
     if held is None:
         return how
-    stored = Quantization(held)
+    stored = Quantization(held, recipe_of(quantization_of(config)))
     if how is not None:
         stored = replace(stored, embeddings=how.embeddings, head=how.head)
-    if how not in (None, stored):
+    default = replace(stored, recipe="row")
+    if how not in (None, stored, default):
         raise ModelError(
             f"model {str(place)!r} is quantised already, as {held}: quantization={asked!r} needs "
             f"the checkpoint in bf16; leave it out, or set {held!r}"
