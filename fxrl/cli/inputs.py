@@ -21,16 +21,9 @@ from fxrl.losses import by_name, completion_logits, token_stats
 from fxrl.losses.own_code import importable_from, load_function
 from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model, lora, tiny_config
 from fxrl.models.hf import why_no_hub
-from fxrl.models.load import Source, find_file, in_bits, read_config, resolve
-from fxrl.models.quantized import (
-    Asked,
-    Quantization,
-    put_as_stored,
-    quantization_of,
-    settled,
-)
+from fxrl.models.load import Source, find_file, read_config, resolve
+from fxrl.models.quantized import Asked, Quantization, settled, skeleton_in_bits
 from fxrl.models.sharded import shard_skeleton
-from fxrl.models.stored import stored_format
 from fxrl.models.tiny import parse_tiny
 from fxrl.ops.dequantized import Format
 from fxrl.planner.target import TARGETS, Target
@@ -81,11 +74,9 @@ def empty_model(args: argparse.Namespace, *, as_trained: bool = False) -> nn.Mod
     config = _hf_config(args.model)
     bits, model = _quantization(args), build_from_config(config, args.dtype, "meta")
     how = settled(args.model, config, bits)
-    if how is None or stored_format(quantization_of(config)) is None:
-        model = in_bits(model, how)
-    else:
+    if how is not None:
         place = Path(args.model).expanduser()
-        model = put_as_stored(model, place if place.is_dir() else None, how)
+        model = skeleton_in_bits(model, place if place.is_dir() else None, how)
     model = _trainable(model, args)
     if getattr(args, "sharded", False):
         model = shard_skeleton(model, _sharing(args))

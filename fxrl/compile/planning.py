@@ -640,7 +640,7 @@ class _Outer:
         bodies = {region.forward for op in ops if (region := region_at(op)) is not None}
         inside = (node for body in bodies for node in body.graph.nodes)
         read = [found for node in (*ops, *inside) if (found := shared_weight(node)) is not None]
-        sizes = ((rows, self._step.measure(shape_of(part)[1])) for part, rows in read)
+        sizes = ((rows, self._step.measure(shape_of(part)[1]), form) for part, rows, form in read)
         return 2 * max((piece_bytes(*size) for size in sizes), default=0)
 
     def _shared(self, ahead: Sequence[fx.Node]) -> set[fx.Node]:

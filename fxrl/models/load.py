@@ -206,8 +206,7 @@ def load_model(
         scalar_head: a sequence classifier with one label, a reward model; its head is
             random where the checkpoint has none.
         peers: ranks that share the weights of Linears and embeddings out (``Sharded``), each of
-            which reads its part; all of them call this. Not with ``quantization`` or
-            ``scalar_head``.
+            which reads its part; all of them call this. Not with ``scalar_head``.
         on_progress: is told, in words, of a download or a conversion under way.
 
     Returns:
@@ -342,7 +341,11 @@ def _pretrained(
     quantised = _is_quantised(source, config, quantization)
     if quantised or peers is not None:
         what = "quantised weights" if quantised else "weights that ranks share out"
-        _check_held(place, what, peers if quantised else None, scalar_head=scalar_head)
+        if scalar_head:
+            raise ModelError(
+                f"model {place!r}: a reward model is not made of {what}; give the checkpoint in "
+                "bf16, whole on every rank"
+            )
         if adapter is not None and source == place:
             cure = "merge it into its base model, or load the base and train a new one"
             why = f"{what} and an adapter in one folder are not loaded"
@@ -352,7 +355,7 @@ def _pretrained(
         if peers is None:
             made = load_quantized(folder, quantization, wanted, device)
         else:
-            made = load_sharded(folder, peers, wanted, device)
+            made = load_sharded(folder, peers, wanted, device, quantization)
         if adapter is not None:
             made.load_adapter(place)
         return made, tokenizer
@@ -378,20 +381,6 @@ def _pretrained(
             "config.json"
         )
     return model, tokenizer
-
-
-def _check_held(place: str, what: str, peers: Peers | None, *, scalar_head: bool) -> None:
-    """Raises where weights are asked for in two ways that do not go together."""
-    if scalar_head:
-        raise ModelError(
-            f"model {place!r}: a reward model is not made of {what}; give the checkpoint in bf16, "
-            "whole on every rank"
-        )
-    if peers is not None:
-        raise ModelError(
-            f"model {place!r}: {what} are not shared out over ranks; give each its own, or the "
-            "checkpoint in bf16"
-        )
 
 
 def _is_quantised(place: str, config: Path | None, quantization: Asked | None) -> bool:

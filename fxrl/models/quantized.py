@@ -45,6 +45,7 @@ from fxrl.ops.dequantized import (
     sizes,
 )
 from fxrl.ops.fp8 import RECIPES, Recipe
+from fxrl.ops.sharded import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,10 +341,10 @@ class QuantizedEmbedding(Quantized, nn.Embedding):
         del destination[f"{prefix}like"]
 
 
-def dtype_of(table: nn.Module) -> torch.dtype:
-    """Of the rows that a table of embeddings gives."""
-    held: Any = table
-    return held.compute_dtype if isinstance(table, QuantizedEmbedding) else held.weight.dtype  # type: ignore[no-any-return]
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Of the rows that a table of embeddings gives, or what adapters beside a Linear take."""
+    held: Any = module
+    return held.compute_dtype if isinstance(module, Quantized) else held.weight.dtype  # type: ignore[no-any-return]
 
 
 def _put(
@@ -430,16 +431,21 @@ def load_quantized(
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
-def put_as_stored(model: nn.Module, place: Path | None, how: Quantization) -> nn.Module:
+def skeleton_in_bits(model: nn.Module, place: Path | None, how: Quantization) -> nn.Module:
     """Hold the weights of a model on ``meta`` as ``load_quantized`` would, and read none.
 
     Args:
-        model: of a configuration that says how a checkpoint is quantised; changed in place.
-        place: the checkpoint's folder, whose tensors' names say which weights are; None, or a
-            folder without safetensors, leaves that to the configuration's words.
+        model: whose configuration says how its checkpoint is stored; changed in place.
+        place: the checkpoint's folder, whose tensors' names say which weights are quantised; None,
+            or a folder without safetensors, leaves that to the configuration's words.
         how: ``settled`` for it.
     """
     config = quantization_of(getattr(model, "config", None)) or {}
+    if stored_format(config) is None:
+        for one in how.chosen(model, trained=True):
+            how.put(model, one, one.weight.detach())
+        note_format(model, how)
+        return model
     names = stored_names(place) if place is not None else {}
     head = Quantization.ends(model)["head"]
 
@@ -454,6 +460,38 @@ def put_as_stored(model: nn.Module, place: Path | None, how: Quantization) -> nn
     for one in held:
         how.put(model, one, one.weight.detach())
     return model
+
+
+def read_in_bits(
+    checkpoint: CheckpointTensors, holders: dict[str, nn.Module], layout: Layout, how: Quantization
+) -> tuple[Tensor, Tensor]:
+    """Values and scales of a weight, as they are stored or quantised now, on the CPU.
+
+    Args:
+        holders: that will have it in common, by path.
+        layout: what its rows will mean.
+
+    Raises:
+        ModelError: see ``load_quantized``.
+    """
+    held: Any = next(iter(holders.values()))
+    shape = torch.Size(sizes(held.held, layout.format))
+    for path in holders:
+        if is_stored(stored := checkpoint.beside(path)):
+            return _read_stored(checkpoint, path, stored, shape, how.format)
+    names = tuple(f"{path}.weight" for path in holders)
+    weight = checkpoint.get(names, shape).to(layout.dtype)
+    return quantized(weight, how.format, how.recipe)
+
+
+def _read_stored(
+    checkpoint: CheckpointTensors, path: str, stored: Stored, shape: torch.Size, format: Format
+) -> tuple[Tensor, Tensor]:
+    try:
+        return read_stored(stored, shape, format)
+    except ValueError as error:
+        where = f"checkpoint {str(checkpoint.folder)!r}: {path}"
+        raise ModelError(f"{where}: {error}") from error
 
 
 def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization | None:
@@ -500,11 +538,7 @@ def _take_stored(
             stored.pop("bias", None)
             if not is_stored(stored):
                 continue
-            try:
-                values, scale = read_stored(stored, one.weight.shape, format)
-            except ValueError as error:
-                where = f"checkpoint {str(checkpoint.folder)!r}: {path}"
-                raise ModelError(f"{where}: {error}") from error
+            values, scale = _read_stored(checkpoint, path, stored, one.weight.shape, format)
             kept = {name: tensor for name, tensor in stored.items() if name not in WEIGHTS}
             _put(model, one, (values.to(device), scale.to(device)), format, kept)
             break

@@ -6,6 +6,7 @@
     format                   weight                weight_scale    a piece of it is
     "part"                   this rank's, bytes    None            brought together from all ranks
     "fp8", "int4", "nf4"     values                scales          widened
+    "part:fp8", ...          this rank's values    scales          both
 
 as ``fxrl.ops.sharded`` and ``fxrl.ops.dequantized`` have them. For each piece of the vocabulary
 ``linear_logprob_forward`` gives the row's values, as if there were no other token; with a_p a
@@ -71,7 +72,7 @@ from fxrl.ops.linear_logprob.op import (
     scaled_vectors,
 )
 from fxrl.ops.out_of_memory import join, with_room
-from fxrl.ops.sharded import Reader, piece_rows, shards_of
+from fxrl.ops.sharded import Layout, Reader, piece_rows, shards_of
 
 #: What a piece's values are combined by, beside the values of the same name.
 _BESIDE = {
@@ -106,27 +107,32 @@ class Held(NamedTuple):
     vocab: int
     dtype: torch.dtype
 
+    def shared(self) -> Layout | None:
+        """What the parts of ranks mean; None where the head is whole on each."""
+        kind, _, format = self.format.partition(":")
+        return Layout(self.vocab, self.dtype, format) if kind == PART else None
+
     def width(self, values: Tensor) -> int:
         """Columns of the head."""
-        if self.format == PART:
-            return values.shape[1] // self.dtype.itemsize
+        if (layout := self.shared()) is not None:
+            return int(layout.columns(values.shape[1]))
         return int(dequantized.sizes([values], self.format)[1])
 
     def piece_rows(self, values: Tensor) -> int:
         """Rows of a piece."""
+        if (layout := self.shared()) is not None:
+            return layout.step(values.shape[1])
         row_bytes = self.width(values) * self.dtype.itemsize
-        if self.format == PART:
-            return piece_rows(self.vocab, row_bytes)
         rows = piece_rows(self.vocab, row_bytes, WIDENED)
         return -(-rows // BLOCK) * BLOCK  # as scales by block want it
 
     def read(self, values: Tensor, reader: Reader) -> None:
         """Have the head read, piece by piece."""
-        if self.format == PART:
-            shards_of(values).read(values, self.vocab, self.dtype, reader)
+        weight = [values] if self.weight_scale is None else [values, self.weight_scale]
+        if (layout := self.shared()) is not None:
+            shards_of(values).read(weight, layout, reader)
         else:
-            assert self.weight_scale is not None
-            weight, step = [values, self.weight_scale], self.piece_rows(values)
+            step = self.piece_rows(values)
             dequantized.read(weight, self.format, self.dtype, step, reader)
 
     def whole(self, head: LossHead) -> LossHead:
