@@ -341,15 +341,8 @@ def _pretrained(
     quantised = _is_quantised(source, config, quantization)
     if quantised or peers is not None:
         what = "quantised weights" if quantised else "weights that ranks share out"
-        if scalar_head:
-            raise ModelError(
-                f"model {place!r}: a reward model is not made of {what}; give the checkpoint in "
-                "bf16, whole on every rank"
-            )
-        if adapter is not None and source == place:
-            cure = "merge it into its base model, or load the base and train a new one"
-            why = f"{what} and an adapter in one folder are not loaded"
-            raise ModelError(f"model {place!r}: {why}; {cure}")
+        beside = adapter is not None and source == place
+        _check_held(place, what, scalar_head=scalar_head, adapter=beside)
         folder, wanted = _folder(source, local=local), None if dtype == "auto" else dtype
         made: Any
         if peers is None:
@@ -381,6 +374,20 @@ def _pretrained(
             "config.json"
         )
     return model, tokenizer
+
+
+def _check_held(place: str, what: str, *, scalar_head: bool, adapter: bool) -> None:
+    """Raises where a model is asked for that such weights do not make."""
+    if scalar_head:
+        raise ModelError(
+            f"model {place!r}: a reward model is not made of {what}; give the checkpoint in bf16, "
+            "whole on every rank"
+        )
+    if adapter:
+        raise ModelError(
+            f"model {place!r}: {what} and an adapter in one folder are not loaded; merge it into "
+            "its base model, or load the base and train a new one"
+        )
 
 
 def _is_quantised(place: str, config: Path | None, quantization: Asked | None) -> bool:
