@@ -168,11 +168,15 @@ class _Emission:
     def _held(self, head: RowExpr, hidden: fx.Node) -> dict[str, Any]:
         """How a head is held that is read in pieces."""
         weight, *layout = head.args[1:]
+        _, *scales = map(self.emit, weight)
+        scale: Any = scales[0] if scales else None
+        dtype = val_of(hidden).dtype
         if str(head.target) == SHARDED_MM:
-            vocab, dtype, _ = layout
-            return Held(None, PART, vocab, dtype)._asdict()
-        values, scale = map(self.emit, weight)
-        vocab, dtype = shape_of(values)[0], val_of(hidden).dtype
+            vocab, stored, format, _ = layout
+            if format:
+                return Held(scale, f"{PART}:{format}", vocab, dtype)._asdict()
+            return Held(None, PART, vocab, stored)._asdict()
+        vocab = shape_of(self.emit(weight[0]))[0]
         return Held(scale, layout[0], vocab, dtype)._asdict()  # type: ignore[arg-type]
 
     def _weight(self, matrix: RowExpr) -> fx.Node:

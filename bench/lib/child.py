@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -17,15 +17,17 @@ def measured(
     *,
     environment: Mapping[str, str] | None = None,
     limit_s: float | None = None,
+    each: Callable[[dict[str, Any]], None] = lambda table: None,
 ) -> dict[str, Any]:
     """What ``command`` prints as JSON behind ``mark``; its other words go to stderr as they come.
 
     Args:
         environment: of the child; this process's own by default.
         limit_s: seconds after which it is ended.
+        each: is given every table as soon as it is printed.
 
     Returns:
-        The table that it printed, or its exit code and last words under ``"error"``.
+        The last table that it printed, or its exit code and last words under ``"error"``.
     """
     print(f"running {' '.join(command[1:])}", file=sys.stderr, flush=True)
     unbuffered = {**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"}
@@ -42,6 +44,7 @@ def measured(
         for line in process.stdout or ():
             if line.startswith(mark):
                 found = json.loads(line[len(mark) :])
+                each(found)
             else:
                 sys.stderr.write(line)
                 sys.stderr.flush()

@@ -21,8 +21,8 @@ from fxrl.losses import by_name, completion_logits, token_stats
 from fxrl.losses.own_code import importable_from, load_function
 from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model, lora, tiny_config
 from fxrl.models.hf import why_no_hub
-from fxrl.models.load import Source, find_file, in_bits, read_config, resolve
-from fxrl.models.quantized import Asked, Quantization, settled
+from fxrl.models.load import Source, find_file, read_config, resolve
+from fxrl.models.quantized import Asked, Quantization, settled, skeleton_in_bits
 from fxrl.models.sharded import shard_skeleton
 from fxrl.models.tiny import parse_tiny
 from fxrl.ops.dequantized import Format
@@ -72,8 +72,12 @@ def empty_model(args: argparse.Namespace, *, as_trained: bool = False) -> nn.Mod
         as_trained: as ``fxrl train`` runs it: an adapter on bf16 weights under autocast.
     """
     config = _hf_config(args.model)
-    bits = settled(args.model, config, _quantization(args))
-    model = _trainable(in_bits(build_from_config(config, args.dtype, "meta"), bits), args)
+    bits, model = _quantization(args), build_from_config(config, args.dtype, "meta")
+    how = settled(args.model, config, bits)
+    if how is not None:
+        place = Path(args.model).expanduser()
+        model = skeleton_in_bits(model, place if place.is_dir() else None, how)
+    model = _trainable(model, args)
     if getattr(args, "sharded", False):
         model = shard_skeleton(model, _sharing(args))
     for module in model.modules() if as_trained and args.lora and args.dtype == "bf16" else ():

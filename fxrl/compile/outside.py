@@ -16,7 +16,7 @@ from fxrl.ir.graph import base_of, bound, is_loss_head, is_tensor, needs_grad, s
 from fxrl.ir.region import Region, region_at
 from fxrl.kernels.hopper import plan as head_plan
 from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, MADE_IN_FORWARD, parse_outputs
-from fxrl.ops.piecewise_head import WIDENED
+from fxrl.ops.piecewise_head import WIDENED, online_bytes
 from fxrl.ops.sharded import piece_bytes
 from fxrl.planner.cost import brought_bytes
 from fxrl.planner.eager_profile import CallCost, profile
@@ -98,7 +98,7 @@ class Outside:
         bodies = {region.forward for op in ops if (region := region_at(op)) is not None}
         inside = (node for body in bodies for node in body.graph.nodes)
         read = [found for node in (*ops, *inside) if (found := shared_weight(node)) is not None]
-        sizes = ((rows, self._measure(shape_of(part)[1])) for part, rows in read)
+        sizes = ((rows, self._measure(shape_of(part)[1]), form) for part, rows, form in read)
         return 2 * max((piece_bytes(*size) for size in sizes), default=0)
 
     def _shared(self, ahead: Sequence[fx.Node]) -> set[fx.Node]:
@@ -123,9 +123,12 @@ class Outside:
         states for each output; another one keeps the states themselves."""
         given, wanted = bound(node), _differentiated(node)
         hidden = given["hidden"]
-        if _made_in_forward(node):
-            return CallCost((), len(wanted) * self._bytes([hidden]), _HEAD_SCRATCH, 0)
         piece = 0 if given.get("weight_scale") is None else WIDENED
+        if _made_in_forward(node):
+            *rows, width = map(self._measure, shape_of(hidden))
+            sums = online_bytes(prod(rows), width, val_of(hidden).dtype) if "vocab" in given else 0
+            scratch = _HEAD_SCRATCH + piece + sums
+            return CallCost((), len(wanted) * self._bytes([hidden]), scratch, 0)
         sums = 4 * self._measure(volume(val_of(hidden)))
         backward = self._gradient_scratch(node) + sums + piece
         return CallCost((hidden,), 0, _HEAD_SCRATCH + piece, backward)
@@ -183,7 +186,5 @@ def _differentiated(head: fx.Node) -> set[str]:
 def _made_in_forward(head: fx.Node) -> bool:
     """Whether a loss head's forward makes its gradients, too."""
     given = bound(head)
-    if "vocab" in given:  # one that is read in pieces makes none
-        return False
     frozen = not needs_grad(given["weight"]) and not needs_grad(given["bias"])
     return frozen and _differentiated(head) <= {*MADE_IN_FORWARD}

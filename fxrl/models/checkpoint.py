@@ -147,7 +147,7 @@ class CheckpointTensors:
     def __init__(self, folder: Path, skeleton: nn.Module) -> None:
         self.folder = folder
         self._skeleton = skeleton
-        self._files = _safetensors_of(folder)
+        self._files = stored_names(folder)
         self._sorted = sorted(self._files)
         self._open: dict[str, Any] = {}
         self._converted: dict[str, Tensor] | None = None
@@ -288,8 +288,8 @@ class CheckpointTensors:
         return {name: value.detach() for name, value in values.items() if name not in unset}
 
 
-def _safetensors_of(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name; empty where the folder has no safetensors."""
+def stored_names(folder: Path) -> dict[str, str]:
+    """Name of each tensor -> its file's; empty where the folder has no safetensors."""
     if (folder / _INDEX).is_file():
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
         return dict(index["weight_map"])

@@ -206,8 +206,7 @@ def load_model(
         scalar_head: a sequence classifier with one label, a reward model; its head is
             random where the checkpoint has none.
         peers: ranks that share the weights of Linears and embeddings out (``Sharded``), each of
-            which reads its part; all of them call this. Not with ``quantization`` or
-            ``scalar_head``.
+            which reads its part; all of them call this. Not with ``scalar_head``.
         on_progress: is told, in words, of a download or a conversion under way.
 
     Returns:
@@ -342,17 +341,14 @@ def _pretrained(
     quantised = _is_quantised(source, config, quantization)
     if quantised or peers is not None:
         what = "quantised weights" if quantised else "weights that ranks share out"
-        _check_held(place, what, peers if quantised else None, scalar_head=scalar_head)
-        if adapter is not None and source == place:
-            cure = "merge it into its base model, or load the base and train a new one"
-            why = f"{what} and an adapter in one folder are not loaded"
-            raise ModelError(f"model {place!r}: {why}; {cure}")
+        beside = adapter is not None and source == place
+        _check_held(place, what, scalar_head=scalar_head, adapter=beside)
         folder, wanted = _folder(source, local=local), None if dtype == "auto" else dtype
         made: Any
         if peers is None:
             made = load_quantized(folder, quantization, wanted, device)
         else:
-            made = load_sharded(folder, peers, wanted, device)
+            made = load_sharded(folder, peers, wanted, device, quantization)
         if adapter is not None:
             made.load_adapter(place)
         return made, tokenizer
@@ -380,17 +376,17 @@ def _pretrained(
     return model, tokenizer
 
 
-def _check_held(place: str, what: str, peers: Peers | None, *, scalar_head: bool) -> None:
-    """Raises where weights are asked for in two ways that do not go together."""
+def _check_held(place: str, what: str, *, scalar_head: bool, adapter: bool) -> None:
+    """Raises where a model is asked for that such weights do not make."""
     if scalar_head:
         raise ModelError(
             f"model {place!r}: a reward model is not made of {what}; give the checkpoint in bf16, "
             "whole on every rank"
         )
-    if peers is not None:
+    if adapter:
         raise ModelError(
-            f"model {place!r}: {what} are not shared out over ranks; give each its own, or the "
-            "checkpoint in bf16"
+            f"model {place!r}: {what} and an adapter in one folder are not loaded; merge it into "
+            "its base model, or load the base and train a new one"
         )
 
 

@@ -20,6 +20,7 @@ from fxrl.models.checkpoint import (
     build_skeleton,
     held_weights,
     owner_of,
+    stored_names,
 )
 from fxrl.models.hf import ModelError
 from fxrl.models.stored import (
@@ -27,9 +28,12 @@ from fxrl.models.stored import (
     Stored,
     config_of,
     is_stored,
+    names_stored,
     read_stored,
+    recipe_of,
     stored_format,
     to_store,
+    words_stored,
 )
 from fxrl.ops.dequantized import (
     FORMATS,
@@ -41,6 +45,7 @@ from fxrl.ops.dequantized import (
     sizes,
 )
 from fxrl.ops.fp8 import RECIPES, Recipe
+from fxrl.ops.sharded import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ class Quantization:
             ModelError: ``skip`` names no Linear, one's inputs are no multiple of 64, in 4 bits, or
                 embeddings or head cannot be held so.
         """
-        weights, ends = held_weights(model), self._ends(model)
+        weights, ends = held_weights(model), self.ends(model)
         found = [p for one in weights for p, m in one.holders.items() if type(m) is nn.Linear]
         for pattern in self.skip:
             if not any(names_module(pattern, path) for path in found):
@@ -129,7 +134,7 @@ class Quantization:
         return chosen
 
     @staticmethod
-    def _ends(model: nn.Module) -> dict[str, nn.Module | None]:
+    def ends(model: nn.Module) -> dict[str, nn.Module | None]:
         """Where tokens become vectors, and vectors logits, under whatever adapter."""
         names = {"embeddings": "get_input_embeddings", "head": "get_output_embeddings"}
         found = {end: getattr(model, name, lambda: None)() for end, name in names.items()}
@@ -336,10 +341,10 @@ class QuantizedEmbedding(Quantized, nn.Embedding):
         del destination[f"{prefix}like"]
 
 
-def dtype_of(table: nn.Module) -> torch.dtype:
-    """Of the rows that a table of embeddings gives."""
-    held: Any = table
-    return held.compute_dtype if isinstance(table, QuantizedEmbedding) else held.weight.dtype  # type: ignore[no-any-return]
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Of the rows that a table of embeddings gives, or what adapters beside a Linear take."""
+    held: Any = module
+    return held.compute_dtype if isinstance(module, Quantized) else held.weight.dtype  # type: ignore[no-any-return]
 
 
 def _put(
@@ -426,6 +431,69 @@ def load_quantized(
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
+def skeleton_in_bits(model: nn.Module, place: Path | None, how: Quantization) -> nn.Module:
+    """Hold the weights of a model on ``meta`` as ``load_quantized`` would, and read none.
+
+    Args:
+        model: whose configuration says how its checkpoint is stored; changed in place.
+        place: the checkpoint's folder, whose tensors' names say which weights are quantised; None,
+            or a folder without safetensors, leaves that to the configuration's words.
+        how: ``settled`` for it.
+    """
+    config = quantization_of(getattr(model, "config", None)) or {}
+    if stored_format(config) is None:
+        for one in how.chosen(model, trained=True):
+            how.put(model, one, one.weight.detach())
+        note_format(model, how)
+        return model
+    names = stored_names(place) if place is not None else {}
+    head = Quantization.ends(model)["head"]
+
+    def stored(path: str, module: nn.Module) -> bool:
+        if names:
+            return names_stored(names, path)
+        kind = "Embedding" if isinstance(module, nn.Embedding) else "Linear"
+        return words_stored(config, path, "head" if module is head else kind)
+
+    held = [w for w in held_weights(model) if any(stored(*one) for one in w.holders.items())]
+    held += [w for w in how.chosen(model, trained=True, linears=False) if w not in held]
+    for one in held:
+        how.put(model, one, one.weight.detach())
+    return model
+
+
+def read_in_bits(
+    checkpoint: CheckpointTensors, holders: dict[str, nn.Module], layout: Layout, how: Quantization
+) -> tuple[Tensor, Tensor]:
+    """Values and scales of a weight, as they are stored or quantised now, on the CPU.
+
+    Args:
+        holders: that will have it in common, by path.
+        layout: what its rows will mean.
+
+    Raises:
+        ModelError: see ``load_quantized``.
+    """
+    held: Any = next(iter(holders.values()))
+    shape = torch.Size(sizes(held.held, layout.format))
+    for path in holders:
+        if is_stored(stored := checkpoint.beside(path)):
+            return _read_stored(checkpoint, path, stored, shape, how.format)
+    names = tuple(f"{path}.weight" for path in holders)
+    weight = checkpoint.get(names, shape).to(layout.dtype)
+    return quantized(weight, how.format, how.recipe)
+
+
+def _read_stored(
+    checkpoint: CheckpointTensors, path: str, stored: Stored, shape: torch.Size, format: Format
+) -> tuple[Tensor, Tensor]:
+    try:
+        return read_stored(stored, shape, format)
+    except ValueError as error:
+        where = f"checkpoint {str(checkpoint.folder)!r}: {path}"
+        raise ModelError(f"{where}: {error}") from error
+
+
 def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization | None:
     """How a checkpoint's weights will be held: as they are stored, else as asked for.
 
@@ -436,10 +504,11 @@ def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization
     how = None if asked is None else as_quantization(asked)
     if held is None:
         return how
-    stored = Quantization(held)
+    stored = Quantization(held, recipe_of(quantization_of(config)))
     if how is not None:
         stored = replace(stored, embeddings=how.embeddings, head=how.head)
-    if how not in (None, stored):
+    default = replace(stored, recipe="row")
+    if how not in (None, stored, default):
         raise ModelError(
             f"model {str(place)!r} is quantised already, as {held}: quantization={asked!r} needs "
             f"the checkpoint in bf16; leave it out, or set {held!r}"
@@ -469,11 +538,7 @@ def _take_stored(
             stored.pop("bias", None)
             if not is_stored(stored):
                 continue
-            try:
-                values, scale = read_stored(stored, one.weight.shape, format)
-            except ValueError as error:
-                where = f"checkpoint {str(checkpoint.folder)!r}: {path}"
-                raise ModelError(f"{where}: {error}") from error
+            values, scale = _read_stored(checkpoint, path, stored, one.weight.shape, format)
             kept = {name: tensor for name, tensor in stored.items() if name not in WEIGHTS}
             _put(model, one, (values.to(device), scale.to(device)), format, kept)
             break

@@ -6,8 +6,9 @@
     step = fxrl.optimize(model, loss_fn)
 
 The rows of Linears and embeddings are shared out, the output layer's among them; what is read of
-the other ranks' is ``fxrl.ops.sharded``'s. Norms and what is trained are whole on every rank, and
-so is what a class of its own computes with (Gemma's scaled embeddings, a mixture's experts).
+the other ranks' is ``fxrl.ops.sharded``'s. So are values in 8 or 4 bits, but not their scales.
+Norms and what is trained are whole on every rank, and so is what a class of its own computes with
+(Gemma's scaled embeddings, a mixture's experts).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,8 +33,16 @@ from fxrl.models.checkpoint import (
     owner_of,
 )
 from fxrl.models.hf import ModelError
-from fxrl.models.quantized import Quantized
-from fxrl.ops.sharded import Peers, Shards, new_part, piece_bytes, sharded_mm, sharded_rows
+from fxrl.models.quantized import (
+    Asked,
+    Quantized,
+    dtype_of,
+    read_in_bits,
+    settled,
+    skeleton_in_bits,
+)
+from fxrl.ops.fp8 import E4M3
+from fxrl.ops.sharded import Layout, Peers, Shards, new_part, sharded_mm, sharded_rows
 
 log = logging.getLogger(__name__)
 #: Parts begin at multiples of this many bytes, as products want their operands.
@@ -49,32 +58,50 @@ class Sharded(nn.Module):
 
     Attributes:
         part: this rank's rows as bytes [rows / ranks, columns * itemsize].
-        rows: of the weight.
-        dtype: of the weight.
+        layout: what they mean; its dtype is what adapters take for the weight's.
         shards: what maps the others' parts; None on ``meta``.
+        scale: of values in 8 or 4 bits, all of it; like the part no parameter, for nothing is to
+            cast it.
     """
 
     part: Tensor
-    rows: int
-    dtype: torch.dtype
+    layout: Layout
     shards: Shards | None
+    scale: Tensor | None
 
-    def hold(self, part: Tensor, rows: int, dtype: torch.dtype, shards: Shards | None) -> None:
+    def hold(
+        self, part: Tensor, layout: Layout, shards: Shards | None, scale: Tensor | None
+    ) -> None:
         """Sets the attributes, in place of ``__init__``: PyTorch's would make a weight."""
         nn.Module.__init__(self)
-        self.part, self.rows, self.dtype, self.shards = part, rows, dtype, shards
+        self.part, self.layout, self.shards, self.scale = part, layout, shards, scale
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The part and the scales, as the ops take them."""
+        return [self.part] if self.scale is None else [self.part, self.scale]
 
     @property
     def weight(self) -> Tensor:
         """Looks like the weight for PEFT, which puts adapters on its device, and holds no number:
         who reads it has NaN, and who writes to it an error. ``whole`` has the numbers."""
-        columns = self.part.shape[1] // self.dtype.itemsize
-        return self.part.new_full((), torch.nan, dtype=self.dtype).expand(self.rows, columns)
+        columns = self.layout.columns(self.part.shape[1])
+        nan = self.part.new_full((), torch.nan, dtype=self.layout.dtype)
+        return nan.expand(self.layout.outputs, columns)
 
     def whole(self) -> Tensor:
         """A copy of the weight."""
         assert self.shards is not None, "on meta there are no numbers"
-        return self.shards.whole(self.part, self.rows, self.dtype)
+        return self.shards.whole(self.held, self.layout)
+
+    def stored(self) -> dict[str, Tensor]:
+        """Copies of the weight as it is held, and of its scales, by name."""
+        assert self.shards is not None, "on meta there are no numbers"
+        if self.scale is None:
+            return {"weight": self.whole()}
+        kind = E4M3 if self.layout.format == "fp8" else torch.uint8
+        plain = self.layout._replace(dtype=kind, format="")
+        return {"weight": self.shards.whole(self.held, plain), "weight_scale": self.scale}
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Refuse to be trained in full, as ``modules_to_save`` of PEFT would have it.
@@ -105,7 +132,7 @@ class Sharded(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.part)] = self.part
+        memo |= {id(tensor): tensor for tensor in self.held}
         made = type(self).__new__(type(self))
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
@@ -119,19 +146,19 @@ class ShardedLinear(Sharded, nn.Linear):  # type: ignore[override]
     """``x weight^T + bias`` with a weight of which this rank has a part of the rows.
 
     Args:
-        part, rows, dtype, shards: see ``Sharded``.
-        bias: [rows], or None.
+        part, layout, shards, scale: see ``Sharded``.
+        bias: [outputs], or None.
     """
 
     def __init__(
         self,
         part: Tensor,
-        rows: int,
-        dtype: torch.dtype,
+        layout: Layout,
         bias: nn.Parameter | None = None,
         shards: Shards | None = None,
+        scale: Tensor | None = None,
     ) -> None:
-        self.hold(part, rows, dtype, shards)
+        self.hold(part, layout, shards, scale)
         self.out_features, self.in_features = self.weight.shape
         self.register_parameter("bias", bias)
 
@@ -141,7 +168,7 @@ class ShardedLinear(Sharded, nn.Linear):  # type: ignore[override]
         if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(kind))
         flat = input.reshape(-1, self.in_features)
-        made: Tensor = sharded_mm(flat, [self.part], self.rows, self.dtype, False)
+        made: Tensor = sharded_mm(flat, self.held, *self.layout, False)
         made = made.view(*input.shape[:-1], self.out_features)
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
@@ -150,30 +177,42 @@ class ShardedEmbedding(Sharded, nn.Embedding):  # type: ignore[override]
     """A table of which this rank has a part of the rows."""
 
     def __init__(
-        self, part: Tensor, rows: int, dtype: torch.dtype, shards: Shards | None = None
+        self,
+        part: Tensor,
+        layout: Layout,
+        shards: Shards | None = None,
+        scale: Tensor | None = None,
     ) -> None:
-        self.hold(part, rows, dtype, shards)
+        self.hold(part, layout, shards, scale)
         self.num_embeddings, self.embedding_dim = self.weight.shape
         self.padding_idx = self.max_norm = None
         self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
 
     def forward(self, input: Tensor) -> Tensor:
         """ids -> [*ids, embedding_dim]."""
-        return sharded_rows(input, [self.part], self.rows, self.dtype)  # type: ignore[no-any-return]
+        return sharded_rows(input, self.held, *self.layout)  # type: ignore[no-any-return]
 
 
 def held_bytes(model: nn.Module) -> int:
     """Bytes of a model's weights on this rank, and of the buffers that others' are brought to."""
     parts = {id(m.part): m for m in model.modules() if isinstance(m, Sharded)}.values()
-    pieces = [piece_bytes(m.rows, m.part.shape[1]) for m in parts]
-    held = sum(m.part.nbytes for m in parts)
+    pieces = [m.layout.step(m.part.shape[1]) * m.part.shape[1] for m in parts]
+    held = sum(tensor.nbytes for m in parts for tensor in m.held)
     return sum(p.nbytes for p in model.parameters()) + held + 2 * max(pieces, default=0)
 
 
 # ---------------------------------------------------------------------------- which, and where
 @dataclass(frozen=True, slots=True)
 class Shared(HeldWeight):
-    """A weight that is shared out."""
+    """A weight that is shared out, or its values in 8 or 4 bits.
+
+    Attributes:
+        layout: what its rows mean.
+        scale: of a format.
+    """
+
+    layout: Layout
+    scale: Tensor | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -199,13 +238,15 @@ def chosen(model: nn.Module, *, trained: bool = False) -> list[Shared]:
     Raises:
         ModelError: there is none.
     """
-    able = [Shared(one.weight, one.holders) for one in held_weights(model)]
+    able = [
+        Shared(one.weight, one.holders, Layout(len(one.weight), one.weight.dtype, ""))
+        for one in held_weights(model)
+    ]
+    able += _in_bits(model)
     taken = [one for one in able if trained or not one.weight.requires_grad]
-    if any(isinstance(module, Quantized) for module in model.modules()):
-        why = ": they are in 8 or 4 bits; load the checkpoint in bf16"
-    elif taken:
+    if taken:
         return taken
-    elif able:
+    if able:
         why = (
             ", as they are trained, and only frozen ones are; freeze them "
             "(model.requires_grad_(False)) and put an adapter beside them after that"
@@ -213,6 +254,17 @@ def chosen(model: nn.Module, *, trained: bool = False) -> list[Shared]:
     else:
         why = ": the model has no nn.Linear and no nn.Embedding whose weight nothing else has"
     raise ModelError(f"no weight of a Linear can be shared out{why}")
+
+
+def _in_bits(model: nn.Module) -> list[Shared]:
+    """The weights that are held in 8 or 4 bits."""
+    found: dict[int, Shared] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Quantized):
+            layout = Layout(len(module.weight), dtype_of(module), module.format)
+            new = Shared(module.weight, {}, layout, module.weight_scale.detach())
+            found.setdefault(id(module.weight), new).holders[path] = module
+    return [*found.values()]
 
 
 def _laid_out(weights: Sequence[Shared], ranks: int) -> tuple[list[int], int]:
@@ -239,19 +291,19 @@ def _put(
 ) -> None:
     """What takes the places of the weights' holders."""
     for one, part in _parts(weights, ranks, memory):
-        given = part.view(torch.uint8), len(one.weight), part.dtype
+        given = part.view(torch.uint8), one.layout
         for path, module in one.holders.items():
             made: nn.Module
             if isinstance(module, nn.Linear):
-                made = ShardedLinear(*given, module.bias, shards)
+                made = ShardedLinear(*given, module.bias, shards, one.scale)
             else:
-                made = ShardedEmbedding(*given, shards)
+                made = ShardedEmbedding(*given, shards, one.scale)
             setattr(*owner_of(model, path), made.train(module.training))
 
 
 def _shared(model: nn.Module, weights: Sequence[Shared], memory: Tensor, peers: Peers) -> None:
     """Map the others' parts, when this rank's are written, and put them in the holders' places."""
-    largest = max(piece_bytes(len(one.weight), one.row_bytes) for one in weights)
+    largest = max(one.layout.step(one.row_bytes) * one.row_bytes for one in weights)
     shards = Shards(peers.map(memory), peers.rank, largest)
     _put(model, weights, memory, peers.size, shards)
     whole = sum(p.nbytes for p in model.parameters())
@@ -305,8 +357,12 @@ def shard(model: nn.Module, peers: Peers | None = None, *, trained: bool = False
 def _told(one: Shared) -> tuple[Any, ...]:
     """What ranks must have alike of a weight: sums over its bits do not depend on the device."""
     weight = one.weight
-    total = int(bits(weight.contiguous()).sum(dtype=torch.int64))
-    return one.names, tuple(weight.shape), str(weight.dtype), total
+    totals = [
+        int(bits(tensor.contiguous()).sum(dtype=torch.int64))
+        for tensor in (weight, one.scale)
+        if tensor is not None
+    ]
+    return one.names, tuple(weight.shape), str(weight.dtype), totals
 
 
 def shard_skeleton(model: nn.Module, ranks: int) -> nn.Module:
@@ -327,15 +383,18 @@ def load_sharded(
     peers: Peers,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    quantization: Asked | None = None,
 ) -> nn.Module:
     """The model of a checkpoint, of whose weights this rank reads its part; all ranks call it.
 
-    No rank ever has more of such a weight than its part.
+    No rank ever has more of such a weight than its part; of one in 8 or 4 bits, which is read or
+    quantised whole, no more than one.
 
     Args:
         folder: with ``config.json`` and safetensors.
         dtype: None is the checkpoint's.
         device: of the model.
+        quantization: as of ``load_quantized``.
 
     Returns:
         The model in eval mode.
@@ -344,17 +403,26 @@ def load_sharded(
         ModelError: something of the checkpoint is missing, or no weight can be shared out.
     """
     model: Any = build_skeleton(folder, dtype)
+    checkpoint = CheckpointTensors(folder, model)
+    how = settled(folder, model.config, quantization)
+    if how is not None:
+        skeleton_in_bits(model, folder, how)
     weights = chosen(model, trained=True)
     peers.check_same(
         "the checkpoints",
         [(one.names, tuple(one.weight.shape), str(one.weight.dtype)) for one in weights],
     )
-    checkpoint = CheckpointTensors(folder, model)
-    memory = new_part(_laid_out(weights, peers.size)[1], torch.device(device))
+    memory, placed = new_part(_laid_out(weights, peers.size)[1], torch.device(device)), []
     for one, part in _parts(weights, peers.size, memory):
-        mine = one.rows_of(peers.rank, peers.size)
-        read = checkpoint.rows(one.names, one.weight.shape, mine.start, mine.stop)
+        mine, scale = one.rows_of(peers.rank, peers.size), None
+        if one.layout.format:
+            assert how is not None
+            values, scale = read_in_bits(checkpoint, one.holders, one.layout, how)
+            read, scale = values[mine], scale.to(device)
+        else:
+            read = checkpoint.rows(one.names, one.weight.shape, mine.start, mine.stop)
         part[: len(read)] = read.to(device, part.dtype)
-    checkpoint.fill(device, but={name for one in weights for name in one.names})
-    _shared(model, weights, memory, peers)
+        placed.append(replace(one, scale=scale))
+    _shared(model, placed, memory, peers)
+    checkpoint.fill(device)
     return model.to(device).eval()  # type: ignore[no-any-return]

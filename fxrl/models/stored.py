@@ -13,12 +13,14 @@ Which Linears are quantised is read off the tensors, as lists of exceptions are 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxrl.ir.site import names_module
 from fxrl.models.hf import ModelError
 from fxrl.ops.dequantized import GROUP, NF4, Format
 from fxrl.ops.fp8 import BLOCK, E4M3, Recipe, read_scale
@@ -30,6 +32,7 @@ WEIGHTS = ("weight", "weight_packed")
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 _SCALES = ("weight_scale", "weight_scale_inv")
 _PACKED = WEIGHTS[1]
+_SKIPPED = "llm_int8_skip_modules"
 
 
 def stored_format(config: Mapping[str, Any] | None) -> Format | None:
@@ -86,6 +89,47 @@ def _refuse_other(key: str, value: object, *known: object) -> None:
             f"quantization_config: {key}={value!r} is not read, only {read}; load the checkpoint "
             "in bf16, with quantization='fp8' or 'nf4'"
         )
+
+
+def recipe_of(config: Mapping[str, Any] | None) -> Recipe:
+    """How the scales of a checkpoint's weights in FP8 lie."""
+    config = config or {}
+    groups = dict(config.get("config_groups") or {}).values()
+    told = {(group.get("weights") or {}).get("strategy", "tensor") for group in groups}
+    if config.get("quant_method") == "fp8":
+        told = {"block" if config.get("weight_block_size") else "tensor"}
+    return next((recipe for recipe in ("block", "tensor") if recipe in told), "row")
+
+
+def names_stored(names: Container[str], path: str) -> bool:
+    """Whether a checkpoint of tensors of these names has a module's weight quantised."""
+    return any(f"{path}.{name}" in names for name in (_PACKED, _STATE, *_SCALES))
+
+
+def words_stored(config: Mapping[str, Any], path: str, kind: str) -> bool:
+    """Whether a module's weight is quantised by the words of ``quantization_config`` alone.
+
+    Args:
+        kind: ``"Linear"``, ``"Embedding"``, or ``"head"``, a Linear that some leave unless they
+            are told which to leave.
+    """
+    lists = (config.get(key) for key in ("ignore", "modules_to_not_convert", _SKIPPED))
+    left = next((one for one in lists if one is not None), None)
+    if any(_named(pattern, path) for pattern in left or ()):
+        return False
+    if config["quant_method"] != "compressed-tensors":
+        told = config["quant_method"] == "bitsandbytes" and left is not None
+        return kind == "Linear" or (kind == "head" and told)
+    groups = dict(config.get("config_groups") or {}).values()
+    targets = [target for group in groups for target in group.get("targets") or ()]
+    layer = "Embedding" if kind == "Embedding" else "Linear"
+    return any(target == layer or _named(target, path) for target in targets)
+
+
+def _named(pattern: str, path: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), path) is not None
+    return names_module(pattern, path)
 
 
 def is_stored(stored: Stored) -> bool:
@@ -191,7 +235,7 @@ def config_of(
     if format == "nf4":
         options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
         options |= {"bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": "bfloat16"}
-        return {"quant_method": "bitsandbytes", **options, "llm_int8_skip_modules": wide}
+        return {"quant_method": "bitsandbytes", **options, _SKIPPED: wide}
     group: dict[str, Any] = {"targets": ["Linear"]}
     if format == "int4":
         weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}

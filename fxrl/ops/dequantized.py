@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fxrl.ops.fp8 import BLOCK, Recipe, dequantized, quantized_weight
+from fxrl.ops.fp8 import BLOCK, E4M3, Recipe, dequantized, quantized_weight
 from fxrl.ops.linear_logprob.matmul import slices
 
 Format = Literal["fp8", "int4", "nf4"]
@@ -192,10 +192,26 @@ def read(
         step: a multiple of 128, or all of them.
         reader: of which rows, and these in ``dtype``; they are gone when it returns.
     """
-    values = weight[0]
+    values, whole = weight[0], len(weight[0])
+    for at in slices(whole, step):
+        rows = [_part(values, 0, at, whole), *weight[1:]]
+        reader(at, widened_rows(rows, format, dtype, at, whole))
+
+
+def widened_rows(
+    weight: Sequence[Tensor], format: str, dtype: torch.dtype, at: slice, whole: int
+) -> Tensor:
+    """Some rows of a weight in ``dtype``.
+
+    Args:
+        weight: values of these rows, in bytes or as they are, and the scales of all.
+        at: which rows they are; they begin at a multiple of 128.
+        whole: how many there are.
+    """
+    values, scale = weight
     widen, _ = _ATTACHED.get(values.device.type, (widened, _TILE))
-    for at in slices(len(values), step):
-        reader(at, widen([_part(one, 0, at, len(values)) for one in weight], format, dtype))
+    values = values.view(E4M3) if format == "fp8" else values
+    return widen([values, _part(scale, 0, at, whole)], format, dtype)
 
 
 def sizes(weight: Sequence[Tensor], format: str) -> tuple[Any, Any]:

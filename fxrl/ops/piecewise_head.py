@@ -6,6 +6,7 @@
     format                   weight                weight_scale    a piece of it is
     "part"                   this rank's, bytes    None            brought together from all ranks
     "fp8", "int4", "nf4"     values                scales          widened
+    "part:fp8", ...          this rank's values    scales          both
 
 as ``fxrl.ops.sharded`` and ``fxrl.ops.dequantized`` have them. For each piece of the vocabulary
 ``linear_logprob_forward`` gives the row's values, as if there were no other token; with a_p a
@@ -14,17 +15,29 @@ piece's log-sum-exp, q the target's log-probability in its own piece o, and w_p 
     lse a      = log sum_p exp(a_p)            entropy = sum_p w_p (entropy_p + a - a_p)
     logprob    = q - log(1 + sum_{p != o} exp(a_p - a_o))         sum_p2 = sum_p w_p^2 sum_p2_p
 
-A confident token's q and its sum are both small, and neither is formed by subtraction. That is
-plain PyTorch over [pieces, N] numbers, whose gradients autograd takes; ``linear_logprob_backward``
-takes each piece's to the hidden states, and their sum is in float32.
+A confident token's q and its sum are both small, and neither is formed by subtraction.
 
-NOTE [Why no gradient is made in the forward]: the weights of the pieces are known when the last one
-is read, and until then there would be a vector [N, H] for each of them.
+NOTE [How the forward makes the gradient]: as ``linear_logprob``'s does for log-prob and lse of a
+frozen head, and with no vector [N, H] for each piece. With u_p = d a_p / d h, t = d z_y / d h (the
+target's row of the head, scaled) and v = d q / d h
+
+    d lse / d h     = sum_p w_p u_p
+    d logprob / d h = t - d lse / d h = w_o v + sum_{p != o} w_p (t - u_p)
+
+While the pieces are read, what was summed so far is multiplied by exp(a_before - a_now) and a
+piece's vector by exp(a_p - a_now), in float32. v = t - u_o is small where the target has most of
+its piece's probability, and then it is v that is summed: no small gradient is a difference of large
+ones. Rows beyond ``ROWS`` have the head read once more, for the sum takes 4 bytes an entry.
+
+Where another output is differentiated each piece is projected once more in the backward, by
+``linear_logprob_backward``, and autograd takes the way through the formulas above, which are plain
+PyTorch over [pieces, N] numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +48,9 @@ from fxrl.ops import dequantized, once_differentiable
 from fxrl.ops.fp8 import BLOCK
 from fxrl.ops.linear_logprob.arguments import (
     DIFFERENTIABLE,
+    MADE_IN_FORWARD,
     OUTPUTS,
+    ForwardArguments,
     LossHead,
     RowValues,
     joined_outputs,
@@ -49,9 +64,15 @@ from fxrl.ops.linear_logprob.checks import (
     check_sizes,
     check_target,
 )
-from fxrl.ops.linear_logprob.matmul import slices
+from fxrl.ops.linear_logprob.matmul import accumulation_dtype, slices
+from fxrl.ops.linear_logprob.op import (
+    keep_vectors,
+    made_in_forward,
+    read_by_backward,
+    scaled_vectors,
+)
 from fxrl.ops.out_of_memory import join, with_room
-from fxrl.ops.sharded import Reader, piece_rows, shards_of
+from fxrl.ops.sharded import Layout, Reader, piece_rows, shards_of
 
 #: What a piece's values are combined by, beside the values of the same name.
 _BESIDE = {
@@ -65,6 +86,10 @@ PART = "part"
 #: Bytes of a piece that is widened, at most: forward and backward of 4096 rows with Qwen3-8B's head
 #: in FP8 take 27.3 ms with it, 38.9 with half of it, bound by launches, and 27.2 with twice (H200).
 WIDENED = 256 * 2**20
+#: Rows for which a head is read at a time, whether they are scored or trained.
+ROWS = 8192
+#: Bytes of a sum that are written at a time, at most.
+_PART_OF_SUM = 64 * 2**20
 
 
 class Held(NamedTuple):
@@ -82,27 +107,32 @@ class Held(NamedTuple):
     vocab: int
     dtype: torch.dtype
 
+    def shared(self) -> Layout | None:
+        """What the parts of ranks mean; None where the head is whole on each."""
+        kind, _, format = self.format.partition(":")
+        return Layout(self.vocab, self.dtype, format) if kind == PART else None
+
     def width(self, values: Tensor) -> int:
         """Columns of the head."""
-        if self.format == PART:
-            return values.shape[1] // self.dtype.itemsize
+        if (layout := self.shared()) is not None:
+            return int(layout.columns(values.shape[1]))
         return int(dequantized.sizes([values], self.format)[1])
 
     def piece_rows(self, values: Tensor) -> int:
         """Rows of a piece."""
+        if (layout := self.shared()) is not None:
+            return layout.step(values.shape[1])
         row_bytes = self.width(values) * self.dtype.itemsize
-        if self.format == PART:
-            return piece_rows(self.vocab, row_bytes)
         rows = piece_rows(self.vocab, row_bytes, WIDENED)
         return -(-rows // BLOCK) * BLOCK  # as scales by block want it
 
     def read(self, values: Tensor, reader: Reader) -> None:
         """Have the head read, piece by piece."""
-        if self.format == PART:
-            shards_of(values).read(values, self.vocab, self.dtype, reader)
+        weight = [values] if self.weight_scale is None else [values, self.weight_scale]
+        if (layout := self.shared()) is not None:
+            shards_of(values).read(weight, layout, reader)
         else:
-            assert self.weight_scale is not None
-            weight, step = [values, self.weight_scale], self.piece_rows(values)
+            step = self.piece_rows(values)
             dequantized.read(weight, self.format, self.dtype, step, reader)
 
     def whole(self, head: LossHead) -> LossHead:
@@ -136,20 +166,39 @@ def _piecewise_logprob(
         raise LinearLogprobError("a head in pieces takes no bias; add it to the logits")
     check_arguments(held.whole(head))
     wanted, differentiated = asked_outputs(outputs, grad_outputs)
+    if torch.is_grad_enabled() and differentiated and made_in_forward(head, differentiated):
+        read = wanted | read_by_backward(head, differentiated)
+        *made, _ = torch.ops.fxrl.piecewise_logprob_online.default(
+            *head,
+            *held,
+            joined_outputs(read),
+            joined_outputs(differentiated),
+            hidden.requires_grad,
+        )
+        combined = dict(zip(OUTPUTS, made, strict=True))
+    else:
+        combined = _by_pieces(head, held, wanted, differentiated)
+    if (mask := head.row_mask) is not None:
+        combined = {n: v.where(mask, v.new_zeros(())) for n, v in combined.items() if n in wanted}
+    empty = hidden.new_empty(0)
+    return tuple(combined[name] if name in wanted else empty for name in OUTPUTS)
+
+
+def _by_pieces(
+    head: LossHead, held: Held, wanted: set[str], differentiated: set[str]
+) -> dict[str, Tensor]:
+    """Outputs [N] from the values of all pieces, by formulas that autograd takes."""
     read = wanted.union(*(_BESIDE.get(name, set()) for name in wanted))
     if differentiated:  # a backward is made from both
         read |= {"logprob", "lse"}
-    made = torch.ops.fxrl.piecewise_logprob_forward.default(*head, *held, joined_outputs(read))
-    values = dict(zip(OUTPUTS, made, strict=True))
+    found = torch.ops.fxrl.piecewise_logprob_forward.default(*head, *held, joined_outputs(read))
+    values = dict(zip(OUTPUTS, found, strict=True))
     fixed = {name: value.detach() for name, value in values.items()}
-    rows = held.piece_rows(weight)
-    combined = {
-        name: _combined(name, values if name in differentiated else fixed, target, held.vocab, rows)
+    layout = head.target, held.vocab, held.piece_rows(head.weight)
+    return {
+        name: _combined(name, values if name in differentiated else fixed, *layout)
         for name in wanted
     }
-    if (mask := head.row_mask) is not None:
-        combined = {name: v.where(mask, v.new_zeros(())) for name, v in combined.items()}
-    return tuple(combined.get(name, hidden.new_empty(0)) for name in OUTPUTS)
 
 
 def _owner(target: Tensor, vocab: int, rows: int) -> Tensor:
@@ -203,8 +252,21 @@ def _piece(head: LossHead, at: slice, weight: Tensor) -> LossHead:
     return head._replace(weight=weight.to(head.hidden.dtype), target=target)
 
 
-def _empty(positional: Sequence[Any]) -> dict[str, Tensor]:
-    (head, held), names = _unpacked(positional), parse_outputs(positional[-1])
+def _some(head: LossHead, rows: slice) -> LossHead:
+    """The head of some rows."""
+    temperature, mask = head.temperature, head.row_mask
+    if temperature is not None and temperature.numel() > 1:
+        temperature = temperature[rows]
+    return head._replace(
+        hidden=head.hidden[rows],
+        target=head.target[rows],
+        temperature=temperature,
+        row_mask=None if mask is None else mask[rows],
+    )
+
+
+def _empty(head: LossHead, held: Held, names: Collection[str]) -> dict[str, Tensor]:
+    """To be filled: values [pieces, N] of ``names``, and [0]."""
     pieces = -(-held.vocab // held.piece_rows(head.weight))
     return {
         name: head.hidden.new_empty(
@@ -215,6 +277,107 @@ def _empty(positional: Sequence[Any]) -> dict[str, Tensor]:
     }
 
 
+def _scored(
+    head: LossHead, held: Held, names: Collection[str], vectors: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Values [pieces, N], or [0], of each of ``OUTPUTS``.
+
+    Args:
+        vectors: [N, H] to fill with the gradients of these outputs; ``names`` has them.
+    """
+    check_sizes(held.whole(head))
+    check_target(held.whole(head))
+    made, step = _empty(head, held, names), held.piece_rows(head.weight)
+    asked = ",".join(names), ",".join(MADE_IN_FORWARD if vectors else ()), bool(vectors)
+    for rows in slices(head.hidden.shape[0], ROWS):
+        some = _some(head, rows)
+        owner = _owner(some.target, held.vocab, step)[0]
+        online = _Online(some) if vectors else None
+
+        def read(
+            at: slice,
+            weight: Tensor,
+            rows: slice = rows,
+            some: LossHead = some,
+            owner: Tensor = owner,
+            online: _Online | None = online,
+        ) -> None:
+            piece, place = _piece(some, at, weight), at.start // step
+            *values, slopes = torch.ops.fxrl.linear_logprob_forward.default(*piece, *asked)
+            for name, value in zip(OUTPUTS, values, strict=True):
+                if name in names:
+                    made[name][place, rows] = value
+            if online is not None:
+                online.add(piece, owner == place, values[0], values[1], slopes)
+
+        held.read(head.weight, read)
+        for name, vector in (vectors or {}).items():
+            assert online is not None
+            online.write(name, vector[rows])
+    return made
+
+
+def online_bytes(rows: int, width: int, dtype: torch.dtype) -> int:
+    """What the forward holds beside a piece to make a gradient: the sum, the targets' rows of the
+    head, and a piece's vectors for log-prob and lse."""
+    return min(rows, ROWS) * width * (accumulation_dtype(dtype).itemsize + 3 * dtype.itemsize)
+
+
+class _Online:
+    """Gradients of some rows, whose pieces come one by one; see the NOTE."""
+
+    def __init__(self, head: LossHead) -> None:
+        self.head = head
+        self.total = torch.zeros_like(head.hidden, dtype=head.dtype)
+        self.at_target = torch.zeros_like(head.hidden)
+        start = self.total.new_full(head.target.shape, -torch.inf)
+        self.lse, self.own, self.others, self.logit = start, start, start, start
+        self.by_target = torch.zeros_like(head.target, dtype=torch.bool)
+
+    def add(
+        self, piece: LossHead, own: Tensor, logprob: Tensor, lse: Tensor, slopes: Tensor
+    ) -> None:
+        """One more piece.
+
+        Args:
+            own: [R] bool: which rows' targets it has.
+            logprob, lse: [R].
+            slopes: of both, [2, R, H].
+        """
+        before, self.lse = self.lse, torch.logaddexp(self.lse, lse)
+        kept, share = (before - self.lse).exp(), (lse - self.lse).exp()
+        by_target = own & (logprob > -math.log(2))
+        for rows in self._parts():
+            mine, turned = own[rows, None], by_target[rows, None]
+            vector = torch.where(turned, -slopes[0, rows], slopes[1, rows])
+            total = self.total[rows].mul_(kept[rows, None])
+            total.addcmul_(vector.to(total.dtype), share[rows, None])
+            found = piece.weight[piece.target[rows]]
+            self.at_target[rows] = torch.where(mine, found, self.at_target[rows])
+        self.by_target |= by_target
+        self.own, self.logit = lse.where(own, self.own), (logprob + lse).where(own, self.logit)
+        self.others = torch.logaddexp(self.others, lse.where(~own, -torch.inf))
+
+    def write(self, name: str, vector: Tensor) -> None:
+        """The gradient [R, H] of ``"logprob"`` or ``"lse"``."""
+        ahead = self.others - self.own
+        if name == "logprob":
+            share = torch.sigmoid(ahead).where(self.by_target, 1.0)
+        else:
+            share = torch.sigmoid(-ahead).where(self.by_target, 0.0)
+        for rows in self._parts():
+            slope = share[rows, None] * self.head.row_slope(rows)
+            if self.head.softcap:
+                slope = slope * self.head.cap_slope(rows, self.logit[rows, None])
+            made = self.at_target[rows].to(slope.dtype) * slope
+            total = self.total[rows]
+            vector[rows] = (made - total if name == "logprob" else made + total).to(vector.dtype)
+
+    def _parts(self) -> Iterator[slice]:
+        rows, width = self.total.shape
+        return slices(rows, max(1, _PART_OF_SUM // max(1, width * self.total.itemsize)))
+
+
 @torch.library.custom_op(
     "fxrl::piecewise_logprob_forward",
     mutates_args=(),
@@ -222,25 +385,48 @@ def _empty(positional: Sequence[Any]) -> dict[str, Tensor]:
 )
 def piecewise_logprob_forward(*positional: Any) -> tuple[Tensor, ...]:
     """Values [pieces, N], or [0], of each of ``OUTPUTS``."""
-    (head, held), names = _unpacked(positional), parse_outputs(positional[-1])
-    check_sizes(held.whole(head))
-    check_target(held.whole(head))
-    made, rows = _empty(positional), held.piece_rows(head.weight)
-
-    def run(at: slice, weight: Tensor) -> None:
-        piece = _piece(head, at, weight)
-        values = torch.ops.fxrl.linear_logprob_forward.default(*piece, ",".join(names), "", False)
-        for name, value in zip(OUTPUTS, values, strict=False):
-            if name in names:
-                made[name][at.start // rows] = value
-
-    held.read(head.weight, run)
-    return tuple(made.values())
+    return tuple(_scored(*_unpacked(positional), parse_outputs(positional[-1])).values())
 
 
 @piecewise_logprob_forward.register_fake
 def _(*positional: Any) -> tuple[Tensor, ...]:
-    return tuple(_empty(positional).values())
+    return tuple(_empty(*_unpacked(positional), parse_outputs(positional[-1])).values())
+
+
+@torch.library.custom_op(
+    "fxrl::piecewise_logprob_online",
+    mutates_args=(),
+    schema=f"({schema_of(LossHead)}, {schema_of(Held)}, str outputs, str grad_outputs, "
+    f"bool save_vectors) -> ({_SEVEN}, Tensor)",
+)
+def piecewise_logprob_online(*positional: Any) -> tuple[Tensor, ...]:
+    """Each of ``OUTPUTS``, [N] or [0], and the gradients [K, N, H] of ``grad_outputs``, or [0]."""
+    head, held = _unpacked(positional)
+    names, differentiated = map(parse_outputs, positional[-3:-1])
+    *made, vectors = _empty_online(positional)
+    pairs = zip(differentiated, vectors, strict=True) if positional[-1] else ()
+    read = {*names}.union(*(_BESIDE.get(name, set()) for name in names), MADE_IN_FORWARD)
+    ordered = parse_outputs(joined_outputs(read))
+    values = _scored(head, held, ordered, dict(pairs))
+    layout = head.target, held.vocab, held.piece_rows(head.weight)
+    for name, into in zip(OUTPUTS, made, strict=True):
+        if name in names:
+            into.copy_(_combined(name, values, *layout))
+    return (*made, vectors)
+
+
+def _empty_online(positional: Sequence[Any]) -> tuple[Tensor, ...]:
+    head, _ = _unpacked(positional)
+    outputs, grad_outputs, save_vectors = positional[-3:]
+    arguments = ForwardArguments(
+        head, parse_outputs(outputs), parse_outputs(grad_outputs), save_vectors
+    )
+    return arguments.new_result(torch.empty).pack()
+
+
+@piecewise_logprob_online.register_fake
+def _(*positional: Any) -> tuple[Tensor, ...]:
+    return _empty_online(positional)
 
 
 @torch.library.custom_op(
@@ -287,6 +473,26 @@ def _(grads: Tensor, *positional: Any) -> tuple[Tensor, Tensor]:
 
 # ---------------------------------------------------------------------------- autograd
 _HIDDEN, _TEMPERATURE = map(LossHead._fields.index, ("hidden", "temperature"))
+
+
+def _keep_vectors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    (head, _), values = _unpacked(inputs), dict(zip(OUTPUTS, output[:-1], strict=True))
+    names, ctx.differentiated = map(parse_outputs, inputs[-3:-1])
+    ctx.mark_non_differentiable(
+        *(v for name, v in values.items() if name not in ctx.differentiated), output[-1]
+    )
+    ctx.set_materialize_grads(False)
+    join(ctx)
+    kept = [values[name] if name in names else None for name in RowValues._fields]
+    vectors = output[-1] if ctx.needs_input_grad[_HIDDEN] else None
+    keep_vectors(ctx, head, vectors, kept, ctx.needs_input_grad[_TEMPERATURE])
+
+
+def _scale_vectors(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return scaled_vectors(ctx, grads, [None] * (_FIELDS + _HELD + 3))
+
+
+piecewise_logprob_online.register_autograd(_scale_vectors, setup_context=_keep_vectors)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -1,13 +1,17 @@
 """Products with a frozen weight of which each rank of a host holds a part, and rows of one.
 
-    torch.ops.fxrl.sharded_mm(rows, [part], outputs, dtype, transpose)
-    torch.ops.fxrl.sharded_rows(ids, [part], outputs, dtype)
+    torch.ops.fxrl.sharded_mm(rows, [part], outputs, dtype, format, transpose)
+    torch.ops.fxrl.sharded_rows(ids, [part], outputs, dtype, format)
 
 ``part`` is this rank's rows of the weight [N, K], as bytes: rank 0 has the first ones, and so on,
 as many as all others, so that the last ones may have none for some of theirs. The product is ``rows
 weight^T``, or ``rows weight`` where ``transpose``: bit for bit that of the weight in full, which is
 brought together in a buffer and forgotten. The backward is the same product the other way round,
 and keeps nothing but the part. ``sharded_rows`` is an embedding's lookup.
+
+Of a weight in 8 or 4 bits (``fxrl.ops.dequantized`` names the formats; without, it is "") the
+values are shared out, [N, K] or [N, K/2] bytes; the list has the scales as well, whole on every
+rank. Some rows are brought together and widened at a time.
 
 NOTE [Why pieces]: buffers for a vocabulary in full would take more than it does on each rank. What
 is above ``PIECE`` bytes is read in pieces of its rows, and the products with them are joined, or
@@ -39,7 +43,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -48,11 +52,15 @@ import torch.multiprocessing
 from torch import Tensor
 
 from fxrl.errors import ConfigError, FxrlError
+from fxrl.ops.dequantized import widened_rows
+from fxrl.ops.fp8 import BLOCK
 from fxrl.ops.linear_logprob.matmul import backproject, full_precision, product_dtype, slices
 
 dist: Any = torch.distributed  # much of it has no types
 #: Bytes of a weight that are brought together at a time, at most.
 PIECE = 512 * 2**20
+#: And entries of one in 8 or 4 bits: twice as many bytes when they are widened.
+WIDENED = 128 * 2**20
 _sharing: Any = torch.multiprocessing
 #: What each rank has, by rank; all of them call it.
 Gather = Callable[[Any], list[Any]]
@@ -174,9 +182,47 @@ def piece_rows(outputs: int, row_bytes: int, most: int | None = None) -> int:
     return -(-outputs // max(1, -(-outputs * row_bytes // (most or PIECE))))
 
 
-def piece_bytes(outputs: int, row_bytes: int) -> int:
-    """And the bytes of that, which a buffer has for it."""
-    return piece_rows(outputs, row_bytes) * row_bytes
+def piece_bytes(outputs: int, row_bytes: int, format: str = "") -> int:
+    """And the bytes of that, which a buffer has for it; of a format's values."""
+    return Layout(outputs, torch.uint8, format).step(row_bytes) * row_bytes
+
+
+class Layout(NamedTuple):
+    """What the bytes of a weight mean.
+
+    Attributes:
+        outputs: its rows.
+        dtype: that they have when they are read.
+        format: of its values, in 8 or 4 bits; "" where they are of the dtype.
+    """
+
+    outputs: int
+    dtype: torch.dtype
+    format: str
+
+    def columns(self, row_bytes: int) -> Any:
+        """Of a row."""
+        if not self.format:
+            return row_bytes // self.dtype.itemsize
+        return row_bytes if self.format == "fp8" else 2 * row_bytes
+
+    def step(self, row_bytes: int) -> int:
+        """Rows that are brought together at a time."""
+        if not self.format:
+            return piece_rows(self.outputs, row_bytes)
+        rows = piece_rows(self.outputs, self.columns(row_bytes), WIDENED)
+        return min(self.outputs, -(-rows // BLOCK) * BLOCK)  # as scales by block want it
+
+    def read(self, at: slice, rows: Tensor, weight: Sequence[Tensor]) -> Tensor:
+        """Some rows in the dtype.
+
+        Args:
+            rows: their bytes.
+            weight: this rank's part, and the scales of a format.
+        """
+        if not self.format:
+            return rows.view(self.dtype)
+        return widened_rows([rows, *weight[1:]], self.format, self.dtype, at, self.outputs)
 
 
 class _Buffer:
@@ -235,40 +281,41 @@ class Shards:
         inside = part.device == self._own.device and 0 <= start < self._own.numel()
         return (start, part.nbytes) if inside else None
 
-    def read(self, part: Tensor, outputs: int, dtype: torch.dtype, reader: Reader) -> None:
+    def read(self, weight: Sequence[Tensor], layout: Layout, reader: Reader) -> None:
         """Have a weight's rows read, piece by piece.
 
         Args:
+            weight: this rank's part, and the scales of a format.
             reader: of which rows, and these; they are gone when it returns.
         """
-        place, width = self.place(part), part.shape[1]
+        place, width = self.place(weight[0]), weight[0].shape[1]
         assert place is not None
         with self._lock:  # whoever else asks would overwrite what is read
-            for at in slices(outputs, piece_rows(outputs, width)):
+            for at in slices(layout.outputs, layout.step(width)):
                 buffer = self._take((*place, at.start * width, at.stop * width))
                 piece = buffer.memory[: (at.stop - at.start) * width]
                 try:
-                    reader(at, piece.view(-1, width).view(dtype))
+                    reader(at, layout.read(at, piece.view(-1, width), weight))
                 finally:
                     buffer.read = self._now()
 
     def product(
-        self, rows: Tensor, part: Tensor, outputs: int, dtype: torch.dtype, *, turned: bool
+        self, rows: Tensor, weight: Sequence[Tensor], layout: Layout, *, turned: bool
     ) -> Tensor:
-        """Rows times the weight of which ``part`` is this rank's; see ``sharded_mm``."""
+        """Rows times the weight of which the part is this rank's; see ``sharded_mm``."""
         if turned:
-            return self._turned(rows, part, outputs, dtype)
-        out = rows.new_empty(rows.shape[0], outputs)
+            return self._turned(rows, weight, layout)
+        out = rows.new_empty(rows.shape[0], layout.outputs)
 
         def multiply(at: slice, weight: Tensor) -> None:
             torch.mm(rows, weight.to(rows.dtype).t(), out=out[:, at])
 
-        self.read(part, outputs, dtype, multiply)
+        self.read(weight, layout, multiply)
         return out
 
-    def _turned(self, rows: Tensor, part: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
+    def _turned(self, rows: Tensor, weight: Sequence[Tensor], layout: Layout) -> Tensor:
         made: list[Tensor] = []
-        whole = piece_rows(outputs, part.shape[1]) == outputs
+        whole = layout.step(weight[0].shape[1]) == layout.outputs
 
         def multiply(at: slice, weight: Tensor) -> None:
             weight, some = weight.to(rows.dtype), rows[:, at]
@@ -279,31 +326,32 @@ class Shards:
             made[:] = [made[0].add_(product) if made else product]
 
         with full_precision(rows.device.type, rows.dtype) if not whole else nullcontext():
-            self.read(part, outputs, dtype, multiply)
+            self.read(weight, layout, multiply)
         return made[0].to(rows.dtype)
 
-    def rows(self, ids: Tensor, part: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
+    def rows(self, ids: Tensor, weight: Sequence[Tensor], layout: Layout) -> Tensor:
         """The weight's rows of these numbers; NaN on a GPU for numbers that it has not."""
-        flat = ids.reshape(-1)
+        flat, outputs = ids.reshape(-1), layout.outputs
         if ids.device.type == "cpu" and ((flat < 0) | (flat >= outputs)).any():
             raise IndexError(f"ids are from {flat.min()} to {flat.max()}, and there are {outputs}")
-        made = [part.new_full((), torch.nan, dtype=dtype)]
+        made = [weight[0].new_full((), torch.nan, dtype=layout.dtype)]
 
         def take(at: slice, weight: Tensor) -> None:
             inside = (flat >= at.start) & (flat < at.stop)
             found = weight[(flat - at.start).clamp(0, len(weight) - 1)]
             made[0] = torch.where(inside[:, None], found, made[0])
 
-        self.read(part, outputs, dtype, take)
+        self.read(weight, layout, take)
         return made[0].view(*ids.shape, -1)
 
-    def whole(self, part: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
-        """A copy of the weight of which ``part`` is this rank's."""
-        place = self.place(part)
+    def whole(self, weight: Sequence[Tensor], layout: Layout) -> Tensor:
+        """A copy of the weight of which the part is this rank's."""
+        place = self.place(weight[0])
         assert place is not None
         start, size = place
-        parts = [one[start : start + size].to(part.device) for one in self.parts]
-        return torch.cat(parts).view(-1, part.shape[1]).view(dtype)[:outputs]
+        parts = [one[start : start + size].to(weight[0].device) for one in self.parts]
+        rows = torch.cat(parts).view(-1, weight[0].shape[1])[: layout.outputs]
+        return layout.read(slice(0, layout.outputs), rows, weight)
 
     def _take(self, place: Place) -> _Buffer:
         """The buffer that has a piece; what comes next begins its way into the other one."""
@@ -375,44 +423,54 @@ def shards_of(part: Tensor) -> Shards:
 @torch.library.custom_op(
     "fxrl::sharded_mm",
     mutates_args=(),
-    schema="(Tensor rows, Tensor[] weight, int outputs, ScalarType dtype, bool transpose)"
-    " -> Tensor",
+    schema="(Tensor rows, Tensor[] weight, int outputs, ScalarType dtype, str format, "
+    "bool transpose) -> Tensor",
 )
 def sharded_mm(
-    rows: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype, transpose: bool
+    rows: Tensor,
+    weight: Sequence[Tensor],
+    outputs: int,
+    dtype: torch.dtype,
+    format: str,
+    transpose: bool,
 ) -> Tensor:
     """See the module.
 
     Args:
         rows: [M, K], or [M, N] where ``transpose``.
-        weight: this rank's part of it alone, as bytes [N / ranks, K * itemsize].
+        weight: this rank's part of it, as bytes [N / ranks, K * itemsize], and a format's scales.
         outputs: N.
-        dtype: of the weight; the product is made in the rows'.
+        dtype: of the weight; the product is made in the rows', in which one of a format is widened.
 
     Raises:
         FxrlError: the part is no memory that ranks share.
     """
-    (part,) = weight
-    return shards_of(part).product(rows, part, outputs, dtype, turned=transpose)
+    layout = Layout(outputs, rows.dtype if format else dtype, format)
+    return shards_of(weight[0]).product(rows, weight, layout, turned=transpose)
 
 
 @sharded_mm.register_fake
 def _(
-    rows: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype, transpose: bool
+    rows: Tensor,
+    weight: Sequence[Tensor],
+    outputs: int,
+    dtype: torch.dtype,
+    format: str,
+    transpose: bool,
 ) -> Tensor:
-    columns = weight[0].shape[1] // dtype.itemsize if transpose else outputs
-    return rows.new_empty((rows.shape[0], columns))
+    width = Layout(outputs, dtype, format).columns(weight[0].shape[1])
+    return rows.new_empty((rows.shape[0], width if transpose else outputs))
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, weight, ctx.outputs, ctx.dtype, ctx.transpose = inputs
+    _, weight, *ctx.layout, ctx.transpose = inputs
     ctx.save_for_backward(*weight)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     weight, product = list(ctx.saved_tensors), torch.ops.fxrl.sharded_mm.default
-    made = product(grad, weight, ctx.outputs, ctx.dtype, not ctx.transpose)
-    return made, [None], None, None, None
+    made = product(grad, weight, *ctx.layout, not ctx.transpose)
+    return made, [None for _ in weight], None, None, None, None
 
 
 sharded_mm.register_autograd(_backward, setup_context=_setup_context)
@@ -421,23 +479,28 @@ sharded_mm.register_autograd(_backward, setup_context=_setup_context)
 @torch.library.custom_op(
     "fxrl::sharded_rows",
     mutates_args=(),
-    schema="(Tensor ids, Tensor[] weight, int outputs, ScalarType dtype) -> Tensor",
+    schema="(Tensor ids, Tensor[] weight, int outputs, ScalarType dtype, str format) -> Tensor",
 )
-def sharded_rows(ids: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype) -> Tensor:
+def sharded_rows(
+    ids: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype, format: str
+) -> Tensor:
     """See the module.
 
     Args:
         ids: of rows, in any shape.
-        weight, outputs, dtype: as of ``sharded_mm``.
+        weight, outputs, format: as of ``sharded_mm``.
+        dtype: of what is found.
 
     Raises:
         FxrlError: the part is no memory that ranks share.
         IndexError: on a CPU, there is no such row.
     """
-    (part,) = weight
-    return shards_of(part).rows(ids, part, outputs, dtype)
+    return shards_of(weight[0]).rows(ids, weight, Layout(outputs, dtype, format))
 
 
 @sharded_rows.register_fake
-def _(ids: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype) -> Tensor:
-    return weight[0].new_empty((*ids.shape, weight[0].shape[1] // dtype.itemsize), dtype=dtype)
+def _(
+    ids: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype, format: str
+) -> Tensor:
+    width = Layout(outputs, dtype, format).columns(weight[0].shape[1])
+    return weight[0].new_empty((*ids.shape, width), dtype=dtype)

@@ -89,7 +89,7 @@ def brought_bytes(call: fx.Node, measure: Measure) -> int:
     """Bytes of a call's weight that come from other ranks, while what is ahead of it runs."""
     if (read := shared_weight(call)) is None:
         return 0
-    part, rows = read
+    part, rows, _ = read
     return max(0, rows * int(shape_of(part)[1]) - nbytes(part, measure))
 
 

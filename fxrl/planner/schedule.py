@@ -116,14 +116,15 @@ def is_matrix_product(call: fx.Node) -> bool:
     return call.target in PRODUCTS or is_grouped(call) or is_piecewise_product(call)
 
 
-def shared_weight(call: fx.Node) -> tuple[fx.Node, int] | None:
-    """The part of a weight that a call reads of which each rank has one, and the weight's rows."""
+def shared_weight(call: fx.Node) -> tuple[fx.Node, int, str] | None:
+    """The part of a weight that a call reads of which each rank has one, the weight's rows, and the
+    format of its values."""
     if str(call.target) in (SHARDED_MM, SHARDED_ROWS):
         given: dict[str, Any] = bound(call)
-        return given["weight"][0], given["outputs"]
+        return given["weight"][0], given["outputs"], given["format"]
     head: dict[str, Any] = bound(call) if is_loss_head(call) else {}
-    shared = "vocab" in head and head["weight_scale"] is None
-    return (head["weight"], head["vocab"]) if shared else None
+    kind, _, format = head.get("format", "").partition(":")
+    return (head["weight"], head["vocab"], format) if kind == "part" else None
 
 
 def _holds_tensors(node: fx.Node) -> bool:

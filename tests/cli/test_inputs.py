@@ -11,7 +11,7 @@ from fxrl.cli.inputs import make_batch
 from fxrl.config import Config
 from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES
-from fxrl.models import ModelError
+from fxrl.models import ModelError, Quantization
 
 USER_LOSS = """
 import torch
@@ -86,15 +86,39 @@ def test_bytes_of_a_quantised_qwen3_8b(tmp_path, quantization, layers, whole, en
     assert smallest / all_of_it == pytest.approx(ends, abs=5e-4)
 
 
-def test_a_quantised_checkpoint_is_planned_as_it_is(tmp_path):
-    model, _ = inputs.load_model("tiny:qwen3:layers=1", "bf16", quantization="nf4")
+@pytest.mark.parametrize(
+    "how",
+    [
+        Quantization("nf4", skip=("k_proj",)),
+        Quantization("nf4", embeddings=True, head=True),
+        Quantization("int4", head=True),
+        Quantization("fp8", "block", embeddings=True),
+        Quantization("fp8", "tensor", embeddings=True, head=True),
+    ],
+    ids=str,
+)
+def test_a_quantised_checkpoint_is_planned_as_it_is(tmp_path, how):
+    """By its tensors' names; by the words of its configuration, where there is no more."""
+    size = "tiny:qwen3:layers=1,hidden=128,vocab=512,tie=0"
+    model, _ = inputs.load_model(size, "bf16", quantization=how)
     model.save_pretrained(tmp_path)
-    words = ["plan", str(tmp_path), "--lora", "4"]
-    empty = {n: p.nbytes for n, p in inputs.empty_model(parse(words)).named_parameters()}
-    held = sum(size for name, size in empty.items() if "lora_" not in name)
-    assert held == sum(p.nbytes for p in model.parameters())
-    with pytest.raises(ModelError, match="is quantised already, as nf4: quantization='fp8'"):
-        inputs.empty_model(parse([*words, "--quantization", "fp8"]))
+    held = {n: (p.shape, p.dtype) for n, p in model.named_parameters()}
+
+    def planned(*words):
+        made = inputs.empty_model(parse(["plan", *words, "--lora", "4"]))
+        named = made.base_model.model.named_parameters()
+        rest = [(n.replace(".base_layer", ""), p) for n, p in named if "lora_" not in n]
+        return {n: (p.shape, p.dtype) for n, p in rest}
+
+    assert planned(str(tmp_path)) == held
+    by_words = planned(str(tmp_path / "config.json"))
+    untold = {n for n in held if "embed_tokens" in n} if how.format == "nf4" else set()
+    assert {n: v for n, v in by_words.items() if n not in untold} == {
+        n: v for n, v in held.items() if n not in untold
+    }
+    other = "fp8" if how.format == "nf4" else "nf4"
+    with pytest.raises(ModelError, match=f"is quantised already, as {how.format}"):
+        planned(str(tmp_path), "--quantization", other)
 
 
 # Those compare with a teacher and have another head.

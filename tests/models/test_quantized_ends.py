@@ -1,6 +1,7 @@
 """Embeddings and loss head of 8 and 4 bits: exact against their own weight in full."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -111,6 +112,43 @@ def test_what_is_widened_in_pieces_is_what_there_is_in_full(recipe, dtype):
             near = exact if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.01}
             for ours, theirs in zip(*pairs, strict=True):
                 torch.testing.assert_close(ours, theirs, **near)
+
+
+@pytest.mark.parametrize("outputs", ["logprob", "lse", "logprob,lse"])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_the_forward_makes_the_gradient_while_it_reads_the_pieces(outputs, softcap, monkeypatch):
+    """Once for so many rows, of confident tokens too; the backward reads no head."""
+    monkeypatch.setattr(piecewise_head, "ROWS", 5)
+    reads, read = [], piecewise_head.Held.read
+    monkeypatch.setattr(
+        piecewise_head.Held, "read", lambda *given: reads.append(given) or read(*given)
+    )
+    values, scale = quantized(draw(321, 192), "fp8")
+    weight = widened((values, scale), "fp8", torch.float64)
+    target, mask = torch.tensor([0, 140, 320, 130, 3, 320, 127, 128]), torch.arange(8) != 3
+    hidden = draw(8, 192, seed=1) / 8
+    hidden[4:] += 0.2 * weight[target[4:]]
+    hidden.requires_grad_()
+    heat = (draw(8, seed=3).abs() + 0.5).requires_grad_()
+    options = {"temperature": heat, "row_mask": mask, "softcap": softcap, "scale": 0.7}
+    names = outputs.split(",")
+    whole = linear_logprob(hidden, weight, target, outputs=names, **options)
+    options |= piecewise_head.Held(scale, "fp8", 321, torch.float64)._asdict()
+    score = partial(torch.ops.fxrl.piecewise_logprob, hidden, values, target, outputs=outputs)
+    parts = score(**options)
+    assert len(reads) == 2
+    with torch.no_grad():
+        scored = dict(zip(OUTPUTS, score(**options), strict=True))
+    losses, grads = [], [draw(8, seed=4 + n) for n in range(len(names))]
+    for made in (parts, whole):
+        found = dict(zip(OUTPUTS, made, strict=True))
+        losses.append(sum((found[n] * g).sum() for n, g in zip(names, grads, strict=True)))
+        assert made is whole or all(found[n].equal(scored[n]) for n in names)
+    del reads[:]
+    ours, theirs = (torch.autograd.grad(loss, (hidden, heat)) for loss in losses)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-11, atol=1e-16)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-11, atol=1e-13)
+    assert not reads
 
 
 def test_verify_compares_with_the_weights_as_they_are_held():

@@ -17,14 +17,24 @@ import fxrl
 from fxrl.engines.weights.lora.sites import AdapterError, lora_sites, why_not_mergeable
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.ir.plan import CutLayer, Plan
-from fxrl.models import ModelError, ShardedLinear, load_model, lora, quantize, shard
+from fxrl.models import (
+    ModelError,
+    Quantization,
+    Quantized,
+    Sharded,
+    ShardedLinear,
+    load_model,
+    lora,
+    shard,
+)
 from fxrl.models.checkpoint import owner_of
 from fxrl.models.load import write_model
 from fxrl.models.sharded import ShardedEmbedding, held_bytes
 from fxrl.ops import sharded as sharded_ops
 from fxrl.ops.linear_logprob import DIFFERENTIABLE, OUTPUTS, linear_logprob
 from fxrl.ops.piecewise_head import PART, Held
-from fxrl.ops.sharded import Peers, Shards, new_part, piece_bytes
+from fxrl.ops.sharded import Layout, Peers, Shards, new_part, piece_bytes
+from fxrl.rl.loop.fingerprint import of_weights
 from tests.compile.shared_sequences import in_ranks
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
 
@@ -80,10 +90,14 @@ def sharded_linears(model):
 def language_model():
     """With adapters beside its layers; its head is the table of its embeddings."""
     size = "tiny:llama:layers=1,hidden=32,heads=2,kv_heads=1,intermediate=48,vocab=321,tie=1"
-    model = lora(load_model(size, "fp64")[0], r=2, seed=0)
-    for seed, (name, parameter) in enumerate(model.named_parameters()):
-        if "lora_B" in name:
-            parameter.data = draw(*parameter.shape, seed=seed) / 10
+    return adapted(load_model(size, "fp64")[0])
+
+
+def adapted(model):
+    model = lora(model, r=2, seed=0)
+    factors = [p for name, p in model.named_parameters() if "lora_B" in name]
+    for seed, factor in enumerate(factors):
+        factor.data = draw(*factor.shape, seed=seed) / 10
     return model
 
 
@@ -120,12 +134,12 @@ def loss_and_gradients(model, kind, step=None):
     return [[loss.item()], *grads]
 
 
-def every_head(model):
+def every_head(model, kinds=tuple(HEADS)):
     """Losses and gradients of each batch, eager and with a rewritten head, and its graph's ops."""
     made, ops = {}, []
-    for kind, name in HEADS.items():
+    for kind in kinds:
         config = fxrl.Config(
-            passes=(name,), compile_regions=False, min_saved_bytes=0, on_miss="ignore"
+            passes=(HEADS[kind],), compile_regions=False, min_saved_bytes=0, on_miss="ignore"
         )
         step = fxrl.optimize(model, token_loss, config)
         made[kind] = [loss_and_gradients(model, kind, how) for how in (None, step)]
@@ -190,6 +204,56 @@ def test_embeddings_and_head_are_shared_out_whichever_way_the_head_goes(monkeypa
             for one in made[name]:
                 same(one, values)
         assert {"fxrl.piecewise_logprob.default", "fxrl.region.default"} <= {*ops}
+
+
+def in_few_bits(how, tie):
+    size = "tiny:llama:layers=1,hidden=64,heads=2,kv_heads=1,head_dim=64,intermediate=128,vocab=321"
+    return load_model(f"{size},tie={tie}", "fp64", quantization=how)
+
+
+def test_weights_in_8_bits_are_shared_out(monkeypatch):
+    """Scales by blocks of rows; the vocabulary is three pieces."""
+    pytest.importorskip("peft")
+    monkeypatch.setattr(sharded_ops, "WIDENED", 1)
+    whole, _ = in_few_bits(Quantization("fp8", "block", embeddings=True, head=True), 1)
+
+    def work():
+        model = shard(copy.deepcopy(whole))
+        parts = {id(m.part): m.part.nbytes for m in model.modules() if isinstance(m, Sharded)}
+        return [sum(parts.values()), *every_head(adapted(model), ["padded"])]
+
+    values = {m.weight for m in whole.modules() if isinstance(m, Quantized)}
+    model = adapted(copy.deepcopy(whole))
+    expected = loss_and_gradients(model, "padded")
+    for held, made, ops in in_ranks(2, work):
+        assert held == (sum(p.nbytes for p in values) + 64) // 2, "and a row for the odd one"
+        assert "fxrl.piecewise_logprob.default" in ops
+        for found in made["padded"]:
+            same(found, expected)
+
+
+def test_a_checkpoint_in_4_bits_is_read_in_parts(tmp_path):
+    """Quantised before, or while it is read."""
+    pytest.importorskip("peft")
+    how = Quantization("nf4", skip=("o_proj",), head=True)
+    for folder, asked in (("few", how), ("plain", None)):
+        for written in in_few_bits(asked, 0):
+            written.save_pretrained(tmp_path / folder)
+
+    def work():
+        made = []
+        for folder, asked in (("few", None), ("plain", how)):
+            given = {"quantization": asked, "peers": Peers.of()}
+            model = adapted(load_model(tmp_path / folder, "fp64", **given)[0])
+            made.append([of_weights(model), loss_and_gradients(model, "padded")])
+        return made
+
+    model = adapted(in_few_bits(how, 0)[0])
+    told, expected = of_weights(model), loss_and_gradients(model, "padded")
+    for rank in in_ranks(2, work):
+        for ours, made in rank:
+            assert ours == told
+            same(made, expected)
 
 
 @pytest.mark.parametrize("kind", ["llama:layers=1,vocab=321,tie=1", "gemma3:layers=1", "gpt2"])
@@ -274,7 +338,8 @@ def in_place(model, linears):
     shards, parts = in_parts(*(linear.weight.detach() for linear in linears.values()))
     for (path, linear), part in zip(linears.items(), parts, strict=True):
         weight = linear.weight
-        made = ShardedLinear(part, len(weight), weight.dtype, linear.bias, shards)
+        layout = Layout(len(weight), weight.dtype, "")
+        made = ShardedLinear(part, layout, linear.bias, shards)
         setattr(*owner_of(model, path), made)
 
 
@@ -285,7 +350,7 @@ def as_part(vocab, dtype):
 
 def product(rows, part, weight, transpose=False):
     size = len(weight)
-    return torch.ops.fxrl.sharded_mm.default(rows, [part], size, weight.dtype, transpose)
+    return torch.ops.fxrl.sharded_mm.default(rows, [part], size, weight.dtype, "", transpose)
 
 
 @pytest.mark.parametrize("transpose", [False, True])
@@ -300,7 +365,7 @@ def test_the_product_is_that_of_the_weight_in_full(transpose, dtype):
     grad = draw(*made.shape, seed=2, dtype=dtype)
     ours, theirs = (torch.autograd.grad(y, rows, grad)[0] for y in (made, expected))
     assert ours.equal(theirs)
-    checked = (rows, [part], 11, dtype, transpose)
+    checked = (rows, [part], 11, dtype, "", transpose)
     torch.library.opcheck(
         torch.ops.fxrl.sharded_mm.default, checked, test_utils="test_autograd_registration"
     )
@@ -325,7 +390,7 @@ def test_what_comes_in_pieces_is_what_there_is_in_full(monkeypatch, piece, dtype
     ours, theirs = (torch.autograd.grad(y, hidden, grad)[0] for y in (made, expected))
     torch.testing.assert_close(ours, theirs, **near)
 
-    table = ShardedEmbedding(part, 21, dtype, shards)
+    table = ShardedEmbedding(part, Layout(21, dtype, ""), shards)
     ids = torch.randint(0, 21, (3, 5))
     assert table(ids).equal(weight[ids])
     with pytest.raises(IndexError, match="ids are from -1 to 20, and there are 21"):
@@ -393,7 +458,7 @@ def test_what_comes_next_is_learned_and_a_wrong_guess_is_no_wrong_number():
 def test_the_weight_that_others_see_has_no_numbers():
     weight = draw(10, 6)
     shards, (part,) = in_parts(weight)
-    linear = ShardedLinear(part, 10, weight.dtype, None, shards)
+    linear = ShardedLinear(part, Layout(10, weight.dtype, ""), None, shards)
     assert (linear.weight.shape, linear.weight.dtype) == (weight.shape, weight.dtype)
     assert linear.weight.isnan().all()
     with pytest.raises(RuntimeError, match="single memory location"):
@@ -426,14 +491,9 @@ def used_twice():
     return model.requires_grad_(False)
 
 
-def quantised():
-    return quantize(frozen(1).requires_grad_(False), "fp8")
-
-
 REFUSED = {
     "trained": (lambda: nn.Sequential(nn.Linear(4, 4)), "as they are trained, and only frozen"),
     "used twice": (used_twice, "no nn.Linear and no nn.Embedding whose weight nothing else has"),
-    "quantised": (quantised, "they are in 8 or 4 bits; load the checkpoint in bf16"),
     "meta": (lambda: frozen(1).to("meta"), "a rank's weights are on one device, and these on meta"),
 }
 
@@ -465,7 +525,7 @@ def test_other_models_do_not_go_together():
 def test_a_part_that_is_moved_or_copied_is_found_out():
     weight = draw(10, 6)
     shards, (part,) = in_parts(weight)
-    linear = ShardedLinear(part, 10, weight.dtype, None, shards)
+    linear = ShardedLinear(part, Layout(10, weight.dtype, ""), None, shards)
     with pytest.raises(ModelError, match="stay on cpu, and were to go to meta"):
         linear.to("meta")
     linear.part = part.clone()

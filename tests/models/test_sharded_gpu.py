@@ -35,7 +35,7 @@ def test_a_vocabulary_comes_in_pieces(monkeypatch):
     weight = draw(13000, 2048, dtype=torch.bfloat16).cuda() / 16
     _shards, (part,) = in_parts(weight, device="cuda")
     ids = torch.arange(0, 13000, 3, device="cuda")
-    assert torch.ops.fxrl.sharded_rows(ids, [part], 13000, weight.dtype).equal(weight[ids])
+    assert torch.ops.fxrl.sharded_rows(ids, [part], 13000, weight.dtype, "").equal(weight[ids])
     hidden = draw(len(ids), 2048, seed=1, dtype=torch.bfloat16).cuda().requires_grad_()
     (whole, *_), (made, *_) = (
         linear_logprob(hidden, weight, ids),

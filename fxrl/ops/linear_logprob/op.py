@@ -149,18 +149,19 @@ def _linear_logprob(
     head = LossHead(hidden, weight, target, **options).on_one_device()
     check_arguments(head)
     wanted, differentiated = asked_outputs(outputs, grad_outputs)
-    read = _read_by_backward(head, differentiated) if torch.is_grad_enabled() else set()
+    read = read_by_backward(head, differentiated) if torch.is_grad_enabled() else set()
     *values, _ = torch.ops.fxrl.linear_logprob_forward.default(
         *head,
         joined_outputs(wanted | read),
         joined_outputs(differentiated),
-        bool(read) and hidden.requires_grad and _made_in_forward(head, differentiated),
+        bool(read) and hidden.requires_grad and made_in_forward(head, differentiated),
     )
     pairs = zip(OUTPUTS, values, strict=True)
     return tuple(v if name in wanted else v.new_empty(0) for name, v in pairs)
 
 
-def _made_in_forward(head: LossHead, differentiated: set[str]) -> bool:
+def made_in_forward(head: LossHead, differentiated: set[str]) -> bool:
+    """See NOTE [Why the forward makes the gradient]."""
     frozen = not head.weight.requires_grad and not _trains(head.bias)
     return frozen and differentiated <= {*MADE_IN_FORWARD}
 
@@ -169,11 +170,11 @@ def _trains(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
 
 
-def _read_by_backward(head: LossHead, differentiated: set[str]) -> set[str]:
+def read_by_backward(head: LossHead, differentiated: set[str]) -> set[str]:
     """Values that the gradients of ``differentiated`` are made from; none if nothing is trained."""
     if not differentiated or not any(map(_trains, head.trained)):
         return set()
-    if _made_in_forward(head, differentiated):
+    if made_in_forward(head, differentiated):
         extra = {"entropy"} if _trains(head.temperature) else set()
     else:
         extra = differentiated & {"entropy", "sum_p2"}
@@ -294,9 +295,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         and ("entropy" in made or not want_temperature)
     )
     if ctx.saved_in_forward:
-        ctx.hidden_dtype = head.hidden.dtype
-        factors = (*row_values[:3], head.temperature) if want_temperature else (None,) * 4
-        ctx.save_for_backward(vectors if want_hidden else None, *factors)
+        keep_vectors(ctx, head, vectors if want_hidden else None, row_values, want_temperature)
     else:
         if not {"logprob", "lse"} <= made:
             raise LinearLogprobError(
@@ -309,17 +308,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     made: list[Tensor | None] = [None] * (len(LossHead._fields) + 3)
-    incoming = dict(zip(OUTPUTS, grads[: len(OUTPUTS)], strict=True))
-    given = [incoming[name] for name in ctx.differentiated]
-    present = next((g for g in given if g is not None), None)
-    if present is None:
-        return tuple(made)
-    stacked = torch.stack([torch.zeros_like(present) if g is None else g for g in given])
     if ctx.saved_in_forward:
-        hidden, _, _, temperature = _PLACES
-        made[hidden], made[temperature] = with_room(
-            ctx, stacked.device, lambda: _scaled(ctx, stacked)
-        )
+        return scaled_vectors(ctx, grads, made)
+    if (stacked := _stacked(ctx, grads)) is None:
         return tuple(made)
     *tensors, logprob, lse, entropy, sum_p2 = ctx.saved_tensors
     backward = partial(
@@ -335,6 +326,50 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     for place, wanted, gradient in zip(_PLACES, ctx.needs, gradients, strict=True):
         if wanted:
             made[place] = gradient
+    return tuple(made)
+
+
+def _stacked(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor | None:
+    """``[K, N]``: what comes in for ``ctx.differentiated``; None where nothing does."""
+    incoming = dict(zip(OUTPUTS, grads[: len(OUTPUTS)], strict=True))
+    given = [incoming[name] for name in ctx.differentiated]
+    present = next((g for g in given if g is not None), None)
+    if present is None:
+        return None
+    return torch.stack([torch.zeros_like(present) if g is None else g for g in given])
+
+
+def keep_vectors(
+    ctx: Any,
+    head: LossHead,
+    vectors: Tensor | None,
+    values: Sequence[Tensor | None],
+    want_temperature: bool,
+) -> None:
+    """What ``scaled_vectors`` reads.
+
+    Args:
+        vectors: ``[K, N, H]``; None if hidden has no gradient.
+        values: ``RowValues``, entropy among them for a temperature's gradient.
+    """
+    ctx.hidden_dtype = head.hidden.dtype
+    factors = (*values[:3], head.temperature) if want_temperature else (None,) * 4
+    ctx.save_for_backward(vectors, *factors)
+
+
+def scaled_vectors(
+    ctx: Any, grads: Sequence[Tensor | None], made: list[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The backward of an op whose forward made the gradient.
+
+    Args:
+        made: None for each of the op's arguments, which begin with ``LossHead``'s.
+    """
+    if (stacked := _stacked(ctx, grads)) is not None:
+        hidden, _, _, temperature = _PLACES
+        made[hidden], made[temperature] = with_room(
+            ctx, stacked.device, lambda: _scaled(ctx, stacked)
+        )
     return tuple(made)
 
 

@@ -121,11 +121,6 @@ class ModelConfig(Table):
                 "sharded=true is of frozen weights, and without an adapter all are trained; add "
                 "[model.lora]"
             )
-        if self.sharded and self.quantization is not None:
-            yield (
-                f"sharded=true with quantization={self.quantization!r}: weights in 8 or 4 bits are "
-                "not shared out; leave one of them out"
-            )
         try:
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError:

@@ -107,9 +107,9 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         if isinstance(module, Sharded) and id(module.part) not in known:
             known.add(id(module.part))
-            yield f"{path}.weight", module.whole()
+            yield from ((f"{path}.{name}", tensor) for name, tensor in module.stored().items())
         for name, parameter in module.named_parameters(path, recurse=False):
-            if id(parameter) not in known:
+            if id(parameter) not in known and parameter.numel():  # an empty one tells a dtype
                 known.add(id(parameter))
                 yield name, parameter
 
