@@ -13,8 +13,7 @@ model's own logits; losses, metrics, data and rollouts stay verl's. Weights are 
 as fxrl's regions need them, and gradients are averaged before the optimizer's step.
 
 Of verl 0.9.0's own tests of its engines that run on a CPU, 96 of 97 pass with this engine in the
-place of verl's, as they do with verl's; the other needs CUDA. Runs with ray and verl's rollouts were
-not made.
+place of verl's, as they do with verl's; the other needs CUDA. No run with ray was made.
 """
 
 from __future__ import annotations
