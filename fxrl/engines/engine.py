@@ -280,6 +280,7 @@ class EngineSpec:
         stage: says what is being done for the time of a ``with``; gives what takes details.
         options: the engine's own, such as ``VllmOptions``; ``None`` where it has none.
         lora_rank: of the adapter that ``trainable`` puts on; ``None`` puts on none.
+        prompts_grow: environments write prompts too, up to ``longest_prompt`` tokens.
     """
 
     load: Callable[[], tuple[nn.Module, Any]]
@@ -296,6 +297,7 @@ class EngineSpec:
     stage: Callable[[str], AbstractContextManager[Callable[[str], None]]]
     options: Any = None
     lora_rank: int | None = None
+    prompts_grow: bool = False
 
 
 class Built(NamedTuple):

@@ -11,6 +11,9 @@ verl packs the sequences of a micro-batch into one row and reads three values of
 log-probability, the entropy, and the sum of squared probabilities. The step computes them from the
 model's own logits; losses, metrics, data and rollouts stay verl's. Weights are whole on every rank,
 as fxrl's regions need them, and gradients are averaged before the optimizer's step.
+
+Of verl 0.9.0's own tests of its engines that run on a CPU, 96 of 97 pass with this engine in the
+place of verl's, as they do with verl's; the other needs CUDA. No run with ray was made.
 """
 
 from __future__ import annotations

@@ -124,6 +124,18 @@ def test_options_that_are_given_stand(vllm):
     assert engine.options == options
 
 
+@pytest.mark.parametrize(("grow", "longest"), [(True, 1024), (False, 4126)])
+def test_prompts_that_may_grow_ask_for_no_more_than_the_models_positions(
+    grow, longest, vllm, tmp_path
+):
+    """Else vLLM would refuse a model of 1024 positions before any prompt was too long for it."""
+    model, tokenizer = load_model("tiny:qwen3", "fp32")
+    model.config.save_pretrained(tmp_path)
+    told = {"folder": lambda: (tmp_path, tokenizer), "longest_prompt": 4096}
+    _, _, engine = build_engine("vllm", spec([], prompts_grow=grow, **told))
+    assert engine.options.max_model_len == longest
+
+
 def test_an_engine_that_cannot_serve_the_device_is_closed(vllm):
     with pytest.raises(
         ConfigError, match=r"model.device is cuda, but vLLM .* are on cpu; use auto"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import fxrl
 from fxrl.engines import TorchEngine
@@ -21,6 +22,7 @@ import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from PIL import Image
 from trl.trainer.utils import add_fused_lm_head
 
 import fxrl.integrations.trl as ours
@@ -120,7 +122,64 @@ def test_the_numbers_are_trls(case, tmp_path):
     applied = {r.pass_name for r in mine.train_step.report.of_kind("applied")}
     assert "fuse-linear-logprob" in applied
     assert len(mine.train_step.captures) <= 3
-    assert (tmp_path / "mine" / "fxrl" / "plan.json").exists()
+    told = tmp_path / "mine" / "fxrl"
+    assert fxrl.Plan.from_json((told / "plan.json").read_text()) == mine.train_step.plan
+    assert "fuse-linear-logprob" in (told / "report.txt").read_text()
+
+
+def seeing():
+    """A tiny LLaVA and its processor."""
+    _, tokenizer = tiny()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    place = tokenizer.convert_tokens_to_ids("<image>")
+    sides = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    eyes = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
+    eyes |= {"num_hidden_layers": 2, "projection_dim": 32}
+    text = {"model_type": "qwen2", "vocab_size": len(tokenizer), "num_hidden_layers": 2}
+    text |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
+    text |= {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
+    config = transformers.LlavaConfig(
+        vision_config=eyes | sides,
+        text_config=text | sides | {"bos_token_id": None},
+        image_token_index=place,
+        vision_feature_layer=-1,
+    )
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(config), transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(
+            size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
+        ),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=(Path(trl.__file__).parent / "chat_templates/llava_next.jinja").read_text(),
+    )
+
+
+def test_images_are_the_models_own_business(tmp_path):
+    """A vision-language model with its processor: TRL's numbers, and the head is rewritten."""
+    colours = [Image.new("RGB", (28, 28), (30 * i, 20, 90)) for i in range(8)]
+    rows = [
+        {
+            "images": [colour],
+            "prompt": [{"role": "user", "content": f"What is {i}?"}],
+            "completion": [{"role": "assistant", "content": "red " * (1 + i % 3)}],
+        }
+        for i, colour in enumerate(colours)
+    ]
+    trainers = []
+    for kind, given in ((trl.SFTTrainer, {}), (FXRL["SFT"], {"config": CONFIG})):
+        model, processor = seeing()
+        options = COMMON | {"max_steps": 2, "max_length": None}
+        args = trl.SFTConfig(str(tmp_path / kind.__name__), **options)
+        data = Dataset.from_list(rows)
+        named = {"train_dataset": data, "processing_class": processor, **given}
+        trainers.append(kind(model=model, args=args, **named))
+        trainers[-1].train()
+    assert_same_runs(*trainers)
+    applied = trainers[1].train_step.report.of_kind("applied")
+    assert "fuse-linear-logprob" in {remark.pass_name for remark in applied}
 
 
 def test_autocast_rounds_no_more_than_trl_does(tmp_path):

@@ -303,7 +303,7 @@ class VllmEngine:
 def build(spec: EngineSpec) -> Built:
     """The engine first: the trainer's model is made of its weights."""
     folder, tokenizer = spec.folder()
-    options = _options_of(spec)
+    options = _options_of(spec, folder)
     sizes = f"max_model_len={options.max_model_len}, max_num_seqs={options.max_num_seqs}"
     generation = None
     if (folder / "generation_config.json").is_file():
@@ -332,12 +332,23 @@ def build(spec: EngineSpec) -> Built:
     return Built(model, tokenizer, engine)
 
 
-def _options_of(spec: EngineSpec) -> VllmOptions:
+def _longest(spec: EngineSpec, folder: Path) -> int:
+    """Most tokens of a prompt and its completion; vLLM refuses more than the model's positions,
+    which a mere bound of what prompts may grow to does not ask for."""
+    from transformers import AutoConfig
+
+    longest = spec.longest_prompt + spec.max_tokens
+    if not spec.prompts_grow:
+        return longest
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
+    return min(longest, getattr(config, "max_position_embeddings", None) or longest)
+
+
+def _options_of(spec: EngineSpec, folder: Path) -> VllmOptions:
     """The user's, with what they leave open taken from the run."""
     options: VllmOptions = spec.options or VllmOptions()
     if options.max_model_len is None:
-        longest = spec.longest_prompt + spec.max_tokens
-        options = dataclasses.replace(options, max_model_len=longest)
+        options = dataclasses.replace(options, max_model_len=_longest(spec, folder))
     if options.max_num_seqs is None:
         options = dataclasses.replace(options, max_num_seqs=min(spec.num_sequences, MOST_SEQUENCES))
     if options.dtype == "auto":

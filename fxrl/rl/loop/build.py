@@ -71,10 +71,11 @@ class Questions:
 
     Attributes:
         builder: makes their prompts.
-        longest: tokens of the longest prompt.
+        longest: tokens of the longest prompt, or what prompts may grow to.
         fingerprints: of the data, the rewards, the loss and the tools, by name.
         conversation: plays the rollouts, where there are tools.
         environment: of verifiers, which does.
+        grow: a harness, or ``reset``, may make prompts longer.
     """
 
     split: Split
@@ -84,6 +85,7 @@ class Questions:
     fingerprints: Mapping[str, str]
     conversation: Conversation | None = None
     environment: Environment | None = None
+    grow: bool = False
 
     @property
     def tokenizer(self) -> Any:
@@ -200,11 +202,11 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
     if config.eval.reward is not None and config.eval.reward not in names:
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
     fingerprints = _fingerprints(config, source, asked, rewards)
-    longest = max(lengths)
     environment = source.environment
-    if environment is not None or (conversation is not None and conversation.tools.kinds):
-        longest = data.max_prompt_tokens  # a harness, or reset, may make them longer
-    return Questions(split, rewards, builder, longest, fingerprints, conversation, environment)
+    grow = environment is not None or (conversation is not None and bool(conversation.tools.kinds))
+    longest = data.max_prompt_tokens if grow else max(lengths)
+    players = conversation, environment
+    return Questions(split, rewards, builder, longest, fingerprints, *players, grow)
 
 
 def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:
@@ -366,6 +368,7 @@ def _engine_spec(
         stage=reporter.stage,
         options=getattr(config, config.engine, None),  # the table of the engine's name
         lora_rank=None if wanted.lora is None else wanted.lora.r,
+        prompts_grow=isinstance(data, Questions) and data.grow,
     )
 
 

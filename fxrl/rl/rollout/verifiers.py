@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,11 @@ from fxrl.rl.rollout.chat import Chat
 from fxrl.rl.rollout.endpoint import Endpoint, Talk
 from fxrl.rl.rollout.turns import Assignment, Group, check_sampled, drawn_turn
 from fxrl.rl.types import Told
+
+log = logging.getLogger(__name__)
+
+LEAVE_S = 20.0
+"""Seconds that rollouts have to end in; then the run's state is saved all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +132,12 @@ class Episodes:
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._main.cancel)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(LEAVE_S)
+        if self._thread.is_alive():
+            log.warning("data.verifiers: what an ended rollout takes down is not gone after %g s; "
+                        "look for processes and sandboxes it left", LEAVE_S)  # fmt: skip
+        else:
+            self._loop.close()
 
     @property
     def over(self) -> set[int]:
@@ -147,6 +157,8 @@ class Episodes:
         except asyncio.CancelledError:
             pass
         # The main thread raises it.
+        except BaseExceptionGroup as group:
+            self._error = group.exceptions[0]
         except BaseException as error:
             self._error = error
         finally:
@@ -155,8 +167,10 @@ class Episodes:
                 self.endpoint.over(number)
 
     async def _all(self) -> None:
-        async with self.environment.env.serving():
-            await asyncio.gather(*map(self._one, range(len(self.tasks))))
+        # A group, for its end awaits what each rollout still takes down: processes, sandboxes.
+        async with self.environment.env.serving(), asyncio.TaskGroup() as group:
+            for number in range(len(self.tasks)):
+                group.create_task(self._one(number))
 
     async def _one(self, number: int) -> None:
         api = self.environment.api

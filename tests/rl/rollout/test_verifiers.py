@@ -1,29 +1,39 @@
 """Environments of verifiers: its own runner and scoring, around a policy that follows a script."""
 
+import asyncio
+import gc
 import importlib.util
 import json
+import os
+import socket
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from fxrl.distributed import Ranks
 from fxrl.engines import Completion
 from fxrl.errors import ConfigError, MissingPackageError
-from fxrl.models import tiny_tokenizer
+from fxrl.models import load_model, tiny_tokenizer
 from fxrl.rl.config.load import config_of
 from fxrl.rl.errors import DataError, ToolError
 from fxrl.rl.loop.build import read_questions
 from fxrl.rl.report.progress import Reporter
 from fxrl.rl.report.timing import Clock
+from fxrl.rl.train import main
 from fxrl.rl.types import TrainerState
+from tests.forked import in_processes
+from tests.rl.metrics import numbers
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
 TOLD = "<|im_start|>tool\n"
 INSTALLED = importlib.util.find_spec("verifiers") is not None
 needs_verifiers = pytest.mark.skipif(not INSTALLED, reason="verifiers (extra) is not installed")
+pytestmark = pytest.mark.verifiers
 
 ENVIRONMENT = '''
 """Sums of two numbers, whose harness adds where the policy calls its tool, in this process."""
@@ -54,16 +64,23 @@ class SumData(vf.TaskData):
 class SumTask(vf.Task[SumData]):
     @vf.reward(weight=2.0)
     async def right(self, trace: vf.Trace) -> float:
-        return float(trace.last_reply == self.data.answer)
+        said = trace.last_reply or ""
+        return float(said == self.data.answer) if self.data.answer else len(said) % 7 / 7
 
 
-class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
+class SumsConfig(vf.TasksetConfig):
+    by_length: bool = False
+
+
+class Sums(vf.Taskset[SumTask, SumsConfig]):
     def load(self):
         for a, b in [(1, 2), (3, 4)]:
-            yield SumTask(SumData(prompt=f"{a}+{b}?", answer=str(a + b)), self.config.task)
+            answer = "" if self.config.by_length else str(a + b)
+            yield SumTask(SumData(prompt=f"{a}+{b}?", answer=answer), self.config.task)
 
 
 class AddingConfig(vf.HarnessConfig):
+    again: bool = False
     edits: bool = False
     extra: dict = {}
     stream: bool = False
@@ -87,7 +104,10 @@ class Adding(vf.Harness[AddingConfig]):
                 said = self.read(found.text)
                 messages.append(said)
                 if not said.get("tool_calls"):
-                    return vf.ProgramResult(0, "", "")
+                    if not self.config.again or len(messages) > 2:
+                        return vf.ProgramResult(0, "", "")
+                    messages.append({"role": "user", "content": "And again?"})
+                    continue
                 for call in said["tool_calls"]:
                     numbers = json.loads(call["function"]["arguments"])
                     answer = {"role": "tool", "tool_call_id": call["id"]}
@@ -225,9 +245,91 @@ def test_the_tokens_of_all_turns_are_limited(sums):
     ],
 )
 def test_what_cannot_be_trained_on_ends_the_run(sums, harness, script, message):
+    """What the other rollouts take down is awaited: processes, sandboxes, folders."""
     agent = {"harness": {"id": sums, **harness}, "runtime": {"type": "subprocess"}}
     with pytest.raises(ToolError, match=message):
         rolled({"taskset": {"id": sums}, "agent": agent}, script)
+    tasks = [one for one in gc.get_objects() if isinstance(one, asyncio.Task)]
+    assert all(task.done() for task in tasks)
+
+
+RUN = """
+steps = 2
+prompts_per_step = 2
+tensorboard = false
+optimize = false
+micro_batch_tokens = 100
+log_completions = 8
+eval.size = 0
+optim.lr = 1e-2
+reward.functions = []
+sampling = { num_generations = 4, max_tokens = 60 }
+
+[model]
+id = "brief"
+device = "cpu"
+lora = { r = 2, alpha = 8 }
+
+[data.verifiers]
+taskset = { id = "sums_env", by_length = true }
+agent = { harness = { id = "sums_env", again = true }, runtime = { type = "subprocess" } }
+"""
+
+
+@pytest.fixture
+def run_file(sums, tmp_path, monkeypatch):
+    """Two turns of every task, by a model that says noise and was taught to be brief."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    torch.manual_seed(0)
+    model, tokenizer = load_model("tiny:qwen3:layers=1,hidden=32,heads=1,kv_heads=1,head_dim=32")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(20):
+        ids = torch.randint(33, 120, (8, 60))
+        labels = ids.masked_fill(torch.rand(ids.shape) < 0.2, EOS)
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "brief")
+    return "run.toml"
+
+
+def ranked(rank, port, file):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    assert main(file, ["run_dir=two", "model.dtype=float64"], json=True) == 0
+
+
+@needs_verifiers
+def test_two_ranks_have_the_numbers_of_one(run_file):
+    """Each plays its prompts' rollouts, with an event loop and an endpoint of its own."""
+    assert main(run_file, ["run_dir=one", "model.dtype=float64"], json=True) == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    in_processes(ranked, port, run_file)
+    for line, other in zip(numbers("one"), numbers("two"), strict=True):
+        for name in ("rewards/verifiers/mean", "loss", "grad_norm", "completions/mean_length"):
+            assert line[name] == pytest.approx(other[name], rel=1e-12, abs=1e-12)
+        assert line["rewards/verifiers/std"] > 0
+        assert line["grad_norm"] > 1e-6
+    lines = Path("one/completions.jsonl").read_text().splitlines()
+    assert max(len(json.loads(text)["turns"]) for text in lines) == 3
+    weights = (load_file(f"{run}/final/adapter_model.safetensors") for run in ("one", "two"))
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
+
+
+@needs_verifiers
+@pytest.mark.vllm
+def test_vllm_plays(run_file, monkeypatch):
+    """A real one, on a CPU: its log-probs of all turns are the trainer's."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    vllm = ["vllm.enforce_eager=true", "vllm.cpu_kv_cache=256MiB", "vllm.max_lora_rank=8"]
+    assert main(run_file, ["run_dir=a", "engine=vllm", *vllm], json=True) == 0
+    for line in numbers("a"):
+        assert line["sampling/sampling_logp_difference/max"] < 1e-3
+        assert line["rewards/verifiers/std"] > 0
 
 
 @needs_verifiers
