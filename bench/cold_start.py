@@ -8,10 +8,12 @@ every compiled body; the cache counters of Inductor say whether it did.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -43,6 +45,12 @@ COLUMNS = (
 )
 
 
+#: What a first step imports.
+_IMPORTS = """
+import bench.lib.qwen, fxrl, peft, torch._inductor.compile_fx
+import transformers.models.qwen3.modeling_qwen3
+"""
+
 #: What a step on a CPU is planned for.
 _GPU_MEMORY = "75GiB"
 
@@ -65,21 +73,40 @@ def main() -> None:
         f"GRPO step (forward and backward) of {args.rows} x {args.length} tokens, LoRA",
     ]
     results = common.results(args, "Cold start", COLUMNS, notes)
-    for layers in args.layers:
-        for variant in args.variants:
+    with tempfile.TemporaryDirectory(prefix="fxrl-bytecode-") as bytecode:
+        kept = _bytecode(bytecode)
+        if kept:
+            results.note("torch was installed without bytecode: it was made before all runs")
+        for layers, variant in itertools.product(args.layers, args.variants):
             with tempfile.TemporaryDirectory(prefix="fxrl-cold-") as cache:
                 for run in range(1 + args.warm):
                     row = {"variant": variant, "device": args.device, "shape": args.shape}
                     row |= {"layers": layers, "cache": "warm" if run else "cold"}
-                    results.add(**row, **_in_process(args, variant, layers, cache))
+                    results.add(**row, **_in_process(args, variant, layers, cache, kept))
     results.finish()
 
 
-def _in_process(args: argparse.Namespace, variant: str, layers: int, cache: str) -> dict[str, Any]:
-    environment = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
-        "TRITON_CACHE_DIR": f"{cache}/triton",
-    }
+def _bytecode(folder: str) -> dict[str, str]:
+    """Variables for children that keep Python's bytecode in ``folder``, where it is of what a first
+    step imports; none where it lies beside torch's sources.
+
+    An image of a machine may be made without, or forbid to write any. Then each process compiles
+    torch's sources anew, seconds that nobody waits for who installed torch by pip.
+    """
+    found = importlib.util.find_spec("torch._inductor.lowering")
+    if not sys.dont_write_bytecode and found and found.cached and os.path.exists(found.cached):
+        return {}
+    kept = {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
+    subprocess.run([sys.executable, "-c", _IMPORTS], env=os.environ | kept, check=True)
+    return kept
+
+
+def _in_process(
+    args: argparse.Namespace, variant: str, layers: int, cache: str, kept: dict[str, str]
+) -> dict[str, Any]:
+    environment = {**os.environ, **kept}
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+    environment |= {"TRITON_CACHE_DIR": f"{cache}/triton"}
     command = [sys.executable, "-m", "bench.cold_start", "--child", "--variants", variant]
     for name in ("device", "shape", "rows", "length", "attention"):
         command += [f"--{name}", str(getattr(args, name))]

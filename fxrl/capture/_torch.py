@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -111,13 +111,18 @@ def guarded_names() -> set[str]:
     return {re.split(r"[.\[]", name)[-1].strip("'\"]") for name in names}
 
 
-def written_by_trace() -> dict[int, Any]:
+def written_by_trace(among: Iterable[int] | None = None) -> dict[int, Any]:
     """What traced code has written into Python objects older than the trace at hand, by their ids.
 
     The attributes that were set to constants, and their values; else what equals nothing else.
+
+    Args:
+        among: ids of the objects that are asked for; None for all.
     """
     effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
-    return {key: _written(effects.store_attr_mutations.get(held, {}), held) for key, held in effects.id_to_variable.items() if isinstance(held.mutation_type, (ValueMutationExisting, AttributeMutationExisting)) and effects.is_modified(held)}
+    known = effects.id_to_variable
+    asked = known.items() if among is None else ((key, known[key]) for key in among if key in known)
+    return {key: _written(effects.store_attr_mutations.get(held, {}), held) for key, held in asked if isinstance(held.mutation_type, (ValueMutationExisting, AttributeMutationExisting)) and effects.is_modified(held)}
 
 
 def _written(attributes: dict[str, Any], held: Any) -> Any:
@@ -133,6 +138,18 @@ _UNTRACED_BUILTIN = r"(?s)Dynamo does not know how to trace the builtin"
 # By which Dynamo's log of calls says the class that a line is of.
 _tracer: Any = torch._dynamo.symbolic_convert
 _name_of_line = _tracer.get_funcname
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected: what is made inside by the thousand is kept."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager
