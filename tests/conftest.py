@@ -21,6 +21,14 @@ settings.register_profile(
 settings.load_profile("fxrl")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every-kill",
+        action="store_true",
+        help="kill runs at every call that writes and at 100 random moments, not at a few of each",
+    )
+
+
 def pytest_sessionstart():
     gc.disable()  # while all is imported
 

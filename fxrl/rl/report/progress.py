@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import statistics
+import textwrap
 import threading
 import time
 import warnings
@@ -343,7 +344,14 @@ class LiveReporter(LogReporter):
             super().changed(kind, words)
 
     def message(self, text: str) -> None:
-        (LogReporter if self._closed else Reporter).message(self, text)
+        """Lines break between words; a path that is longer than a line stays one word."""
+        if self._closed:
+            super().message(text)
+        else:
+            fill = textwrap.TextWrapper(
+                self.console.width, break_long_words=False, break_on_hyphens=False
+            ).fill
+            Reporter.message(self, "\n".join(map(fill, text.splitlines())))
 
     def stopping(self, text: str) -> None:
         """Gives the terminal its cursor back: a second signal leaves no time for that."""

@@ -9,7 +9,7 @@ from fxrl import optimize
 from fxrl.models import load_model, lora
 from fxrl.rl import Trainer
 from fxrl.rl.loop import build
-from tests.rl.loop.test_resume import Killed, killing
+from tests.rl.loop.test_resume import EVERY, Killed, in_a_fork, killing, moments
 from tests.rl.loop.test_train import metrics, saved_weights
 
 CONFIG = {
@@ -53,15 +53,31 @@ class Runs:
         config = CONFIG | {"run_dir": str(run_dir)}
         return Trainer(self.model, odd, rows, config, tokenizer=self.tokenizer).train(resume=resume)
 
+    def goes_on(self, run):
+        """A killed run ends as the whole one did."""
+        self.train(run, resume="" if Path(run, "config.json").exists() else None)
+        assert metrics(run) == metrics("whole"), run
+        assert saved_weights(run) == saved_weights("whole"), run
 
-def test_a_compiled_run_that_is_killed_goes_on_bit_for_bit(tmp_path, monkeypatch):
+
+def test_a_compiled_run_that_is_killed_goes_on_bit_for_bit(tmp_path, monkeypatch, request):
+    """At calls that write, and as a process at any moment."""
     monkeypatch.chdir(tmp_path)
     runs = Runs(monkeypatch)
     with monkeypatch.context() as patch:
         calls = killing(patch, "whole", 10**9)
         runs.train("whole")
     assert runs.steps[0].report.of_kind("applied")
-    spread = range(len(calls) // 6, len(calls), len(calls) // 6)
+    if torch.__version__ >= "2.13":  # before it autograd refuses to run in a fork behind captures
+        _, whole = in_a_fork(lambda: runs.train("again"))
+        killed = 0
+        for number, seconds in enumerate(moments(whole, request)):
+            run = f"killed-at-moment-{number}"
+            killed += in_a_fork(lambda run=run: runs.train(run), seconds)[0]
+            runs.goes_on(run)
+        assert killed
+    every = request.config.getoption(EVERY)
+    spread = range(2, len(calls) + 1, 1 if every else len(calls) // 6)
     for number in spread:
         run = f"killed-{number}"
         with monkeypatch.context() as patch:
@@ -70,6 +86,4 @@ def test_a_compiled_run_that_is_killed_goes_on_bit_for_bit(tmp_path, monkeypatch
                 runs.train(run)
         if number == spread[-1]:
             runs.steps.clear()  # as in another process: captured anew
-        runs.train(run, resume="" if Path(run, "config.json").exists() else None)
-        assert metrics(run) == metrics("whole"), number
-        assert saved_weights(run) == saved_weights("whole"), number
+        runs.goes_on(run)

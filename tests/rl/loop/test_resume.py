@@ -3,7 +3,9 @@
 import io
 import json
 import os
+import random
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from fxrl.rl.loop.trainer import TrainingLoop
 from fxrl.rl.train import main
 from tests.rl.loop.test_train import metrics, stop_after
 
+EVERY = "--every-kill"
 OTHER_REWARD = """
 def even(completions, completion_ids, **columns):
     return [0.0 for ids in completion_ids]
@@ -152,12 +155,13 @@ def killing(monkeypatch, folder, number):
     return calls
 
 
-def test_a_run_that_is_killed_goes_on_bit_for_bit(config_file, monkeypatch):
+def test_a_run_that_is_killed_goes_on_bit_for_bit(config_file, monkeypatch, request):
     with monkeypatch.context() as patch:
         calls = killing(patch, "whole", 10**9)
         assert train(config_file, "whole", "steps=3") == 0
     assert len(calls) > 60
-    for number in range(2, len(calls), len(calls) // 6):
+    every = request.config.getoption(EVERY)
+    for number in range(2, len(calls) + 1, 1 if every else len(calls) // 6):
         run = f"killed-{number}"
         with monkeypatch.context() as patch:
             killing(patch, run, number)
@@ -167,6 +171,46 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(config_file, monkeypatch):
         assert train(config_file, run, "steps=3", resume=resume) == 0
         assert metrics(run) == metrics("whole"), number
         assert weights(at(3, run)) == weights(at(3, "whole")), number
+
+
+def in_a_fork(work, seconds=0.0):
+    """Whether a process was killed before it was done with ``work``, and its seconds on a CPU.
+
+    It ends, as by SIGKILL, after so many of them: a busy machine changes nothing.
+    """
+    child = os.fork()
+    if child == 0:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF, which nobody here handles
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status, used = os.wait4(child, 0)
+    assert status in (0, signal.SIGPROF), status
+    return status != 0, used.ru_utime + used.ru_stime
+
+
+def moments(seconds, request):
+    """Of a run, at which it is killed."""
+    chance = random.Random(12)
+    return [
+        chance.uniform(0, seconds) for _ in range(100 if request.config.getoption(EVERY) else 3)
+    ]
+
+
+def test_a_process_that_is_killed_at_any_moment_goes_on_bit_for_bit(config_file, request):
+    assert train(config_file, "whole", "steps=3") == 0
+    _, whole = in_a_fork(lambda: train(config_file, "again", "steps=3"))
+    killed = 0
+    for number, seconds in enumerate(moments(whole, request)):
+        run = f"killed-{number}"
+        killed += in_a_fork(lambda run=run: train(config_file, run, "steps=3"), seconds)[0]
+        resume = "" if Path(run, "config.json").exists() else None
+        assert train(config_file, run, "steps=3", resume=resume) == 0
+        assert metrics(run) == metrics("whole"), number
+        assert weights(at(3, run)) == weights(at(3, "whole")), number
+    assert killed
 
 
 def test_what_a_kill_left_of_a_deletion_goes_even_if_no_step_is_left(config_file):

@@ -96,6 +96,9 @@ def test_the_rewrite_report_and_the_plan_beside_what_was_measured(tmp_path):
     assert "training on a micro-batch, median 0.4 s 0.5 s" in text
     for words in ("missed", "tile-tokens", "nothing is wider", "cure: do this", "1 MiB", "a.py:3"):
         assert words in text
+    text = page_of(a_run(tmp_path, records, run=notes | {"plan": {}})).text
+    assert "measured memory, generate 5.00 GiB memory, train 3.00 GiB" in text
+    assert "planned measured" not in text, "no column of dashes"
 
 
 def test_a_bar_that_is_cut_says_how_high_it_is(tmp_path):

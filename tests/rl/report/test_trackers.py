@@ -1,7 +1,10 @@
 """Trackers and the hub, by stand-ins that have their packages' real call signatures."""
 
+import base64
+import http.server
 import json
 import sys
+import threading
 import types
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -218,6 +221,65 @@ def test_the_model_is_pushed_at_the_end(config_file, hub):
     [(repo, message, files)] = hub.pushed
     assert (repo, message) == ("me/model", "trained for 2 steps")
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= files
+
+
+@pytest.fixture
+def answering_hub(monkeypatch):
+    """The hub's protocol, as far as a push speaks it: what it was asked, and the files it got."""
+    asked, files = [], {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self):
+            sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            asked.append((self.command, self.path.partition("?")[0], self.headers["authorization"]))
+            if self.path.endswith("/repos/create"):
+                told = {"url": f"{url}/me/model"}
+            elif "/preupload/" in self.path:
+                paths = [file["path"] for file in json.loads(sent)["files"]]
+                told = {
+                    "files": [
+                        {"path": path, "uploadMode": "regular", "shouldIgnore": False}
+                        for path in paths
+                    ]
+                }
+            elif "/commit/" in self.path:
+                for part in map(json.loads, sent.splitlines()):
+                    if part["key"] == "file":
+                        value = part["value"]
+                        files[value["path"]] = base64.b64decode(value["content"])
+                told = {"success": True, "commitUrl": f"{url}/me/model/commit/1", "commitOid": "1"}
+            else:
+                told = {"id": "me/model", "sha": "0" * 40, "siblings": []}
+            content = json.dumps(told).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *_):
+            """Nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", url)
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        yield asked, files
+        server.shutdown()
+
+
+def test_a_push_speaks_the_hubs_protocol(config_file, answering_hub):
+    assert train(config_file, "push_to_hub=me/model") == 0
+    asked, files = answering_hub
+    assert asked[0] == ("POST", "/api/repos/create", "Bearer hf_secret")
+    assert ("POST", "/api/models/me/model/commit/main", "Bearer hf_secret") in asked
+    final = {path.name: path.read_bytes() for path in Path("runs/a/final").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= final.keys()
+    assert files == final
 
 
 def test_and_at_every_save(config_file, hub, capsys):

@@ -212,6 +212,21 @@ def test_a_terminal_shows_the_innermost_stage_and_its_seconds():
     assert seen().strip() == ""
 
 
+def test_a_terminal_breaks_messages_between_words():
+    stream = io.StringIO()
+    reporter = progress.LiveReporter(Console(file=stream, force_terminal=True, width=40))
+    path = "/a/long/path" * 5
+    reporter.message("the run is in bfloat16, which this CPU is fast at")
+    reporter.message(f"the model is in {path}")
+    lines = stream.getvalue().splitlines()
+    assert [line.rstrip() for line in lines] == [
+        "the run is in bfloat16, which this CPU",
+        "is fast at",
+        "the model is in",
+        path,
+    ]
+
+
 def test_what_is_left_is_known_from_the_second_step_on():
     """However long a step takes; the first one captures, so it counts only while it is alone."""
     for reporter in (LogReporter, progress.LiveReporter):
