@@ -127,11 +127,7 @@ class Ranks:
         return self.gather(value if self.primary else None)[0]  # type: ignore[return-value]
 
     def check_same(self, what: str, value: Any) -> None:
-        """Raises where not all ranks have the same value.
-
-        Raises:
-            RankError: names ranks and values.
-        """
+        """Raises where not all ranks have the same value."""
         first, *others = self.gather(value)
         for rank, other in enumerate(others, 1):
             if other != first:
@@ -252,11 +248,7 @@ class Ranks:
             self._lobby.close(self.rank, told)
 
     def finish(self, work: Any) -> None:
-        """Waits for a collective.
-
-        Raises:
-            RankError: a rank went away meanwhile.
-        """
+        """Waits for a collective."""
         assert self._lobby is not None
         pause = _Pause(self._lobby.look, longest_s=5e-4)
         try:
@@ -464,11 +456,7 @@ class _Lobby:
         self.look()
 
     def look(self) -> None:
-        """Raises where another rank has ended.
-
-        Raises:
-            RankError: says which, and why.
-        """
+        """Raises where another rank has ended."""
         with self._spoken():
             if not self._meets.check(["failed"]):
                 ranks = range(len(self._who))

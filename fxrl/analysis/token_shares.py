@@ -139,11 +139,7 @@ class SharedGraph:
 
 
 def find_shares(gm: fx.GraphModule, ranks: int) -> SharedGraph | None:
-    """What ``ranks`` ranks may share of a graph; None where it embeds no sequence.
-
-    Raises:
-        Refusal: something mixes tokens, at the node that does.
-    """
+    """What ``ranks`` ranks may share of a graph; None where it embeds no sequence."""
     seeds = _seeds(gm.graph)
     if not seeds:
         return None

@@ -25,11 +25,7 @@ class NoCheckoutError(FxrlError):
 
 
 def find_scripts(root: Path | None = None) -> dict[str, Path]:
-    """Name -> file of every benchmark: a module of ``bench/`` with a ``__main__`` part.
-
-    Raises:
-        NoCheckoutError: there is no checkout.
-    """
+    """Name -> file of every benchmark: a module of ``bench/`` with a ``__main__`` part."""
     package = Path(fxrl.__file__).resolve().parents[1]
     here = Path.cwd().resolve()
     places = [root] if root else [package, here, *here.parents]

@@ -65,11 +65,7 @@ class Bundle:
 
 
 def check_path(path: str | Path) -> Path:
-    """The bundle's path.
-
-    Raises:
-        ConfigError: it does not end in ``.zip``, or its folder is not there, or not to write to.
-    """
+    """The bundle's path."""
     path = Path(path)
     if path.suffix != ".zip":
         raise ConfigError(f"{path} must end in .zip, which a report is; such as report.zip")

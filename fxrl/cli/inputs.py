@@ -31,11 +31,7 @@ from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
 
 
 def optimize_config(pairs: Iterable[str]) -> Config:
-    """``["gpu_memory=75GiB", "chunk_tokens=8"]`` as a ``Config``.
-
-    Raises:
-        ConfigError: names every wrong key, with the nearest right one, and every wrong value.
-    """
+    """``["gpu_memory=75GiB", "chunk_tokens=8"]`` as a ``Config``."""
     problems: list[str] = []
     found = bind(Config, _table(pairs, problems), problems)
     if found is None or problems:
@@ -44,11 +40,7 @@ def optimize_config(pairs: Iterable[str]) -> Config:
 
 
 def loss_function(name: str, pairs: Iterable[str]) -> Callable[..., Any]:
-    """``fxrl.losses.by_name``, with modules of the working folder in reach.
-
-    Raises:
-        ConfigError: no such loss or keyword, or a value out of range.
-    """
+    """``fxrl.losses.by_name``, with modules of the working folder in reach."""
     problems: list[str] = []
     values = {k: v.value if isinstance(v, Text) else v for k, v in _table(pairs, problems).items()}
     if problems:
@@ -125,11 +117,7 @@ def _hf_config(model_id: str) -> Any:
 
 
 def check_device(name: str) -> torch.device:
-    """``"cpu"``, ``"cuda"``, ``"cuda:1"`` as a device that is there.
-
-    Raises:
-        ConfigError: no such device here.
-    """
+    """``"cpu"``, ``"cuda"``, ``"cuda:1"`` as a device that is there."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -141,11 +129,7 @@ def check_device(name: str) -> torch.device:
 
 
 def _quantization(args: argparse.Namespace) -> Asked | None:
-    """``--quantization``, which is of frozen weights.
-
-    Raises:
-        ConfigError: without an adapter all weights are trained, or a format is missing.
-    """
+    """``--quantization``, which is of frozen weights."""
     asked: Format | None = args.quantization
     if args.quantize_embeddings and asked is None:
         raise ConfigError("--quantize-embeddings needs a format: add --quantization fp8 or nf4")
@@ -160,11 +144,7 @@ def _quantization(args: argparse.Namespace) -> Asked | None:
 
 
 def _sharing(args: argparse.Namespace) -> int:
-    """Ranks of which each has a part of the frozen weights.
-
-    Raises:
-        ConfigError: nothing is frozen, nobody shares, or an engine wants all of them.
-    """
+    """Ranks of which each has a part of the frozen weights."""
     if not args.lora:
         raise ConfigError(
             "--sharded is of frozen weights, and without an adapter all are trained; add "
@@ -186,11 +166,7 @@ def _trainable(model: nn.Module, args: argparse.Namespace) -> nn.Module:
 
 
 def target(name: str) -> Target:
-    """A GPU by the name that ``fxrl plan --target`` takes.
-
-    Raises:
-        ConfigError: no such GPU is known.
-    """
+    """A GPU by the name that ``fxrl plan --target`` takes."""
     if name.lower() not in TARGETS:
         raise ConfigError(f"--target {name!r} is unknown{did_you_mean(name.lower(), TARGETS)}")
     return TARGETS[name.lower()]
@@ -201,9 +177,6 @@ def planned_target(args: argparse.Namespace, held: int) -> Target:
 
     Args:
         held: bytes of it that are somebody else's all along.
-
-    Raises:
-        ConfigError: no such GPU, or no such size.
     """
     found = target(args.target)
     named = [args.gpu_memory, optimize_config(args.config).gpu_memory, found.gpu_bytes]
@@ -260,9 +233,6 @@ def make_batch(
             eager forward. The first sequence then has ratio 1, so that no loss, however tightly it
             clips, is without a gradient. Otherwise they lie around -log V, a random model's mean.
         as_trained: as ``fxrl train`` makes batches: padding behind completions, none elsewhere.
-
-    Raises:
-        ConfigError: ``--completion`` leaves no prompt, or ``--make-batch`` does not work.
     """
     size, length = args.batch, args.tokens
     completion = args.completion or max(1, length // 2)

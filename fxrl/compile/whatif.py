@@ -90,9 +90,6 @@ class WhatIf:
             captures: planned; ``planner`` of at least one.
             given: the plan that they had to obey.
             rows: of the batch that is asked about, where it is not the captured one.
-
-        Raises:
-            PlanError: there is none; says why.
         """
         planned = [one for one in captures if one.planner is not None and one.found is not None]
         if not planned:

@@ -56,9 +56,6 @@ class KvCache:
 
         Args:
             width: bytes of a number in the cache.
-
-        Raises:
-            KvCacheError: a layer's cache is of another kind.
         """
         text = config.get_text_config()
         if getattr(text, "kv_lora_rank", None):

@@ -355,11 +355,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def check_folder(directory: str | Path) -> Path:
-    """The folder, made if it does not exist.
-
-    Raises:
-        DumpError: it is a file, or cannot be written.
-    """
+    """The folder, made if it does not exist."""
     root = Path(directory)
     if root.exists() and not root.is_dir():
         raise DumpError(f"{root} is a file, and a dump is a folder; choose another path")

@@ -246,11 +246,7 @@ _HOW_TRL_DRAWS = {
 
 
 def _judged(args: Any) -> Any:
-    """A copy of TRL's configuration, less what fxrl does itself.
-
-    Raises:
-        ConfigError: an option cannot work together with fxrl.
-    """
+    """A copy of TRL's configuration, less what fxrl does itself."""
     for name, (reason, cure) in _REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"{name}={getattr(args, name)!r} {reason}; {cure}")
@@ -269,11 +265,7 @@ def _judged(args: Any) -> Any:
 
 
 def _refuse_sharding(trainer: Any) -> None:
-    """Asked of accelerate, since its own launcher and file may say so too.
-
-    Raises:
-        ConfigError: it shards parameters or sequences.
-    """
+    """Asked of accelerate, since its own launcher and file may say so too."""
     parallel = trainer.accelerator.parallelism_config
     kinds = ("dp_shard", "tp", "cp", "sp")
     sharded = [kind for kind in kinds if getattr(parallel, f"{kind}_enabled", False)]
@@ -287,11 +279,7 @@ def _refuse_sharding(trainer: Any) -> None:
 
 
 def _refuse_rounded_head(trainer: Any) -> None:
-    """Asked of accelerate, which may be told so by its own launcher.
-
-    Raises:
-        ConfigError: the head is to leave an autocast, which only TRL's own head does.
-    """
+    """Asked of accelerate, which may be told so by its own launcher."""
     precision = trainer.accelerator.mixed_precision
     if getattr(trainer.args, "cast_lm_head_to_fp32", False) and precision != "no":
         raise ConfigError(
@@ -340,9 +328,6 @@ class FxrlGeneration:
 
         Returns:
             (prompts, completion ids, log-probabilities [[one], ...] of each token, None).
-
-        Raises:
-            ConfigError: there are images; engines take token ids.
         """
         if images is not None and any(image is not None for image in images):
             raise ConfigError("engine= draws from token ids; leave it out for prompts with images")

@@ -88,11 +88,7 @@ class PackedScores:
 
 # ---------------------------------------------------------------------------- what is refused
 def _refuse(model: Any, engine: Any) -> None:
-    """Of verl's model and engine configuration.
-
-    Raises:
-        ConfigError: an option cannot work together with fxrl; says why and what to do.
-    """
+    """Of verl's model and engine configuration."""
     dtype = (engine.mixed_precision or {}).get("param_dtype", "bf16")
     options = {
         "use_fused_kernels": (

@@ -151,11 +151,7 @@ class Pass(ABC, Generic[S]):
 
     @final
     def told(self, options: Mapping[str, Any]) -> Self:
-        """The pass with a user's options.
-
-        Raises:
-            ConfigError: it has no such option, or none of that type; names the nearest.
-        """
+        """The pass with a user's options."""
         hints = get_type_hints(type(self))
         known = [f.name for f in fields(self) if not f.metadata.get("settled")]  # type: ignore[arg-type]
         where = f"pass_options: {self.name}"

@@ -112,11 +112,7 @@ MODEL_INPUTS = (
 
 
 def need(batch: Batch, key: str, why: str) -> Tensor:
-    """``batch[key]``.
-
-    Raises:
-        BatchError: the batch has no such key.
-    """
+    """``batch[key]``."""
     if key not in batch:
         raise BatchError(f"the batch has no {key!r}, which {why}; it has {sorted(batch)}")
     value: Tensor = batch[key]

@@ -91,11 +91,7 @@ def importable_from(*folders: Path) -> Iterator[None]:
 
 
 def load_function(path: str | Callable[..., Any]) -> Callable[..., Any]:
-    """What ``module:function`` or ``file.py:function`` names; a function itself is given back.
-
-    Raises:
-        LossConfigError: there is no such file, module or function, or importing it failed.
-    """
+    """What ``module:function`` or ``file.py:function`` names; a function itself is given back."""
     if not isinstance(path, str):
         return path
     home, _, attribute = path.rpartition(":")

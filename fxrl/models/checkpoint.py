@@ -34,9 +34,6 @@ def build_skeleton(checkpoint_dir: Path, dtype: torch.dtype | None) -> nn.Module
     Args:
         checkpoint_dir: a folder with ``config.json`` and, maybe, ``generation_config.json``.
         dtype: of the parameters; None is the configuration's.
-
-    Raises:
-        ModelError: the folder has no readable configuration, or it makes no causal LM.
     """
     hf, accelerate = optional("transformers", _PURPOSE), optional("accelerate", _PURPOSE)
     where = str(checkpoint_dir)
@@ -160,9 +157,6 @@ class CheckpointTensors:
         Args:
             names: of the parameter; tied ones have several and are stored under one of them.
             shape: that it must have.
-
-        Raises:
-            ModelError: the checkpoint lacks it, or has it in another shape.
         """
         stored = next((name for name in names if name in self._files), None)
         if stored is not None:

@@ -110,11 +110,7 @@ def _auto_class(hf: Any, *, scalar_head: bool) -> Any:
 
 
 def read_config(config: str | Path | Any) -> Any:
-    """A ``PretrainedConfig`` of a JSON file, or the same object again.
-
-    Raises:
-        ModelError: no such file, no JSON, no ``model_type``, or an unknown one.
-    """
+    """A ``PretrainedConfig`` of a JSON file, or the same object again."""
     hf = optional("transformers", "reading a model's configuration")
     if not isinstance(config, str | Path):
         return config
@@ -150,11 +146,7 @@ class Source(StrEnum):
 
 
 def resolve(model_id: str | Path) -> Source:
-    """Decides by the text and the file system alone where a model comes from.
-
-    Raises:
-        ModelError: it looks like a path and nothing is there, or it is no possible id.
-    """
+    """Decides by the text and the file system alone where a model comes from."""
     text = str(model_id)
     if text.startswith(PREFIX):
         return Source.TINY

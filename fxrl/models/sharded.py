@@ -77,11 +77,7 @@ class Sharded(nn.Module):
         return self.shards.whole(self.part, self.rows, self.dtype)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Refuse to be trained in full, as ``modules_to_save`` of PEFT would have it.
-
-        Raises:
-            ModelError: it is to require a gradient.
-        """
+        """Refuse to be trained in full, as ``modules_to_save`` of PEFT would have it."""
         if requires_grad:
             raise ModelError(
                 f"a {type(self).__name__} is to be trained, and its weight is shared out over "
@@ -90,11 +86,7 @@ class Sharded(nn.Module):
         return super().requires_grad_(requires_grad)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast the bias.
-
-        Raises:
-            ModelError: the model is to be moved elsewhere.
-        """
+        """Move or cast the bias."""
         there = fn(self.part.new_empty(0)).device
         if there != self.part.device:
             raise ModelError(
@@ -195,9 +187,6 @@ def chosen(model: nn.Module, *, trained: bool = False) -> list[Shared]:
 
     Args:
         trained: those that require a gradient, too.
-
-    Raises:
-        ModelError: there is none.
     """
     able = [Shared(one.weight, one.holders) for one in held_weights(model)]
     taken = [one for one in able if trained or not one.weight.requires_grad]

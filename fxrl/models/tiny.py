@@ -99,11 +99,7 @@ TINY_KINDS = tuple(_KINDS)
 
 
 def parse_tiny(model_id: str) -> tuple[str, TinySize]:
-    """``"tiny:qwen3:layers=4"`` -> ``("qwen3", TinySize(layers=4))``.
-
-    Raises:
-        ModelError: unknown kind or size.
-    """
+    """``"tiny:qwen3:layers=4"`` -> ``("qwen3", TinySize(layers=4))``."""
     kind, _, options = model_id.removeprefix(PREFIX).partition(":")
     if kind not in _KINDS:
         raise ModelError(f"{model_id!r}: unknown kind {kind!r}; one of {', '.join(_KINDS)}")

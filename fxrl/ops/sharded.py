@@ -107,11 +107,7 @@ class Peers:
         return len(self.members)
 
     def check_same(self, what: str, value: Any) -> None:
-        """All ranks call it.
-
-        Raises:
-            FxrlError: not all of this host have the same value.
-        """
+        """All ranks call it."""
         each = self.gather(value)
         if differing := [rank for rank in self.members if each[rank] != value]:
             raise FxrlError(
@@ -357,11 +353,7 @@ _ALIVE: WeakSet[Shards] = WeakSet()
 
 
 def shards_of(part: Tensor) -> Shards:
-    """The shards that a weight's part belongs to.
-
-    Raises:
-        FxrlError: it is a copy, or its shards are gone.
-    """
+    """The shards that a weight's part belongs to."""
     found = next((one for one in _ALIVE if one.place(part) is not None), None)
     if found is None:
         raise FxrlError(

@@ -62,11 +62,7 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def check_callbacks(callbacks: Iterable[object]) -> None:
-    """Refuses what would never be called.
-
-    Raises:
-        ConfigError: a class instead of its instance, or a method whose event there is not.
-    """
+    """Refuses what would never be called."""
     for callback in callbacks:
         if isinstance(callback, type):
             raise ConfigError(

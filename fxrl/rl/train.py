@@ -92,11 +92,7 @@ def main(
 
 
 def _check_compile_cache() -> None:
-    """PyTorch makes the folder while it is imported, and writes to it in the first step.
-
-    Raises:
-        ConfigError: it will not be able to.
-    """
+    """PyTorch makes the folder while it is imported, and writes to it in the first step."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     if (folder := os.environ.get(name)) is None:
         return

@@ -226,11 +226,7 @@ class LogprobAlgebra:
         return self.pool.call(aten.reshape.default, value, (-1, *(1,) * ones))
 
     def per_row(self, expr: RowExpr) -> RowExpr:
-        """One number per row, in the ``[n]`` layout of the statistics.
-
-        Raises:
-            Refusal: there are several per row, such as a mask over the vocabulary.
-        """
+        """One number per row, in the ``[n]`` layout of the statistics."""
         if not self.is_single(expr):
             raise Refusal("the logits meet a tensor of several entries per token")
         if expr.leaf is not None and not expr.leaf.tiled:

@@ -260,11 +260,7 @@ def _pooled(node: fx.Node, dim: int, count: int, builder: Builder, first: fx.Nod
 
 # ---------------------------------------------------------------------------- products
 def seed(rules: RowRules, head: fx.Node) -> RowValue:
-    """The logits of an LM head as rows of its hidden states.
-
-    Raises:
-        Refusal: a feature or vocabulary dim is symbolic, or the product has options.
-    """
+    """The logits of an LM head as rows of its hidden states."""
     rows, _, _ = factors(head)
     if head.kwargs:
         raise Refusal("the head's addmm has alpha or beta")

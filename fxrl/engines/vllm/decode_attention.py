@@ -100,11 +100,7 @@ def most_rows(place: str, current: Callable[[], Any]) -> int:
 
 @contextmanager
 def unknown(place: str, what: str) -> Iterator[None]:
-    """Builds an engine of a vLLM whose choice of backends fxrl cannot take part in.
-
-    Raises:
-        EngineLoadError: fxrl's attention was asked for; where it was not, a warning says so.
-    """
+    """Builds an engine of a vLLM whose choice of backends fxrl cannot take part in."""
     problem = (
         f"this vLLM chooses its attention in a way that fxrl does not know ({what}), so fxrl's "
         "decode attention cannot be kept to one engine; set decode_attention='vllm' or use a "

@@ -102,11 +102,7 @@ class VllmHandle:
 
     @property
     def worker(self) -> Any:
-        """The worker in this process.
-
-        Raises:
-            EngineError: there is none, or this version keeps it somewhere else.
-        """
+        """The worker in this process."""
         if self._ranks > 1:
             raise EngineError(
                 f"tensor_parallel_size={self._ranks}: vLLM's model is in other processes, so "
@@ -156,9 +152,6 @@ class VllmHandle:
             all_the_way: the scheduler must not even have finished requests left that it has not
                 told the worker of, which it does at its next step; vLLM's own release of the KV
                 cache asks for that.
-
-        Raises:
-            EngineFailedError: it fails, or does not end.
         """
         core = getattr(self.engine.engine_core, "engine_core", None)
         deadline = time.monotonic() + DRAIN_S
@@ -170,11 +163,7 @@ class VllmHandle:
                 raise EngineFailedError(f"vLLM has had work in flight for {DRAIN_S:g} s; it hangs")
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the KV entries of earlier prompts, which belong to earlier weights.
-
-        Raises:
-            EngineError: requests are still running.
-        """
+        """Forgets the KV entries of earlier prompts, which belong to earlier weights."""
         if self.llm.reset_prefix_cache() is False:
             raise EngineError("vLLM did not drop its prefix cache: requests are still running")
 
@@ -225,11 +214,7 @@ class VllmHandle:
         )
 
     def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """To other processes tensors travel through host memory.
-
-        Raises:
-            EngineError: vLLM does not know a name, or a shape does not fit.
-        """
+        """To other processes tensors travel through host memory."""
         given: Any = weights
         if self._ranks > 1:
             given = [(name, value.cpu()) for name, value in weights]
@@ -310,11 +295,7 @@ ADAPTER_NAME = "fxrl-policy"
 
 
 def adapter_manager(worker: Any) -> Any:
-    """vLLM's ``LoRAModelManager``.
-
-    Raises:
-        EngineError: this version of vLLM keeps it somewhere else.
-    """
+    """vLLM's ``LoRAModelManager``."""
     manager = getattr(worker.model_runner, "lora_manager", None)
     inner = getattr(manager, "_adapter_manager", None)
     wanted = ("add_adapter", "remove_adapter", "activate_adapter", "lora_config")

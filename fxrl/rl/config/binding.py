@@ -149,11 +149,7 @@ _KEY = re.compile(r"\s*(\[|[^#=]+=)")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
-
-    Raises:
-        BadConfigError: it cannot be read, or is no TOML; names the line, and what stands there.
-    """
+    """The tables of a TOML file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -189,9 +185,6 @@ def read_tables(path: Path, overrides: Sequence[str], problems: list[str]) -> di
 
     Args:
         problems: gets one line per override that is none.
-
-    Raises:
-        BadConfigError: see ``read_toml``; or no key can hold a value.
     """
     table = read_toml(path)
     for override in overrides:
@@ -381,11 +374,7 @@ def _plain(value: Any) -> Any:
 
 
 def _fit(hint: Any, value: Any) -> Any:
-    """``value`` as type ``hint``.
-
-    Raises:
-        TypeError: it does not fit.
-    """
+    """``value`` as type ``hint``."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     plain = value.value if isinstance(value, Text) else value
     if origin in (typing.Union, types.UnionType):

@@ -69,11 +69,7 @@ class ExampleBuilder:
         return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
     def columns(self, row: Row) -> dict[str, Any]:
-        """The columns that the form reads, by their standard names.
-
-        Raises:
-            DataError: it has none of the form's sets of columns.
-        """
+        """The columns that the form reads, by their standard names."""
         sets = FORMS[self.form].columns
         for names in sets:
             if all(row.get(self._names.get(name, name)) is not None for name in names):
@@ -199,11 +195,7 @@ class ExampleBuilder:
 
 
 def part(given: Any, column: str) -> Part:
-    """A text or a list of messages, each with a role and a text.
-
-    Raises:
-        DataError: it is something else, or empty.
-    """
+    """A text or a list of messages, each with a role and a text."""
     if isinstance(given, dict):
         given = [given]
     if isinstance(given, str) and given:

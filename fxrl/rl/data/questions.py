@@ -99,9 +99,6 @@ def read_file(path: Path) -> dict[int, Row]:
 
     That of ``.csv`` is read as such, with texts alone, of any other as a JSON object per line;
     blank lines are skipped.
-
-    Raises:
-        DataError: it cannot be read; names the line where it is one.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -185,9 +182,6 @@ def usable_rows(
         mode: ``data.unusable_rows``.
         place: of a row in its source, for messages.
         tell: hears what is left out.
-
-    Raises:
-        DataError: names the unusable rows, where they are not skipped or no other is left.
     """
     good, wrong = [], []
     for row in rows:
@@ -227,9 +221,6 @@ def split_rows(
     NOTE [Held out by text]
     Generated tasks repeat themselves: of 1000 one-digit sums only some 200 are different. Splitting
     by index would put most held-out questions into the training set as well.
-
-    Raises:
-        DataError: too few distinct questions for the split.
     """
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
@@ -327,12 +318,7 @@ Prompt = str | list[Message]
 
 
 def question_text(config: DataConfig, column: str, row: Row) -> str:
-    """The question of a row as text, after ``pattern`` and ``template``.
-
-    Raises:
-        DataError: there is no prompt, the pattern does not match it, or the template names what is
-            not there.
-    """
+    """The question of a row as text, after ``pattern`` and ``template``."""
     if column not in row:
         raise DataError(f"it has no column {column!r}")
     prompt = row[column]
@@ -360,11 +346,7 @@ def question_text(config: DataConfig, column: str, row: Row) -> str:
 
 
 def messages_in(given: Sequence[Any], column: str) -> list[Message]:
-    """The messages of a conversation.
-
-    Raises:
-        DataError: there is none, or one without a role and a text.
-    """
+    """The messages of a conversation."""
     if not given:
         raise DataError(f"column {column!r} is empty; a conversation has a message at least")
     for message in given:
@@ -464,10 +446,6 @@ class PromptBuilder:
 
         Args:
             tools: schemas of those that the prompt tells of.
-
-        Raises:
-            DataError: none, or more than ``data.max_prompt_tokens``; or the tokenizer or its chat
-                template refuses the prompt.
         """
         try:
             if isinstance(prompt, str):

@@ -72,11 +72,7 @@ class Background(Generic[T]):
             self._error = error
 
     def result(self, seconds: float | None = None) -> T:
-        """What the function returned; what it raised is raised here.
-
-        Raises:
-            TimeLimitError: it has not come back after ``seconds``.
-        """
+        """What the function returned; what it raised is raised here."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             assert seconds is not None
@@ -277,11 +273,7 @@ def _checked(values: Any, num: int) -> list[float | None]:
 
 
 def combine(values: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
-    """[functions][completions] summed by weight; NaN where every function said ``None``.
-
-    Raises:
-        RewardError: a sum is too large.
-    """
+    """[functions][completions] summed by weight; NaN where every function said ``None``."""
     totals = []
     for row in zip(*values, strict=True):
         said = [w * value for w, value in zip(weights, row, strict=True) if value is not None]

@@ -45,10 +45,6 @@ class Environment:
             given: verifiers' table ``env``; or a taskset's name, which is then played on this
                 machine by its own harness, or else by verifiers' chat loop, ``null``.
             size: most tasks.
-
-        Raises:
-            MissingPackageError: verifiers is not installed, or too old.
-            DataError: verifiers refuses the environment.
         """
         what = f"data.verifiers={shown(given)}"
         api = optional("verifiers.v1", what, "[verifiers]")

@@ -591,11 +591,7 @@ def _checkpoint(model: Any) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto`` is the GPU if there is one.
-
-    Raises:
-        ConfigError: a GPU is asked for and there is none.
-    """
+    """``auto`` is the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)

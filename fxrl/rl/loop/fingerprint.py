@@ -172,9 +172,6 @@ def check_unchanged(
 
     Args:
         accept: the user has said that changes are meant.
-
-    Raises:
-        CheckpointError: lists what has changed.
     """
     both = {name: now for name, now in present.items() if name in saved}
     if (lines := changes(saved, both)) and not accept:

@@ -385,11 +385,7 @@ def _check_own(run_dir: Path) -> None:
 
 
 def _check_begun(run_dir: Path) -> None:
-    """Raises where there is nothing to resume.
-
-    Raises:
-        BadConfigError: names a run whose folder has nearly that name.
-    """
+    """Raises where there is nothing to resume."""
     if _is_run(run_dir):
         return
     others = run_dir.parent.iterdir() if run_dir.parent.is_dir() else ()

@@ -97,11 +97,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """A checkpoint's manifest, as it was written.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
+    """A checkpoint's manifest, as it was written."""
     try:
         with _open(path, MANIFEST) as file:
             text = file.read().decode()
@@ -125,11 +121,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path) -> Manifest:
-    """Reads every byte of a checkpoint.
-
-    Raises:
-        CheckpointError: names the files that are missing, damaged, or none of its own.
-    """
+    """Reads every byte of a checkpoint."""
     manifest = read_manifest(path)
     problems = [
         problem

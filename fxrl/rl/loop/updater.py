@@ -262,11 +262,7 @@ class Updater:
     def _merged(
         self, micro_batches: Sequence[tuple[float, Share, dict[str, float]]]
     ) -> tuple[float, Metrics]:
-        """The whole step's loss and metrics, out of each micro-batch's weight, share, and values.
-
-        Raises:
-            LossError: not all have the same metrics.
-        """
+        """The whole step's loss and metrics, of each micro-batch's weight, share, and values."""
         weights, shares, found = zip(*micro_batches, strict=True)
         for values in found:
             if values.keys() != found[0].keys():
@@ -396,9 +392,6 @@ def checked_result(
 
     Returns:
         A tensor of one element, and detached tensors of one element.
-
-    Raises:
-        LossError: it is something else.
     """
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not _is_number(loss):

@@ -150,11 +150,7 @@ class Tracker(Callback):
     def on_train_begin(
         self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
     ) -> None:
-        """Starts the tracker's run, or goes on with it.
-
-        Raises:
-            TrackerError: it cannot be started.
-        """
+        """Starts the tracker's run, or goes on with it."""
         file = Path(config.run_dir) / IDS
         try:
             ids = json.loads(file.read_text()) if file.is_file() else {}

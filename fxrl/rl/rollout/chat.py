@@ -113,11 +113,7 @@ class Chat(ChatTemplate):
         return message
 
     def _check_closed(self, words: str, num_calls: int) -> None:
-        """Half of a JSON text is none; tags that break off leave arguments out.
-
-        Raises:
-            ValueError: the last call has no end.
-        """
+        """Half of a JSON text is none; tags that break off leave arguments out."""
         field = self._syntax["fields"]["tool_calls"]
         tagged = field["content"] == "xml-inline"
         if tagged and len(re.findall(field["close_pattern"], words)) < num_calls:
@@ -132,10 +128,6 @@ class Chat(ChatTemplate):
             said: the assistant's message.
             answers: to it, of tools or the user.
             stop: the token that the turn ended with.
-
-        Raises:
-            ChatTemplateError: the template rewrites what stands before an assistant's turn, or
-                writes no end of it.
         """
         # NOTE [Tokens in are tokens out]; without arguments, which may spell anything.
         stand_in: Message = {"role": "assistant", "content": ""}
@@ -278,11 +270,7 @@ def _loose(text: str) -> str:
 
 
 def _calls(given: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and arguments of each call, whichever way the model's family nests and names them.
-
-    Raises:
-        ValueError: it is no call.
-    """
+    """Name and arguments of each call, whichever way the model's family nests and names them."""
     if isinstance(given, list):
         for one in given:
             yield from _calls(one)

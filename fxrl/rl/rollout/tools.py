@@ -191,11 +191,7 @@ class Tool(NamedTuple):
 
 
 def tool(function: Callable[..., Any]) -> Tool:
-    """The function with its schema, made of its type hints and docstring by transformers.
-
-    Raises:
-        BadConfigError: it lacks them.
-    """
+    """The function with its schema, made of its type hints and docstring by transformers."""
     make = optional("transformers", "tools").utils.get_json_schema
     try:
         return Tool(function, make(function))
@@ -308,11 +304,7 @@ class Tools:
         return Kind(factory, cls, names, schemas, [environment])
 
     def check_ranks(self, rewards: Sequence[Reward], num_ranks: int) -> None:
-        """An environment does not leave the rank that played in it.
-
-        Raises:
-            BadConfigError: a reward that is called on rank 0 asks for those of all.
-        """
+        """An environment does not leave the rank that played in it."""
         for reward in rewards if self.kinds and num_ranks > 1 else ():
             if not reward.per_group and "environments" in (accepted(reward.function) or ()):
                 raise BadConfigError(

@@ -141,9 +141,6 @@ def check_sampled(whole: Completion, draws: Iterable[Completion], who: str) -> N
         whole: to be trained on.
         draws: what the engine drew for it, and maybe for others.
         who: made ``whole``, for messages.
-
-    Raises:
-        ToolError: they do not agree.
     """
     by_prompt: dict[tuple[int, ...], list[Completion]] = defaultdict(list)
     for draw in draws:

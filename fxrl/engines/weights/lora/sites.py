@@ -421,9 +421,6 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Plain LoRA is merged in float32 with one rounding; anything else of PEFT's (DoRA, LoHa, ...) by
     PEFT's own code, on a copy of the layer. A tied weight is given once, by its first name.
-
-    Raises:
-        AdapterError: see ``why_not_mergeable``.
     """
     if reason := why_not_mergeable(model):
         raise AdapterError(f"lora: {reason}; leave it out of the adapter, or share the weights")

@@ -229,9 +229,6 @@ class SharingReport:
 
         Catches what breaks aliases without an error: ``model.to(...)``, a rebound ``.data``, an
         optimizer or FSDP that flattens parameters, vLLM replacing a parameter while it reloads.
-
-        Raises:
-            SharingError: names the first parameters and what is wrong with them.
         """
         faults = [f"{b.name}: {why}" for b in self.bindings if (why := self._why_no_alias(b))]
         if faults:
