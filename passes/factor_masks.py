@@ -128,7 +128,6 @@ class FactorMasks(Pass[MaskSite]):
 
 
 def _try(made: FactoredMask, mask: fx.Node) -> None:
-    """"""
     values = {
         f"v{number}": torch.empty(1, 1, 1, 1, dtype=val_of(vector).dtype, device="meta")
         for number, (vector, _) in enumerate(made.vectors)
@@ -146,7 +145,6 @@ def _try(made: FactoredMask, mask: fx.Node) -> None:
 
 
 def _check(gm: fx.GraphModule, mask: fx.Node, calls: Sequence[fx.Node]) -> None:
-    """"""
     if mask.op == "placeholder" and mask.graph is not gm.graph:
         raise Refusal("layers that are one graph are given different masks", at=mask)
     for call in calls:

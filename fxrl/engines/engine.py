@@ -200,7 +200,6 @@ class Engine(Protocol):
 
         Args:
             prompts: token ids without padding.
-            params: how to draw.
             only: numbers of the prompts to draw for, all by default. What is drawn for each, and
                 what the next call draws, is the same whichever they are: engines of several
                 processes with one seed share a call's prompts among them.
@@ -269,14 +268,8 @@ class EngineSpec:
         load: the model with its weights on ``device``, and its tokenizer.
         folder: the same model as a checkpoint's folder, and its tokenizer.
         trainable: puts the adapter on a model and sets it to train.
-        longest_prompt: tokens of the longest prompt of the run.
-        max_tokens: longest completion.
         num_sequences: completions of a step.
-        device: where the trainer's model is to be.
-        dtype: of its weights.
         autocast: dtype that it computes in, where that is another one.
-        seed: of the engine's own draws.
-        tell: takes a line for the user.
         stage: says what is being done for the time of a ``with``; gives what takes details.
         options: the engine's own, such as ``VllmOptions``; ``None`` where it has none.
         lora_rank: of the adapter that ``trainable`` puts on; ``None`` puts on none.
@@ -307,12 +300,7 @@ class Built(NamedTuple):
 
 
 class Drawing:
-    """Tells the log, at INFO and at most once a second, how far a call of ``generate`` has come.
-
-    Args:
-        total: completions that were asked for.
-        clock: seconds.
-    """
+    """Tells the log, at INFO and at most once a second, how far a call of ``generate`` has come."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._clock = total, clock
@@ -330,13 +318,7 @@ class Drawing:
 
 
 class Groups:
-    """Completions as they end, in whatever order, by prompt.
-
-    Args:
-        prompts: how many there are.
-        n: completions of each; a prompt may have none.
-        on_finished: see ``Engine.generate``.
-    """
+    """Completions as they end, in whatever order, by prompt."""
 
     def __init__(self, prompts: int, n: int, on_finished: OnFinished | None) -> None:
         self._found: list[dict[int, Completion]] = [{} for _ in range(prompts)]
@@ -365,8 +347,6 @@ def check_prompts(
     """Refuses prompts that an engine could not take, before any has been run.
 
     Args:
-        max_tokens: see ``Engine.generate``.
-        vocab_size: of the embeddings.
         limit: most tokens of a prompt and its completion.
         of: what sets that limit, for the message.
 

@@ -46,11 +46,8 @@ def main(
     """Runs ``fxrl train``.
 
     Args:
-        config_path: the TOML file.
-        overrides: ``key=value`` texts.
         resume, accept_changes, overwrite: as of ``Trainer.train``.
         json: JSON lines on stdout instead of a live view.
-        traceback: an error is told with its whole traceback.
 
     Returns:
         The exit code, see the module's docstring.

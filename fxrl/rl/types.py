@@ -70,8 +70,6 @@ class Drawn(NamedTuple):
     """One completion, judged.
 
     Attributes:
-        completion: as the engine gave it.
-        text: of it, without special tokens.
         values: of each reward function; ``None`` where it does not apply.
         total: their weighted sum, NaN where none applied.
         told: what it says besides its tokens, and the prompt as the rewards saw it.
@@ -188,8 +186,6 @@ class Source(Protocol):
 
         Args:
             take: the next so many of the training data.
-            state: the run's, once they have been taken.
-            clock: of the step.
         """
         ...
 

@@ -143,10 +143,7 @@ def decode(
 
     Args:
         uniforms: [R, max_tokens] float64 on the CPU, R = sum(counts); ``None`` for greedy.
-        stop_ids: tokens that end a completion.
         pad_id: fills prompts on the left; any valid id, its positions are masked.
-        drawing: hears of each step's tokens.
-        limits: most tokens of each prompt's completions.
     """
     expand = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts)).to(device)
     ids, mask = left_pad(prompts, pad_id)

@@ -80,7 +80,6 @@ def build_llm(
     """A ``vllm.LLM`` of the checkpoint in ``path``.
 
     Args:
-        worker_cls: import path of the worker class.
         newest_worker: the one that was made last, ``None`` if it is gone or there was none.
     """
     arguments = engine_arguments(

@@ -64,7 +64,6 @@ def place(
     """The member of vLLM's ``AttentionBackendEnum`` that fxrl's backend takes, or ``None``.
 
     Args:
-        options: of the engine.
         capability: the GPU's, e.g. (9, 0); ``None`` without one.
     """
     if capability is None:
@@ -121,8 +120,6 @@ def registered(
     Where somebody else has taken FlashAttention's place, it stays theirs, and a warning says so.
 
     Args:
-        member: of vLLM's ``AttentionBackendEnum``.
-        path: import path of fxrl's backend.
         register: vLLM's ``register_backend``.
         selector: vLLM's module ``vllm.v1.attention.selector``, which caches what it has chosen.
 

@@ -181,11 +181,7 @@ _INSTEAD = {"steps": "epochs", "epochs": "steps"}
 
 
 def read_tables(path: Path, overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """The tables of a file with the overrides in them.
-
-    Args:
-        problems: gets one line per override that is none.
-    """
+    """The tables of a file with the overrides in them."""
     table = read_toml(path)
     for override in overrides:
         if (parsed := parse_override(override, problems)) is not None:

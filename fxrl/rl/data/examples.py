@@ -50,7 +50,6 @@ class ExampleBuilder:
 
     Args:
         form: a key of ``FORMS``.
-        prompt: column of the prompt.
     """
 
     def __init__(self, config: DataConfig, form: str, prompt: str, tokenizer: Any) -> None:
@@ -252,7 +251,6 @@ class Form:
 
     Attributes:
         columns: sets of them; a row is of the first that it has.
-        unit: makes a row's unit of these columns.
         size: rows of a unit.
     """
 
@@ -276,7 +274,6 @@ class Examples:
 
     Attributes:
         split: units of tokens.
-        tokenizer: what made them.
         per_step: units of a step.
         rows_each: rows of a unit.
         fingerprints: of data and loss, by name.

@@ -31,8 +31,6 @@ class RowSource:
     """The rows, the name of the prompt column, and reasoning-gym's judge if they are its.
 
     Attributes:
-        rows: in the source's order.
-        prompt: column that holds the prompt.
         places: where each row stands, such as ``questions.jsonl:7``.
         score: ``score(answer_text, row) -> float``; ``None`` for files and datasets.
         environment: that plays and judges them; ``None`` but for ``data.verifiers``.
@@ -176,13 +174,7 @@ def usable_rows(
     place: Callable[[Row], str],
     tell: Callable[[str], None],
 ) -> list[Row]:
-    """The rows of which ``check`` raises no ``DataError``.
-
-    Args:
-        mode: ``data.unusable_rows``.
-        place: of a row in its source, for messages.
-        tell: hears what is left out.
-    """
+    """The rows of which ``check`` raises no ``DataError``."""
     good, wrong = [], []
     for row in rows:
         try:
@@ -361,11 +353,7 @@ def messages_in(given: Sequence[Any], column: str) -> list[Message]:
 
 
 class ChatTemplate:
-    """A tokenizer's way from messages to text, and from there to tokens.
-
-    Args:
-        keywords: that the template reads besides the messages and the tools.
-    """
+    """A tokenizer's way from messages to text, and from there to tokens."""
 
     def __init__(self, tokenizer: Any, keywords: Mapping[str, Any]) -> None:
         self.tokenizer, self.keywords = tokenizer, keywords
@@ -442,11 +430,7 @@ class PromptBuilder:
         return [*self.head, {"role": "user", "content": text}] if self.config.chat else text
 
     def encode(self, prompt: Prompt, tools: Sequence[Schema] = ()) -> list[int]:
-        """Token ids, without padding.
-
-        Args:
-            tools: schemas of those that the prompt tells of.
-        """
+        """Token ids, without padding."""
         try:
             if isinstance(prompt, str):
                 ids = list(self.tokenizer(prompt)["input_ids"])

@@ -108,7 +108,6 @@ class Reward:
     Attributes:
         name: as in metric keys ``rewards/<name>/mean``.
         function: TRL's signature; may be async.
-        weight: of its value in the total.
         per_group: it may be called for each prompt's completions by themselves.
         timeout_s: seconds of one call; ``None`` waits for ever.
         retries: further calls after one that raised or hung.

@@ -30,7 +30,6 @@ class Environment:
     """What ``data.verifiers`` names.
 
     Attributes:
-        env: verifiers' own.
         tasks: a row's column ``task`` is one's number.
     """
 
@@ -44,7 +43,6 @@ class Environment:
         Args:
             given: verifiers' table ``env``; or a taskset's name, which is then played on this
                 machine by its own harness, or else by verifiers' chat loop, ``null``.
-            size: most tasks.
         """
         what = f"data.verifiers={shown(given)}"
         api = optional("verifiers.v1", what, "[verifiers]")

@@ -70,8 +70,6 @@ class Questions:
     """What needs no model.
 
     Attributes:
-        builder: makes their prompts.
-        longest: tokens of the longest prompt.
         fingerprints: of the data, the rewards, the loss and the tools, by name.
         conversation: plays the rollouts, where there are tools.
         environment: of verifiers, which does.
@@ -110,7 +108,6 @@ class RunParts:
     """A run's parts, ready for the loop.
 
     Attributes:
-        teacher: what the loss compares with, if it has one.
         updater: makes the updates; ``updater.step`` is the train step.
         judge: the loss in eval mode, without gradient.
         old_policy: scores completions before the first of several updates; else ``None``.
@@ -157,9 +154,6 @@ Usable = Callable[[Sequence[Row], Callable[[Row], object]], list[Row]]
 
 def read_data(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions | Examples:
     """Reads and checks what the run is trained on; loads no model.
-
-    Args:
-        tell: hears which rows are left out.
 
     Raises:
         DataError: the data does not fit the configuration.
@@ -632,9 +626,7 @@ def scorer(
 
     Args:
         optimize: ``fxrl.optimize`` with its configuration bound, or its plain twin.
-        wrap: around the loss, such as autocast.
         values: gives ``{"values": [B, C]}`` of the same forward behind them.
-        context: entered around each call, such as PEFT's ``disable_adapter``.
 
     NOTE [One step per state of the adapter]
     The reference and the policy each have a step of their own, captured in the state it is always

@@ -111,7 +111,6 @@ def save_checkpoint(
 
     Args:
         parent: the checkpoint that training went on from, see ``store.Manifest``.
-        tokenizer: written beside a whole model.
 
     Raises:
         StorageError: it could not be written; older checkpoints are untouched.

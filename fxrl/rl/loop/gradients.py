@@ -39,7 +39,6 @@ class _Bucket:
     Attributes:
         missing: those whose gradients the last backward has not accumulated yet.
         flat: the gradients as they were sent, and then their sums.
-        work: the collective.
         stale: a gradient has changed since.
     """
 

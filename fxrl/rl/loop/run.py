@@ -64,12 +64,9 @@ class Task(NamedTuple):
     """A run that is checked as far as that goes without its model.
 
     Attributes:
-        config: complete.
-        data: what it is trained on.
         found: the checkpoint to go on from.
         start: where it was told to begin; ``found`` is what that came to.
         callbacks: the caller's between the trackers and the push to the hub.
-        ranks: that run it.
     """
 
     config: TrainConfig

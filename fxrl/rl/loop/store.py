@@ -175,11 +175,7 @@ def _open(path: Path, name: str) -> io.BufferedReader:
 def newest_sound(
     run_dir: Path, passed_over: Callable[[str], None] = lambda text: None
 ) -> Path | None:
-    """The last checkpoint that is sound.
-
-    Args:
-        passed_over: hears what is wrong with each later one.
-    """
+    """The last checkpoint that is sound."""
     for place in reversed(list_places(run_dir)):
         try:
             verify(place.under(run_dir))
@@ -197,9 +193,6 @@ def write(
 
     It is on the disk for good when this returns. A step of a branch is written once: the same
     weights again stay as they are, others begin a branch.
-
-    Args:
-        fill: writes the files into a folder.
 
     Raises:
         StorageError: it could not be written; older checkpoints are untouched.

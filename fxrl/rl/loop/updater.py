@@ -238,9 +238,6 @@ class Updater:
     def measure(self, step: Callable[[Batch], Any], batches: Sequence[Batch]) -> Metrics:
         """Loss and metrics of ``batches`` of all ranks as one, without gradients.
 
-        Args:
-            step: the loss, which takes none.
-
         Raises:
             LossError: as ``backward``.
         """
@@ -279,11 +276,7 @@ class Updater:
     def _one_backward(
         self, batch: Batch, weight: float, doing: str, around: AbstractContextManager[None]
     ) -> dict[str, Tensor]:
-        """Adds a micro-batch's gradients; ``loss``, then the metrics, as tensors.
-
-        Args:
-            around: the backward.
-        """
+        """Adds a micro-batch's gradients; ``loss``, then the metrics, as tensors."""
         with self._blamed():
             log.info("%s", doing)
             loss, metrics = self._checked(self.step(batch), trained=True)
@@ -386,7 +379,6 @@ def checked_result(
     """What a loss returned, as the loss and its metrics.
 
     Args:
-        named: the loss, for messages.
         own: names that are the loss's to give although they are reserved, as no rollout has them.
         trained: the loss must have a gradient.
 

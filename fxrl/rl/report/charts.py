@@ -140,11 +140,7 @@ def line_chart(
     lines: Sequence[Line],
     form: Callable[[float], str],
 ) -> Chart | None:
-    """Lines over the steps; ``None`` where no step has any of them.
-
-    Args:
-        form: a value in words.
-    """
+    """Lines over the steps; ``None`` where no step has any of them."""
     drawn = [(line, _thinned(columns, line.key)) for line in lines]
     bands = [_band(columns, line) for line in lines]
     values = [y for _, points in drawn for _, y in points]

@@ -94,11 +94,7 @@ class Outlet:
 
 
 class Output:
-    """This process's stdout and stderr, within ``kept``.
-
-    Args:
-        words: a message as it looks on them.
-    """
+    """This process's stdout and stderr, within ``kept``."""
 
     def __init__(self, words: Callable[[str], str] = str) -> None:
         self._words = words

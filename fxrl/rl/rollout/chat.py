@@ -46,8 +46,6 @@ class Chat(ChatTemplate):
     """Conversations of one tokenizer.
 
     Args:
-        tokenizer: has a chat template.
-        keywords: of the template, besides the messages and the tools.
         response_template: of transformers; by default the tokenizer's, else what the chat template
             implies (NOTE [Which syntax]).
         calls: there are tools; without them ``parse`` is not for use.
@@ -82,9 +80,7 @@ class Chat(ChatTemplate):
         """The assistant's message of what the policy drew.
 
         Args:
-            ids: drawn.
             prompt: tokens that they were drawn on.
-            schemas: of the tools there are, whose types the arguments get.
             ended: the last of ``ids`` is a stop token.
 
         Returns:
@@ -125,8 +121,6 @@ class Chat(ChatTemplate):
         """Token ids between the end of an assistant's turn and the words of its next one.
 
         Args:
-            said: the assistant's message.
-            answers: to it, of tools or the user.
             stop: the token that the turn ended with.
         """
         # NOTE [Tokens in are tokens out]; without arguments, which may spell anything.

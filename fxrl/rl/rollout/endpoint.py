@@ -107,7 +107,6 @@ class Talk:
     """A rollout as its program sees it (NOTE [What a program may send]).
 
     Args:
-        chat: writes answers, and reads calls if it is told to.
         params: of each turn; ``max_tokens`` of all turns and answers together.
     """
 

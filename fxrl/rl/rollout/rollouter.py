@@ -82,8 +82,6 @@ class _Group(NamedTuple):
     """All completions of a prompt.
 
     Attributes:
-        told: what they say besides their tokens.
-        texts: of them.
         values: by the name of each reward that judges a completion by itself.
     """
 
@@ -124,7 +122,6 @@ class Judge:
         that it has already, which a second try has drawn again, count no more.
 
         Args:
-            told: what they say besides their tokens, where they have several turns.
             environments: that they were played in; they stay on this rank.
 
         Raises:
@@ -231,7 +228,6 @@ class Rollouter:
 
     Attributes:
         player: plays rollouts of several turns; ``None`` where each is one.
-        longest: tokens of the longest prompt.
     """
 
     headline = ("reward", "accuracy")

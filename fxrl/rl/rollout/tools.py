@@ -210,8 +210,6 @@ class Episode:
     """One rollout's other side.
 
     Attributes:
-        prompt: that it begins with, a text or messages.
-        tools: by name.
         kind: of the environment, its name in ``rollout.environment_factory``.
         environment: ``None`` where there are tools only.
         lost: a call into it has not come back, so it cannot be used again.
@@ -237,7 +235,6 @@ class Kind:
     """Environments that one factory makes; they are used again, as TRL does.
 
     Attributes:
-        type: of the environments.
         methods: names of their tools.
         schemas: of them.
         free: environments that no rollout has.
@@ -433,11 +430,7 @@ class Tools:
             return {"error": str(error) if late else f"{type(error).__name__}: {error}"}
 
     def rewards(self, rules: RewardConfig) -> list[Reward]:
-        """One for each class of environments that has ``get_reward``, under its name.
-
-        Args:
-            rules: what a failure comes to.
-        """
+        """One for each class of environments that has ``get_reward``, under its name."""
         classes = {kind.type for kind in self.kinds.values() if hasattr(kind.type, "get_reward")}
 
         def of(cls: type[Any]) -> Callable[..., list[Any]]:

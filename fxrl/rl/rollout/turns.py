@@ -47,11 +47,8 @@ class Assignment:
     """What one call of a player is to play.
 
     Attributes:
-        rows: of the step.
         mine: numbers of those to play, ``params.n`` rollouts each.
         params: of each turn; ``max_tokens`` of all turns together, ``seed`` of the call.
-        state: of the run.
-        generate: draws.
     """
 
     rows: Sequence[Row]
@@ -81,11 +78,8 @@ class Transcript:
     """One rollout's tokens and messages, as far as it has come.
 
     Attributes:
-        prompt: token ids.
         most: tokens of its completion.
         tokens: of the completion, drawn ones and answers.
-        draws: what the engine drew.
-        messages: of the completion.
         over: there is no further turn.
     """
 
@@ -138,9 +132,7 @@ def check_sampled(whole: Completion, draws: Iterable[Completion], who: str) -> N
     """NOTE [What is checked].
 
     Args:
-        whole: to be trained on.
         draws: what the engine drew for it, and maybe for others.
-        who: made ``whole``, for messages.
     """
     by_prompt: dict[tuple[int, ...], list[Completion]] = defaultdict(list)
     for draw in draws:
