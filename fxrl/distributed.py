@@ -74,19 +74,12 @@ class RankError(FxrlError):
 
 @dataclass(slots=True)
 class Ranks:
-    """This process and its peers; by itself a single one.
+    """This process and its peers; by itself a single one."""
 
-    Attributes:
-        rank: from 0 on; rank 0 is the primary, which alone writes and talks.
-        size: how many there are.
-        wait_s: seconds that this rank has waited for others.
-        exposed_s: seconds of sums that no backward hid, slower GPUs' among them.
-    """
-
-    rank: int = 0
-    size: int = 1
-    wait_s: float = 0.0
-    exposed_s: float = 0.0
+    rank: int = 0  # from 0 on; rank 0 is the primary, which alone writes and talks
+    size: int = 1  # how many there are
+    wait_s: float = 0.0  # seconds that this rank has waited for others
+    exposed_s: float = 0.0  # seconds of sums that no backward hid, slower GPUs' among them
     _lobby: _Lobby | None = field(default=None, repr=False)
 
     @property

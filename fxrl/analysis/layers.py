@@ -46,19 +46,13 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a graph.
+    """One layer of a graph."""
 
-    Attributes:
-        path: the end of its module path, such as ``layers.3``.
-        site: its name as a site, such as ``0:model.layers.3``.
-        parts: the nodes between barriers, in order; parts without work are left out.
-        barriers: the calls that split it.
-    """
-
-    path: str
-    site: str
+    path: str  # the end of its module path, such as ``layers.3``
+    site: str  # its name as a site, such as ``0:model.layers.3``
+    # The nodes between barriers, in order; parts without work are left out.
     parts: tuple[tuple[fx.Node, ...], ...]
-    barriers: tuple[Barrier, ...]
+    barriers: tuple[Barrier, ...]  # the calls that split it
 
     def at(self, path: str) -> Layer:
         """An equal layer that the module at ``path`` is."""

@@ -22,17 +22,12 @@ from fxrl.ir.region import region_calls
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A layer in one forward.
+    """A layer in one forward."""
 
-    Attributes:
-        layer: its name.
-        nodes: its ops, in order.
-        given: of the values made ahead those that are its own: no op behind it reads them, nor does
-            one ahead of it but of the layer that made them.
-    """
-
-    layer: str
-    nodes: tuple[fx.Node, ...]
+    layer: str  # its name
+    nodes: tuple[fx.Node, ...]  # its ops, in order
+    # Of the values made ahead those that are its own: no op behind it reads them, nor does one
+    # ahead of it but of the layer that made them.
     given: frozenset[fx.Node]
 
 

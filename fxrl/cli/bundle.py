@@ -44,19 +44,13 @@ _STEPS = 4  # the first of which compiles
 
 @dataclass(slots=True)
 class Bundle:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        files: path in the bundle -> content.
-        sections: heading -> text, as the page shows them.
-        failures: part -> traceback.
-        agrees: the step equals eager; None where that is not known.
-    """
-
-    files: dict[str, bytes] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)  # path in the bundle -> content
+    # Heading -> text, as the page shows them.
     sections: dict[str, str] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    agrees: bool | None = None
+    failures: dict[str, str] = field(default_factory=dict)  # part -> traceback
+    agrees: bool | None = None  # the step equals eager; None where that is not known
 
     @property
     def ok(self) -> bool:

@@ -52,15 +52,10 @@ class Outcome:
 
 @dataclass(slots=True)
 class Precision:
-    """What the modules of a run computed in.
+    """What the modules of a run computed in."""
 
-    Attributes:
-        dtype: the coarsest floating dtype seen.
-        calls: how many leaf modules ran, which bounds the roundings on one path.
-    """
-
-    dtype: torch.dtype = torch.float64
-    calls: int = 0
+    dtype: torch.dtype = torch.float64  # the coarsest floating dtype seen
+    calls: int = 0  # how many leaf modules ran, which bounds the roundings on one path
 
     def see(self, dtype: torch.dtype) -> None:
         """Note one value's dtype; integers and 8-bit storage formats do not count."""

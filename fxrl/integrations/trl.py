@@ -95,16 +95,11 @@ class TokenScores:
 
     The batch is ``{"inputs": the model's own keywords, "labels": [B, T] int64}``. Only the rows
     whose next token has a label are read, so that no other is projected.
-
-    Attributes:
-        entries: those of ``_PER_TOKEN`` that are computed besides ``log_probs``.
-        temperature: that logits are divided by.
-        entropy_gradient: the entropy is differentiated: there is an entropy bonus.
     """
 
-    entries: tuple[str, ...] = ()
-    temperature: float = 1.0
-    entropy_gradient: bool = False
+    entries: tuple[str, ...] = ()  # those of ``_PER_TOKEN`` that are computed besides ``log_probs``
+    temperature: float = 1.0  # that logits are divided by
+    entropy_gradient: bool = False  # the entropy is differentiated: there is an entropy bonus
 
     def __call__(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Values [B, T - 1] that are 0 where the label is -100, and ``label_mask``.

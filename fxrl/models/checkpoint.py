@@ -93,14 +93,10 @@ def put_parameter(model: nn.Module, names: Sequence[str], value: Tensor) -> None
 
 @dataclass(frozen=True, slots=True)
 class HeldWeight:
-    """A weight that is multiplied by, or looked up in.
+    """A weight that is multiplied by, or looked up in."""
 
-    Attributes:
-        weight: in full.
-        holders: the modules that compute with it, by path; tied ones are several.
-    """
-
-    weight: Tensor
+    weight: Tensor  # in full
+    # The modules that compute with it, by path; tied ones are several.
     holders: dict[str, nn.Module]
 
     @property

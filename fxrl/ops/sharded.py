@@ -63,17 +63,11 @@ Reader = Callable[[slice, Tensor], None]
 # ---------------------------------------------------------------------------- the ranks of a host
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks that run on this host.
+    """The ranks that run on this host."""
 
-    Attributes:
-        rank: this one's number among them.
-        members: their numbers among all ranks.
-        gather: brings all ranks' values together.
-    """
-
-    rank: int
-    members: tuple[int, ...]
-    gather: Gather
+    rank: int  # this one's number among them
+    members: tuple[int, ...]  # their numbers among all ranks
+    gather: Gather  # brings all ranks' values together
 
     @classmethod
     def of(cls, gather: Gather | None = None) -> Peers:

@@ -75,15 +75,10 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Check:
-    """A range; stands in ``Annotated`` types.
+    """A range; stands in ``Annotated`` types."""
 
-    Attributes:
-        wrong: what is wrong with a value, if anything.
-        schema: the range in JSON schema's words.
-    """
-
-    wrong: Callable[[Any], str | None]
-    schema: Mapping[str, Any]
+    wrong: Callable[[Any], str | None]  # what is wrong with a value, if anything
+    schema: Mapping[str, Any]  # the range in JSON schema's words
 
     def __call__(self, value: Any) -> str | None:
         return self.wrong(value)

@@ -247,16 +247,11 @@ def _labelled(make: ExampleBuilder, found: Mapping[str, Any]) -> Unit:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What rows of data may look like.
+    """What rows of data may look like."""
 
-    Attributes:
-        columns: sets of them; a row is of the first that it has.
-        size: rows of a unit.
-    """
-
-    columns: tuple[tuple[str, ...], ...]
+    columns: tuple[tuple[str, ...], ...]  # sets of them; a row is of the first that it has
     unit: Callable[[ExampleBuilder, Mapping[str, Any]], Unit]
-    size: int = 1
+    size: int = 1  # rows of a unit
 
 
 FORMS: Mapping[str, Form] = MappingProxyType(
@@ -270,20 +265,13 @@ FORMS: Mapping[str, Form] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Training data as they are, and the ``Source`` of steps on them.
+    """Training data as they are, and the ``Source`` of steps on them."""
 
-    Attributes:
-        split: units of tokens.
-        per_step: units of a step.
-        rows_each: rows of a unit.
-        fingerprints: of data and loss, by name.
-    """
-
-    split: Split
+    split: Split  # units of tokens
     tokenizer: Any
-    per_step: int
-    rows_each: int
-    fingerprints: Mapping[str, str]
+    per_step: int  # units of a step
+    rows_each: int  # rows of a unit
+    fingerprints: Mapping[str, str]  # of data and loss, by name
     headline: tuple[str, str] = ("loss", "loss")
     draws: bool = False
 

@@ -27,15 +27,11 @@ HERE = {"type": "subprocess"}
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What ``data.verifiers`` names.
-
-    Attributes:
-        tasks: a row's column ``task`` is one's number.
-    """
+    """What ``data.verifiers`` names."""
 
     api: Any
     env: Any
-    tasks: Sequence[Any]
+    tasks: Sequence[Any]  # a row's column ``task`` is one's number
 
     @classmethod
     def load(cls, given: Mapping[str, Any] | str, size: int | None) -> Environment:

@@ -67,21 +67,15 @@ from fxrl.rl.types import Batch, Row, Source
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What needs no model.
-
-    Attributes:
-        fingerprints: of the data, the rewards, the loss and the tools, by name.
-        conversation: plays the rollouts, where there are tools.
-        environment: of verifiers, which does.
-    """
+    """What needs no model."""
 
     split: Split
     rewards: list[Reward]
     builder: PromptBuilder
     longest: int
-    fingerprints: Mapping[str, str]
-    conversation: Conversation | None = None
-    environment: Environment | None = None
+    fingerprints: Mapping[str, str]  # of the data, the rewards, the loss and the tools, by name
+    conversation: Conversation | None = None  # plays the rollouts, where there are tools
+    environment: Environment | None = None  # of verifiers, which does
 
     @property
     def tokenizer(self) -> Any:

@@ -34,19 +34,14 @@ EARLY_BYTES = 25 * 2**20
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Parameters whose gradients are sent together.
-
-    Attributes:
-        missing: those whose gradients the last backward has not accumulated yet.
-        flat: the gradients as they were sent, and then their sums.
-        stale: a gradient has changed since.
-    """
+    """Parameters whose gradients are sent together."""
 
     parameters: Sequence[nn.Parameter]
+    # Those whose gradients the last backward has not accumulated yet.
     missing: set[nn.Parameter] = field(default_factory=set)
-    flat: Tensor | None = None
+    flat: Tensor | None = None  # the gradients as they were sent, and then their sums
     work: Any = None
-    stale: bool = False
+    stale: bool = False  # a gradient has changed since
 
     def parts(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its place in ``flat``."""

@@ -61,19 +61,13 @@ class Start(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A run that is checked as far as that goes without its model.
-
-    Attributes:
-        found: the checkpoint to go on from.
-        start: where it was told to begin; ``found`` is what that came to.
-        callbacks: the caller's between the trackers and the push to the hub.
-    """
+    """A run that is checked as far as that goes without its model."""
 
     config: TrainConfig
     data: Questions | Examples
-    found: Path | None
-    start: Start
-    callbacks: tuple[object, ...]
+    found: Path | None  # the checkpoint to go on from
+    start: Start  # where it was told to begin; ``found`` is what that came to
+    callbacks: tuple[object, ...]  # the caller's between the trackers and the push to the hub
     ranks: Ranks
 
 

@@ -207,23 +207,15 @@ def tool(function: Callable[..., Any]) -> Tool:
 
 @dataclass(slots=True)
 class Episode:
-    """One rollout's other side.
-
-    Attributes:
-        kind: of the environment, its name in ``rollout.environment_factory``.
-        environment: ``None`` where there are tools only.
-        lost: a call into it has not come back, so it cannot be used again.
-        num_calls: that the policy has made.
-        num_failed: of these, that found no tool, did not fit, raised or hung.
-    """
+    """One rollout's other side."""
 
     prompt: Any
     tools: Mapping[str, Tool]
-    kind: str | None = None
-    environment: Any = None
-    lost: bool = False
-    num_calls: int = 0
-    num_failed: int = 0
+    kind: str | None = None  # of the environment, its name in ``rollout.environment_factory``
+    environment: Any = None  # ``None`` where there are tools only
+    lost: bool = False  # a call into it has not come back, so it cannot be used again
+    num_calls: int = 0  # that the policy has made
+    num_failed: int = 0  # of these, that found no tool, did not fit, raised or hung
 
     @property
     def schemas(self) -> list[Schema]:
@@ -232,19 +224,13 @@ class Episode:
 
 @dataclass(slots=True)
 class Kind:
-    """Environments that one factory makes; they are used again, as TRL does.
-
-    Attributes:
-        methods: names of their tools.
-        schemas: of them.
-        free: environments that no rollout has.
-    """
+    """Environments that one factory makes; they are used again, as TRL does."""
 
     factory: Callable[[], Any]
     type: type[Any]
-    methods: Sequence[str]
-    schemas: Sequence[Schema]
-    free: list[Any] = field(default_factory=list)
+    methods: Sequence[str]  # names of their tools
+    schemas: Sequence[Schema]  # of them
+    free: list[Any] = field(default_factory=list)  # environments that no rollout has
 
 
 class Tools:
