@@ -61,15 +61,11 @@ _RUNS = itertools.count()
 
 
 class RankError(FxrlError):
-    """Another rank failed or is gone, or ranks differ in what they must have alike.
-
-    Attributes:
-        teller: the rank that tells people.
-    """
+    """Another rank failed or is gone, or ranks differ in what they must have alike."""
 
     def __init__(self, text: str, teller: int = 0) -> None:
         super().__init__(text)
-        self.teller = teller
+        self.teller = teller  # the rank that tells people
 
 
 @dataclass(slots=True)
@@ -88,11 +84,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank; they are pickled.
-
-        Raises:
-            RankError: not all came.
-        """
+        """Every rank's value, by rank; they are pickled."""
         if self._lobby is None:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -173,9 +165,6 @@ class Ranks:
 
         Args:
             parts: this rank's, pickled to be sent; tensors among them on the CPU.
-
-        Raises:
-            RankError: not all came.
         """
         found, cpu = dict(parts), torch.device("cpu")
         received: list[Any] = [None]
@@ -193,11 +182,7 @@ class Ranks:
         return found
 
     def meet(self) -> None:
-        """Waits until all ranks are here.
-
-        Raises:
-            RankError: one will not come.
-        """
+        """Waits until all ranks are here."""
         if self._lobby is not None:
             self.wait_s += self._lobby.meet()
 
@@ -207,9 +192,6 @@ class Ranks:
 
         Args:
             told: what to tell the others, where this rank has failed.
-
-        Raises:
-            RankError: one is gone.
         """
         if self._lobby is not None:
             if told is not None:
@@ -219,11 +201,7 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around collectives: an error of theirs is a rank's that went away meanwhile.
-
-        Raises:
-            RankError: it says which.
-        """
+        """Around collectives: an error of theirs is a rank's that went away meanwhile."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -422,14 +400,7 @@ class _Lobby:
         self._meets, self._meetings = dist.PrefixStore("again", self._store), 0
 
     def meet(self) -> float:
-        """Waits until all ranks are here.
-
-        Returns:
-            The seconds it took.
-
-        Raises:
-            RankError: one will not come.
-        """
+        """Waits until all ranks are here; the seconds it took."""
         self._meetings += 1
         pause = _Pause(self.look)
         with self._spoken():

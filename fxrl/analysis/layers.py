@@ -92,7 +92,6 @@ def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
     """A layer's nodes as parts between barriers.
 
     Args:
-        path: of the layer's module.
         illegal: ``node -> str | None``, why a node cannot stand inside a body.
     """
     stages, barriers = _stages(nodes, illegal)

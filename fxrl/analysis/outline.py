@@ -112,7 +112,6 @@ def outline(
     Args:
         gm: a lowered graph, with ``meta["val"]`` and ``meta["requires_grad"]``.
         nodes: what to outline; see ``find_outline`` for what is added.
-        cut, layer: the region's.
 
     Raises:
         Refusal: it cannot be outlined; the graph is unchanged but for dead nodes.

@@ -32,11 +32,7 @@ class Stretch:
 
 
 def stretches_of(gm: fx.GraphModule, layers: Collection[str]) -> Iterator[Stretch]:
-    """The stretches of layers that are regions, in order.
-
-    Args:
-        layers: names.
-    """
+    """The stretches of layers that are regions, in order."""
     ops = [node for node in gm.graph.nodes if node.op == "call_function"]
     place = {node: index for index, node in enumerate(ops)}
     runs: list[list[fx.Node]] = []  # the regions of one layer in one forward

@@ -87,9 +87,6 @@ def write_bundle(
         path: ends in ``.zip``; a file that is there is replaced.
         facts: what the reader must know besides, such as machine and command; goes into JSON.
         say: hears what is being done.
-
-    Raises:
-        ConfigError, OSError: the file cannot be written.
     """
     path = check_path(path)
     made = Bundle()

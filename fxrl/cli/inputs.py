@@ -188,12 +188,7 @@ def planned_target(args: argparse.Namespace, held: int) -> Target:
 
 
 def two_plans(files: list[str]) -> tuple[Plan, Plan]:
-    """The plans in two files that ``fxrl plan --json`` wrote.
-
-    Raises:
-        ConfigError: there are not two files, or one cannot be read.
-        PlanError: one holds no plan.
-    """
+    """The plans in two files that ``fxrl plan --json`` wrote."""
     if len(files) != 2:
         raise ConfigError(f"fxrl plan diff takes two files, and got {len(files)}")
     first, second = map(_saved_plan, files)
@@ -228,7 +223,6 @@ def make_batch(
     Args:
         args: ``batch``, ``tokens``, ``completion``, ``make_batch``, perhaps ``seed``.
         model: gives the vocabulary, and with ``on_policy`` the log-probabilities.
-        device: where the tensors go.
         on_policy: let ``old_logps`` and ``ref_logps`` lie around the model's own, which takes an
             eager forward. The first sequence then has ratio 1, so that no loss, however tightly it
             clips, is without a gradient. Otherwise they lie around -log V, a random model's mean.

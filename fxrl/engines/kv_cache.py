@@ -130,9 +130,6 @@ class RolloutMemory:
             tokens: of the longest sequence, prompt and completion.
             dtype: of the cache; None: the weights'.
             state_shards: ranks that share out the optimizer's states.
-
-        Raises:
-            KvCacheError: see ``KvCache``.
         """
         language_model: Any = model
         dtype = dtype or dtype_of(language_model.get_input_embeddings())

@@ -174,8 +174,6 @@ def write_dump(
     Args:
         directory: made if it does not exist; files of an earlier dump in it are replaced,
             files of others stay as they are.
-        records: what the captures left behind.
-        report: the remarks over all captures.
         functions: functions that ran under ``torch.compile``, whose Dynamo bytecode is
             decompiled. Where depyf is missing or fails, the index says so.
 

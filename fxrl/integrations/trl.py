@@ -144,15 +144,11 @@ class TokenScores:
 
 
 class ThroughStep:
-    """A model for TRL's code: it answers the fused call from a step, and is the model in all else.
-
-    Attributes:
-        train_step: the step over the model.
-    """
+    """A model for TRL's code: the fused call is answered from a step, all else by the model."""
 
     def __init__(self, model: nn.Module, scores: TokenScores, config: Config) -> None:
         self._model, self._asked_for_logits = model, False
-        self.train_step: TrainStep = optimize(model, scores, config)
+        self.train_step: TrainStep = optimize(model, scores, config)  # the step over the model
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # isinstance goes by it, such as is_peft_model

@@ -171,11 +171,7 @@ class CheckpointTensors:
         return found
 
     def rows(self, names: Sequence[str], shape: torch.Size, start: int, stop: int) -> Tensor:
-        """Rows of one parameter, likewise; no more is read where it is stored under its name.
-
-        Raises:
-            ModelError: see ``get``.
-        """
+        """Rows of one parameter, likewise; no more is read where it is stored under its name."""
         if (name := next((name for name in names if name in self._files), None)) is not None:
             stored = self._file(name).get_slice(name)
             if tuple(stored.get_shape()) == tuple(shape):
@@ -204,11 +200,7 @@ class CheckpointTensors:
 
     def fill(self, device: torch.device | str, *, but: Container[str] = ()) -> None:
         """Reads what the skeleton has on ``meta`` to a device, ``but`` for parameters of these
-        names; its buffers likewise.
-
-        Raises:
-            ModelError: see ``get``.
-        """
+        names; its buffers likewise."""
         for names in parameter_groups(self._skeleton):
             empty = getattr(*owner_of(self._skeleton, names[0]))
             if empty.is_meta and names[0] not in but:

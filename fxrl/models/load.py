@@ -47,11 +47,7 @@ DTYPES = {
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """``"bf16"``, ``"bfloat16"`` or ``torch.bfloat16`` as a dtype.
-
-    Raises:
-        ModelError: no such floating-point dtype.
-    """
+    """``"bf16"``, ``"bfloat16"`` or ``torch.bfloat16`` as a dtype."""
     if isinstance(dtype, torch.dtype):
         found: object = dtype
     else:
@@ -463,11 +459,7 @@ def _reason(error: Exception) -> str:
 
 
 def is_random(model_id: str | Path) -> bool:
-    """Whether the weights are drawn anew (``tiny:``, ``config.json``), so that no folder has them.
-
-    Raises:
-        ModelError: no such model.
-    """
+    """Whether the weights are drawn anew (``tiny:``, ``config.json``): no folder has them."""
     return resolve(model_id) in (Source.TINY, Source.CONFIG)
 
 

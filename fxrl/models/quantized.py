@@ -393,10 +393,6 @@ def load_quantized(
         folder: with ``config.json`` and safetensors.
         format: to quantise in; None, or the same, where the checkpoint is quantised.
         dtype: of what stays; None is the checkpoint's.
-        device: of the model.
-
-    Returns:
-        The model in eval mode.
 
     Raises:
         ModelError: the checkpoint is quantised otherwise, or something of it is not read.

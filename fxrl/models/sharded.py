@@ -267,9 +267,6 @@ def shard(model: nn.Module, peers: Peers | None = None, *, trained: bool = False
         peers: the ranks; by default those of ``torch.distributed`` on this host.
         trained: share those out, too, that require a gradient, which have none from then on.
 
-    Returns:
-        The model.
-
     Raises:
         ConfigError: there are no other ranks on this host.
         ModelError: no frozen weight can be shared out.
@@ -299,11 +296,7 @@ def _told(one: Shared) -> tuple[Any, ...]:
 
 
 def shard_skeleton(model: nn.Module, ranks: int) -> nn.Module:
-    """A model on ``meta`` as one of ``ranks`` will have it.
-
-    Raises:
-        ModelError: no frozen weight can be shared out.
-    """
+    """A model on ``meta`` as one of ``ranks`` will have it."""
     weights = chosen(model)
     memory = torch.empty(_laid_out(weights, ranks)[1], dtype=torch.uint8, device="meta")
     _put(model, weights, memory, ranks, None)
@@ -324,13 +317,6 @@ def load_sharded(
     Args:
         folder: with ``config.json`` and safetensors.
         dtype: None is the checkpoint's.
-        device: of the model.
-
-    Returns:
-        The model in eval mode.
-
-    Raises:
-        ModelError: something of the checkpoint is missing, or no weight can be shared out.
     """
     model: Any = build_skeleton(folder, dtype)
     weights = chosen(model, trained=True)

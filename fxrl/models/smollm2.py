@@ -207,13 +207,8 @@ def convert_gguf(gguf: Path, folder: Path, *, eos_token: str, pad_token: str) ->
 
     Args:
         gguf: the file: a Llama with a byte-level BPE vocabulary.
-        folder: made if missing.
         eos_token: text of the token that ends a turn; must be in the vocabulary.
         pad_token: likewise, for padding.
-
-    Raises:
-        MissingPackageError: transformers or gguf is not installed.
-        FetchError: a token is not in the vocabulary, or the file is damaged or no Llama.
     """
     try:
         model, tokenizer = _read(gguf, eos_token, pad_token)

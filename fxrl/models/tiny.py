@@ -33,8 +33,7 @@ CHAT_TEMPLATE = (
 @dataclass(frozen=True, slots=True)
 class TinySize:
     """Sizes of a tiny model. ``intermediate`` is the MLP's (each expert's) inner width,
-    ``window`` the sliding window of architectures that have one, ``experts`` of those that have.
-    """
+    ``window`` the sliding window of architectures that have one, ``experts`` of those that have."""
 
     vocab: int = 320
     hidden: int = 64
@@ -154,11 +153,7 @@ def tiny_config(kind: str, size: TinySize | None = None, **sizes: int) -> Any:
 
 
 def tiny_tokenizer(vocab_size: int = 320) -> Any:
-    """One token a byte, ChatML, exact both ways, made without data; padding on the left.
-
-    Raises:
-        MissingPackageError: transformers is not installed.
-    """
+    """One token a byte, ChatML, exact both ways, made without data; padding on the left."""
     hf = optional("transformers", "a tiny tokenizer")
     tk = optional("tokenizers", "a tiny tokenizer")
     alphabet = sorted(tk.pre_tokenizers.ByteLevel.alphabet())

@@ -63,9 +63,6 @@ def check_folder(folder: Path) -> None:
     """Raises where a model's folder reaches out of itself.
 
     Links of the Hugging Face cache, from a snapshot to its repository's blobs, are inside.
-
-    Raises:
-        ModelError: what it names, and in which file.
     """
     templates = folder / "additional_chat_templates"
     for entry in sorted([*folder.iterdir(), *templates.glob("*")]):

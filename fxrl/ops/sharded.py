@@ -170,20 +170,14 @@ def piece_bytes(outputs: int, row_bytes: int) -> int:
 
 
 class _Buffer:
-    """Where a piece of a weight is brought together.
-
-    Attributes:
-        memory: bytes of the largest one.
-        holds: the piece that it has, or that is on its way.
-        arrived: when it is there; None on a CPU, where it is.
-        read: when its last reader is done, likewise.
-    """
+    """Where a piece of a weight is brought together."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        # Bytes of the largest one.
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self.holds: Place | None = None
-        self.arrived: torch.Event | None = None
-        self.read: torch.Event | None = None
+        self.holds: Place | None = None  # the piece that it has, or that is on its way
+        self.arrived: torch.Event | None = None  # when it is there; None on a CPU, where it is
+        self.read: torch.Event | None = None  # when its last reader is done, likewise
 
 
 class Shards:

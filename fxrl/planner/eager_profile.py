@@ -64,8 +64,6 @@ def profile(
     """Of what ops make and read, and the gradients of that; inputs of the graph left out.
 
     Args:
-        nodes: a part of a graph, in order.
-        measure: what the sizes are.
         cost_of: costs of calls that are no ATen ops; None for such as are.
         given: of the values that were made ahead those that count, and then the gradients of
             weights count, too; None: all values that were made ahead, and no weights.

@@ -96,11 +96,7 @@ class Events:
     control: Control = field(default_factory=Control)
 
     def __call__(self, event: str, state: TrainerState, **values: Any) -> None:
-        """Calls every callback, also after one that raised.
-
-        Raises:
-            CallbackError: the first that raised.
-        """
+        """Calls every callback, also after one that raised."""
         failed: Exception | None = None
         for callback in self.callbacks:
             if (function := getattr(callback, event, None)) is None:

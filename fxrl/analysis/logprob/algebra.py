@@ -144,11 +144,7 @@ class LogprobAlgebra:
 
     # ------------------------------------------------------------------ narrow values
     def narrow(self, expr: RowExpr, attached: bool = True) -> RowExpr:
-        """A narrow expression over the op's statistics instead of the vocabulary.
-
-        Raises:
-            Refusal: it needs another statistic.
-        """
+        """A narrow expression over the op's statistics instead of the vocabulary."""
         key = (id(expr), attached)
         if key not in self._narrow:
             self._narrow[key] = self._narrowed(expr, attached)

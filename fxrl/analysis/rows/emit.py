@@ -173,11 +173,7 @@ class RowEmitter:
 
     # -- the way out
     def check_restorable(self, values: Iterable[RowValue]) -> None:
-        """Refuse now what ``restore`` would refuse later, with the graph half rewritten.
-
-        Raises:
-            Refusal: two token sizes of a value are not available as graph values.
-        """
+        """Refuse now what ``restore`` would refuse later, with the graph half rewritten."""
         for value in values:
             if value.token_sizes:
                 self.shape(value.token_sizes, [])

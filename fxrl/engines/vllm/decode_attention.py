@@ -122,9 +122,6 @@ def registered(
     Args:
         register: vLLM's ``register_backend``.
         selector: vLLM's module ``vllm.v1.attention.selector``, which caches what it has chosen.
-
-    Raises:
-        EngineLoadError: as ``unknown`` does, where the selector's cache cannot be emptied.
     """
     forget = getattr(getattr(selector, CACHE, None), "cache_clear", None)
     if forget is None:

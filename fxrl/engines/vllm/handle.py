@@ -171,9 +171,6 @@ class VllmHandle:
 
         Args:
             limits: most tokens of each prompt's completions.
-
-        Raises:
-            ValueError: vLLM refuses a sampling parameter.
         """
         make, each = self.symbols.module.SamplingParams, len(seeds) // len(prompts)
         arguments = {**arguments, "output_kind": self.symbols.final_only}

@@ -85,11 +85,7 @@ class ExampleBuilder:
         return json.dumps(found.get("prompt", found), sort_keys=True, default=str)
 
     def unit(self, row: Row) -> Unit:
-        """The row as tokens.
-
-        Raises:
-            DataError: it is not of its form, too long, or holds nothing to learn.
-        """
+        """The row as tokens."""
         return FORMS[self.form].unit(self, self.columns(row))
 
     def answered(self, prompt: Any, answer: Any, column: str) -> TokenRow:

@@ -286,8 +286,7 @@ def read_trainer(path: Path) -> dict[str, Any]:
 
 def check_same_run(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Raises where the two configurations would not go on alike. A key that is newer than the
-    checkpoint had its default.
-    """
+    checkpoint had its default."""
     # A decaying schedule ends at the last step, so for it `steps` matters as well.
     free = _FREE if present["optim"]["schedule"] == "constant" else _FREE - {"steps"}
     differing = differences(with_defaults(saved, present), present)

@@ -78,11 +78,7 @@ class GradientSum:
 
     @contextmanager
     def early(self) -> Iterator[None]:
-        """Around a step's last backward on this rank.
-
-        Raises:
-            RankError: another rank failed.
-        """
+        """Around a step's last backward on this rank."""
         if not self._buckets:
             yield
             return
@@ -97,11 +93,7 @@ class GradientSum:
 
     def finish(self) -> None:
         """All ranks' gradients are in ``parameters``. What no rank's loss depends on has none, as
-        on one rank.
-
-        Raises:
-            RankError: another rank failed.
-        """
+        on one rank."""
         if self._ranks.size == 1:
             return
         if self._buckets and self._begun is None:

@@ -224,11 +224,7 @@ def _said(text: str, told: Told) -> Any:
 
 
 class Rollouter:
-    """Generates and judges completions of dataset rows (``Source``).
-
-    Attributes:
-        player: plays rollouts of several turns; ``None`` where each is one.
-    """
+    """Generates and judges completions of dataset rows (``Source``)."""
 
     headline = ("reward", "accuracy")
     draws = True
@@ -246,7 +242,7 @@ class Rollouter:
         longest: int = 0,
     ) -> None:
         self.engine, self.builder, self.rewards = engine, builder, rewards
-        self.player = player
+        self.player = player  # plays rollouts of several turns; ``None`` where each is one
         self.longest, self.rows_each = longest, config.sampling.num_generations
         self.config, self.tokenizer, self.stage = config.settled(), tokenizer, stage
         self.ranks = ranks or Ranks()

@@ -50,7 +50,7 @@ class AdapterError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """An adapter's low-rank pair at a module: delta = scaling * B A, for [in, out] its transpose."""
+    """An adapter's low-rank pair at a module: delta = scaling * B A, transposed for [in, out]."""
 
     a: Tensor  # [rank, in], the trainer's own tensor (never written here)
     b: Tensor  # [out, rank], likewise
