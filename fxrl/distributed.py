@@ -80,7 +80,6 @@ class Ranks:
 
     @property
     def primary(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
@@ -219,7 +218,6 @@ class Ranks:
             self._lobby.close(self.rank, told)
 
     def finish(self, work: Any) -> None:
-        """Waits for a collective."""
         assert self._lobby is not None
         pause = _Pause(self._lobby.look, longest_s=5e-4)
         try:
@@ -420,7 +418,6 @@ class _Lobby:
         self.look()
 
     def look(self) -> None:
-        """Raises where another rank has ended."""
         with self._spoken():
             if not self._meets.check(["failed"]):
                 ranks = range(len(self._who))

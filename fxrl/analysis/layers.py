@@ -251,7 +251,6 @@ def _value(node: fx.Node) -> Any:
 
 
 def type_of(value: Any) -> str:
-    """What a value looks like, as text."""
     if isinstance(value, torch.Tensor):
         strides = value.stride() if value.layout == torch.strided else value.layout
         return f"{value.dtype} {tuple(value.shape)} {strides} {value.device}"

@@ -38,8 +38,6 @@ class KvCacheError(EngineError, ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """Of one model."""
-
     token_bytes: int  # keys and values of one token in one layer
     full: int  # layers that hold all tokens
     windowed: Mapping[int, int]  # layers that hold those of a window, by its tokens

@@ -183,7 +183,6 @@ class MemoryLedger:
         return self._enter("load", reading)
 
     def record(self, event: str) -> Entry:
-        """An entry for ``event``, now."""
         return self._enter(event, self.probe.read())
 
     def released(self, before: Entry, kv_bytes: int, *, frees: bool) -> Entry:

@@ -272,7 +272,6 @@ class VerifyReport:
 
     @property
     def failed(self) -> tuple[VerifyRow, ...]:
-        """The rows that are not ok."""
         return tuple(row for row in self.rows if not row.ok)
 
     def raise_if_failed(self) -> None:

@@ -241,7 +241,6 @@ _NUMBERS = ("peak_gpu_bytes", "peak_host_bytes", "step_seconds", "max_context")
 
 
 def describe(choice: Choice) -> str:
-    """A choice in words."""
     if isinstance(choice, Keep):
         return f"stays as it is: {choice.reason}"
     if isinstance(choice, CutLayer):

@@ -169,7 +169,6 @@ class Shared(HeldWeight):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.weight.shape[1] * self.weight.itemsize
 
     def part_rows(self, ranks: int) -> int:

@@ -89,7 +89,6 @@ class _Lives:
         self._gradients()
 
     def profile(self) -> Profile:
-        """See ``Profile``."""
         count = len(self._nodes)
         forward, backward = self._bytes[:count], self._bytes[count:]
         most = max(backward, default=0)

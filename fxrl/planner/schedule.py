@@ -82,7 +82,6 @@ def volume(tensor: torch.Tensor) -> Volume:
 
 
 def is_attention(call: fx.Node) -> bool:
-    """Whether a call is of a kernel for attention, or its backward."""
     return any(name in str(call.target) for name in ("scaled_dot_product", "masked_attention"))
 
 
@@ -167,8 +166,6 @@ def _is_reduction(node: fx.Node) -> bool:
 
 
 class _Schedule:
-    """One graph."""
-
     def __init__(self, gm: fx.GraphModule) -> None:
         (self._output,) = gm.graph.find_nodes(op="output")
         self._nodes = [

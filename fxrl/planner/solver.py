@@ -113,7 +113,6 @@ class _Plans:
     chain: Chain
 
     def fastest(self, gpu_bytes: int, host_bytes: int) -> Plan | None:
-        """See ``fastest``."""
         best, found = np.inf, None
         limits = gpu_bytes, host_bytes
         for first, second in self._by_promise(*limits):
@@ -132,7 +131,6 @@ class _Plans:
         return None if found is None else paced(self.chain, self._named(found), gpu_bytes)
 
     def least_peak(self, host_bytes: int) -> tuple[Plan, int]:
-        """See ``least_peak``."""
         best, found = np.inf, None
         for first, second in itertools.product(range(len(self._choices)), repeat=2):
             peak, host = self._peaks(first, second)

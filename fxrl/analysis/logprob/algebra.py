@@ -113,7 +113,6 @@ class LogprobAlgebra:
         return rule(self, expr, attached)
 
     def affine(self, expr: RowExpr, attached: bool) -> Affine:
-        """``expr`` as an affine form of the logits."""
         form = self.form(expr, attached)
         if not isinstance(form, Affine):
             raise Refusal("an op takes logits or log-probs and gets something else")

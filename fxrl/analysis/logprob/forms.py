@@ -84,7 +84,6 @@ Form = Affine | Exp | Product
 
 
 def as_number(arg: Any) -> float | None:
-    """A plain number, or None."""
     return float(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else None
 
 

@@ -273,7 +273,6 @@ def seed(rules: RowRules, head: fx.Node) -> RowValue:
 
 
 def _product(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
-    """The product of a node, with these rows."""
     if is_quantized_product(node):
         return _of_quantized(rules, node, rows)
     _, weight, bias = factors(node)

@@ -92,7 +92,6 @@ class RowEmitter:
         return self.call(aten.reshape.default, node, [-1, *leaf.local_sizes])
 
     def _sized(self, arg: Any) -> Any:
-        """An argument with its sizes as graph values."""
         if isinstance(arg, (list, tuple)):
             return [self._sized(item) for item in arg]
         if not isinstance(arg, torch.SymInt):

@@ -104,7 +104,6 @@ class RowExpr:
         self.leaf = leaf
 
     def operands(self) -> Iterator[RowExpr]:
-        """The expressions this one reads, in order."""
         for arg in (*self.args, *(value for _, value in self.kwargs)):
             yield from _exprs(arg)
 
@@ -239,5 +238,4 @@ class RowValue:
         return 1 + sum(tag != TOKEN for tag in self.tags[:dim])
 
     def retagged(self, dim: int, tag: Tag) -> tuple[Tag, ...]:
-        """The tags, with another one for ``dim``."""
         return (*self.tags[:dim], tag, *self.tags[dim + 1 :])

@@ -85,17 +85,14 @@ class VllmHandle:
 
     @property
     def engine(self) -> Any:
-        """vLLM's ``LLMEngine``."""
         return self.llm.llm_engine
 
     @property
     def config(self) -> Any:
-        """vLLM's ``ModelConfig``."""
         return self.engine.model_config
 
     @property
     def worker(self) -> Any:
-        """The worker in this process."""
         if self._ranks > 1:
             raise EngineError(
                 f"tensor_parallel_size={self._ranks}: vLLM's model is in other processes, so "
@@ -111,7 +108,6 @@ class VllmHandle:
         return worker
 
     def model(self) -> nn.Module:
-        """The ``nn.Module`` that vLLM runs."""
         model = self.worker.model_runner.get_model()
         assert isinstance(model, nn.Module), "vLLM runs a torch module"
         return model
@@ -285,7 +281,6 @@ ADAPTER_NAME = "fxrl-policy"
 
 
 def adapter_manager(worker: Any) -> Any:
-    """vLLM's ``LoRAModelManager``."""
     manager = getattr(worker.model_runner, "lora_manager", None)
     inner = getattr(manager, "_adapter_manager", None)
     wanted = ("add_adapter", "remove_adapter", "activate_adapter", "lora_config")

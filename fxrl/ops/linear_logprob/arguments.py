@@ -178,7 +178,6 @@ class ForwardArguments:
 
     @classmethod
     def unpack(cls, arguments: Sequence[Any]) -> ForwardArguments:
-        """From the op's positional arguments."""
         outputs, grad_outputs, save_vectors = arguments[_HEAD:]
         head = LossHead(*arguments[:_HEAD])
         return cls(head, parse_outputs(outputs), parse_outputs(grad_outputs), save_vectors)
@@ -229,7 +228,6 @@ class BackwardArguments:
 
     @classmethod
     def unpack(cls, arguments: Sequence[Any]) -> BackwardArguments:
-        """From the op's positional arguments."""
         grads, *rest = arguments
         head, values = LossHead(*rest[:_HEAD]), RowValues(*rest[_HEAD : _HEAD + _VALUES])
         grad_outputs, *wants = rest[_HEAD + _VALUES :]

@@ -90,7 +90,6 @@ def at_least(low: float) -> Check:
 
 
 def above(low: float) -> Check:
-    """Above ``low``."""
     words = f"must be above {low:g}"
     return Check(lambda v: None if v > low else words, {"exclusiveMinimum": low})
 
@@ -295,7 +294,6 @@ def _made(cls: type[T], values: Mapping[str, Any], unfit: set[str]) -> tuple[T |
 
 
 def counted(mistakes: Sequence[str]) -> str:
-    """How many."""
     return f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "1 mistake"
 
 

@@ -281,7 +281,6 @@ class Examples:
         state: Callable[[], TrainerState],
         clock: Clock,
     ) -> Experience:
-        """The next units."""
         return self._chosen(take(self.per_step))
 
     def evaluate(
@@ -306,7 +305,6 @@ class Examples:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
         return max(sum(row.lengths) for row in self.largest())
 
     def largest(self) -> Unit:

@@ -59,8 +59,6 @@ class Factors:
 
 @dataclass(frozen=True, eq=False)
 class LoraSite:
-    """A module with LoRA."""
-
     name: str  # the module's name in the model without PEFT's wrapper, as checkpoints have it
     layer: Any  # PEFT's layer around it
 
