@@ -178,14 +178,12 @@ class Engine(Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the weights that ``generate`` samples from; starts at 0."""
-        ...
 
     @property
     def timings(self) -> Mapping[str, float]:
         """Seconds inside the last ``generate`` and the last ``standby``, by part (``"generate"``,
         ``"fold"``, ``"restore"``, ``"sync"``; ``"release"``, ``"wake"``); empty where an engine
         measures none."""
-        ...
 
     def generate(
         self,
@@ -220,19 +218,15 @@ class Engine(Protocol):
             EngineError: the engine is in standby or closed, or the logits are not finite.
             GenerateTimeoutError: the engine has a time limit and it is over.
         """
-        ...
 
     def most_at_once(self, tokens: int) -> int:
         """How many sequences of so many tokens, prompts included, are drawn at once at most."""
-        ...
 
     def standby(self) -> AbstractContextManager[None]:
         """Gives the memory that only generation needs to the trainer, until the block ends."""
-        ...
 
     def wake(self) -> None:
         """Leaves standby before its block ends; does nothing when awake."""
-        ...
 
     def update_weights(self, *, policy_version: int) -> None:
         """Makes the present weights of the trainer's model those that ``generate`` uses, and drops
@@ -241,23 +235,18 @@ class Engine(Protocol):
         Args:
             policy_version: the version of the new weights, at least the present one.
         """
-        ...
 
     def update_lora(self, *, policy_version: int) -> None:
         """Likewise for the model's LoRA factors only."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's random state and the policy version, for an exact resume (no weights)."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores ``state_dict``: the same calls then draw the same completions."""
-        ...
 
     def close(self) -> None:
         """Frees everything; a closed engine cannot generate. May be called twice."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,17 +139,14 @@ class Source(Protocol):
     @property
     def headline(self) -> tuple[str, str]:
         """The metrics that a run is judged by: a step's, and an evaluation's without ``eval/``."""
-        ...
 
     @property
     def draws(self) -> bool:
         """Whether an engine draws it."""
-        ...
 
     @property
     def rows_each(self) -> int:
         """Sequences of a step for each row of the data that it takes."""
-        ...
 
     def experience(
         self,
@@ -162,7 +159,6 @@ class Source(Protocol):
         Args:
             take: the next so many of the training data.
         """
-        ...
 
     def evaluate(
         self, data: Sequence[Any], state: TrainerState, measure: Callable[[Experience], Metrics]
@@ -172,19 +168,15 @@ class Source(Protocol):
         Args:
             measure: loss and metrics of an experience, without training on it.
         """
-        ...
 
     def largest(self) -> Sequence[TokenRow]:
         """A unit of rows as long as they may become."""
-        ...
 
     def warnings(self, record: Mapping[str, Any]) -> Iterator[str]:
         """What a step's metrics tell that people should hear."""
-        ...
 
     def failures(self) -> list[str]:
         """What was retried or skipped since the last call, in words."""
-        ...
 
 
 def of_completion(completion: Completion, worth: float, name: str = "advantages") -> TokenRow:

@@ -32,11 +32,9 @@ class Sink(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Finite numbers of ``step``; a resumed run may write a step again."""
-        ...
 
     def close(self, *, failed: bool) -> None:
         """The run is over."""
-        ...
 
 
 class TensorBoard:

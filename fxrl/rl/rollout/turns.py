@@ -66,7 +66,6 @@ class Player(Protocol):
             ToolError: a tool, an environment or a function failed.
             EngineError: generation failed.
         """
-        ...
 
 
 @dataclass(slots=True)
