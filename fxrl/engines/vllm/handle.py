@@ -42,20 +42,27 @@ DRAIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class VllmSymbols:
-    """What the installed vLLM brings."""
+    """What the installed vLLM brings.
 
-    module: Any  # ``vllm`` itself (``LLM``, ``EngineArgs``, ``SamplingParams``)
-    device: str  # ``"cuda"`` or ``"cpu"``
-    tokens_prompt: Callable[[list[int]], Any]  # token ids to what ``add_request`` takes
-    final_only: Any  # vLLM's output kind of that name: nothing is said of unfinished requests
-    # Classes of those names.
+    Attributes:
+        module: ``vllm`` itself (``LLM``, ``EngineArgs``, ``SamplingParams``).
+        device: ``"cuda"`` or ``"cpu"``.
+        tokens_prompt: token ids to what ``add_request`` takes.
+        final_only: vLLM's output kind of that name: nothing is said of unfinished requests.
+        lora_request, lora_model, peft_helper: classes of those names.
+        allocator: of tagged pools, one for the process; ``None`` where none was made so far.
+        quiet_config: enters a vLLM configuration that compiles nothing (vLLM patches Hugging Face's
+            classes once its own "transformers" backend was imported; they then ask for one).
+    """
+
+    module: Any
+    device: str
+    tokens_prompt: Callable[[list[int]], Any]
+    final_only: Any
     lora_request: Any
     lora_model: Any
     peft_helper: Any
-    # Of tagged pools, one for the process; ``None`` where none was made so far.
     allocator: Callable[[], Any]
-    # Enters a vLLM configuration that compiles nothing (vLLM patches Hugging Face's classes once
-    # its own "transformers" backend was imported; they then ask for one).
     quiet_config: Callable[[], Any]
 
     def tags(self) -> Tags:
@@ -281,6 +288,11 @@ ADAPTER_NAME = "fxrl-policy"
 
 
 def adapter_manager(worker: Any) -> Any:
+    """vLLM's ``LoRAModelManager``.
+
+    Raises:
+        EngineError: this version of vLLM keeps it somewhere else.
+    """
     manager = getattr(worker.model_runner, "lora_manager", None)
     inner = getattr(manager, "_adapter_manager", None)
     wanted = ("add_adapter", "remove_adapter", "activate_adapter", "lora_config")

@@ -58,9 +58,11 @@ class Served(Protocol):
     @property
     def takes_adapters(self) -> str:
         """Empty if the engine has LoRA slots, else the reason why not."""
+        ...
 
     def set_adapter(self, sites: tuple[LoraSite, ...]) -> None:
         """Puts the adapter into the engine's slots."""
+        ...
 
     def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Copies weights by checkpoint names into the engine's own."""

@@ -67,15 +67,23 @@ from fxrl.rl.types import Batch, Row, Source
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What needs no model."""
+    """What needs no model.
+
+    Attributes:
+        builder: makes their prompts.
+        longest: tokens of the longest prompt.
+        fingerprints: of the data, the rewards, the loss and the tools, by name.
+        conversation: plays the rollouts, where there are tools.
+        environment: of verifiers, which does.
+    """
 
     split: Split
     rewards: list[Reward]
     builder: PromptBuilder
     longest: int
-    fingerprints: Mapping[str, str]  # of the data, the rewards, the loss and the tools, by name
-    conversation: Conversation | None = None  # plays the rollouts, where there are tools
-    environment: Environment | None = None  # of verifiers, which does
+    fingerprints: Mapping[str, str]
+    conversation: Conversation | None = None
+    environment: Environment | None = None
 
     @property
     def tokenizer(self) -> Any:
