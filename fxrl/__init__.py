@@ -23,7 +23,7 @@ _HOMES = {
     "TrainStep": "fxrl.step",
     "optimize": "fxrl.step",
 }
-_MODULES = ("losses", "passes", "testing")
+_MODULES = ("losses", "passes")
 
 
 def __getattr__(name: str) -> Any:

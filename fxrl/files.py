@@ -35,9 +35,6 @@ def refuse_links(path: Path, below: Path | None = None) -> Path:
 
     Args:
         below: a folder that holds ``path``, at any depth; its parent where not given.
-
-    Raises:
-        ForeignFileError: one is.
     """
     below = path.parent if below is None else below
     for part in (path, *path.parents):

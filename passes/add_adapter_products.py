@@ -45,15 +45,10 @@ _FP8, _MM = torch.ops.fxrl.scaled_mm.default, torch.ops.aten.mm.default
 
 @dataclass(frozen=True, slots=True)
 class SumWithScaled(Site):
-    """A sum of products.
+    """A sum of products."""
 
-    Attributes:
-        scaled: those in FP8.
-        others: those that are not.
-    """
-
-    scaled: tuple[Product, ...]
-    others: tuple[Product, ...]
+    scaled: tuple[Product, ...]  # those in FP8
+    others: tuple[Product, ...]  # those that are not
 
 
 @dataclass(frozen=True)

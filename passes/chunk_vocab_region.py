@@ -44,15 +44,10 @@ H = TypeVar("H", bound=HeadCluster)
 
 @dataclass(frozen=True)
 class HeadPass(Pass[H]):
-    """Base of the passes over loss heads, which take those that save enough.
+    """Base of the passes over loss heads, which take those that save enough."""
 
-    Attributes:
-        tile_tokens: rows per tile; 0 lets the tile's bytes decide.
-        min_saved_bytes: a head predicted to save less stays.
-    """
-
-    tile_tokens: int = 0
-    min_saved_bytes: int = 0
+    tile_tokens: int = 0  # rows per tile; 0 lets the tile's bytes decide
+    min_saved_bytes: int = 0  # a head predicted to save less stays
 
     @classmethod
     def of(cls, config: Config) -> Self:

@@ -128,10 +128,6 @@ class FactorMasks(Pass[MaskSite]):
 
 
 def _try(made: FactoredMask, mask: fx.Node) -> None:
-    """
-    Raises:
-        Refusal: PyTorch does not take the expression for the dtypes that it reads.
-    """
     values = {
         f"v{number}": torch.empty(1, 1, 1, 1, dtype=val_of(vector).dtype, device="meta")
         for number, (vector, _) in enumerate(made.vectors)
@@ -149,10 +145,6 @@ def _try(made: FactoredMask, mask: fx.Node) -> None:
 
 
 def _check(gm: fx.GraphModule, mask: fx.Node, calls: Sequence[fx.Node]) -> None:
-    """
-    Raises:
-        Refusal: a call is of another kind than the op is.
-    """
     if mask.op == "placeholder" and mask.graph is not gm.graph:
         raise Refusal("layers that are one graph are given different masks", at=mask)
     for call in calls:

@@ -90,22 +90,14 @@ _SWAPPED: WeakKeyDictionary[fx.GraphModule, dict[Any, fx.GraphModule]] = WeakKey
 
 @dataclass(frozen=True, slots=True)
 class FrozenProduct(Site):
-    """A product of rows with a 2-D input of the graph.
+    """A product of rows with a 2-D input of the graph."""
 
-    Attributes:
-        path: to the product's graph.
-        product: the product.
-        named: its name, in the layer that it is a part of.
-        weight: the input of the outermost graph that it multiplies by; None where that is in FP8
-            already.
-        turned: the weight is [K, N], and no Linear's [N, K].
-    """
-
-    path: Path
-    product: fx.Node
-    named: str
+    path: Path  # to the product's graph
+    product: fx.Node  # the product
+    named: str  # its name, in the layer that it is a part of
+    # The input of the outermost graph that it multiplies by; None where that is in FP8 already.
     weight: fx.Node | None = None
-    turned: bool = False
+    turned: bool = False  # the weight is [K, N], and no Linear's [N, K]
 
     @property
     def name(self) -> str:

@@ -50,13 +50,9 @@ Level = tuple[fx.Node, ...]
 
 @dataclass(frozen=True, slots=True)
 class JoinedProducts(Site):
-    """Values joined along their first dim, each of one widening product with one weight.
+    """Values joined along their first dim, each of one widening product with one weight."""
 
-    Attributes:
-        levels: the products, then what is computed from each, up to what is joined.
-    """
-
-    levels: tuple[Level, ...]
+    levels: tuple[Level, ...]  # the products, then what is computed from each, up to what is joined
 
 
 @dataclass(frozen=True)

@@ -31,19 +31,13 @@ from fxrl.ir.remark import Refusal
 
 @dataclass(frozen=True, slots=True)
 class OutlinedLayer(Site):
-    """One layer's regions.
+    """One layer's regions."""
 
-    Attributes:
-        layer: the layer's name.
-        calls: its region calls, in order.
-        inside: the calls stand in a body that the user checkpoints, so the layer runs again anyway.
-        opened: the user checkpointed the layer, and ``open-layer-checkpoints`` took that over.
-    """
-
-    layer: str
-    calls: tuple[fx.Node, ...]
+    layer: str  # the layer's name
+    calls: tuple[fx.Node, ...]  # its region calls, in order
+    # The calls stand in a body that the user checkpoints, so the layer runs again anyway.
     inside: bool
-    opened: bool
+    opened: bool  # the user checkpointed the layer, and ``open-layer-checkpoints`` took that over
 
     @property
     def name(self) -> str:

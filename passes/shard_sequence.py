@@ -81,13 +81,9 @@ class Sequences(Site):
 
 @dataclass(frozen=True)
 class ShardSequence(Normalisation[Sequences]):
-    """Ulysses context parallelism (arXiv 2309.14509) as a rewrite of the captured graph.
+    """Ulysses context parallelism (arXiv 2309.14509) as a rewrite of the captured graph."""
 
-    Attributes:
-        ranks: P, how many ranks share a sequence.
-    """
-
-    ranks: int = field(default=1, metadata=SETTLED)
+    ranks: int = field(default=1, metadata=SETTLED)  # P, how many ranks share a sequence
 
     name: ClassVar[str] = "shard-sequence"
     applied: ClassVar[RemarkKind] = RemarkKind.APPLIED

@@ -31,15 +31,10 @@ _NARROW = 128
 
 @dataclass(frozen=True, slots=True)
 class NarrowProducts(Site):
-    """Products of one operand.
+    """Products of one operand."""
 
-    Attributes:
-        products: in the graph's order.
-        shared: the place of their operand; they are stacked along the other one's dim.
-    """
-
-    products: tuple[fx.Node, ...]
-    shared: int
+    products: tuple[fx.Node, ...]  # in the graph's order
+    shared: int  # the place of their operand; they are stacked along the other one's dim
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ TORCH_DOORS = ("fxrl/capture/_torch.py", "fxrl/capture/_dynamo.py", "fxrl/compil
 OPEN = {
     "cli",
     "doctor",
-    "testing",
     "__init__",
     "__main__",
 }  # the front end and the facade may import all

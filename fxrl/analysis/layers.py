@@ -46,19 +46,13 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a graph.
+    """One layer of a graph."""
 
-    Attributes:
-        path: the end of its module path, such as ``layers.3``.
-        site: its name as a site, such as ``0:model.layers.3``.
-        parts: the nodes between barriers, in order; parts without work are left out.
-        barriers: the calls that split it.
-    """
-
-    path: str
-    site: str
+    path: str  # the end of its module path, such as ``layers.3``
+    site: str  # its name as a site, such as ``0:model.layers.3``
+    # The nodes between barriers, in order; parts without work are left out.
     parts: tuple[tuple[fx.Node, ...], ...]
-    barriers: tuple[Barrier, ...]
+    barriers: tuple[Barrier, ...]  # the calls that split it
 
     def at(self, path: str) -> Layer:
         """An equal layer that the module at ``path`` is."""
@@ -98,7 +92,6 @@ def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
     """A layer's nodes as parts between barriers.
 
     Args:
-        path: of the layer's module.
         illegal: ``node -> str | None``, why a node cannot stand inside a body.
     """
     stages, barriers = _stages(nodes, illegal)
@@ -258,7 +251,6 @@ def _value(node: fx.Node) -> Any:
 
 
 def type_of(value: Any) -> str:
-    """What a value looks like, as text."""
     if isinstance(value, torch.Tensor):
         strides = value.stride() if value.layout == torch.strided else value.layout
         return f"{value.dtype} {tuple(value.shape)} {strides} {value.device}"

@@ -60,14 +60,10 @@ _LONGEST = 2000
 
 @dataclass(frozen=True, slots=True)
 class FactoredMask:
-    """What a mask is computed from.
+    """What a mask is computed from."""
 
-    Attributes:
-        text: the expression, as ``fxrl.ops.masked_attention`` takes it.
-        vectors: ``v0``, ``v1``, ...: values of the graph, and how they lie.
-    """
-
-    text: str
+    text: str  # the expression, as ``fxrl.ops.masked_attention`` takes it
+    # ``v0``, ``v1``, ...: values of the graph, and how they lie.
     vectors: tuple[tuple[fx.Node, Axes], ...]
 
 

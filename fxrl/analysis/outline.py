@@ -49,17 +49,11 @@ _KERNELS = (
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A part of a graph that can become a region.
+    """A part of a graph that can become a region."""
 
-    Attributes:
-        nodes: all values inside, in graph order.
-        inputs: tensors from outside that they read, in the order of first use.
-        outputs: values inside that are read from outside, in graph order.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]  # all values inside, in graph order
+    inputs: tuple[fx.Node, ...]  # tensors from outside that they read, in the order of first use
+    outputs: tuple[fx.Node, ...]  # values inside that are read from outside, in graph order
 
 
 def illegal(node: fx.Node) -> str | None:
@@ -118,7 +112,6 @@ def outline(
     Args:
         gm: a lowered graph, with ``meta["val"]`` and ``meta["requires_grad"]``.
         nodes: what to outline; see ``find_outline`` for what is added.
-        cut, layer: the region's.
 
     Raises:
         Refusal: it cannot be outlined; the graph is unchanged but for dead nodes.

@@ -104,17 +104,11 @@ def predict_saved(nodes: Sequence[fx.Node]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes between a region's forward and its backward, weights apart.
+    """Bytes between a region's forward and its backward, weights apart."""
 
-    Attributes:
-        inputs: that the region keeps.
-        made: that it keeps of what it computes.
-        by_autograd: that would be kept of its ops, run one by one.
-    """
-
-    inputs: int
-    made: int
-    by_autograd: int
+    inputs: int  # that the region keeps
+    made: int  # that it keeps of what it computes
+    by_autograd: int  # that would be kept of its ops, run one by one
 
 
 def kept_by(region: Region) -> Kept:

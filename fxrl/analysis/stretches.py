@@ -22,26 +22,17 @@ from fxrl.ir.region import region_calls
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A layer in one forward.
+    """A layer in one forward."""
 
-    Attributes:
-        layer: its name.
-        nodes: its ops, in order.
-        given: of the values made ahead those that are its own: no op behind it reads them, nor does
-            one ahead of it but of the layer that made them.
-    """
-
-    layer: str
-    nodes: tuple[fx.Node, ...]
+    layer: str  # its name
+    nodes: tuple[fx.Node, ...]  # its ops, in order
+    # Of the values made ahead those that are its own: no op behind it reads them, nor does one
+    # ahead of it but of the layer that made them.
     given: frozenset[fx.Node]
 
 
 def stretches_of(gm: fx.GraphModule, layers: Collection[str]) -> Iterator[Stretch]:
-    """The stretches of layers that are regions, in order.
-
-    Args:
-        layers: names.
-    """
+    """The stretches of layers that are regions, in order."""
     ops = [node for node in gm.graph.nodes if node.op == "call_function"]
     place = {node: index for index, node in enumerate(ops)}
     runs: list[list[fx.Node]] = []  # the regions of one layer in one forward

@@ -57,19 +57,12 @@ _SIZES = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of a value a rank holds.
+    """What of a value a rank holds."""
 
-    Attributes:
-        ids: the embedding's indices; their last dim counts all T tokens.
-        dim: the dim with ``outer * length * inner`` entries, tokens in the middle.
-        start: the token that the first entry is for.
-        length: how many tokens have entries.
-    """
-
-    ids: fx.Node
-    dim: int
-    start: Size
-    length: Size
+    ids: fx.Node  # the embedding's indices; their last dim counts all T tokens
+    dim: int  # the dim with ``outer * length * inner`` entries, tokens in the middle
+    start: Size  # the token that the first entry is for
+    length: Size  # how many tokens have entries
     outer: Size = 1
     inner: Size = 1
 
@@ -97,40 +90,27 @@ Shares = Share | None | tuple[Share | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What becomes of a node that reads shared values.
+    """What becomes of a node that reads shared values."""
 
-    Attributes:
-        shares: what its result is; None where it is whole.
-        needs: whole operands of which a rank's part is read.
-        gathers: shared operands that are read whole.
-        sizes: the result's, where they are an argument.
-        same: the operand that its result is on a rank.
-        body: what becomes of the nodes of the graph that it calls.
-    """
-
-    shares: Shares
+    shares: Shares  # what its result is; None where it is whole
+    # Whole operands of which a rank's part is read.
     needs: Mapping[fx.Node, Share] = field(default_factory=dict)
+    # Shared operands that are read whole.
     gathers: Mapping[fx.Node, Share] = field(default_factory=dict)
-    sizes: tuple[Size, ...] | None = None
-    same: fx.Node | None = None
-    body: SharedGraph | None = None
+    sizes: tuple[Size, ...] | None = None  # the result's, where they are an argument
+    same: fx.Node | None = None  # the operand that its result is on a rank
+    body: SharedGraph | None = None  # what becomes of the nodes of the graph that it calls
 
 
 @dataclass(slots=True)
 class SharedGraph:
-    """One graph, and the steps of its nodes.
-
-    Attributes:
-        given: the inputs of a body that are shared.
-        shares: what every shared value is.
-        results: of a body, what it returns.
-    """
+    """One graph, and the steps of its nodes."""
 
     module: fx.GraphModule
-    given: dict[fx.Node, Share]
-    shares: dict[fx.Node, Shares] = field(default_factory=dict)
+    given: dict[fx.Node, Share]  # the inputs of a body that are shared
+    shares: dict[fx.Node, Shares] = field(default_factory=dict)  # what every shared value is
     steps: dict[fx.Node, Step] = field(default_factory=dict)
-    results: tuple[Share | None, ...] = ()
+    results: tuple[Share | None, ...] = ()  # of a body, what it returns
 
     def share(self, node: object) -> Share | None:
         """What a rank holds of an operand; None of what is whole."""
@@ -139,11 +119,7 @@ class SharedGraph:
 
 
 def find_shares(gm: fx.GraphModule, ranks: int) -> SharedGraph | None:
-    """What ``ranks`` ranks may share of a graph; None where it embeds no sequence.
-
-    Raises:
-        Refusal: something mixes tokens, at the node that does.
-    """
+    """What ``ranks`` ranks may share of a graph; None where it embeds no sequence."""
     seeds = _seeds(gm.graph)
     if not seeds:
         return None

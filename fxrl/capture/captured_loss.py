@@ -110,11 +110,7 @@ class CapturedLoss:
         return self._takeover.report + self.losses + Report(captured)
 
     def __call__(self, batch: Any) -> Any:
-        """What the loss returns.
-
-        Raises:
-            FxrlError: that holds no tensor.
-        """
+        """What the loss returns."""
         mark_batch(batch)
         with _ONE_AT_A_TIME, self._takeover.active():
             result = self._first_that_works(batch)

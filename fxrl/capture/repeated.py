@@ -425,15 +425,11 @@ def _groups(name: str, members: nn.Module) -> list[_Layer]:
 # ---------------------------------------------------------------------------- what becomes of it
 @dataclass(slots=True)
 class _Frame:
-    """One graph of a captured step: the outer one, or the body of a call with a graph.
-
-    Attributes:
-        call: in the outer frame, the call that runs it.
-    """
+    """One graph of a captured step: the outer one, or the body of a call with a graph."""
 
     gm: fx.GraphModule
     outer: _Frame | None = None
-    call: fx.Node | None = None
+    call: fx.Node | None = None  # in the outer frame, the call that runs it
     _brought: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def outermost(self, node: fx.Node) -> fx.Node:
@@ -460,20 +456,13 @@ class _Frame:
 
 @dataclass(slots=True)
 class _Body:
-    """The graph of a first layer, and what its inputs are.
-
-    Attributes:
-        arguments: what the layer was given, of graph values.
-        inputs: the values that it reads, in the order of its inputs.
-        frame: the graph that they are of.
-        result: the layer's result, of graph values.
-    """
+    """The graph of a first layer, and what its inputs are."""
 
     gm: fx.GraphModule
-    arguments: Any
-    inputs: list[fx.Node]
-    frame: _Frame
-    result: Any
+    arguments: Any  # what the layer was given, of graph values
+    inputs: list[fx.Node]  # the values that it reads, in the order of its inputs
+    frame: _Frame  # the graph that they are of
+    result: Any  # the layer's result, of graph values
 
 
 def share_bodies(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
@@ -481,9 +470,6 @@ def share_bodies(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Tensor, ...]
 
     Returns:
         The graph, and the tensors of layers that were not traced: its last inputs.
-
-    Raises:
-        Refusal: a layer is not what the first of its kind is; the graph is of no use then.
     """
     if not _is_marked(gm):
         return gm, ()

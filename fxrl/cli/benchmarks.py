@@ -25,11 +25,7 @@ class NoCheckoutError(FxrlError):
 
 
 def find_scripts(root: Path | None = None) -> dict[str, Path]:
-    """Name -> file of every benchmark: a module of ``bench/`` with a ``__main__`` part.
-
-    Raises:
-        NoCheckoutError: there is no checkout.
-    """
+    """Name -> file of every benchmark: a module of ``bench/`` with a ``__main__`` part."""
     package = Path(fxrl.__file__).resolve().parents[1]
     here = Path.cwd().resolve()
     places = [root] if root else [package, here, *here.parents]
@@ -60,15 +56,7 @@ def first_line(script: Path) -> str:
 
 
 def run_script(name: str, arguments: Sequence[str], root: Path | None = None) -> int:
-    """Runs one in its own process, in the current folder.
-
-    Returns:
-        Its exit code.
-
-    Raises:
-        NoCheckoutError: see ``find_scripts``.
-        ConfigError: no script of that name.
-    """
+    """Runs one in its own process, in the current folder."""
     scripts = find_scripts(root)
     if name not in scripts:
         raise ConfigError(f"no benchmark {name!r}; there are {', '.join(scripts) or 'none'}")

@@ -44,19 +44,13 @@ _STEPS = 4  # the first of which compiles
 
 @dataclass(slots=True)
 class Bundle:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        files: path in the bundle -> content.
-        sections: heading -> text, as the page shows them.
-        failures: part -> traceback.
-        agrees: the step equals eager; None where that is not known.
-    """
-
-    files: dict[str, bytes] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)  # path in the bundle -> content
+    # Heading -> text, as the page shows them.
     sections: dict[str, str] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    agrees: bool | None = None
+    failures: dict[str, str] = field(default_factory=dict)  # part -> traceback
+    agrees: bool | None = None  # the step equals eager; None where that is not known
 
     @property
     def ok(self) -> bool:
@@ -65,11 +59,7 @@ class Bundle:
 
 
 def check_path(path: str | Path) -> Path:
-    """The bundle's path.
-
-    Raises:
-        ConfigError: it does not end in ``.zip``, or its folder is not there, or not to write to.
-    """
+    """The bundle's path."""
     path = Path(path)
     if path.suffix != ".zip":
         raise ConfigError(f"{path} must end in .zip, which a report is; such as report.zip")
@@ -97,9 +87,6 @@ def write_bundle(
         path: ends in ``.zip``; a file that is there is replaced.
         facts: what the reader must know besides, such as machine and command; goes into JSON.
         say: hears what is being done.
-
-    Raises:
-        ConfigError, OSError: the file cannot be written.
     """
     path = check_path(path)
     made = Bundle()

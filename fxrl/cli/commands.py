@@ -190,11 +190,7 @@ def fetch_model(args: Args) -> int:
 
 
 def _verified_by_ranks(args: Args, say: Say) -> Any:
-    """The verdict of the first rank that finds something wrong, else of the first.
-
-    Raises:
-        FxrlError: a rank could not compare; what it said.
-    """
+    """The verdict of the first rank that finds something wrong, else of the first."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(

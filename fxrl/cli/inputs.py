@@ -31,11 +31,7 @@ from fxrl.rl.config.binding import Text, bind, merge_override, parse_override
 
 
 def optimize_config(pairs: Iterable[str]) -> Config:
-    """``["gpu_memory=75GiB", "chunk_tokens=8"]`` as a ``Config``.
-
-    Raises:
-        ConfigError: names every wrong key, with the nearest right one, and every wrong value.
-    """
+    """``["gpu_memory=75GiB", "chunk_tokens=8"]`` as a ``Config``."""
     problems: list[str] = []
     found = bind(Config, _table(pairs, problems), problems)
     if found is None or problems:
@@ -44,11 +40,7 @@ def optimize_config(pairs: Iterable[str]) -> Config:
 
 
 def loss_function(name: str, pairs: Iterable[str]) -> Callable[..., Any]:
-    """``fxrl.losses.by_name``, with modules of the working folder in reach.
-
-    Raises:
-        ConfigError: no such loss or keyword, or a value out of range.
-    """
+    """``fxrl.losses.by_name``, with modules of the working folder in reach."""
     problems: list[str] = []
     values = {k: v.value if isinstance(v, Text) else v for k, v in _table(pairs, problems).items()}
     if problems:
@@ -129,11 +121,7 @@ def _hf_config(model_id: str) -> Any:
 
 
 def check_device(name: str) -> torch.device:
-    """``"cpu"``, ``"cuda"``, ``"cuda:1"`` as a device that is there.
-
-    Raises:
-        ConfigError: no such device here.
-    """
+    """``"cpu"``, ``"cuda"``, ``"cuda:1"`` as a device that is there."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -145,11 +133,7 @@ def check_device(name: str) -> torch.device:
 
 
 def _quantization(args: argparse.Namespace) -> Asked | None:
-    """``--quantization``, which is of frozen weights.
-
-    Raises:
-        ConfigError: without an adapter all weights are trained, or a format is missing.
-    """
+    """``--quantization``, which is of frozen weights."""
     asked: Format | None = args.quantization
     if args.quantize_embeddings and asked is None:
         raise ConfigError("--quantize-embeddings needs a format: add --quantization fp8 or nf4")
@@ -164,11 +148,7 @@ def _quantization(args: argparse.Namespace) -> Asked | None:
 
 
 def _sharing(args: argparse.Namespace) -> int:
-    """Ranks of which each has a part of the frozen weights.
-
-    Raises:
-        ConfigError: nothing is frozen, nobody shares, or an engine wants all of them.
-    """
+    """Ranks of which each has a part of the frozen weights."""
     if not args.lora:
         raise ConfigError(
             "--sharded is of frozen weights, and without an adapter all are trained; add "
@@ -190,11 +170,7 @@ def _trainable(model: nn.Module, args: argparse.Namespace) -> nn.Module:
 
 
 def target(name: str) -> Target:
-    """A GPU by the name that ``fxrl plan --target`` takes.
-
-    Raises:
-        ConfigError: no such GPU is known.
-    """
+    """A GPU by the name that ``fxrl plan --target`` takes."""
     if name.lower() not in TARGETS:
         raise ConfigError(f"--target {name!r} is unknown{did_you_mean(name.lower(), TARGETS)}")
     return TARGETS[name.lower()]
@@ -205,9 +181,6 @@ def planned_target(args: argparse.Namespace, held: int) -> Target:
 
     Args:
         held: bytes of it that are somebody else's all along.
-
-    Raises:
-        ConfigError: no such GPU, or no such size.
     """
     found = target(args.target)
     named = [args.gpu_memory, optimize_config(args.config).gpu_memory, found.gpu_bytes]
@@ -219,12 +192,7 @@ def planned_target(args: argparse.Namespace, held: int) -> Target:
 
 
 def two_plans(files: list[str]) -> tuple[Plan, Plan]:
-    """The plans in two files that ``fxrl plan --json`` wrote.
-
-    Raises:
-        ConfigError: there are not two files, or one cannot be read.
-        PlanError: one holds no plan.
-    """
+    """The plans in two files that ``fxrl plan --json`` wrote."""
     if len(files) != 2:
         raise ConfigError(f"fxrl plan diff takes two files, and got {len(files)}")
     first, second = map(_saved_plan, files)
@@ -259,14 +227,10 @@ def make_batch(
     Args:
         args: ``batch``, ``tokens``, ``completion``, ``make_batch``, perhaps ``seed``.
         model: gives the vocabulary, and with ``on_policy`` the log-probabilities.
-        device: where the tensors go.
         on_policy: let ``old_logps`` and ``ref_logps`` lie around the model's own, which takes an
             eager forward. The first sequence then has ratio 1, so that no loss, however tightly it
             clips, is without a gradient. Otherwise they lie around -log V, a random model's mean.
         as_trained: as ``fxrl train`` makes batches: padding behind completions, none elsewhere.
-
-    Raises:
-        ConfigError: ``--completion`` leaves no prompt, or ``--make-batch`` does not work.
     """
     size, length = args.batch, args.tokens
     completion = args.completion or max(1, length // 2)

@@ -69,23 +69,14 @@ def report(found: Report) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What ``fxrl plan`` found.
+    """What ``fxrl plan`` found."""
 
-    Attributes:
-        plan: with the rollout, if there is one.
-        advice: None where nothing fits.
-        fits: the frontier, if it was asked for.
-        tokens: of the batch's rows.
-        rollouts: by the tokens of their sequences.
-        gpus: that train together, of which this is one.
-    """
-
-    plan: Plan
-    advice: Advice | None
-    fits: tuple[Fit, ...]
-    tokens: int
-    rollouts: Mapping[int, RolloutMemory]
-    gpus: int = 1
+    plan: Plan  # with the rollout, if there is one
+    advice: Advice | None  # None where nothing fits
+    fits: tuple[Fit, ...]  # the frontier, if it was asked for
+    tokens: int  # of the batch's rows
+    rollouts: Mapping[int, RolloutMemory]  # by the tokens of their sequences
+    gpus: int = 1  # that train together, of which this is one
 
 
 def outlook(found: Outlook, *, as_json: bool) -> None:

@@ -80,20 +80,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Planner:
-    """Chooses for the layers of a captured graph.
+    """Chooses for the layers of a captured graph."""
 
-    Attributes:
-        profiles: of regions' bodies.
-        target: what the GPU can do.
-        budget: what may be used of GPU and host.
-        with_context: find the longest context, too.
-        accumulated: as if every weight that is trained had a gradient of another micro-batch.
-    """
-
-    profiles: Profiles
-    target: Target
-    budget: Budget
-    with_context: bool = False
+    profiles: Profiles  # of regions' bodies
+    target: Target  # what the GPU can do
+    budget: Budget  # what may be used of GPU and host
+    with_context: bool = False  # find the longest context, too
+    # As if every weight that is trained had a gradient of another micro-batch.
     accumulated: bool = False
 
     def __call__(self, gm: fx.GraphModule, plan: Plan, batch: Batch | None = None) -> Plan:
@@ -154,21 +147,16 @@ class Planner:
 
 @dataclass(frozen=True)
 class StepChain:
-    """A captured graph as a chain, at the sizes of its batch or at others.
-
-    Attributes:
-        values: symbols of the outer graph that have another size than in the batch.
-        held: see ``Batch``.
-        state_shards: ranks that share out the optimizer's states.
-    """
+    """A captured graph as a chain, at the sizes of its batch or at others."""
 
     gm: fx.GraphModule
     plan: Plan
     profiles: Profiles
     target: Target
+    # Symbols of the outer graph that have another size than in the batch.
     values: Mapping[Any, int] = field(default_factory=dict)
-    held: frozenset[int] = frozenset()
-    state_shards: int = 1
+    held: frozenset[int] = frozenset()  # see ``Batch``
+    state_shards: int = 1  # ranks that share out the optimizer's states
 
     @cached_property
     def layers(self) -> list[OutlinedLayer]:

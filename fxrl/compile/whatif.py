@@ -28,15 +28,10 @@ _SHORTEST = 32
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A step where something is different.
+    """A step where something is different."""
 
-    Attributes:
-        what: that, in words.
-        seconds: for as many tokens as the step has now.
-    """
-
-    what: str
-    seconds: float
+    what: str  # that, in words
+    seconds: float  # for as many tokens as the step has now
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,33 +49,22 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Sizes that fit: as many rows as do at this context, or the longest context for these rows.
+    """Sizes that fit: as many rows as do at this context, or the longest context for these rows."""
 
-    Attributes:
-        tokens, rows: of a batch.
-        seconds: of its step.
-        host_bytes: what waits there.
-    """
-
+    # Of a batch.
     tokens: int
     rows: int
-    seconds: float
-    host_bytes: int
+    seconds: float  # of its step
+    host_bytes: int  # what waits there
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Questions about a captured step.
+    """Questions about a captured step."""
 
-    Attributes:
-        planner: the one that planned it.
-        step: what it planned, or the same at other sizes.
-        captured: what it found.
-    """
-
-    planner: Planner
-    step: StepChain
-    captured: Plan
+    planner: Planner  # the one that planned it
+    step: StepChain  # what it planned, or the same at other sizes
+    captured: Plan  # what it found
 
     @classmethod
     def of(cls, captures: Sequence[Capture], given: Plan, *, rows: int | None = None) -> WhatIf:
@@ -90,9 +74,6 @@ class WhatIf:
             captures: planned; ``planner`` of at least one.
             given: the plan that they had to obey.
             rows: of the batch that is asked about, where it is not the captured one.
-
-        Raises:
-            PlanError: there is none; says why.
         """
         planned = [one for one in captures if one.planner is not None and one.found is not None]
         if not planned:

@@ -178,14 +178,12 @@ class Engine(Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the weights that ``generate`` samples from; starts at 0."""
-        ...
 
     @property
     def timings(self) -> Mapping[str, float]:
         """Seconds inside the last ``generate`` and the last ``standby``, by part (``"generate"``,
         ``"fold"``, ``"restore"``, ``"sync"``; ``"release"``, ``"wake"``); empty where an engine
         measures none."""
-        ...
 
     def generate(
         self,
@@ -200,7 +198,6 @@ class Engine(Protocol):
 
         Args:
             prompts: token ids without padding.
-            params: how to draw.
             only: numbers of the prompts to draw for, all by default. What is drawn for each, and
                 what the next call draws, is the same whichever they are: engines of several
                 processes with one seed share a call's prompts among them.
@@ -221,19 +218,15 @@ class Engine(Protocol):
             EngineError: the engine is in standby or closed, or the logits are not finite.
             GenerateTimeoutError: the engine has a time limit and it is over.
         """
-        ...
 
     def most_at_once(self, tokens: int) -> int:
         """How many sequences of so many tokens, prompts included, are drawn at once at most."""
-        ...
 
     def standby(self) -> AbstractContextManager[None]:
         """Gives the memory that only generation needs to the trainer, until the block ends."""
-        ...
 
     def wake(self) -> None:
         """Leaves standby before its block ends; does nothing when awake."""
-        ...
 
     def update_weights(self, *, policy_version: int) -> None:
         """Makes the present weights of the trainer's model those that ``generate`` uses, and drops
@@ -242,23 +235,18 @@ class Engine(Protocol):
         Args:
             policy_version: the version of the new weights, at least the present one.
         """
-        ...
 
     def update_lora(self, *, policy_version: int) -> None:
         """Likewise for the model's LoRA factors only."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's random state and the policy version, for an exact resume (no weights)."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores ``state_dict``: the same calls then draw the same completions."""
-        ...
 
     def close(self) -> None:
         """Frees everything; a closed engine cannot generate. May be called twice."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,14 +257,8 @@ class EngineSpec:
         load: the model with its weights on ``device``, and its tokenizer.
         folder: the same model as a checkpoint's folder, and its tokenizer.
         trainable: puts the adapter on a model and sets it to train.
-        longest_prompt: tokens of the longest prompt of the run.
-        max_tokens: longest completion.
         num_sequences: completions of a step.
-        device: where the trainer's model is to be.
-        dtype: of its weights.
         autocast: dtype that it computes in, where that is another one.
-        seed: of the engine's own draws.
-        tell: takes a line for the user.
         stage: says what is being done for the time of a ``with``; gives what takes details.
         options: the engine's own, such as ``VllmOptions``; ``None`` where it has none.
         lora_rank: of the adapter that ``trainable`` puts on; ``None`` puts on none.
@@ -309,12 +291,7 @@ class Built(NamedTuple):
 
 
 class Drawing:
-    """Tells the log, at INFO and at most once a second, how far a call of ``generate`` has come.
-
-    Args:
-        total: completions that were asked for.
-        clock: seconds.
-    """
+    """Tells the log, at INFO and at most once a second, how far a call of ``generate`` has come."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._clock = total, clock
@@ -332,13 +309,7 @@ class Drawing:
 
 
 class Groups:
-    """Completions as they end, in whatever order, by prompt.
-
-    Args:
-        prompts: how many there are.
-        n: completions of each; a prompt may have none.
-        on_finished: see ``Engine.generate``.
-    """
+    """Completions as they end, in whatever order, by prompt."""
 
     def __init__(self, prompts: int, n: int, on_finished: OnFinished | None) -> None:
         self._found: list[dict[int, Completion]] = [{} for _ in range(prompts)]
@@ -367,8 +338,6 @@ def check_prompts(
     """Refuses prompts that an engine could not take, before any has been run.
 
     Args:
-        max_tokens: see ``Engine.generate``.
-        vocab_size: of the embeddings.
         limit: most tokens of a prompt and its completion.
         of: what sets that limit, for the message.
 

@@ -38,17 +38,9 @@ class KvCacheError(EngineError, ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """Of one model.
-
-    Attributes:
-        token_bytes: keys and values of one token in one layer.
-        full: layers that hold all tokens.
-        windowed: layers that hold those of a window, by its tokens.
-    """
-
-    token_bytes: int
-    full: int
-    windowed: Mapping[int, int]
+    token_bytes: int  # keys and values of one token in one layer
+    full: int  # layers that hold all tokens
+    windowed: Mapping[int, int]  # layers that hold those of a window, by its tokens
 
     @classmethod
     def of(cls, config: Any, width: int) -> KvCache:
@@ -56,9 +48,6 @@ class KvCache:
 
         Args:
             width: bytes of a number in the cache.
-
-        Raises:
-            KvCacheError: a layer's cache is of another kind.
         """
         text = config.get_text_config()
         if getattr(text, "kv_lora_rank", None):
@@ -112,23 +101,14 @@ def _windows(text: Any, count: int) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class RolloutMemory:
-    """Memory of the device while completions are drawn; sizes in bytes.
+    """Memory of the device while completions are drawn; sizes in bytes."""
 
-    Attributes:
-        weights: the trainer's, which the engine shares, its adapter among them.
-        states: of the optimizer, which stay.
-        engine: what the engine keeps beside, asleep or awake.
-        sequence: of one sequence's KV cache.
-        asked: sequences that were asked for at once.
-        available: what all of it may take.
-    """
-
-    weights: int
-    states: int
-    engine: int
-    sequence: int
-    asked: int
-    available: int
+    weights: int  # the trainer's, which the engine shares, its adapter among them
+    states: int  # of the optimizer, which stay
+    engine: int  # what the engine keeps beside, asleep or awake
+    sequence: int  # of one sequence's KV cache
+    asked: int  # sequences that were asked for at once
+    available: int  # what all of it may take
 
     @classmethod
     def of(
@@ -148,9 +128,6 @@ class RolloutMemory:
             tokens: of the longest sequence, prompt and completion.
             dtype: of the cache; None: the weights'.
             state_shards: ranks that share out the optimizer's states.
-
-        Raises:
-            KvCacheError: see ``KvCache``.
         """
         language_model: Any = model
         dtype = dtype or dtype_of(language_model.get_input_embeddings())

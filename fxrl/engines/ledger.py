@@ -50,20 +50,14 @@ Tags = Mapping[str, TagBytes]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at the memory, in bytes.
+    """One look at the memory, in bytes."""
 
-    Attributes:
-        total, free: of the device, all processes counted.
-        tags: vLLM's tagged pools.
-        allocated: PyTorch's tensors, those in tagged pools counted whether mapped or not.
-        reserved: what PyTorch's allocator holds, likewise.
-    """
-
+    # Of the device, all processes counted.
     total: int
     free: int
-    tags: Tags = field(default_factory=dict)
-    allocated: int = 0
-    reserved: int = 0
+    tags: Tags = field(default_factory=dict)  # vLLM's tagged pools
+    allocated: int = 0  # PyTorch's tensors, those in tagged pools counted whether mapped or not
+    reserved: int = 0  # what PyTorch's allocator holds, likewise
 
     def ordinary(self) -> tuple[int, int]:
         """(allocated, reserved) bytes that PyTorch has outside of vLLM's tagged pools.
@@ -143,28 +137,22 @@ class CpuProbe(Probe):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The device after one transition; sizes in bytes.
+    """The device after one transition; sizes in bytes."""
 
-    Attributes:
-        event: ``"before load"``, ``"load"``, ``"generate"``, ``"release"``, ``"wake"``, ``"sync"``.
-        cycle: how often the KV cache has been released by then.
-        seconds: since the ledger was opened.
-        weights, kv_cache: vLLM's, as far as they are mapped.
-        engine_other, trainer, unused, outside, free: see the module.
-        total: the device's memory, the sum of all columns.
-    """
-
+    # ``"before load"``, ``"load"``, ``"generate"``, ``"release"``, ``"wake"``, ``"sync"``.
     event: str
-    cycle: int
-    seconds: float
+    cycle: int  # how often the KV cache has been released by then
+    seconds: float  # since the ledger was opened
+    # VLLM's, as far as they are mapped.
     weights: int
     kv_cache: int
+    # See the module.
     engine_other: int
     trainer: int
     unused: int
     outside: int
     free: int
-    total: int
+    total: int  # the device's memory, the sum of all columns
 
 
 class MemoryLedger:
@@ -195,7 +183,6 @@ class MemoryLedger:
         return self._enter("load", reading)
 
     def record(self, event: str) -> Entry:
-        """An entry for ``event``, now."""
         return self._enter(event, self.probe.read())
 
     def released(self, before: Entry, kv_bytes: int, *, frees: bool) -> Entry:

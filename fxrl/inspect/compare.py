@@ -56,19 +56,12 @@ _SMALL = 1e-2  # a gradient with less than this part of the whole norm is measur
 
 @dataclass(frozen=True, slots=True)
 class Tolerances:
-    """Accepted relative errors (see NOTE [Which tolerance]).
+    """Accepted relative errors (see NOTE [Which tolerance])."""
 
-    Attributes:
-        dtype: what the model computes in.
-        depth: ``D``, leaf modules run.
-        terms: ``K``, terms of the longest reduction.
-        rounded: products are in FP8, on both sides.
-    """
-
-    dtype: torch.dtype
-    depth: int
-    terms: int
-    rounded: bool = False
+    dtype: torch.dtype  # what the model computes in
+    depth: int  # ``D``, leaf modules run
+    terms: int  # ``K``, terms of the longest reduction
+    rounded: bool = False  # products are in FP8, on both sides
 
     def at(self, dtype: torch.dtype) -> Tolerances:
         """The same for a value whose own ``dtype`` is coarser than what the model computes in."""
@@ -252,50 +245,33 @@ _SHOWN = 12  # rows that are ok and still shown: the worst ones
 
 @dataclass(frozen=True, slots=True)
 class VerifyRow:
-    """One value of the optimized step against its reference.
+    """One value of the optimized step against its reference."""
 
-    Attributes:
-        name: ``"loss"``, a metric, a parameter, ``batch[...]``, a buffer, ``"all gradients"``.
-        kind: ``"loss"``, ``"metric"``, ``"gradient"``, ``"buffer"`` or ``"total"``.
-        max_abs: largest absolute error of an element.
-        rel: norm of the error over the norm of the reference (see ``_Judge.scale_of``).
-        tolerance: largest ``rel`` that is accepted.
-        ok: ``rel <= tolerance``.
-        eager_rel: ``rel`` of eager itself, where the reference is a wider run; else ``None``.
-        note: such as ``"no gradient in the step"``.
-    """
-
-    name: str
-    kind: str
-    max_abs: float
-    rel: float
-    tolerance: float
-    ok: bool
+    name: str  # ``"loss"``, a metric, a parameter, ``batch[...]``, a buffer, ``"all gradients"``
+    kind: str  # ``"loss"``, ``"metric"``, ``"gradient"``, ``"buffer"`` or ``"total"``
+    max_abs: float  # largest absolute error of an element
+    rel: float  # norm of the error over the norm of the reference (see ``_Judge.scale_of``)
+    tolerance: float  # largest ``rel`` that is accepted
+    ok: bool  # ``rel <= tolerance``
+    # ``rel`` of eager itself, where the reference is a wider run; else ``None``.
     eager_rel: float | None = None
-    note: str = ""
+    note: str = ""  # such as ``"no gradient in the step"``
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The verdict on one batch.
+    """The verdict on one batch."""
 
-    Attributes:
-        ok: every row is.
-        rows: all values compared.
-        blame: sites whose rewrite makes the step wrong; empty if ``ok`` or if unknown.
-        reference: what the step is compared with: ``"eager"``, ``"float32"`` or ``"float64"``.
-        notes: what a reader must know to trust the verdict.
-    """
-
-    ok: bool
-    rows: tuple[VerifyRow, ...]
+    ok: bool  # every row is
+    rows: tuple[VerifyRow, ...]  # all values compared
+    # Sites whose rewrite makes the step wrong; empty if ``ok`` or if unknown.
     blame: tuple[str, ...] = ()
+    # What the step is compared with: ``"eager"``, ``"float32"`` or ``"float64"``.
     reference: str = "eager"
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what a reader must know to trust the verdict
 
     @property
     def failed(self) -> tuple[VerifyRow, ...]:
-        """The rows that are not ok."""
         return tuple(row for row in self.rows if not row.ok)
 
     def raise_if_failed(self) -> None:

@@ -54,45 +54,31 @@ class Stage:
 
 @dataclass(slots=True)
 class RegionRecord:
-    """One distinct region body and what was made of it.
+    """One distinct region body and what was made of it."""
 
-    Attributes:
-        region_id: content hash of the body; equal bodies share it.
-        sites: what calls this region: layers, or graph values.
-        forward: printed forward graph.
-        vjp: printed vector-Jacobian-product graph, empty without a gradient.
-        generated: file name -> generated source (Inductor wrapper, Triton or C++), if compiled.
-    """
-
-    region_id: str
-    sites: list[str]
-    forward: str
-    vjp: str
+    region_id: str  # content hash of the body; equal bodies share it
+    sites: list[str]  # what calls this region: layers, or graph values
+    forward: str  # printed forward graph
+    vjp: str  # printed vector-Jacobian-product graph, empty without a gradient
+    # File name -> generated source (Inductor wrapper, Triton or C++), if compiled.
     generated: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class CaptureRecord:
-    """Everything known about one captured graph.
+    """Everything known about one captured graph."""
 
-    Attributes:
-        index: running number, from 0.
-        inputs: printed input signature, one line each (name, dtype, symbolic shape).
-        dynamo: the graph as Dynamo delivered it, as readable code.
-        stages: the passes in order, with the graph before and after each.
-        regions: distinct region bodies of this capture.
-        aot: ``"forward"``, ``"backward"``, ``"joint"`` or ``"inference"`` -> readable code.
-        report: the remarks of all passes.
-        graph_breaks: why the graph ended, if Dynamo broke it.
-    """
-
-    index: int
-    inputs: str = ""
-    dynamo: str = ""
+    index: int  # running number, from 0
+    inputs: str = ""  # printed input signature, one line each (name, dtype, symbolic shape)
+    dynamo: str = ""  # the graph as Dynamo delivered it, as readable code
+    # The passes in order, with the graph before and after each.
     stages: list[Stage] = field(default_factory=list)
+    # Distinct region bodies of this capture.
     regions: list[RegionRecord] = field(default_factory=list)
+    # ``"forward"``, ``"backward"``, ``"joint"`` or ``"inference"`` -> readable code.
     aot: dict[str, str] = field(default_factory=dict)
-    report: Report = field(default_factory=Report)
+    report: Report = field(default_factory=Report)  # the remarks of all passes
+    # Why the graph ended, if Dynamo broke it.
     graph_breaks: list[GraphBreak] = field(default_factory=list)
 
 
@@ -188,8 +174,6 @@ def write_dump(
     Args:
         directory: made if it does not exist; files of an earlier dump in it are replaced,
             files of others stay as they are.
-        records: what the captures left behind.
-        report: the remarks over all captures.
         functions: functions that ran under ``torch.compile``, whose Dynamo bytecode is
             decompiled. Where depyf is missing or fails, the index says so.
 
@@ -355,11 +339,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def check_folder(directory: str | Path) -> Path:
-    """The folder, made if it does not exist.
-
-    Raises:
-        DumpError: it is a file, or cannot be written.
-    """
+    """The folder, made if it does not exist."""
     root = Path(directory)
     if root.exists() and not root.is_dir():
         raise DumpError(f"{root} is a file, and a dump is a folder; choose another path")

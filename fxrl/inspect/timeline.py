@@ -20,9 +20,6 @@ def plot(plan: Plan, path: str | Path, title: str) -> Path:
 
     Args:
         path: its ending says the format (png, pdf, svg).
-
-    Raises:
-        PlanError: the plan predicts nothing, or the file cannot be written.
     """
     if not plan.timeline:
         raise PlanError("the plan predicts no memory, so there is nothing to draw")
@@ -42,11 +39,7 @@ def plot(plan: Plan, path: str | Path, title: str) -> Path:
 
 
 def check_picture(path: str | Path) -> None:
-    """Whether ``plot`` will be able to write there: a plan takes long.
-
-    Raises:
-        PlanError: its ending is no format, or its folder cannot be written.
-    """
+    """Whether ``plot`` will be able to write there: a plan takes long."""
     formats = _figure().canvas.get_supported_filetypes()
     ending = Path(path).suffix[1:].lower()
     try:

@@ -96,16 +96,11 @@ class TokenScores:
 
     The batch is ``{"inputs": the model's own keywords, "labels": [B, T] int64}``. Only the rows
     whose next token has a label are read, so that no other is projected.
-
-    Attributes:
-        entries: those of ``_PER_TOKEN`` that are computed besides ``log_probs``.
-        temperature: that logits are divided by.
-        entropy_gradient: the entropy is differentiated: there is an entropy bonus.
     """
 
-    entries: tuple[str, ...] = ()
-    temperature: float = 1.0
-    entropy_gradient: bool = False
+    entries: tuple[str, ...] = ()  # those of ``_PER_TOKEN`` that are computed besides ``log_probs``
+    temperature: float = 1.0  # that logits are divided by
+    entropy_gradient: bool = False  # the entropy is differentiated: there is an entropy bonus
 
     def __call__(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Values [B, T - 1] that are 0 where the label is -100, and ``label_mask``.
@@ -150,15 +145,11 @@ class TokenScores:
 
 
 class ThroughStep:
-    """A model for TRL's code: it answers the fused call from a step, and is the model in all else.
-
-    Attributes:
-        train_step: the step over the model.
-    """
+    """A model for TRL's code: the fused call is answered from a step, all else by the model."""
 
     def __init__(self, model: nn.Module, scores: TokenScores, config: Config) -> None:
         self._model, self._asked_for_logits = model, False
-        self.train_step: TrainStep = optimize(model, scores, config)
+        self.train_step: TrainStep = optimize(model, scores, config)  # the step over the model
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # isinstance goes by it, such as is_peft_model
@@ -247,11 +238,7 @@ _HOW_TRL_DRAWS = {
 
 
 def _judged(args: Any) -> Any:
-    """A copy of TRL's configuration, less what fxrl does itself.
-
-    Raises:
-        ConfigError: an option cannot work together with fxrl.
-    """
+    """A copy of TRL's configuration, less what fxrl does itself."""
     for name, (reason, cure) in _REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"{name}={getattr(args, name)!r} {reason}; {cure}")
@@ -270,11 +257,7 @@ def _judged(args: Any) -> Any:
 
 
 def _refuse_sharding(trainer: Any) -> None:
-    """Asked of accelerate, since its own launcher and file may say so too.
-
-    Raises:
-        ConfigError: it shards parameters or sequences.
-    """
+    """Asked of accelerate, since its own launcher and file may say so too."""
     parallel = trainer.accelerator.parallelism_config
     kinds = ("dp_shard", "tp", "cp", "sp")
     sharded = [kind for kind in kinds if getattr(parallel, f"{kind}_enabled", False)]
@@ -288,11 +271,7 @@ def _refuse_sharding(trainer: Any) -> None:
 
 
 def _refuse_rounded_head(trainer: Any) -> None:
-    """Asked of accelerate, which may be told so by its own launcher.
-
-    Raises:
-        ConfigError: the head is to leave an autocast, which only TRL's own head does.
-    """
+    """Asked of accelerate, which may be told so by its own launcher."""
     precision = trainer.accelerator.mixed_precision
     if getattr(trainer.args, "cast_lm_head_to_fp32", False) and precision != "no":
         raise ConfigError(
@@ -341,9 +320,6 @@ class FxrlGeneration:
 
         Returns:
             (prompts, completion ids, log-probabilities [[one], ...] of each token, None).
-
-        Raises:
-            ConfigError: there are images; engines take token ids.
         """
         if images is not None and any(image is not None for image in images):
             raise ConfigError("engine= draws from token ids; leave it out for prompts with images")

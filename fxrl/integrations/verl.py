@@ -44,14 +44,10 @@ dist: Any = torch.distributed
 
 @dataclass
 class FxrlEngineConfig(_configs.FSDPEngineConfig):  # type: ignore[misc, name-defined]
-    """verl's ``FSDPEngineConfig`` for the strategy ``fxrl``.
-
-    Attributes:
-        fxrl: keywords of ``fxrl.Config``.
-    """
+    """verl's ``FSDPEngineConfig`` for the strategy ``fxrl``."""
 
     strategy: str = "fxrl"
-    fxrl: dict[str, Any] = field(default_factory=dict)
+    fxrl: dict[str, Any] = field(default_factory=dict)  # keywords of ``fxrl.Config``
 
     def __post_init__(self) -> None:
         _configs.EngineConfig.__post_init__(self)  # FSDP's own knows FSDP's strategies alone
@@ -65,14 +61,10 @@ class PackedScores:
     The batch is ``{"inputs": the model's own keywords, "tokens": [N] int64, "temperature": [N]}``
     of N tokens. ``inputs`` hold all sequences in one row, with positions that begin anew, or (with
     an ``attention_mask``) one sequence a row, padded on the right.
-
-    Attributes:
-        entropy: ``"loss"`` with gradient, ``"log"`` without.
-        sum_pi_squared: the sum of squared probabilities is read too.
     """
 
-    entropy: EntropyUse = "none"
-    sum_pi_squared: bool = False
+    entropy: EntropyUse = "none"  # ``"loss"`` with gradient, ``"log"`` without
+    sum_pi_squared: bool = False  # the sum of squared probabilities is read too
 
     def __call__(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
         """``log_probs``, and what else is asked for: [N], in verl's names."""
@@ -91,11 +83,7 @@ class PackedScores:
 
 # ---------------------------------------------------------------------------- what is refused
 def _refuse(model: Any, engine: Any) -> None:
-    """Of verl's model and engine configuration.
-
-    Raises:
-        ConfigError: an option cannot work together with fxrl; says why and what to do.
-    """
+    """Of verl's model and engine configuration."""
     dtype = (engine.mixed_precision or {}).get("param_dtype", "bf16")
     options = {
         "use_fused_kernels": (

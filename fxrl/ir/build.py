@@ -19,15 +19,11 @@ _SOURCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node")
 
 
 class Builder:
-    """Makes calls at the graph's insertion point (fx's own ``inserting_before`` moves it).
-
-    Attributes:
-        source: the node whose place in the user's code new calls carry.
-    """
+    """Makes calls at the graph's insertion point (fx's own ``inserting_before`` moves it)."""
 
     def __init__(self, graph: fx.Graph, source: fx.Node | None = None) -> None:
         self.graph = graph
-        self.source = source
+        self.source = source  # the node whose place in the user's code new calls carry
         self._mode: Any = None
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:

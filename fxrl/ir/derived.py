@@ -23,17 +23,11 @@ Make = Callable[[Tensor], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Where an added input is from.
+    """Where an added input is from."""
 
-    Attributes:
-        place: of the input that it is computed from, among the graph's inputs.
-        make: what computes it; equal functions give equal values.
-        index: which of the results it is.
-    """
-
-    place: int
-    make: Make
-    index: int
+    place: int  # of the input that it is computed from, among the graph's inputs
+    make: Make  # what computes it; equal functions give equal values
+    index: int  # which of the results it is
 
 
 def add_derived(gm: fx.GraphModule, source: fx.Node, make: Make) -> list[fx.Node]:

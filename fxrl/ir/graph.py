@@ -398,14 +398,10 @@ def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
 
 
 class Lender:
-    """Makes values of a graph inputs of the bodies that it calls, directly or not.
-
-    Attributes:
-        calls: of each body's graph the calls that run it.
-    """
+    """Makes values of a graph inputs of the bodies that it calls, directly or not."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
-        self.calls: dict[fx.Graph, list[fx.Node]] = {}
+        self.calls: dict[fx.Graph, list[fx.Node]] = {}  # of each body's graph the calls that run it
         self._lent: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
         for owner in modules_of(gm):
             for call in owner.graph.nodes:
@@ -506,9 +502,6 @@ def topological_sort(graph: fx.Graph) -> None:
     """Reorder the graph so that producers come first, keeping the old order where it is legal.
 
     What draws random numbers keeps its order in any case, so that it draws the same.
-
-    Raises:
-        AssertionError: the graph has a cycle.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     pending = {node: len(set(node.all_input_nodes)) for node in graph.nodes}

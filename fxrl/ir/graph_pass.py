@@ -65,15 +65,10 @@ class PassDoc:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A legal place for a rewrite.
+    """A legal place for a rewrite."""
 
-    Attributes:
-        anchor: the graph value that the site is named for.
-        saved_bytes: predicted bytes that the rewrite takes off the peak.
-    """
-
-    anchor: fx.Node
-    saved_bytes: int
+    anchor: fx.Node  # the graph value that the site is named for
+    saved_bytes: int  # predicted bytes that the rewrite takes off the peak
 
     @property
     def name(self) -> str:
@@ -83,15 +78,11 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A recognised place where the rewrite is illegal.
-
-    Attributes:
-        loses: whether something is lost by that; else the remark is a fact.
-    """
+    """A recognised place where the rewrite is illegal."""
 
     anchor: fx.Node
     refusal: Refusal
-    loses: bool = True
+    loses: bool = True  # whether something is lost by that; else the remark is a fact
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,38 +100,27 @@ SETTLED = {"settled": True}
 
 @dataclass(slots=True)
 class Ran:
-    """What one pass did to one graph.
+    """What one pass did to one graph."""
 
-    Attributes:
-        remarks: one for each site of which something was asked.
-        choices: site -> what was chosen for it.
-        rewrites: sites that were rewritten.
-    """
-
+    # One for each site of which something was asked.
     remarks: list[Remark] = field(default_factory=list)
-    choices: dict[str, Choice] = field(default_factory=dict)
-    rewrites: list[str] = field(default_factory=list)
+    choices: dict[str, Choice] = field(default_factory=dict)  # site -> what was chosen for it
+    rewrites: list[str] = field(default_factory=list)  # sites that were rewritten
 
 
 class Pass(ABC, Generic[S]):
-    """Base of the passes; authors write ``match`` and ``rewrite``, and ``decide`` if they weigh.
+    """Base of the passes; authors write ``match`` and ``rewrite``, and ``decide`` if they weigh."""
 
-    Attributes:
-        name: as people write it.
-        stage: when it runs.
-        doc: its line in the README.
-        requires: passes that run before it, also where only this one was asked for.
-        shares_choice: a site's choice tells other passes, too, what to do there: what this one
-            refuses, or is kept from, they still do.
-        applied, missed: what its remarks are. Where one spelling becomes another nothing is won
-            or lost, so those of such passes are facts.
-    """
-
-    name: ClassVar[str]
-    stage: ClassVar[Stage] = Stage.FIND
-    doc: ClassVar[PassDoc]
+    name: ClassVar[str]  # as people write it
+    stage: ClassVar[Stage] = Stage.FIND  # when it runs
+    doc: ClassVar[PassDoc]  # its line in the README
+    # Passes that run before it, also where only this one was asked for.
     requires: ClassVar[tuple[str, ...]] = ()
+    # A site's choice tells other passes, too, what to do there: what this one refuses, or is kept
+    # from, they still do.
     shares_choice: ClassVar[bool] = False
+    # What its remarks are. Where one spelling becomes another nothing is won or lost, so those of
+    # such passes are facts.
     applied: ClassVar[RemarkKind] = RemarkKind.APPLIED
     missed: ClassVar[RemarkKind] = RemarkKind.MISSED
 
@@ -151,11 +131,7 @@ class Pass(ABC, Generic[S]):
 
     @final
     def told(self, options: Mapping[str, Any]) -> Self:
-        """The pass with a user's options.
-
-        Raises:
-            ConfigError: it has no such option, or none of that type; names the nearest.
-        """
+        """The pass with a user's options."""
         hints = get_type_hints(type(self))
         known = [f.name for f in fields(self) if not f.metadata.get("settled")]  # type: ignore[arg-type]
         where = f"pass_options: {self.name}"

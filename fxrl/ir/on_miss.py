@@ -30,11 +30,7 @@ def open_misses(report: Report) -> tuple[Remark, ...]:
 
 
 def judge_misses(report: Report, on_miss: str) -> None:
-    """Warn or raise about sites that stay as they are.
-
-    Raises:
-        MissedRewriteError: ``on_miss="error"`` and a site was missed.
-    """
+    """Warn or raise about sites that stay as they are."""
     misses = open_misses(report)
     if not misses or on_miss == "ignore":
         return

@@ -27,34 +27,23 @@ Found = list[tuple[Pass[Any], list[Site | Miss]]]
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """What a pipeline made of a graph.
+    """What a pipeline made of a graph."""
 
-    Attributes:
-        gm: the rewritten graph; the one that was given is as it was.
-        plan: a choice for each site.
-        given: the plan that the acting passes got: the caller's, and what the planner chose.
-        report: the passes' remarks, in order.
-        rewrites: ``(pass, site)`` of all that was rewritten, normalising passes included.
-    """
-
-    gm: fx.GraphModule
-    plan: Plan
-    given: Plan
-    report: Report
+    gm: fx.GraphModule  # the rewritten graph; the one that was given is as it was
+    plan: Plan  # a choice for each site
+    given: Plan  # the plan that the acting passes got: the caller's, and what the planner chose
+    report: Report  # the passes' remarks, in order
+    # ``(pass, site)`` of all that was rewritten, normalising passes included.
     rewrites: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Passes in the order in which they run.
+    """Passes in the order in which they run."""
 
-    Attributes:
-        passes: sorted by stage.
-        check_values: after each pass, compute every fake value that it changed anew and compare;
-            for tests, since it takes as long as tracing.
-    """
-
-    passes: tuple[Pass[Any], ...]
+    passes: tuple[Pass[Any], ...]  # sorted by stage
+    # After each pass, compute every fake value that it changed anew and compare; for tests, since
+    # it takes as long as tracing.
     check_values: ClassVar[bool] = False
 
     def measured(self, inputs: Sequence[Any]) -> Pipeline:

@@ -21,15 +21,10 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Leave the site as it is.
+    """Leave the site as it is."""
 
-    Attributes:
-        reason: why, as the report says it.
-        missed: the report counts it as missed; otherwise as a fact.
-    """
-
-    reason: str
-    missed: bool = True
+    reason: str  # why, as the report says it
+    missed: bool = True  # the report counts it as missed; otherwise as a fact
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +74,11 @@ _KINDS: dict[str, Any] = {"keep": Keep, "rewrite": Rewrite, "head": TileHead, "l
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is predicted to be alive on the GPU at one moment of a step.
+    """What is predicted to be alive on the GPU at one moment of a step."""
 
-    Attributes:
-        phase: ``"rollout"``, ``"forward"``, ``"head"``, ``"backward"``, ``"end"`` or ``"sum"``.
-        layer: the layer that runs, by number; how many there are for the head, else 0.
-        parts: what it is for -> bytes.
-    """
-
-    phase: str
-    layer: int
-    parts: Mapping[str, int]
+    phase: str  # ``"rollout"``, ``"forward"``, ``"head"``, ``"backward"``, ``"end"`` or ``"sum"``
+    layer: int  # the layer that runs, by number; how many there are for the head, else 0
+    parts: Mapping[str, int]  # what it is for -> bytes
 
     @property
     def bytes(self) -> int:
@@ -252,7 +241,6 @@ _NUMBERS = ("peak_gpu_bytes", "peak_host_bytes", "step_seconds", "max_context")
 
 
 def describe(choice: Choice) -> str:
-    """A choice in words."""
     if isinstance(choice, Keep):
         return f"stays as it is: {choice.reason}"
     if isinstance(choice, CutLayer):

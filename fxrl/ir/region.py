@@ -34,38 +34,27 @@ _TEXTS: WeakKeyDictionary[fx.GraphModule, str] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputSpec:
-    """What a region's input looks like.
+    """What a region's input looks like."""
 
-    Attributes:
-        example: the (fake) tensor the region was outlined with: dtype, device, sizes, strides.
-        tiled: its dim 0 is rows; each tile gets its part.
-        needs_grad: the region returns a gradient for it.
-        alive: it lives until the backward whether the region needs it there or not (a weight),
-            so keeping it costs nothing.
-    """
-
+    # The (fake) tensor the region was outlined with: dtype, device, sizes, strides.
     example: torch.Tensor = field(repr=False)
-    tiled: bool
-    needs_grad: bool
+    tiled: bool  # its dim 0 is rows; each tile gets its part
+    needs_grad: bool  # the region returns a gradient for it
+    # It lives until the backward whether the region needs it there or not (a weight), so keeping it
+    # costs nothing.
     alive: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A subgraph outlined from the graph; regions that compute the same have the same ``id``.
+    """A subgraph outlined from the graph; regions that compute the same have the same ``id``."""
 
-    Attributes:
-        forward: takes the inputs in order, returns a tuple of tensors; functional ATen, no
-            random numbers. If any input is tiled, all outputs have the rows in dim 0.
-        inputs: one spec per input.
-        cut: what the backward gets; only ``inputs`` for tiles.
-        layer: site of the layer that it is a part of; no part of the content.
-    """
-
+    # Takes the inputs in order, returns a tuple of tensors; functional ATen, no random numbers. If
+    # any input is tiled, all outputs have the rows in dim 0.
     forward: fx.GraphModule
-    inputs: tuple[InputSpec, ...]
-    cut: Cut = "inputs"
-    layer: str = ""
+    inputs: tuple[InputSpec, ...]  # one spec per input
+    cut: Cut = "inputs"  # what the backward gets; only ``inputs`` for tiles
+    layer: str = ""  # site of the layer that it is a part of; no part of the content
 
     @property
     def tiled(self) -> bool:

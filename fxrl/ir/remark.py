@@ -29,17 +29,13 @@ _STYLES = {"applied": "green", "missed": "yellow", "analysis": "cyan"}
 
 
 class Refusal(Exception):
-    """How any part of fxrl says no: the reason, for people, the cure, and the graph value at fault.
-
-    Attributes:
-        at: the value that forbids the rewrite; None where it is the site itself.
-    """
+    """How any part of fxrl says no: reason and cure, for people, and the graph value at fault."""
 
     def __init__(self, reason: str, cure: str = "", at: fx.Node | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.cure = cure
-        self.at = at
+        self.at = at  # the value that forbids the rewrite; None where it is the site itself
 
 
 class RemarkKind(StrEnum):

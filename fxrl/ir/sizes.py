@@ -278,9 +278,6 @@ class BoundSizes:
 
     Names are the symbols in the inputs' dims; ``rows`` is how many rows a tiled input has. Where a
     symbol cannot be told from the dims (``a + b`` alone), the dim as a whole is a name.
-
-    Attributes:
-        names: in a fixed order.
     """
 
     def __init__(self, specs: Sequence[InputSpec]) -> None:
@@ -310,7 +307,7 @@ class BoundSizes:
                 places[str(expr)] = known.sizes[expr]
         if tiled:
             places["rows"] = tiled[0]
-        self.names = tuple(places)
+        self.names = tuple(places)  # in a fixed order
         self._places = tuple(places.values())
 
     def read(self, inputs: Sequence[Tensor]) -> tuple[Size, ...]:

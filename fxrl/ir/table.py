@@ -21,7 +21,6 @@ def plain_text(renderable: RenderableType, width: int | None = None) -> str:
     """``renderable`` without colour codes and trailing blanks.
 
     Args:
-        renderable: anything rich can print.
         width: columns; ``None`` takes the terminal's, or ``DEFAULT_WIDTH`` without one.
     """
     columns = terminal_width() if width is None else width
@@ -51,7 +50,6 @@ def open_table(*columns: str, right: tuple[str, ...] = (), fixed: tuple[str, ...
     """An empty table in fxrl's one look: a rule under the header, none around.
 
     Args:
-        columns: headings.
         right: those aligned to the right (numbers).
         fixed: those never wrapped.
     """

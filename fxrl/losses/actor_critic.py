@@ -94,11 +94,7 @@ class ValueHead(nn.Linear):
         self._asked, self._heard = True, None
 
     def heard(self) -> Tensor:
-        """What it has handed over, [B, T or the kept part of it, H]; held no longer.
-
-        Raises:
-            BatchError: there was no forward of that policy.
-        """
+        """What it has handed over, [B, T or the kept part of it, H]; held no longer."""
         hidden, self._asked, self._heard = self._heard, False, None
         if hidden is None:
             raise BatchError(
@@ -172,11 +168,7 @@ def ppo(
 
 
 def asking_for_values(model: nn.Module) -> dict[str, Any]:
-    """Keywords for the policy's forward, so that ``predicted_values`` works behind it.
-
-    Raises:
-        BatchError: the model predicts no value.
-    """
+    """Keywords for the policy's forward, so that ``predicted_values`` works behind it."""
     if getattr(model, "value_model", None) is not None:
         return {}
     head = getattr(model, "value_head", None)

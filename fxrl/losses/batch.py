@@ -112,11 +112,7 @@ MODEL_INPUTS = (
 
 
 def need(batch: Batch, key: str, why: str) -> Tensor:
-    """``batch[key]``.
-
-    Raises:
-        BatchError: the batch has no such key.
-    """
+    """``batch[key]``."""
     if key not in batch:
         raise BatchError(f"the batch has no {key!r}, which {why}; it has {sorted(batch)}")
     value: Tensor = batch[key]
@@ -151,16 +147,9 @@ def per_token(value: Tensor, mask: Tensor) -> Tensor:
 
 
 class Tokens(NamedTuple):
-    """What a surrogate is made of; all values are 0 where ``mask`` is False.
+    """What a surrogate is made of; all values are 0 where ``mask`` is False."""
 
-    Attributes:
-        logps: [B, C] log pi(o_t), with gradient.
-        old_logps: [B, C] log pi_old(o_t); ``logps`` detached when the batch has none.
-        advantages: [B, C].
-        mask: bool [B, C].
-    """
-
-    logps: Tensor
-    old_logps: Tensor
-    advantages: Tensor
-    mask: Tensor
+    logps: Tensor  # [B, C] log pi(o_t), with gradient
+    old_logps: Tensor  # [B, C] log pi_old(o_t); ``logps`` detached when the batch has none
+    advantages: Tensor  # [B, C]
+    mask: Tensor  # bool [B, C]

@@ -27,16 +27,12 @@ from fxrl.losses.batch import LossConfigError
 
 
 class _Finder:
-    """Finds the user's top-level modules for the user's own code; an entry of ``sys.meta_path``.
-
-    Attributes:
-        folders: where to look, the first one first; none outside of ``importable_from``.
-        folder_of: the modules that were found, by name.
-    """
+    """Finds the user's top-level modules for the user's own code; an entry of ``sys.meta_path``."""
 
     def __init__(self) -> None:
+        # Where to look, the first one first; none outside of ``importable_from``.
         self.folders: list[str] = []
-        self.folder_of: dict[str, str] = {}
+        self.folder_of: dict[str, str] = {}  # the modules that were found, by name
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -91,11 +87,7 @@ def importable_from(*folders: Path) -> Iterator[None]:
 
 
 def load_function(path: str | Callable[..., Any]) -> Callable[..., Any]:
-    """What ``module:function`` or ``file.py:function`` names; a function itself is given back.
-
-    Raises:
-        LossConfigError: there is no such file, module or function, or importing it failed.
-    """
+    """What ``module:function`` or ``file.py:function`` names; a function itself is given back."""
     if not isinstance(path, str):
         return path
     home, _, attribute = path.rpartition(":")

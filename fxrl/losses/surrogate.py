@@ -147,14 +147,10 @@ def high_entropy_keep(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
 
 
 class Extra(NamedTuple):
-    """A term beside the policy's that reads the same forward pass (PPO's value loss).
+    """A term beside the policy's that reads the same forward pass (PPO's value loss)."""
 
-    Attributes:
-        model_options: keywords for the model's forward.
-        term: ``(model, output, batch, mask) -> (loss, metrics)``.
-    """
-
-    model_options: Callable[[nn.Module, Batch], dict[str, Any]]
+    model_options: Callable[[nn.Module, Batch], dict[str, Any]]  # keywords for the model's forward
+    # ``(model, output, batch, mask) -> (loss, metrics)``.
     term: Callable[[nn.Module, Any, Batch, Tensor], tuple[Tensor, Metrics]]
 
 

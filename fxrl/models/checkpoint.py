@@ -34,9 +34,6 @@ def build_skeleton(checkpoint_dir: Path, dtype: torch.dtype | None) -> nn.Module
     Args:
         checkpoint_dir: a folder with ``config.json`` and, maybe, ``generation_config.json``.
         dtype: of the parameters; None is the configuration's.
-
-    Raises:
-        ModelError: the folder has no readable configuration, or it makes no causal LM.
     """
     hf, accelerate = optional("transformers", _PURPOSE), optional("accelerate", _PURPOSE)
     where = str(checkpoint_dir)
@@ -96,14 +93,10 @@ def put_parameter(model: nn.Module, names: Sequence[str], value: Tensor) -> None
 
 @dataclass(frozen=True, slots=True)
 class HeldWeight:
-    """A weight that is multiplied by, or looked up in.
+    """A weight that is multiplied by, or looked up in."""
 
-    Attributes:
-        weight: in full.
-        holders: the modules that compute with it, by path; tied ones are several.
-    """
-
-    weight: Tensor
+    weight: Tensor  # in full
+    # The modules that compute with it, by path; tied ones are several.
     holders: dict[str, nn.Module]
 
     @property
@@ -160,9 +153,6 @@ class CheckpointTensors:
         Args:
             names: of the parameter; tied ones have several and are stored under one of them.
             shape: that it must have.
-
-        Raises:
-            ModelError: the checkpoint lacks it, or has it in another shape.
         """
         stored = next((name for name in names if name in self._files), None)
         if stored is not None:
@@ -181,11 +171,7 @@ class CheckpointTensors:
         return found
 
     def rows(self, names: Sequence[str], shape: torch.Size, start: int, stop: int) -> Tensor:
-        """Rows of one parameter, likewise; no more is read where it is stored under its name.
-
-        Raises:
-            ModelError: see ``get``.
-        """
+        """Rows of one parameter, likewise; no more is read where it is stored under its name."""
         if (name := next((name for name in names if name in self._files), None)) is not None:
             stored = self._file(name).get_slice(name)
             if tuple(stored.get_shape()) == tuple(shape):
@@ -214,11 +200,7 @@ class CheckpointTensors:
 
     def fill(self, device: torch.device | str, *, but: Container[str] = ()) -> None:
         """Reads what the skeleton has on ``meta`` to a device, ``but`` for parameters of these
-        names; its buffers likewise.
-
-        Raises:
-            ModelError: see ``get``.
-        """
+        names; its buffers likewise."""
         for names in parameter_groups(self._skeleton):
             empty = getattr(*owner_of(self._skeleton, names[0]))
             if empty.is_meta and names[0] not in but:

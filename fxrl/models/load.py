@@ -47,11 +47,7 @@ DTYPES = {
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """``"bf16"``, ``"bfloat16"`` or ``torch.bfloat16`` as a dtype.
-
-    Raises:
-        ModelError: no such floating-point dtype.
-    """
+    """``"bf16"``, ``"bfloat16"`` or ``torch.bfloat16`` as a dtype."""
     if isinstance(dtype, torch.dtype):
         found: object = dtype
     else:
@@ -110,11 +106,7 @@ def _auto_class(hf: Any, *, scalar_head: bool) -> Any:
 
 
 def read_config(config: str | Path | Any) -> Any:
-    """A ``PretrainedConfig`` of a JSON file, or the same object again.
-
-    Raises:
-        ModelError: no such file, no JSON, no ``model_type``, or an unknown one.
-    """
+    """A ``PretrainedConfig`` of a JSON file, or the same object again."""
     hf = optional("transformers", "reading a model's configuration")
     if not isinstance(config, str | Path):
         return config
@@ -150,11 +142,7 @@ class Source(StrEnum):
 
 
 def resolve(model_id: str | Path) -> Source:
-    """Decides by the text and the file system alone where a model comes from.
-
-    Raises:
-        ModelError: it looks like a path and nothing is there, or it is no possible id.
-    """
+    """Decides by the text and the file system alone where a model comes from."""
     text = str(model_id)
     if text.startswith(PREFIX):
         return Source.TINY
@@ -467,11 +455,7 @@ def _reason(error: Exception) -> str:
 
 
 def is_random(model_id: str | Path) -> bool:
-    """Whether the weights are drawn anew (``tiny:``, ``config.json``), so that no folder has them.
-
-    Raises:
-        ModelError: no such model.
-    """
+    """Whether the weights are drawn anew (``tiny:``, ``config.json``): no folder has them."""
     return resolve(model_id) in (Source.TINY, Source.CONFIG)
 
 

@@ -97,10 +97,6 @@ class Quantization:
         Args:
             trained: those that require a gradient, too.
             linears: others than embeddings and head, too.
-
-        Raises:
-            ModelError: ``skip`` names no Linear, one's inputs are no multiple of 64, in 4 bits, or
-                embeddings or head cannot be held so.
         """
         weights, ends = held_weights(model), self.ends(model)
         found = [p for one in weights for p, m in one.holders.items() if type(m) is nn.Linear]
@@ -167,11 +163,7 @@ Asked = Format | Quantization
 
 
 def as_quantization(asked: Asked) -> Quantization:
-    """A format by name is that with its defaults.
-
-    Raises:
-        ModelError: there is no such format.
-    """
+    """A format by name is that with its defaults."""
     try:
         return asked if isinstance(asked, Quantization) else Quantization(asked)
     except ConfigError as error:
@@ -406,10 +398,6 @@ def load_quantized(
         folder: with ``config.json`` and safetensors.
         format: to quantise in; None, or the same, where the checkpoint is quantised.
         dtype: of what stays; None is the checkpoint's.
-        device: of the model.
-
-    Returns:
-        The model in eval mode.
 
     Raises:
         ModelError: the checkpoint is quantised otherwise, or something of it is not read.
@@ -495,11 +483,7 @@ def _read_stored(
 
 
 def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization | None:
-    """How a checkpoint's weights will be held: as they are stored, else as asked for.
-
-    Raises:
-        ModelError: it is quantised already, and something else is asked for.
-    """
+    """How a checkpoint's weights will be held: as they are stored, else as asked for."""
     held = stored_format(quantization_of(config))
     how = None if asked is None else as_quantization(asked)
     if held is None:

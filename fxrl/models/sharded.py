@@ -104,11 +104,7 @@ class Sharded(nn.Module):
         return {"weight": self.shards.whole(self.held, plain), "weight_scale": self.scale}
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Refuse to be trained in full, as ``modules_to_save`` of PEFT would have it.
-
-        Raises:
-            ModelError: it is to require a gradient.
-        """
+        """Refuse to be trained in full, as ``modules_to_save`` of PEFT would have it."""
         if requires_grad:
             raise ModelError(
                 f"a {type(self).__name__} is to be trained, and its weight is shared out over "
@@ -117,11 +113,7 @@ class Sharded(nn.Module):
         return super().requires_grad_(requires_grad)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast the bias.
-
-        Raises:
-            ModelError: the model is to be moved elsewhere.
-        """
+        """Move or cast the bias."""
         there = fn(self.part.new_empty(0)).device
         if there != self.part.device:
             raise ModelError(
@@ -216,7 +208,6 @@ class Shared(HeldWeight):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.weight.shape[1] * self.weight.itemsize
 
     def part_rows(self, ranks: int) -> int:
@@ -234,9 +225,6 @@ def chosen(model: nn.Module, *, trained: bool = False) -> list[Shared]:
 
     Args:
         trained: those that require a gradient, too.
-
-    Raises:
-        ModelError: there is none.
     """
     able = [
         Shared(one.weight, one.holders, Layout(len(one.weight), one.weight.dtype, ""))
@@ -330,9 +318,6 @@ def shard(model: nn.Module, peers: Peers | None = None, *, trained: bool = False
         peers: the ranks; by default those of ``torch.distributed`` on this host.
         trained: share those out, too, that require a gradient, which have none from then on.
 
-    Returns:
-        The model.
-
     Raises:
         ConfigError: there are no other ranks on this host.
         ModelError: no frozen weight can be shared out.
@@ -366,11 +351,7 @@ def _told(one: Shared) -> tuple[Any, ...]:
 
 
 def shard_skeleton(model: nn.Module, ranks: int) -> nn.Module:
-    """A model on ``meta`` as one of ``ranks`` will have it.
-
-    Raises:
-        ModelError: no frozen weight can be shared out.
-    """
+    """A model on ``meta`` as one of ``ranks`` will have it."""
     weights = chosen(model)
     memory = torch.empty(_laid_out(weights, ranks)[1], dtype=torch.uint8, device="meta")
     _put(model, weights, memory, ranks, None)

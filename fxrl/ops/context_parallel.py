@@ -58,10 +58,6 @@ def join_group(ranks: int, timeout: timedelta | None = None) -> None:
 
     Args:
         timeout: of collectives within a group; by default the backend's.
-
-    Raises:
-        ConfigError: torch.distributed does not run, or with a number of processes that is no
-            multiple of ``ranks``.
     """
     if ranks == 1:
         return
@@ -106,9 +102,6 @@ def told_by_first(make: Callable[[], T], inputs: str, ranks: int) -> T:
 
     Args:
         inputs: what it is made of, as a text: the same on all ranks.
-
-    Raises:
-        FxrlError: it is not the same.
     """
     made: Any = None
     if dist.get_rank(_group(ranks)) == 0:

@@ -74,14 +74,10 @@ def quantized_weight(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeWeight:
-    """``quantized_weight`` with its options: equal ones do the same.
-
-    Attributes:
-        turned: the weight is [K, N].
-    """
+    """``quantized_weight`` with its options: equal ones do the same."""
 
     recipe: Recipe
-    turned: bool = False
+    turned: bool = False  # the weight is [K, N]
 
     def __call__(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Values [N, K] and scales of a weight."""

@@ -53,15 +53,11 @@ def drop_free_pages() -> None:
 
 
 class HostPool:
-    """Pages of host memory for the tensors of one device.
-
-    Attributes:
-        bytes: of all pages, in use or free.
-    """
+    """Pages of host memory for the tensors of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.bytes = 0
+        self.bytes = 0  # of all pages, in use or free
         self._free: list[Tensor] = []
         self._sent: deque[tuple[torch.Event, list[Tensor]]] = deque()
         self._last: weakref.ref[Stored] | None = None

@@ -37,21 +37,13 @@ class MemoryWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Memory ran out in an op.
+    """Memory ran out in an op."""
 
-    Attributes:
-        error: PyTorch's own words.
-        op: which of those that joined, by number.
-        used_bytes: what PyTorch had in use on the GPU; 0 on a CPU, where nobody counts.
-        pieces_bytes: what it held besides, free, but not in one piece.
-        moved_bytes: what was moved to the host for it.
-    """
-
-    error: str
-    op: int
-    used_bytes: int = 0
-    pieces_bytes: int = 0
-    moved_bytes: int = 0
+    error: str  # PyTorch's own words
+    op: int  # which of those that joined, by number
+    used_bytes: int = 0  # what PyTorch had in use on the GPU; 0 on a CPU, where nobody counts
+    pieces_bytes: int = 0  # what it held besides, free, but not in one piece
+    moved_bytes: int = 0  # what was moved to the host for it
 
     @classmethod
     def of(cls, error: torch.OutOfMemoryError, device: torch.device, op: int) -> Shortage:

@@ -93,19 +93,12 @@ _PART_OF_SUM = 64 * 2**20
 
 
 class Held(NamedTuple):
-    """How a head is held, whose values or bytes are ``LossHead.weight``; see the module.
+    """How a head is held, whose values or bytes are ``LossHead.weight``; see the module."""
 
-    Attributes:
-        weight_scale: of values in 8 or 4 bits.
-        format: what they are.
-        vocab: rows of the head.
-        dtype: that its pieces have when they are read.
-    """
-
-    weight_scale: Tensor | None
-    format: str
-    vocab: int
-    dtype: torch.dtype
+    weight_scale: Tensor | None  # of values in 8 or 4 bits
+    format: str  # what they are
+    vocab: int  # rows of the head
+    dtype: torch.dtype  # that its pieces have when they are read
 
     def shared(self) -> Layout | None:
         """What the parts of ranks mean; None where the head is whole on each."""

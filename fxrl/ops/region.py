@@ -39,42 +39,29 @@ Strides = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The two halves of a region at one set of sizes.
+    """The two halves of a region at one set of sizes."""
 
-    Attributes:
-        forward: inputs -> outputs, then the values kept for the backward.
-        backward: the values that ``sources`` names -> gradients of the inputs that need one; None
-            where none does.
-        sources: where each argument of ``backward`` is from: ``("input", i)``, ``("output", i)``
-            (kept values count on), ``("grad", i)`` or ``("size", i)``.
-        num_outputs: outputs of the region itself.
-        inputs, grads: strides that the halves were traced for.
-        sizes: the integers that ``backward`` takes.
-    """
-
-    forward: TensorFunction
+    forward: TensorFunction  # inputs -> outputs, then the values kept for the backward
+    # The values that ``sources`` names -> gradients of the inputs that need one; None where none
+    # does.
     backward: TensorFunction | None
+    # Where each argument of ``backward`` is from: ``("input", i)``, ``("output", i)`` (kept values
+    # count on), ``("grad", i)`` or ``("size", i)``.
     sources: tuple[tuple[str, int], ...]
-    num_outputs: int
+    num_outputs: int  # outputs of the region itself
+    # Strides that the halves were traced for.
     inputs: tuple[Strides, ...] = ()
     grads: tuple[Strides, ...] = ()
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()  # the integers that ``backward`` takes
 
 
 class RegionKernels(ABC):
-    """What the compiler made of a region, for all sizes.
+    """What the compiler made of a region, for all sizes."""
 
-    Attributes:
-        key: what the op knows it by.
-        region: the region itself.
-        grad_outputs: which outputs take an incoming gradient.
-        min_rows: tiles of fewer rows are padded (a compiled body may assume at least 2).
-    """
-
-    key: str
-    region: Region
-    grad_outputs: tuple[int, ...]
-    min_rows: int = 1
+    key: str  # what the op knows it by
+    region: Region  # the region itself
+    grad_outputs: tuple[int, ...]  # which outputs take an incoming gradient
+    min_rows: int = 1  # tiles of fewer rows are padded (a compiled body may assume at least 2)
 
     @abstractmethod
     def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[Size, ...]:
@@ -254,17 +241,11 @@ def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
 
 
 class _Value(NamedTuple):
-    """What a backward reads.
+    """What a backward reads."""
 
-    Attributes:
-        tensor: itself.
-        own: nobody keeps it but for this backward.
-        asked: it shall wait in host memory.
-    """
-
-    tensor: Tensor
-    own: bool
-    asked: bool = False
+    tensor: Tensor  # itself
+    own: bool  # nobody keeps it but for this backward
+    asked: bool = False  # it shall wait in host memory
 
 
 def _is_made(x: Tensor) -> bool:

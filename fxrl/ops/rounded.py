@@ -38,22 +38,16 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedWeight:
-    """A weight that is multiplied in FP8.
+    """A weight that is multiplied in FP8."""
 
-    Attributes:
-        source: as the model has it: [N, K], [K, N] where ``turned``, or the values themselves.
-        values, scale: in FP8, as ``fxrl.ops.fp8`` has them.
-        gradient: ``"fp8"`` or ``"bf16"``, as ``fp8_linear`` takes it.
-        site: of the product, as reports name it.
-        seen: how near its products came to those in full.
-    """
-
-    source: Tensor
+    source: Tensor  # as the model has it: [N, K], [K, N] where ``turned``, or the values themselves
     turned: bool
+    # In FP8, as ``fxrl.ops.fp8`` has them.
     values: Tensor
     scale: Tensor
-    gradient: str
-    site: str = ""
+    gradient: str  # ``"fp8"`` or ``"bf16"``, as ``fp8_linear`` takes it
+    site: str = ""  # of the product, as reports name it
+    # How near its products came to those in full.
     seen: Agreement = field(default_factory=Agreement)
 
     def product(self, rows: Tensor) -> Tensor:

@@ -71,17 +71,11 @@ Reader = Callable[[slice, Tensor], None]
 # ---------------------------------------------------------------------------- the ranks of a host
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks that run on this host.
+    """The ranks that run on this host."""
 
-    Attributes:
-        rank: this one's number among them.
-        members: their numbers among all ranks.
-        gather: brings all ranks' values together.
-    """
-
-    rank: int
-    members: tuple[int, ...]
-    gather: Gather
+    rank: int  # this one's number among them
+    members: tuple[int, ...]  # their numbers among all ranks
+    gather: Gather  # brings all ranks' values together
 
     @classmethod
     def of(cls, gather: Gather | None = None) -> Peers:
@@ -115,11 +109,7 @@ class Peers:
         return len(self.members)
 
     def check_same(self, what: str, value: Any) -> None:
-        """All ranks call it.
-
-        Raises:
-            FxrlError: not all of this host have the same value.
-        """
+        """All ranks call it."""
         each = self.gather(value)
         if differing := [rank for rank in self.members if each[rank] != value]:
             raise FxrlError(
@@ -226,20 +216,14 @@ class Layout(NamedTuple):
 
 
 class _Buffer:
-    """Where a piece of a weight is brought together.
-
-    Attributes:
-        memory: bytes of the largest one.
-        holds: the piece that it has, or that is on its way.
-        arrived: when it is there; None on a CPU, where it is.
-        read: when its last reader is done, likewise.
-    """
+    """Where a piece of a weight is brought together."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        # Bytes of the largest one.
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self.holds: Place | None = None
-        self.arrived: torch.Event | None = None
-        self.read: torch.Event | None = None
+        self.holds: Place | None = None  # the piece that it has, or that is on its way
+        self.arrived: torch.Event | None = None  # when it is there; None on a CPU, where it is
+        self.read: torch.Event | None = None  # when its last reader is done, likewise
 
 
 class Shards:
@@ -405,11 +389,7 @@ _ALIVE: WeakSet[Shards] = WeakSet()
 
 
 def shards_of(part: Tensor) -> Shards:
-    """The shards that a weight's part belongs to.
-
-    Raises:
-        FxrlError: it is a copy, or its shards are gone.
-    """
+    """The shards that a weight's part belongs to."""
     found = next((one for one in _ALIVE if one.place(part) is not None), None)
     if found is None:
         raise FxrlError(

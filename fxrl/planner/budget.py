@@ -28,19 +28,12 @@ _TIGHTER = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes that a step may have alive.
+    """Bytes that a step may have alive."""
 
-    Attributes:
-        gpu_bytes: weights and all else included, fragments taken off.
-        host_bytes: pinned, for what layers keep.
-        given: whether the user named the GPU's; then a plan that does not fit is an error.
-        state_shards: ranks that share out the optimizer's states.
-    """
-
-    gpu_bytes: int
-    host_bytes: int
-    given: bool
-    state_shards: int = 1
+    gpu_bytes: int  # weights and all else included, fragments taken off
+    host_bytes: int  # pinned, for what layers keep
+    given: bool  # whether the user named the GPU's; then a plan that does not fit is an error
+    state_shards: int = 1  # ranks that share out the optimizer's states
 
     @classmethod
     def of(cls, config: Config, target: Target, device: torch.device | None) -> Budget:
@@ -69,15 +62,10 @@ class Budget:
 
 
 class Limits(NamedTuple):
-    """What plans are made from.
+    """What plans are made from."""
 
-    Attributes:
-        target: what the GPU can do.
-        budget: what may be used of it and of the host.
-    """
-
-    target: Target
-    budget: Budget
+    target: Target  # what the GPU can do
+    budget: Budget  # what may be used of it and of the host
 
     @classmethod
     def common(cls, each: Sequence[Limits]) -> Limits:

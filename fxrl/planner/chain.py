@@ -52,26 +52,20 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A step.
+    """A step."""
 
-    Attributes:
-        layers: the options of each, in order of the forward.
-        base_bytes: alive through the whole step: weights, the optimizer's states, gradients of
-            earlier backward passes, all else.
-        head_bytes, head_s: of the loss head, its gradient included.
-        link: bytes a second between GPU and host, each way.
-        gradients: bytes of the gradients of the weights ahead of the layers, of each layer's, and
-            of those behind them; they stay when they are made. () where there are none.
-        held_bytes: of the bytes that are alive all through, gradients.
-    """
-
-    layers: tuple[tuple[Option, ...], ...]
+    layers: tuple[tuple[Option, ...], ...]  # the options of each, in order of the forward
+    # Alive through the whole step: weights, the optimizer's states, gradients of earlier backward
+    # passes, all else.
     base_bytes: int
+    # Of the loss head, its gradient included.
     head_bytes: int
     head_s: float
-    link: float
+    link: float  # bytes a second between GPU and host, each way
+    # Bytes of the gradients of the weights ahead of the layers, of each layer's, and of those
+    # behind them; they stay when they are made. () where there are none.
     gradients: tuple[int, ...] = ()
-    held_bytes: int = 0
+    held_bytes: int = 0  # of the bytes that are alive all through, gradients
 
 
 def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:

@@ -47,7 +47,6 @@ def seconds(
     """Of all kernels, one after the other.
 
     Args:
-        measure: what the sizes are.
         inside: seconds that a call of a region takes.
         seen: computed masks, and the share of pairs that kernels look at under them.
     """

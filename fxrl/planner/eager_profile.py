@@ -31,34 +31,23 @@ from fxrl.planner.schedule import Measure, aten, volume
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """What a call takes that is no ATen op.
+    """What a call takes that is no ATen op."""
 
-    Attributes:
-        reads_later: values that its backward reads.
-        kept_bytes: which it keeps for its backward besides.
-        forward_bytes, backward_bytes: allocated while it runs, besides its results and gradients;
-            what it returns as a tuple counts as results where somebody reads it.
-    """
-
-    reads_later: tuple[fx.Node, ...] = ()
-    kept_bytes: int = 0
+    reads_later: tuple[fx.Node, ...] = ()  # values that its backward reads
+    kept_bytes: int = 0  # which it keeps for its backward besides
+    # Allocated while it runs, besides its results and gradients; what it returns as a tuple counts
+    # as results where somebody reads it.
     forward_bytes: int = 0
     backward_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Bytes of ops that stand together.
+    """Bytes of ops that stand together."""
 
-    Attributes:
-        forward_bytes: most at a time while their forward runs.
-        kept_bytes: alive between their forward and their backward.
-        backward_bytes: most at a time besides those, while their backward runs.
-    """
-
-    forward_bytes: int
-    kept_bytes: int
-    backward_bytes: int
+    forward_bytes: int  # most at a time while their forward runs
+    kept_bytes: int  # alive between their forward and their backward
+    backward_bytes: int  # most at a time besides those, while their backward runs
 
     @property
     def peak_bytes(self) -> int:
@@ -75,8 +64,6 @@ def profile(
     """Of what ops make and read, and the gradients of that; inputs of the graph left out.
 
     Args:
-        nodes: a part of a graph, in order.
-        measure: what the sizes are.
         cost_of: costs of calls that are no ATen ops; None for such as are.
         given: of the values that were made ahead those that count, and then the gradients of
             weights count, too; None: all values that were made ahead, and no weights.
@@ -102,7 +89,6 @@ class _Lives:
         self._gradients()
 
     def profile(self) -> Profile:
-        """See ``Profile``."""
         count = len(self._nodes)
         forward, backward = self._bytes[:count], self._bytes[count:]
         most = max(backward, default=0)

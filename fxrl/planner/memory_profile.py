@@ -73,7 +73,6 @@ class MemoryProfile:
         """Most bytes at a time, results included.
 
         Args:
-            measure: what the sizes are.
             inside: bytes that a call of a region allocates itself.
         """
         return max(self.timeline(measure, inside), default=0)

@@ -35,18 +35,13 @@ def costs_of(options: Sequence[Option]) -> dict[str, Array]:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How far the queues go at each layer: [plan, layer].
+    """How far the queues go at each layer: [plan, layer]."""
 
-    Attributes:
-        sent: of the layers before this one, what they sent has arrived when a layer has run.
-        back: of the layers from this one on, what they kept is here, or on its way, when a layer's
-            backward runs.
-        fits: whether the budget suffices: [plan].
-    """
-
-    sent: Array
+    sent: Array  # of the layers before this one, what they sent has arrived when a layer has run
+    # Of the layers from this one on, what they kept is here, or on its way, when a layer's backward
+    # runs.
     back: Array
-    fits: Array
+    fits: Array  # whether the budget suffices: [plan]
 
 
 def widest(chain: Chain, costs: dict[str, Array], gpu_bytes: float) -> Pace:

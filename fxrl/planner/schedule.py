@@ -54,19 +54,14 @@ _MANY_READS = 4
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch.
+    """One launch."""
 
-    Attributes:
-        makes: the buffers that it writes; those that no other kernel reads are in registers.
-        reads: the buffers and inputs that it reads.
-        values: the values that it computes, each with the buffers and inputs that it takes.
-        calls: the op that it is, where it is no generated kernel.
-    """
-
+    # The buffers that it writes; those that no other kernel reads are in registers.
     makes: tuple[fx.Node, ...]
-    reads: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]  # the buffers and inputs that it reads
+    # The values that it computes, each with the buffers and inputs that it takes.
     values: tuple[tuple[fx.Node, frozenset[fx.Node]], ...] = ()
-    calls: fx.Node | None = None
+    calls: fx.Node | None = None  # the op that it is, where it is no generated kernel
 
 
 def kernels(gm: fx.GraphModule) -> list[Kernel]:
@@ -87,7 +82,6 @@ def volume(tensor: torch.Tensor) -> Volume:
 
 
 def is_attention(call: fx.Node) -> bool:
-    """Whether a call is of a kernel for attention, or its backward."""
     return any(name in str(call.target) for name in ("scaled_dot_product", "masked_attention"))
 
 
@@ -173,8 +167,6 @@ def _is_reduction(node: fx.Node) -> bool:
 
 
 class _Schedule:
-    """One graph."""
-
     def __init__(self, gm: fx.GraphModule) -> None:
         (self._output,) = gm.graph.find_nodes(op="output")
         self._nodes = [

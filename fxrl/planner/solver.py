@@ -173,7 +173,6 @@ class _Plans:
         return paced(self.chain, self._named(plan), gpu_bytes)
 
     def least_peak(self, host_bytes: int) -> tuple[Plan, int]:
-        """See ``least_peak``."""
         best, found = np.inf, None
         for first, second in itertools.product(range(len(self._choices)), repeat=2):
             peak, host = self._peaks(first, second)

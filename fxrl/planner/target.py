@@ -17,30 +17,19 @@ _FP8_SINCE = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One kind of GPU.
+    """One kind of GPU."""
 
-    Attributes:
-        name: how the command line and reports call it.
-        gpu_bytes: its memory.
-        product_flops: FLOP/s of large bf16 matrix products.
-        attention_flops, attention_backward_flops: FLOP/s of causal attention, head size 128.
-        bandwidth: bytes/s of GPU memory that elementwise kernels reach.
-        link: bytes/s between GPU and host, each way at once.
-        launch: seconds that a kernel takes at least.
-        fp8_flops: FLOP/s of large FP8 products; 0 where there are none.
-        peer_link: bytes/s from the other GPUs of a host, to all of them at once.
-    """
-
-    name: str
-    gpu_bytes: int
-    product_flops: float
+    name: str  # how the command line and reports call it
+    gpu_bytes: int  # its memory
+    product_flops: float  # FLOP/s of large bf16 matrix products
+    # FLOP/s of causal attention, head size 128.
     attention_flops: float
     attention_backward_flops: float
-    bandwidth: float
-    link: float
-    launch: float = 4e-6
-    fp8_flops: float = 0.0
-    peer_link: float = 24e9
+    bandwidth: float  # bytes/s of GPU memory that elementwise kernels reach
+    link: float  # bytes/s between GPU and host, each way at once
+    launch: float = 4e-6  # seconds that a kernel takes at least
+    fp8_flops: float = 0.0  # FLOP/s of large FP8 products; 0 where there are none
+    peer_link: float = 24e9  # bytes/s from the other GPUs of a host, to all of them at once
 
 
 #: The H200's figures are measured (torch 2.11, cuDNN attention). Those of the others are their data

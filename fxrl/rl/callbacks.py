@@ -62,11 +62,7 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def check_callbacks(callbacks: Iterable[object]) -> None:
-    """Refuses what would never be called.
-
-    Raises:
-        ConfigError: a class instead of its instance, or a method whose event there is not.
-    """
+    """Refuses what would never be called."""
     for callback in callbacks:
         if isinstance(callback, type):
             raise ConfigError(
@@ -100,11 +96,7 @@ class Events:
     control: Control = field(default_factory=Control)
 
     def __call__(self, event: str, state: TrainerState, **values: Any) -> None:
-        """Calls every callback, also after one that raised.
-
-        Raises:
-            CallbackError: the first that raised.
-        """
+        """Calls every callback, also after one that raised."""
         failed: Exception | None = None
         for callback in self.callbacks:
             if (function := getattr(callback, event, None)) is None:

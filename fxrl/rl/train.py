@@ -46,11 +46,8 @@ def main(
     """Runs ``fxrl train``.
 
     Args:
-        config_path: the TOML file.
-        overrides: ``key=value`` texts.
         resume, accept_changes, overwrite: as of ``Trainer.train``.
         json: JSON lines on stdout instead of a live view.
-        traceback: an error is told with its whole traceback.
 
     Returns:
         The exit code, see the module's docstring.
@@ -92,11 +89,7 @@ def main(
 
 
 def _check_compile_cache() -> None:
-    """PyTorch makes the folder while it is imported, and writes to it in the first step.
-
-    Raises:
-        ConfigError: it will not be able to.
-    """
+    """PyTorch makes the folder while it is imported, and writes to it in the first step."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     if (folder := os.environ.get(name)) is None:
         return

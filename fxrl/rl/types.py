@@ -21,38 +21,25 @@ Metrics = dict[str, float | None]
 
 
 class Told(NamedTuple):
-    """What the rewards hear of a completion besides its tokens.
+    """What the rewards hear of a completion besides its tokens."""
 
-    Attributes:
-        prompt: text or messages.
-        messages: of the completion; ``None``: its text is all there is.
-        columns: further arguments of theirs.
-        num_calls: of tools.
-        num_failed: of these, that came to nothing.
-    """
-
-    prompt: Any
+    prompt: Any  # text or messages
+    # Of the completion; ``None``: its text is all there is.
     messages: Sequence[dict[str, Any]] | None = None
-    columns: Mapping[str, Any] = {}
-    num_calls: int = 0
-    num_failed: int = 0
+    columns: Mapping[str, Any] = {}  # further arguments of theirs
+    num_calls: int = 0  # of tools
+    num_failed: int = 0  # of these, that came to nothing
 
 
 class TokenRow(NamedTuple):
-    """A sequence to train on, in plain numbers.
+    """A sequence to train on, in plain numbers."""
 
-    Attributes:
-        prompt: tokens that nothing is learned from, one at least.
-        completion: those behind them.
-        per_token: further numbers of the batch by name, one for each token of ``completion``; a
-            ``completion_mask`` among them says which of these count, else all do.
-        per_row: likewise one number each.
-    """
-
-    prompt: Sequence[int]
-    completion: Sequence[int]
+    prompt: Sequence[int]  # tokens that nothing is learned from, one at least
+    completion: Sequence[int]  # those behind them
+    # Further numbers of the batch by name, one for each token of ``completion``; a
+    # ``completion_mask`` among them says which of these count, else all do.
     per_token: Mapping[str, Sequence[float]]
-    per_row: Mapping[str, float]
+    per_row: Mapping[str, float]  # likewise one number each
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -67,21 +54,13 @@ class TokenRow(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """One completion, judged.
-
-    Attributes:
-        completion: as the engine gave it.
-        text: of it, without special tokens.
-        values: of each reward function; ``None`` where it does not apply.
-        total: their weighted sum, NaN where none applied.
-        told: what it says besides its tokens, and the prompt as the rewards saw it.
-    """
+    """One completion, judged."""
 
     completion: Completion
     text: str
-    values: dict[str, float | None]
-    total: float
-    told: Told = Told(None)
+    values: dict[str, float | None]  # of each reward function; ``None`` where it does not apply
+    total: float  # their weighted sum, NaN where none applied
+    told: Told = Told(None)  # what it says besides its tokens, and the prompt as the rewards saw it
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +83,16 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What one step trains on.
+    """What one step trains on."""
 
-    Attributes:
-        rows: those of one unit next to each other; none where there is nothing to train on.
-        metrics: what there is to say of them before anything is trained.
-        num_tokens: prompt and completion tokens, tools' output included, without padding.
-        num_completion_tokens: those that are learned from.
-        unit: so many rows stay in one micro-batch; all first ones of it, then all second ones.
-        counts: further numbers of the whole step, which each micro-batch has as 0-d tensors.
-    """
-
+    # Those of one unit next to each other; none where there is nothing to train on.
     rows: Sequence[TokenRow]
-    metrics: Metrics
-    num_tokens: int
-    num_completion_tokens: int
+    metrics: Metrics  # what there is to say of them before anything is trained
+    num_tokens: int  # prompt and completion tokens, tools' output included, without padding
+    num_completion_tokens: int  # those that are learned from
+    # So many rows stay in one micro-batch; all first ones of it, then all second ones.
     unit: int = 1
+    # Further numbers of the whole step, which each micro-batch has as 0-d tensors.
     counts: Mapping[str, float] = field(default_factory=dict)
 
     def samples(self, wanted: int) -> list[dict[str, Any]]:
@@ -166,17 +139,14 @@ class Source(Protocol):
     @property
     def headline(self) -> tuple[str, str]:
         """The metrics that a run is judged by: a step's, and an evaluation's without ``eval/``."""
-        ...
 
     @property
     def draws(self) -> bool:
         """Whether an engine draws it."""
-        ...
 
     @property
     def rows_each(self) -> int:
         """Sequences of a step for each row of the data that it takes."""
-        ...
 
     def experience(
         self,
@@ -188,10 +158,7 @@ class Source(Protocol):
 
         Args:
             take: the next so many of the training data.
-            state: the run's, once they have been taken.
-            clock: of the step.
         """
-        ...
 
     def evaluate(
         self, data: Sequence[Any], state: TrainerState, measure: Callable[[Experience], Metrics]
@@ -201,19 +168,15 @@ class Source(Protocol):
         Args:
             measure: loss and metrics of an experience, without training on it.
         """
-        ...
 
     def largest(self) -> Sequence[TokenRow]:
         """A unit of rows as long as they may become."""
-        ...
 
     def warnings(self, record: Mapping[str, Any]) -> Iterator[str]:
         """What a step's metrics tell that people should hear."""
-        ...
 
     def failures(self) -> list[str]:
         """What was retried or skipped since the last call, in words."""
-        ...
 
 
 def of_completion(completion: Completion, worth: float, name: str = "advantages") -> TokenRow:

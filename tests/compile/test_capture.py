@@ -119,13 +119,14 @@ _SECOND_PROCESS = """
 import json, sys, torch
 sys.path.insert(0, {root!r})
 from torch._dynamo.utils import counters
+from fxrl.ir.printer import print_graph
 from tests.compile.test_capture import Lm, batch_of, step_for
 torch.manual_seed(0)
 step = step_for(Lm(), compile_regions=True)
 step(batch_of(2, 7)).backward()
 counts = counters["inductor"]
-ids = sorted(step.captures[0].kernels)
-print(json.dumps([ids, counts["fxgraph_cache_miss"], counts["fxgraph_cache_hit"]]))
+made = [sorted(step.captures[0].kernels), print_graph(step.captures[0].rewritten.gm)]
+print(json.dumps([made, counts["fxgraph_cache_miss"], counts["fxgraph_cache_hit"]]))
 """
 
 
@@ -142,9 +143,9 @@ def test_a_second_process_finds_the_first_ones_code(tmp_path):
         )  # fmt: skip
         return json.loads(done.stdout.splitlines()[-1])
 
-    ids, misses, hits = compile_in_a_process()
+    made, misses, hits = compile_in_a_process()
     assert (misses, hits) == (2, 0)  # cold: forward and vjp
-    assert compile_in_a_process() == [ids, 0, 2]  # warm, and the same ids
+    assert compile_in_a_process() == [made, 0, 2]  # warm; the same ids and the same printed graph
 
 
 WIDTH = """

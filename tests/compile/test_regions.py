@@ -12,9 +12,9 @@ from fxrl.analysis.outline import outline
 from fxrl.compile.outer import aot_graphs
 from fxrl.ir.graph_pass import tidy
 from fxrl.ir.remark import Refusal
-from fxrl.testing import lowered_graph, nodes_of_module, registered_rewrite
 from tests.capture.mixer import assert_matches_eager, grads, outcome
 from tests.compile.region_cases import Mlp, ids_batch, saved_bytes, square_loss
+from tests.graphs import lowered_graph, nodes_of_module, registered_rewrite
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers"

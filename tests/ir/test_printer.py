@@ -1,10 +1,6 @@
 """The printed form: what stands in it, and that nothing else does."""
 
 import operator
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,27 +10,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrl.ir.printer import dtype_name, input_name, print_graph
 
-LOGPROB = textwrap.dedent("""\
-    import torch
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from fxrl.ir.printer import print_graph
 
-    def logprob(hidden, weight, index):
-        logits = hidden @ weight.t() / 0.9
-        return logits.log_softmax(-1).gather(-1, index), hidden.size(0) * 2 + 1
+def logprob(hidden, weight, index):
+    logits = hidden @ weight.t() / 0.9
+    return logits.log_softmax(-1).gather(-1, index), hidden.size(0) * 2 + 1
 
-    def trace():
-        hidden, weight = torch.randn(4, 8), torch.randn(97, 8)
-        index = torch.zeros(4, 1, dtype=torch.int64)
-        return make_fx(logprob, tracing_mode="symbolic")(hidden, weight, index)
-""")
-SCOPE: dict = {}
-exec(compile(LOGPROB, "<logprob>", "exec"), SCOPE)
+
+def trace():
+    hidden, weight = torch.randn(4, 8), torch.randn(97, 8)
+    index = torch.zeros(4, 1, dtype=torch.int64)
+    return make_fx(logprob, tracing_mode="symbolic")(hidden, weight, index)
 
 
 def test_symbolic_graph():
     assert_expected_inline(
-        print_graph(SCOPE["trace"]()),
+        print_graph(trace()),
         """\
 %hidden_1 = input : f32[s0, s1]
 %weight_1 = input : f32[s2, s1]
@@ -49,19 +39,6 @@ def test_symbolic_graph():
 %add = operator.add(%mul, 1) : 2*s0 + 1
 return %gather, %add""",
     )
-
-
-def test_the_same_text_in_another_process():
-    code = LOGPROB + "\nprint(print_graph(trace()), end='')"
-    root = Path(__file__).parents[2]
-    other = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONHASHSEED": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert other == print_graph(SCOPE["trace"]())
 
 
 def test_symbols_count_from_zero_however_old_the_shape_env_is():

@@ -8,7 +8,7 @@ from fxrl.capture.lower import lower
 from fxrl.compile.bodies.variants import build_region
 from fxrl.ir.region import region_calls
 from fxrl.ir.site import name_sites
-from fxrl.testing import normalised
+from tests.graphs import normalised
 
 
 def lowered(function, *args, respelled=True):

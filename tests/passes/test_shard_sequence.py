@@ -15,9 +15,9 @@ from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
 from fxrl.ops.context_parallel import join_group
 from fxrl.passes.shard_sequence import ShardSequence
-from fxrl.testing import lowered_graph
 from tests.compile.shared_sequences import Model, batch_of
 from tests.compile.test_context_parallel import classes, ratios
+from tests.graphs import lowered_graph
 
 
 def shared(loss_fn, model=None, ranks=2, tokens=7, batch=None):

@@ -113,7 +113,6 @@ class LogprobAlgebra:
         return rule(self, expr, attached)
 
     def affine(self, expr: RowExpr, attached: bool) -> Affine:
-        """``expr`` as an affine form of the logits."""
         form = self.form(expr, attached)
         if not isinstance(form, Affine):
             raise Refusal("an op takes logits or log-probs and gets something else")
@@ -144,11 +143,7 @@ class LogprobAlgebra:
 
     # ------------------------------------------------------------------ narrow values
     def narrow(self, expr: RowExpr, attached: bool = True) -> RowExpr:
-        """A narrow expression over the op's statistics instead of the vocabulary.
-
-        Raises:
-            Refusal: it needs another statistic.
-        """
+        """A narrow expression over the op's statistics instead of the vocabulary."""
         key = (id(expr), attached)
         if key not in self._narrow:
             self._narrow[key] = self._narrowed(expr, attached)
@@ -226,11 +221,7 @@ class LogprobAlgebra:
         return self.pool.call(aten.reshape.default, value, (-1, *(1,) * ones))
 
     def per_row(self, expr: RowExpr) -> RowExpr:
-        """One number per row, in the ``[n]`` layout of the statistics.
-
-        Raises:
-            Refusal: there are several per row, such as a mask over the vocabulary.
-        """
+        """One number per row, in the ``[n]`` layout of the statistics."""
         if not self.is_single(expr):
             raise Refusal("the logits meet a tensor of several entries per token")
         if expr.leaf is not None and not expr.leaf.tiled:

@@ -24,20 +24,14 @@ from fxrl.analysis.rows.expr import RowExpr
 
 @dataclass(frozen=True, eq=False)
 class Transform:
-    """From ``x = h W^T`` to the logits ``z = softcap * tanh(scale * (x + bias) / softcap) / T``.
-
-    Attributes:
-        bias: a shared ``[V]`` vector, added before the scale.
-        softcap: 0 for none.
-        divisor: the number that divides after the softcap (1 without one: the scale takes it).
-        temperature: a shared scalar or per-row tensor that divides last.
-    """
+    """From ``x = h W^T`` to the logits ``z = softcap * tanh(scale * (x + bias) / softcap) / T``."""
 
     scale: float = 1.0
-    bias: RowExpr | None = None
-    softcap: float = 0.0
+    bias: RowExpr | None = None  # a shared ``[V]`` vector, added before the scale
+    softcap: float = 0.0  # 0 for none
+    # The number that divides after the softcap (1 without one: the scale takes it).
     divisor: float = 1.0
-    temperature: RowExpr | None = None
+    temperature: RowExpr | None = None  # a shared scalar or per-row tensor that divides last
 
     def key(self) -> tuple[object, ...]:
         """Equal for equal transforms (expressions are interned, so identity decides)."""
@@ -90,7 +84,6 @@ Form = Affine | Exp | Product
 
 
 def as_number(arg: Any) -> float | None:
-    """A plain number, or None."""
     return float(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else None
 
 

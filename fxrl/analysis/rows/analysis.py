@@ -272,11 +272,7 @@ class _Walk:
         return list(value) if isinstance(value, tuple) else [value]
 
     def judge(self, cluster: list[fx.Node]) -> HeadSite:
-        """The site of a cluster.
-
-        Raises:
-            Refusal: it must stay, at the node that forbids it.
-        """
+        """The site of a cluster."""
         for head in cluster:
             if head in self.refused:
                 raise _at(self.refused[head], head)

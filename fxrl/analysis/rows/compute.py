@@ -260,11 +260,7 @@ def _pooled(node: fx.Node, dim: int, count: int, builder: Builder, first: fx.Nod
 
 # ---------------------------------------------------------------------------- products
 def seed(rules: RowRules, head: fx.Node) -> RowValue:
-    """The logits of an LM head as rows of its hidden states.
-
-    Raises:
-        Refusal: a feature or vocabulary dim is symbolic, or the product has options.
-    """
+    """The logits of an LM head as rows of its hidden states."""
     rows, _, _ = factors(head)
     if head.kwargs:
         raise Refusal("the head's addmm has alpha or beta")
@@ -277,7 +273,6 @@ def seed(rules: RowRules, head: fx.Node) -> RowValue:
 
 
 def _product(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
-    """The product of a node, with these rows."""
     if is_quantized_product(node):
         return _of_quantized(rules, node, rows)
     _, weight, bias = factors(node)

@@ -92,7 +92,6 @@ class RowEmitter:
         return self.call(aten.reshape.default, node, [-1, *leaf.local_sizes])
 
     def _sized(self, arg: Any) -> Any:
-        """An argument with its sizes as graph values."""
         if isinstance(arg, (list, tuple)):
             return [self._sized(item) for item in arg]
         if not isinstance(arg, torch.SymInt):
@@ -173,11 +172,7 @@ class RowEmitter:
 
     # -- the way out
     def check_restorable(self, values: Iterable[RowValue]) -> None:
-        """Refuse now what ``restore`` would refuse later, with the graph half rewritten.
-
-        Raises:
-            Refusal: two token sizes of a value are not available as graph values.
-        """
+        """Refuse now what ``restore`` would refuse later, with the graph half rewritten."""
         for value in values:
             if value.token_sizes:
                 self.shape(value.token_sizes, [])

@@ -69,22 +69,16 @@ def _text(arg: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An input of the row program.
+    """An input of the row program."""
 
-    Attributes:
-        node: the graph value.
-        prepare: ops ``(target, args after the tensor)`` that bring its token dims to the front
-            (and expand those it lacks); they run outside the region.
-        token_sizes: its token dims then; None for a shared input, the same for every row.
-        local_sizes: its local dims.
-        steps: row selections, in order.
-    """
-
-    node: fx.Node
+    node: fx.Node  # the graph value
+    # Ops ``(target, args after the tensor)`` that bring its token dims to the front (and expand
+    # those it lacks); they run outside the region.
     prepare: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+    # Its token dims then; None for a shared input, the same for every row.
     token_sizes: tuple[Any, ...] | None = None
-    local_sizes: tuple[int, ...] = ()
-    steps: tuple[RowStep, ...] = ()
+    local_sizes: tuple[int, ...] = ()  # its local dims
+    steps: tuple[RowStep, ...] = ()  # row selections, in order
 
     @property
     def tiled(self) -> bool:
@@ -110,7 +104,6 @@ class RowExpr:
         self.leaf = leaf
 
     def operands(self) -> Iterator[RowExpr]:
-        """The expressions this one reads, in order."""
         for arg in (*self.args, *(value for _, value in self.kwargs)):
             yield from _exprs(arg)
 
@@ -245,5 +238,4 @@ class RowValue:
         return 1 + sum(tag != TOKEN for tag in self.tags[:dim])
 
     def retagged(self, dim: int, tag: Tag) -> tuple[Tag, ...]:
-        """The tags, with another one for ``dim``."""
         return (*self.tags[:dim], tag, *self.tags[dim + 1 :])

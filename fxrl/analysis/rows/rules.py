@@ -108,7 +108,6 @@ class RowRules:
         return value if isinstance(value, RowValue) else None
 
     def tag_of_size(self, size: Size) -> Tag:
-        """A local dim's tag by its size."""
         return VOCAB if hint(size) >= self._wide else LOCAL
 
     def same_size(self, left: Size, right: Size) -> bool:

@@ -51,14 +51,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """All that a kernel is compiled for, but for the sizes that vary.
-
-    Attributes:
-        vectors: of each the dims that it has of [batch, head, query, key], and its dtype.
-        blocks: of the lists of blocks those that they have of [batch, head].
-        square: as many queries as keys.
-        whole: whether queries, and keys, are whole blocks; the kernel checks no bounds then.
-    """
+    """All that a kernel is compiled for, but for the sizes that vary."""
 
     mask: str
     scale: float
@@ -67,9 +60,11 @@ class _Kind:
     heads: int
     groups: int
     features: tuple[int, int]
+    # Of each the dims that it has of [batch, head, query, key], and its dtype.
     vectors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    blocks: tuple[bool, bool]
-    square: bool
+    blocks: tuple[bool, bool]  # of the lists of blocks those that they have of [batch, head]
+    square: bool  # as many queries as keys
+    # Whether queries, and keys, are whole blocks; the kernel checks no bounds then.
     whole: tuple[bool, bool]
 
 

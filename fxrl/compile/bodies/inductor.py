@@ -81,8 +81,6 @@ def compile_body(
         gm: functional; its placeholders carry fake values of ``mode``. Symbolic sizes stay
             symbolic, and what Inductor assumes about them becomes guards of the mode's shape
             environment.
-        mode: the fake mode that ``gm`` was traced in.
-        options: the configuration, for this call alone.
         decomposed: it was traced with Inductor's decompositions.
     """
     build = inductor_lower if decomposed and not options.need_aot else inductor_compile

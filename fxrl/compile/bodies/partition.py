@@ -71,7 +71,6 @@ def partition(
     Args:
         num_outputs: outputs of the forward, before the gradients.
         alive: inputs that live until the backward in any case.
-        cut: see ``ir.region``.
     """
     if cut == "inputs":
         return _Settling(*_run_again(joint, num_outputs), num_outputs).settle()

@@ -143,10 +143,7 @@ def decode(
 
     Args:
         uniforms: [R, max_tokens] float64 on the CPU, R = sum(counts); ``None`` for greedy.
-        stop_ids: tokens that end a completion.
         pad_id: fills prompts on the left; any valid id, its positions are masked.
-        drawing: hears of each step's tokens.
-        limits: most tokens of each prompt's completions.
     """
     expand = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts)).to(device)
     ids, mask = left_pad(prompts, pad_id)
@@ -253,11 +250,7 @@ class TorchEngine:
 
     @classmethod
     def from_tokenizer(cls, model: nn.Module, tokenizer: Any, **options: Any) -> Self:
-        """Takes the padding id and EOS (the generation config's too) from ``tokenizer``.
-
-        Raises:
-            EngineError: the tokenizer has neither a padding nor an EOS token.
-        """
+        """Takes the padding id and EOS (the generation config's too) from ``tokenizer``."""
         eos = eos_ids(tokenizer, getattr(model, "generation_config", None))
         if (pad := tokenizer.pad_token_id) is None and (pad := min(eos, default=None)) is None:
             raise EngineError(
@@ -448,9 +441,6 @@ def plan_microbatches(
     where they do not fit into one.
     With ``pad`` prompts of different lengths may share a batch; ``only`` are the prompts to draw
     for, all by default.
-
-    Raises:
-        PromptError: not even one row fits.
     """
     batches: list[tuple[Group, ...]] = []
     batch: list[Group] = []

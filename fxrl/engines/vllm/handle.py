@@ -92,21 +92,14 @@ class VllmHandle:
 
     @property
     def engine(self) -> Any:
-        """vLLM's ``LLMEngine``."""
         return self.llm.llm_engine
 
     @property
     def config(self) -> Any:
-        """vLLM's ``ModelConfig``."""
         return self.engine.model_config
 
     @property
     def worker(self) -> Any:
-        """The worker in this process.
-
-        Raises:
-            EngineError: there is none, or this version keeps it somewhere else.
-        """
         if self._ranks > 1:
             raise EngineError(
                 f"tensor_parallel_size={self._ranks}: vLLM's model is in other processes, so "
@@ -122,7 +115,6 @@ class VllmHandle:
         return worker
 
     def model(self) -> nn.Module:
-        """The ``nn.Module`` that vLLM runs."""
         model = self.worker.model_runner.get_model()
         assert isinstance(model, nn.Module), "vLLM runs a torch module"
         return model
@@ -156,9 +148,6 @@ class VllmHandle:
             all_the_way: the scheduler must not even have finished requests left that it has not
                 told the worker of, which it does at its next step; vLLM's own release of the KV
                 cache asks for that.
-
-        Raises:
-            EngineFailedError: it fails, or does not end.
         """
         core = getattr(self.engine.engine_core, "engine_core", None)
         deadline = time.monotonic() + DRAIN_S
@@ -170,11 +159,7 @@ class VllmHandle:
                 raise EngineFailedError(f"vLLM has had work in flight for {DRAIN_S:g} s; it hangs")
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the KV entries of earlier prompts, which belong to earlier weights.
-
-        Raises:
-            EngineError: requests are still running.
-        """
+        """Forgets the KV entries of earlier prompts, which belong to earlier weights."""
         if self.llm.reset_prefix_cache() is False:
             raise EngineError("vLLM did not drop its prefix cache: requests are still running")
 
@@ -189,9 +174,6 @@ class VllmHandle:
 
         Args:
             limits: most tokens of each prompt's completions.
-
-        Raises:
-            ValueError: vLLM refuses a sampling parameter.
         """
         make, each = self.symbols.module.SamplingParams, len(seeds) // len(prompts)
         arguments = {**arguments, "output_kind": self.symbols.final_only}
@@ -225,11 +207,7 @@ class VllmHandle:
         )
 
     def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """To other processes tensors travel through host memory.
-
-        Raises:
-            EngineError: vLLM does not know a name, or a shape does not fit.
-        """
+        """To other processes tensors travel through host memory."""
         given: Any = weights
         if self._ranks > 1:
             given = [(name, value.cpu()) for name, value in weights]

@@ -195,11 +195,7 @@ class VllmOptions:
 
 
 def check_names(what: str, names: Collection[str], known: Collection[str]) -> None:
-    """Refuses names that vLLM does not know.
-
-    Raises:
-        VllmOptionError: with the unknown name and the nearest known one.
-    """
+    """Refuses names that vLLM does not know."""
     for name in names:
         if name not in known:
             near = did_you_mean(name, known)

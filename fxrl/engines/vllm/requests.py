@@ -69,10 +69,6 @@ def sampling_arguments(
 
     EOS ids are passed as stop tokens: which ids end a completion is fxrl's to say, not the
     checkpoint's generation config's.
-
-    Raises:
-        SamplingParamsError: a value that vLLM would change.
-        VllmOptionError: an unknown name in ``extra``, or one of fxrl's own.
     """
     if 0 < params.temperature < LEAST_TEMPERATURE:
         raise SamplingParamsError(
@@ -210,11 +206,7 @@ def _add(engine: Any, name: str, prompt: Any, params: Any, lora_request: Any) ->
 
 
 def step(engine: Any) -> list[Any]:
-    """One step of vLLM's ``LLMEngine``: the outputs that it ended.
-
-    Raises:
-        EngineFailedError: vLLM raised.
-    """
+    """One step of vLLM's ``LLMEngine``: the outputs that it ended."""
     try:
         outputs: list[Any] = engine.step()
     except Exception as error:  # whatever it is, vLLM's scheduler is in the middle of a step
@@ -249,11 +241,7 @@ class Gather(Groups):
 
 
 def completion(prompt: tuple[int, ...], output: Any, policy_version: int) -> Completion:
-    """fxrl's completion from vLLM's.
-
-    Raises:
-        EngineError: vLLM ended it for a reason of its own.
-    """
+    """fxrl's completion from vLLM's."""
     reason = _FINISH.get(str(output.finish_reason))
     if reason is None:
         raise EngineError(

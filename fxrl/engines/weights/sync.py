@@ -66,7 +66,6 @@ class Served(Protocol):
 
     def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Copies weights by checkpoint names into the engine's own."""
-        ...
 
 
 class WeightSync:
@@ -208,11 +207,7 @@ class WeightSync:
         self._timings |= self._fold.timings
 
     def update(self, *, lora: bool) -> None:
-        """New values: those that the attached model has by now.
-
-        Raises:
-            EngineError: nothing is attached, or no adapter where one is to be updated.
-        """
+        """New values: those that the attached model has by now."""
         start = time.perf_counter()
         what = "update_lora" if lora else "update_weights"
         if self._model is None:

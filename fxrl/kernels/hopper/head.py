@@ -68,7 +68,6 @@ class Call:
     5.7 ms instead of 6.2, and a frozen head 145 instead of 377, 11.9 ms instead of 12.3.
 
     Args:
-        head: of the call.
         selected: ``[n]`` int64, its rows; None is all of them.
         tile_rows: most rows of a tile.
         statistics: of each row and block of the vocabulary: 2, or 5 with moments.

@@ -128,7 +128,6 @@ def launch(
         hidden: ``[R, H]`` bf16, rows 16 bytes aligned.
         weight: ``[V, H]`` bf16, rows 16 bytes aligned.
         out: ``[R, C]`` bf16, rows 16 bytes aligned; None for ``STATISTICS``.
-        arguments: pointers and sizes.
     """
     maps = [
         tensor_map(hidden, TILE_ROWS),

@@ -28,29 +28,18 @@ _GPU_TILE_STEP = 128  # a GEMM's tile: rows beyond a multiple of it cost as much
 
 
 class LossHead(NamedTuple):
-    """The arguments that every op of the loss head begins with.
+    """The arguments that every op of the loss head begins with."""
 
-    Attributes:
-        hidden: ``[N, H]``, floating.
-        weight: ``[V, H]`` in hidden's dtype.
-        target: ``[N]`` int64, in [0, V) where ``row_mask`` is True.
-        bias: ``[V]``.
-        temperature: ``[]``, ``[1]`` or ``[N]``, floating.
-        row_mask: ``[N]`` bool; a False row is not projected: value 0, gradient 0.
-        scale: of the raw logits.
-        softcap: 0 is none.
-        chunk_tokens: rows per tile; 0 is as many as keep a logits tile small.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor
-    bias: Tensor | None = None
-    temperature: Tensor | None = None
+    hidden: Tensor  # ``[N, H]``, floating
+    weight: Tensor  # ``[V, H]`` in hidden's dtype
+    target: Tensor  # ``[N]`` int64, in [0, V) where ``row_mask`` is True
+    bias: Tensor | None = None  # ``[V]``
+    temperature: Tensor | None = None  # ``[]``, ``[1]`` or ``[N]``, floating
+    # ``[N]`` bool; a False row is not projected: value 0, gradient 0.
     row_mask: Tensor | None = None
-    scale: float = 1.0
-    softcap: float = 0.0
-    chunk_tokens: int = 0
+    scale: float = 1.0  # of the raw logits
+    softcap: float = 0.0  # 0 is none
+    chunk_tokens: int = 0  # rows per tile; 0 is as many as keep a logits tile small
 
     @property
     def trained(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -178,23 +167,17 @@ def vector_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class ForwardArguments:
-    """Arguments of ``linear_logprob_forward``.
-
-    Attributes:
-        outputs: the values to compute, of ``OUTPUTS``.
-        grad_outputs: those that are differentiated.
-        save_vectors: make ``d value / d hidden`` of each of ``grad_outputs``, which then are
-            ``logprob``, ``lse`` or both; ``outputs`` holds both.
-    """
+    """Arguments of ``linear_logprob_forward``."""
 
     head: LossHead
-    outputs: tuple[str, ...]
-    grad_outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # the values to compute, of ``OUTPUTS``
+    grad_outputs: tuple[str, ...]  # those that are differentiated
+    # Make ``d value / d hidden`` of each of ``grad_outputs``, which then are ``logprob``, ``lse``
+    # or both; ``outputs`` holds both.
     save_vectors: bool
 
     @classmethod
     def unpack(cls, arguments: Sequence[Any]) -> ForwardArguments:
-        """From the op's positional arguments."""
         outputs, grad_outputs, save_vectors = arguments[_HEAD:]
         head = LossHead(*arguments[:_HEAD])
         return cls(head, parse_outputs(outputs), parse_outputs(grad_outputs), save_vectors)
@@ -219,15 +202,11 @@ class ForwardArguments:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """Results of ``linear_logprob_forward``.
+    """Results of ``linear_logprob_forward``."""
 
-    Attributes:
-        values: every one of ``OUTPUTS``, ``[N]``; ``[0]`` if not asked for; 0 in a masked row.
-        vectors: ``d grad_outputs[k] / d hidden`` as ``[K, N, H]``, or ``[0]``.
-    """
-
+    # Every one of ``OUTPUTS``, ``[N]``; ``[0]`` if not asked for; 0 in a masked row.
     values: dict[str, Tensor]
-    vectors: Tensor
+    vectors: Tensor  # ``d grad_outputs[k] / d hidden`` as ``[K, N, H]``, or ``[0]``
 
     def pack(self) -> tuple[Tensor, ...]:
         """As the op returns them."""
@@ -249,7 +228,6 @@ class BackwardArguments:
 
     @classmethod
     def unpack(cls, arguments: Sequence[Any]) -> BackwardArguments:
-        """From the op's positional arguments."""
         grads, *rest = arguments
         head, values = LossHead(*rest[:_HEAD]), RowValues(*rest[_HEAD : _HEAD + _VALUES])
         grad_outputs, *wants = rest[_HEAD + _VALUES :]
@@ -287,19 +265,12 @@ class BackwardArguments:
 
 @dataclass(slots=True)
 class Gradients:
-    """What a backward fills; unwanted ones are ``[0]``.
+    """What a backward fills; unwanted ones are ``[0]``."""
 
-    Attributes:
-        hidden: ``[N, H]`` in hidden's dtype.
-        weight: ``[V, H]`` in the accumulation dtype, or rounded to the weight's already.
-        bias: ``[V]`` in the accumulation dtype.
-        temperature: ``[N]``, by row, in the accumulation dtype.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor
-    temperature: Tensor
+    hidden: Tensor  # ``[N, H]`` in hidden's dtype
+    weight: Tensor  # ``[V, H]`` in the accumulation dtype, or rounded to the weight's already
+    bias: Tensor  # ``[V]`` in the accumulation dtype
+    temperature: Tensor  # ``[N]``, by row, in the accumulation dtype
 
     def pack(self, arguments: BackwardArguments) -> tuple[Tensor, ...]:
         """As the op returns them: each in its argument's shape and dtype."""

@@ -75,15 +75,10 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Check:
-    """A range; stands in ``Annotated`` types.
+    """A range; stands in ``Annotated`` types."""
 
-    Attributes:
-        wrong: what is wrong with a value, if anything.
-        schema: the range in JSON schema's words.
-    """
-
-    wrong: Callable[[Any], str | None]
-    schema: Mapping[str, Any]
+    wrong: Callable[[Any], str | None]  # what is wrong with a value, if anything
+    schema: Mapping[str, Any]  # the range in JSON schema's words
 
     def __call__(self, value: Any) -> str | None:
         return self.wrong(value)
@@ -95,7 +90,6 @@ def at_least(low: float) -> Check:
 
 
 def above(low: float) -> Check:
-    """Above ``low``."""
     words = f"must be above {low:g}"
     return Check(lambda v: None if v > low else words, {"exclusiveMinimum": low})
 
@@ -149,11 +143,7 @@ _KEY = re.compile(r"\s*(\[|[^#=]+=)")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
-
-    Raises:
-        BadConfigError: it cannot be read, or is no TOML; names the line, and what stands there.
-    """
+    """The tables of a TOML file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -185,14 +175,7 @@ _INSTEAD = {"steps": "epochs", "epochs": "steps"}
 
 
 def read_tables(path: Path, overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """The tables of a file with the overrides in them.
-
-    Args:
-        problems: gets one line per override that is none.
-
-    Raises:
-        BadConfigError: see ``read_toml``; or no key can hold a value.
-    """
+    """The tables of a file with the overrides in them."""
     table = read_toml(path)
     for override in overrides:
         if (parsed := parse_override(override, problems)) is not None:
@@ -311,7 +294,6 @@ def _made(cls: type[T], values: Mapping[str, Any], unfit: set[str]) -> tuple[T |
 
 
 def counted(mistakes: Sequence[str]) -> str:
-    """How many."""
     return f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "1 mistake"
 
 
@@ -381,11 +363,7 @@ def _plain(value: Any) -> Any:
 
 
 def _fit(hint: Any, value: Any) -> Any:
-    """``value`` as type ``hint``.
-
-    Raises:
-        TypeError: it does not fit.
-    """
+    """``value`` as type ``hint``."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     plain = value.value if isinstance(value, Text) else value
     if origin in (typing.Union, types.UnionType):

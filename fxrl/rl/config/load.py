@@ -41,10 +41,6 @@ def config_of(
     Args:
         source: what the tables come from, for messages.
         run_dir: where none is given.
-        problems: known already.
-
-    Raises:
-        BadConfigError: see ``load_config``.
     """
     problems = list(problems)
     config = bind(TrainConfig, table, problems)

@@ -56,11 +56,7 @@ def _instead(key: str, known: Sequence[str], table: str) -> str:
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class of ``torch.optim`` by its name, in any case.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The class of ``torch.optim`` by its name, in any case."""
     classes = {
         key.lower(): value
         for key, value in vars(torch.optim).items()
@@ -97,9 +93,6 @@ def make_optimizer(
 
     Args:
         wrapper: gets the optimizer's class behind the parameters, and makes what is returned.
-
-    Raises:
-        ConfigError: it refuses them.
     """
     keywords = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
     make: Callable[..., torch.optim.Optimizer] = optimizer_class(name)

@@ -50,7 +50,6 @@ class ExampleBuilder:
 
     Args:
         form: a key of ``FORMS``.
-        prompt: column of the prompt.
     """
 
     def __init__(self, config: DataConfig, form: str, prompt: str, tokenizer: Any) -> None:
@@ -69,11 +68,7 @@ class ExampleBuilder:
         return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
     def columns(self, row: Row) -> dict[str, Any]:
-        """The columns that the form reads, by their standard names.
-
-        Raises:
-            DataError: it has none of the form's sets of columns.
-        """
+        """The columns that the form reads, by their standard names."""
         sets = FORMS[self.form].columns
         for names in sets:
             if all(row.get(self._names.get(name, name)) is not None for name in names):
@@ -90,11 +85,7 @@ class ExampleBuilder:
         return json.dumps(found.get("prompt", found), sort_keys=True, default=str)
 
     def unit(self, row: Row) -> Unit:
-        """The row as tokens.
-
-        Raises:
-            DataError: it is not of its form, too long, or holds nothing to learn.
-        """
+        """The row as tokens."""
         return FORMS[self.form].unit(self, self.columns(row))
 
     def answered(self, prompt: Any, answer: Any, column: str) -> TokenRow:
@@ -199,11 +190,7 @@ class ExampleBuilder:
 
 
 def part(given: Any, column: str) -> Part:
-    """A text or a list of messages, each with a role and a text.
-
-    Raises:
-        DataError: it is something else, or empty.
-    """
+    """A text or a list of messages, each with a role and a text."""
     if isinstance(given, dict):
         given = [given]
     if isinstance(given, str) and given:
@@ -256,17 +243,11 @@ def _labelled(make: ExampleBuilder, found: Mapping[str, Any]) -> Unit:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What rows of data may look like.
+    """What rows of data may look like."""
 
-    Attributes:
-        columns: sets of them; a row is of the first that it has.
-        unit: makes a row's unit of these columns.
-        size: rows of a unit.
-    """
-
-    columns: tuple[tuple[str, ...], ...]
+    columns: tuple[tuple[str, ...], ...]  # sets of them; a row is of the first that it has
     unit: Callable[[ExampleBuilder, Mapping[str, Any]], Unit]
-    size: int = 1
+    size: int = 1  # rows of a unit
 
 
 FORMS: Mapping[str, Form] = MappingProxyType(
@@ -280,21 +261,13 @@ FORMS: Mapping[str, Form] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Training data as they are, and the ``Source`` of steps on them.
+    """Training data as they are, and the ``Source`` of steps on them."""
 
-    Attributes:
-        split: units of tokens.
-        tokenizer: what made them.
-        per_step: units of a step.
-        rows_each: rows of a unit.
-        fingerprints: of data and loss, by name.
-    """
-
-    split: Split
+    split: Split  # units of tokens
     tokenizer: Any
-    per_step: int
-    rows_each: int
-    fingerprints: Mapping[str, str]
+    per_step: int  # units of a step
+    rows_each: int  # rows of a unit
+    fingerprints: Mapping[str, str]  # of data and loss, by name
     headline: tuple[str, str] = ("loss", "loss")
     draws: bool = False
 
@@ -308,7 +281,6 @@ class Examples:
         state: Callable[[], TrainerState],
         clock: Clock,
     ) -> Experience:
-        """The next units."""
         return self._chosen(take(self.per_step))
 
     def evaluate(
@@ -333,7 +305,6 @@ class Examples:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
         return max(sum(row.lengths) for row in self.largest())
 
     def largest(self) -> Unit:

@@ -31,8 +31,6 @@ class RowSource:
     """The rows, the name of the prompt column, and reasoning-gym's judge if they are its.
 
     Attributes:
-        rows: in the source's order.
-        prompt: column that holds the prompt.
         places: where each row stands, such as ``questions.jsonl:7``.
         score: ``score(answer_text, row) -> float``; ``None`` for files and datasets.
         environment: that plays and judges them; ``None`` but for ``data.verifiers``.
@@ -99,9 +97,6 @@ def read_file(path: Path) -> dict[int, Row]:
 
     That of ``.csv`` is read as such, with texts alone, of any other as a JSON object per line;
     blank lines are skipped.
-
-    Raises:
-        DataError: it cannot be read; names the line where it is one.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -179,16 +174,7 @@ def usable_rows(
     place: Callable[[Row], str],
     tell: Callable[[str], None],
 ) -> list[Row]:
-    """The rows of which ``check`` raises no ``DataError``.
-
-    Args:
-        mode: ``data.unusable_rows``.
-        place: of a row in its source, for messages.
-        tell: hears what is left out.
-
-    Raises:
-        DataError: names the unusable rows, where they are not skipped or no other is left.
-    """
+    """The rows of which ``check`` raises no ``DataError``."""
     good, wrong = [], []
     for row in rows:
         try:
@@ -227,9 +213,6 @@ def split_rows(
     NOTE [Held out by text]
     Generated tasks repeat themselves: of 1000 one-digit sums only some 200 are different. Splitting
     by index would put most held-out questions into the training set as well.
-
-    Raises:
-        DataError: too few distinct questions for the split.
     """
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
@@ -327,12 +310,7 @@ Prompt = str | list[Message]
 
 
 def question_text(config: DataConfig, column: str, row: Row) -> str:
-    """The question of a row as text, after ``pattern`` and ``template``.
-
-    Raises:
-        DataError: there is no prompt, the pattern does not match it, or the template names what is
-            not there.
-    """
+    """The question of a row as text, after ``pattern`` and ``template``."""
     if column not in row:
         raise DataError(f"it has no column {column!r}")
     prompt = row[column]
@@ -360,11 +338,7 @@ def question_text(config: DataConfig, column: str, row: Row) -> str:
 
 
 def messages_in(given: Sequence[Any], column: str) -> list[Message]:
-    """The messages of a conversation.
-
-    Raises:
-        DataError: there is none, or one without a role and a text.
-    """
+    """The messages of a conversation."""
     if not given:
         raise DataError(f"column {column!r} is empty; a conversation has a message at least")
     for message in given:
@@ -379,11 +353,7 @@ def messages_in(given: Sequence[Any], column: str) -> list[Message]:
 
 
 class ChatTemplate:
-    """A tokenizer's way from messages to text, and from there to tokens.
-
-    Args:
-        keywords: that the template reads besides the messages and the tools.
-    """
+    """A tokenizer's way from messages to text, and from there to tokens."""
 
     def __init__(self, tokenizer: Any, keywords: Mapping[str, Any]) -> None:
         self.tokenizer, self.keywords = tokenizer, keywords
@@ -460,15 +430,7 @@ class PromptBuilder:
         return [*self.head, {"role": "user", "content": text}] if self.config.chat else text
 
     def encode(self, prompt: Prompt, tools: Sequence[Schema] = ()) -> list[int]:
-        """Token ids, without padding.
-
-        Args:
-            tools: schemas of those that the prompt tells of.
-
-        Raises:
-            DataError: none, or more than ``data.max_prompt_tokens``; or the tokenizer or its chat
-                template refuses the prompt.
-        """
+        """Token ids, without padding."""
         try:
             if isinstance(prompt, str):
                 ids = list(self.tokenizer(prompt)["input_ids"])

@@ -72,11 +72,7 @@ class Background(Generic[T]):
             self._error = error
 
     def result(self, seconds: float | None = None) -> T:
-        """What the function returned; what it raised is raised here.
-
-        Raises:
-            TimeLimitError: it has not come back after ``seconds``.
-        """
+        """What the function returned; what it raised is raised here."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             assert seconds is not None
@@ -107,29 +103,19 @@ class CallFailed(RewardError):
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """One reward of a run.
+    """One reward of a run."""
 
-    Attributes:
-        name: as in metric keys ``rewards/<name>/mean``.
-        function: TRL's signature; may be async.
-        weight: of its value in the total.
-        per_group: it may be called for each prompt's completions by themselves.
-        timeout_s: seconds of one call; ``None`` waits for ever.
-        retries: further calls after one that raised or hung.
-        on_error: then ``stop`` the run, or ``skip``: these completions get no value from it.
-        failures: what was skipped, in words; the loop empties it.
-        process: what the function may not change.
-    """
-
-    name: str
-    function: RewardFunction
+    name: str  # as in metric keys ``rewards/<name>/mean``
+    function: RewardFunction  # TRL's signature; may be async
     weight: float
-    per_group: bool = False
-    timeout_s: float | None = None
-    retries: int = 0
+    per_group: bool = False  # it may be called for each prompt's completions by themselves
+    timeout_s: float | None = None  # seconds of one call; ``None`` waits for ever
+    retries: int = 0  # further calls after one that raised or hung
+    # Then ``stop`` the run, or ``skip``: these completions get no value from it.
     on_error: Literal["stop", "skip"] = "stop"
+    # What was skipped, in words; the loop empties it.
     failures: list[str] = field(default_factory=list)
-    process: ProcessState = field(default_factory=ProcessState)
+    process: ProcessState = field(default_factory=ProcessState)  # what the function may not change
 
     @property
     def is_async(self) -> bool:
@@ -277,11 +263,7 @@ def _checked(values: Any, num: int) -> list[float | None]:
 
 
 def combine(values: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
-    """[functions][completions] summed by weight; NaN where every function said ``None``.
-
-    Raises:
-        RewardError: a sum is too large.
-    """
+    """[functions][completions] summed by weight; NaN where every function said ``None``."""
     totals = []
     for row in zip(*values, strict=True):
         said = [w * value for w, value in zip(weights, row, strict=True) if value is not None]

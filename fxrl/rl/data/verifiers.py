@@ -27,16 +27,11 @@ HERE = {"type": "subprocess"}
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What ``data.verifiers`` names.
-
-    Attributes:
-        env: verifiers' own.
-        tasks: a row's column ``task`` is one's number.
-    """
+    """What ``data.verifiers`` names."""
 
     api: Any
     env: Any
-    tasks: Sequence[Any]
+    tasks: Sequence[Any]  # a row's column ``task`` is one's number
 
     @classmethod
     def load(cls, given: Mapping[str, Any] | str, size: int | None) -> Environment:
@@ -44,11 +39,6 @@ class Environment:
         Args:
             given: verifiers' table ``env``; or a taskset's name, which is then played on this
                 machine by its own harness, or else by verifiers' chat loop, ``null``.
-            size: most tasks.
-
-        Raises:
-            MissingPackageError: verifiers is not installed, or too old.
-            DataError: verifiers refuses the environment.
         """
         what = f"data.verifiers={shown(given)}"
         api = optional("verifiers.v1", what, "[verifiers]")

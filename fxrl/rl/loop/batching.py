@@ -47,7 +47,6 @@ def plan_micro_batches(
 
     Args:
         lengths: (prompt, completion) tokens of each row.
-        max_tokens: padded tokens of one micro-batch.
 
     Returns:
         Row numbers; every row once.
@@ -205,7 +204,6 @@ def micro_batch_weights(
     """What each micro-batch's loss is multiplied by, and its share of the step of all ranks.
 
     Args:
-        over: what the loss is a mean over.
         batches: this rank's; all ranks call it.
         sharing: consecutive ranks that have the same batches.
     """

@@ -112,7 +112,6 @@ class RunParts:
     """A run's parts, ready for the loop.
 
     Attributes:
-        teacher: what the loss compares with, if it has one.
         updater: makes the updates; ``updater.step`` is the train step.
         judge: the loss in eval mode, without gradient.
         old_policy: scores completions before the first of several updates; else ``None``.
@@ -159,9 +158,6 @@ Usable = Callable[[Sequence[Row], Callable[[Row], object]], list[Row]]
 
 def read_data(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions | Examples:
     """Reads and checks what the run is trained on; loads no model.
-
-    Args:
-        tell: hears which rows are left out.
 
     Raises:
         DataError: the data does not fit the configuration.
@@ -594,11 +590,7 @@ def _checkpoint(model: Any) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto`` is the GPU if there is one.
-
-    Raises:
-        ConfigError: a GPU is asked for and there is none.
-    """
+    """``auto`` is the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
@@ -639,9 +631,7 @@ def scorer(
 
     Args:
         optimize: ``fxrl.optimize`` with its configuration bound, or its plain twin.
-        wrap: around the loss, such as autocast.
         values: gives ``{"values": [B, C]}`` of the same forward behind them.
-        context: entered around each call, such as PEFT's ``disable_adapter``.
 
     NOTE [One step per state of the adapter]
     The reference and the policy each have a step of their own, captured in the state it is always

@@ -111,7 +111,6 @@ def save_checkpoint(
 
     Args:
         parent: the checkpoint that training went on from, see ``store.Manifest``.
-        tokenizer: written beside a whole model.
 
     Raises:
         StorageError: it could not be written; older checkpoints are untouched.
@@ -255,11 +254,7 @@ _TABLES = ("config", "initial", "fingerprints")
 
 
 def read_trainer(path: Path) -> dict[str, Any]:
-    """``trainer.json``.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not what a checkpoint has there.
-    """
+    """``trainer.json``."""
     try:
         found = json.loads((path / "trainer.json").read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -291,11 +286,7 @@ def read_trainer(path: Path) -> dict[str, Any]:
 
 def check_same_run(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Raises where the two configurations would not go on alike. A key that is newer than the
-    checkpoint had its default.
-
-    Raises:
-        CheckpointError: lists what differs.
-    """
+    checkpoint had its default."""
     # A decaying schedule ends at the last step, so for it `steps` matters as well.
     free = _FREE if present["optim"]["schedule"] == "constant" else _FREE - {"steps"}
     differing = differences(with_defaults(saved, present), present)
@@ -314,9 +305,6 @@ def load_checkpoint(path: Path, model: nn.Module) -> tuple[dict[str, Any], dict[
     Returns:
         The ``optimizer`` and ``state`` mappings given to ``save_checkpoint``; their tensors are
         read from the disk when they are used, so a rank reads its part of the optimizer's states.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or belongs to another model.
     """
     own = trainable(model)
     weights = _read_weights(path, model)
@@ -336,11 +324,7 @@ def load_checkpoint(path: Path, model: nn.Module) -> tuple[dict[str, Any], dict[
 
 @contextmanager
 def restoring(path: Path, what: str) -> Iterator[None]:
-    """Around the use of a part of a checkpoint, which may hold anything.
-
-    Raises:
-        CheckpointError: names the part in which something else was raised.
-    """
+    """Around the use of a part of a checkpoint, which may hold anything."""
     try:
         yield
     # Neither safetensors nor pickle nor what takes a state has a common error class for it.

@@ -38,10 +38,8 @@ def settle(
     are trained stay float32, and only their products are made in it.
 
     Args:
-        model: as in the file.
         device: where it goes; a GPU takes bfloat16 unasked.
         saved: ``[model]`` of the run that is resumed, which goes on as it began.
-        tell: hears what a CPU was found to be fast at, and of weights that cannot learn.
     """
     if model.dtype != "auto":
         if torch.bfloat16 in model.trained_dtypes:

@@ -168,14 +168,7 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, str]) -> str:
 def check_unchanged(
     path: Path, saved: Mapping[str, Any], present: Mapping[str, str], *, accept: bool
 ) -> None:
-    """Compares what both know.
-
-    Args:
-        accept: the user has said that changes are meant.
-
-    Raises:
-        CheckpointError: lists what has changed.
-    """
+    """Compares what both know."""
     both = {name: now for name, now in present.items() if name in saved}
     if (lines := changes(saved, both)) and not accept:
         raise CheckpointError(

@@ -34,20 +34,14 @@ EARLY_BYTES = 25 * 2**20
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Parameters whose gradients are sent together.
-
-    Attributes:
-        missing: those whose gradients the last backward has not accumulated yet.
-        flat: the gradients as they were sent, and then their sums.
-        work: the collective.
-        stale: a gradient has changed since.
-    """
+    """Parameters whose gradients are sent together."""
 
     parameters: Sequence[nn.Parameter]
+    # Those whose gradients the last backward has not accumulated yet.
     missing: set[nn.Parameter] = field(default_factory=set)
-    flat: Tensor | None = None
+    flat: Tensor | None = None  # the gradients as they were sent, and then their sums
     work: Any = None
-    stale: bool = False
+    stale: bool = False  # a gradient has changed since
 
     def parts(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its place in ``flat``."""
@@ -84,11 +78,7 @@ class GradientSum:
 
     @contextmanager
     def early(self) -> Iterator[None]:
-        """Around a step's last backward on this rank.
-
-        Raises:
-            RankError: another rank failed.
-        """
+        """Around a step's last backward on this rank."""
         if not self._buckets:
             yield
             return
@@ -103,11 +93,7 @@ class GradientSum:
 
     def finish(self) -> None:
         """All ranks' gradients are in ``parameters``. What no rank's loss depends on has none, as
-        on one rank.
-
-        Raises:
-            RankError: another rank failed.
-        """
+        on one rank."""
         if self._ranks.size == 1:
             return
         if self._buckets and self._begun is None:

@@ -61,22 +61,13 @@ class Start(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A run that is checked as far as that goes without its model.
-
-    Attributes:
-        config: complete.
-        data: what it is trained on.
-        found: the checkpoint to go on from.
-        start: where it was told to begin; ``found`` is what that came to.
-        callbacks: the caller's between the trackers and the push to the hub.
-        ranks: that run it.
-    """
+    """A run that is checked as far as that goes without its model."""
 
     config: TrainConfig
     data: Questions | Examples
-    found: Path | None
-    start: Start
-    callbacks: tuple[object, ...]
+    found: Path | None  # the checkpoint to go on from
+    start: Start  # where it was told to begin; ``found`` is what that came to
+    callbacks: tuple[object, ...]  # the caller's between the trackers and the push to the hub
     ranks: Ranks
 
 
@@ -385,11 +376,7 @@ def _check_own(run_dir: Path) -> None:
 
 
 def _check_begun(run_dir: Path) -> None:
-    """Raises where there is nothing to resume.
-
-    Raises:
-        BadConfigError: names a run whose folder has nearly that name.
-    """
+    """Raises where there is nothing to resume."""
     if _is_run(run_dir):
         return
     others = run_dir.parent.iterdir() if run_dir.parent.is_dir() else ()

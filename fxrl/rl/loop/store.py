@@ -97,11 +97,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """A checkpoint's manifest, as it was written.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
+    """A checkpoint's manifest, as it was written."""
     try:
         with _open(path, MANIFEST) as file:
             text = file.read().decode()
@@ -125,11 +121,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path) -> Manifest:
-    """Reads every byte of a checkpoint.
-
-    Raises:
-        CheckpointError: names the files that are missing, damaged, or none of its own.
-    """
+    """Reads every byte of a checkpoint."""
     manifest = read_manifest(path)
     problems = [
         problem
@@ -183,11 +175,7 @@ def _open(path: Path, name: str) -> io.BufferedReader:
 def newest_sound(
     run_dir: Path, passed_over: Callable[[str], None] = lambda text: None
 ) -> Path | None:
-    """The last checkpoint that is sound.
-
-    Args:
-        passed_over: hears what is wrong with each later one.
-    """
+    """The last checkpoint that is sound."""
     for place in reversed(list_places(run_dir)):
         try:
             verify(place.under(run_dir))
@@ -205,9 +193,6 @@ def write(
 
     It is on the disk for good when this returns. A step of a branch is written once: the same
     weights again stay as they are, others begin a branch.
-
-    Args:
-        fill: writes the files into a folder.
 
     Raises:
         StorageError: it could not be written; older checkpoints are untouched.

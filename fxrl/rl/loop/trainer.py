@@ -55,7 +55,6 @@ class TrainingIteration:
     Attributes:
         updated: a weight has changed, or may have.
         trained: all updates are made.
-        record: the step's metrics, so far.
         experience: what it trains on, once that is there.
         engine_state: the sampler's, after them.
     """
@@ -157,9 +156,6 @@ def scored_batches(
 
     Args:
         train: they are to be trained on; else the reference's alone are wanted.
-
-    Returns:
-        The batches, and the metrics of padding and drift.
     """
     rows = found.rows
     if not rows:
@@ -320,11 +316,7 @@ class TrainingLoop:
             self._go_on_from(path, optimizer)
 
     def _go_on_from(self, path: Path, optimizer: Mapping[str, Any]) -> None:
-        """With the branch of the last checkpoint, else with a new one (``store``, Branches).
-
-        Args:
-            optimizer: its state there.
-        """
+        """With the branch of the last checkpoint, else with a new one (``store``, Branches)."""
         own = [other.resolve() for other in checkpoint.list_checkpoints(self.run_dir)]
         if own and path.resolve() == own[-1]:
             self._branch, self._parent = store.read_manifest(path).branch, path.name

@@ -76,41 +76,29 @@ class Updater:
     whole step; with the last backward the gradients are summed (``fxrl.rl.loop.gradients``). A rank
     without micro-batches adds zeros. Clipping, optimizer and schedule then do the same on every
     rank, so weights stay equal and none are sent, but by an optimizer whose states are shared out.
-
-    Attributes:
-        step: ``fxrl.optimize``'s result, or a plain loss: ``step(batch)`` gives the loss, or the
-            loss and its metrics.
-        schedule: moved on after each update that was not skipped.
-        max_grad_norm: gradients are scaled down to this norm; ``None`` leaves them.
-        max_nonfinite: skipped updates in a row that stop the run.
-        run_dir: gets the batch that stopped the run.
-        num_begun: updates that have changed, or begun to change, a weight.
-        place: of the loss in its file, for messages.
-        info: what the loss says of itself.
-        process: what the loss may not change.
-        ranks: that share a step's micro-batches.
-        names: of the parameters, by which they find their state in a checkpoint; by default their
-            places.
-        context_parallel: consecutive ranks that share sequences, and so have the same micro-batches
-            and whole gradients.
     """
 
+    # ``fxrl.optimize``'s result, or a plain loss: ``step(batch)`` gives the loss, or the loss and
+    # its metrics.
     step: Callable[[Batch], Any]
     parameters: Sequence[nn.Parameter]
     optimizer: torch.optim.Optimizer
-    schedule: LambdaLR
+    schedule: LambdaLR  # moved on after each update that was not skipped
     loss: LossConfig
-    max_grad_norm: float | None
-    max_nonfinite: int
-    run_dir: Path
+    max_grad_norm: float | None  # gradients are scaled down to this norm; ``None`` leaves them
+    max_nonfinite: int  # skipped updates in a row that stop the run
+    run_dir: Path  # gets the batch that stopped the run
     num_skipped: int = 0
     num_skipped_in_a_row: int = 0
-    num_begun: int = 0
-    place: str = ""
-    process: ProcessState = field(default_factory=ProcessState)
-    info: LossInfo = field(default_factory=LossInfo)
-    ranks: Ranks = field(default_factory=Ranks)
+    num_begun: int = 0  # updates that have changed, or begun to change, a weight
+    place: str = ""  # of the loss in its file, for messages
+    process: ProcessState = field(default_factory=ProcessState)  # what the loss may not change
+    info: LossInfo = field(default_factory=LossInfo)  # what the loss says of itself
+    ranks: Ranks = field(default_factory=Ranks)  # that share a step's micro-batches
+    # Of the parameters, by which they find their state in a checkpoint; by default their places.
     names: Sequence[str] = ()
+    # Consecutive ranks that share sequences, and so have the same micro-batches and whole
+    # gradients.
     context_parallel: int = 1
     _gradients: GradientSum = field(init=False, repr=False)
 
@@ -238,9 +226,6 @@ class Updater:
     def measure(self, step: Callable[[Batch], Any], batches: Sequence[Batch]) -> Metrics:
         """Loss and metrics of ``batches`` of all ranks as one, without gradients.
 
-        Args:
-            step: the loss, which takes none.
-
         Raises:
             LossError: as ``backward``.
         """
@@ -262,11 +247,7 @@ class Updater:
     def _merged(
         self, micro_batches: Sequence[tuple[float, Share, dict[str, float]]]
     ) -> tuple[float, Metrics]:
-        """The whole step's loss and metrics, out of each micro-batch's weight, share, and values.
-
-        Raises:
-            LossError: not all have the same metrics.
-        """
+        """The whole step's loss and metrics, of each micro-batch's weight, share, and values."""
         weights, shares, found = zip(*micro_batches, strict=True)
         for values in found:
             if values.keys() != found[0].keys():
@@ -283,11 +264,7 @@ class Updater:
     def _one_backward(
         self, batch: Batch, weight: float, doing: str, around: AbstractContextManager[None]
     ) -> dict[str, Tensor]:
-        """Adds a micro-batch's gradients; ``loss``, then the metrics, as tensors.
-
-        Args:
-            around: the backward.
-        """
+        """Adds a micro-batch's gradients; ``loss``, then the metrics, as tensors."""
         with self._blamed():
             log.info("%s", doing)
             loss, metrics = self._checked(self.step(batch), trained=True)
@@ -390,15 +367,11 @@ def checked_result(
     """What a loss returned, as the loss and its metrics.
 
     Args:
-        named: the loss, for messages.
         own: names that are the loss's to give although they are reserved, as no rollout has them.
         trained: the loss must have a gradient.
 
     Returns:
         A tensor of one element, and detached tensors of one element.
-
-    Raises:
-        LossError: it is something else.
     """
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not _is_number(loss):

@@ -44,18 +44,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What is drawn of one line: SVG path data, its place in the palette, and what to read off.
-
-    Attributes:
-        band: path data of the area between low and high, or empty.
-        at: x coordinate, step and value of each point, in words.
-    """
+    """What is drawn of one line: SVG path data, its place in the palette, and what to read off."""
 
     name: str
     style: str
     path: str
-    band: str
-    at: list[tuple[float, str, str]]
+    band: str  # path data of the area between low and high, or empty
+    at: list[tuple[float, str, str]]  # x coordinate, step and value of each point, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +135,7 @@ def line_chart(
     lines: Sequence[Line],
     form: Callable[[float], str],
 ) -> Chart | None:
-    """Lines over the steps; ``None`` where no step has any of them.
-
-    Args:
-        form: a value in words.
-    """
+    """Lines over the steps; ``None`` where no step has any of them."""
     drawn = [(line, _thinned(columns, line.key)) for line in lines]
     bands = [_band(columns, line) for line in lines]
     values = [y for _, points in drawn for _, y in points]

@@ -37,11 +37,7 @@ def why(error: BaseException) -> str:
 
 
 def try_to_write(action: Callable[[], T], what: str) -> T:
-    """``action()``.
-
-    Raises:
-        StorageError: it raised an ``OSError``.
-    """
+    """``action()``."""
     try:
         return action()
     except OSError as error:

@@ -55,11 +55,7 @@ class HubPush(Callback):
     def on_train_end(
         self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
     ) -> None:
-        """Pushes the trained model.
-
-        Raises:
-            HubError: that failed; the message says where the model is and how to push it.
-        """
+        """Pushes the trained model."""
         final: Path | None = kwargs["final"]
         if final is None:
             return

@@ -35,15 +35,11 @@ def silent() -> Iterator[None]:
 
 
 class Outlet:
-    """A text stream whose ``write`` and ``flush`` go on elsewhere; all else is the stream's.
-
-    Attributes:
-        lost: it writes to the log.
-    """
+    """A text stream whose ``write`` and ``flush`` go on elsewhere; all else is the stream's."""
 
     def __init__(self, name: str, stream: TextIO, lose: Callable[[Outlet, str], None]) -> None:
         self._name, self._stream, self._lose = name, stream, lose
-        self.lost = False
+        self.lost = False  # it writes to the log
 
     def write(self, text: str) -> int:
         """As of a stream."""
@@ -94,11 +90,7 @@ class Outlet:
 
 
 class Output:
-    """This process's stdout and stderr, within ``kept``.
-
-    Args:
-        words: a message as it looks on them.
-    """
+    """This process's stdout and stderr, within ``kept``."""
 
     def __init__(self, words: Callable[[str], str] = str) -> None:
         self._words = words

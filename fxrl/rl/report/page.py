@@ -133,9 +133,6 @@ def versions() -> dict[str, str]:
 def write_page(run_dir: Path, *, work: str = "writing") -> Path:
     """Writes ``run.html`` into a run's folder.
 
-    Args:
-        work: see ``fxrl.files.replacing``; the run itself may be writing it.
-
     Raises:
         NoRunError: there is no run in it.
         StorageError: it cannot be written.

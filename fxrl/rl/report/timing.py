@@ -36,17 +36,12 @@ PHASES = ("generate", "reward", "release", "score", "train", "wake", "sync", "ot
 
 
 class Clock:
-    """Seconds and bytes by phase of one step; ``device`` is waited for at the end of each.
-
-    Attributes:
-        seconds: of each phase.
-        bytes: of those that there were: NOTE [Which bytes].
-    """
+    """Seconds and bytes by phase of one step; ``device`` is waited for at the end of each."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.bytes: dict[str, int] = {}
+        self.seconds = dict.fromkeys(PHASES, 0.0)  # of each phase
+        self.bytes: dict[str, int] = {}  # of those that there were: NOTE [Which bytes]
         self._start = time.perf_counter()
 
     @contextmanager

@@ -32,11 +32,9 @@ class Sink(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Finite numbers of ``step``; a resumed run may write a step again."""
-        ...
 
     def close(self, *, failed: bool) -> None:
         """The run is over."""
-        ...
 
 
 class TensorBoard:
@@ -150,11 +148,7 @@ class Tracker(Callback):
     def on_train_begin(
         self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
     ) -> None:
-        """Starts the tracker's run, or goes on with it.
-
-        Raises:
-            TrackerError: it cannot be started.
-        """
+        """Starts the tracker's run, or goes on with it."""
         file = Path(config.run_dir) / IDS
         try:
             ids = json.loads(file.read_text()) if file.is_file() else {}

@@ -46,8 +46,6 @@ class Chat(ChatTemplate):
     """Conversations of one tokenizer.
 
     Args:
-        tokenizer: has a chat template.
-        keywords: of the template, besides the messages and the tools.
         response_template: of transformers; by default the tokenizer's, else what the chat template
             implies (NOTE [Which syntax]).
         calls: there are tools; without them ``parse`` is not for use.
@@ -82,9 +80,7 @@ class Chat(ChatTemplate):
         """The assistant's message of what the policy drew.
 
         Args:
-            ids: drawn.
             prompt: tokens that they were drawn on.
-            schemas: of the tools there are, whose types the arguments get.
             ended: the last of ``ids`` is a stop token.
 
         Returns:
@@ -113,11 +109,7 @@ class Chat(ChatTemplate):
         return message
 
     def _check_closed(self, words: str, num_calls: int) -> None:
-        """Half of a JSON text is none; tags that break off leave arguments out.
-
-        Raises:
-            ValueError: the last call has no end.
-        """
+        """Half of a JSON text is none; tags that break off leave arguments out."""
         field = self._syntax["fields"]["tool_calls"]
         tagged = field["content"] == "xml-inline"
         if tagged and len(re.findall(field["close_pattern"], words)) < num_calls:
@@ -129,13 +121,7 @@ class Chat(ChatTemplate):
         """Token ids between the end of an assistant's turn and the words of its next one.
 
         Args:
-            said: the assistant's message.
-            answers: to it, of tools or the user.
             stop: the token that the turn ended with.
-
-        Raises:
-            ChatTemplateError: the template rewrites what stands before an assistant's turn, or
-                writes no end of it.
         """
         # NOTE [Tokens in are tokens out]; without arguments, which may spell anything.
         stand_in: Message = {"role": "assistant", "content": ""}
@@ -278,11 +264,7 @@ def _loose(text: str) -> str:
 
 
 def _calls(given: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and arguments of each call, whichever way the model's family nests and names them.
-
-    Raises:
-        ValueError: it is no call.
-    """
+    """Name and arguments of each call, whichever way the model's family nests and names them."""
     if isinstance(given, list):
         for one in given:
             yield from _calls(one)

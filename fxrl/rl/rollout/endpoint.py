@@ -83,11 +83,7 @@ class Endpoint:
             self._changed.notify_all()
 
     def asked(self, timeout_s: float | None) -> list[Exchange]:
-        """What each rollout asks that is not over; empty once all are.
-
-        Raises:
-            TimeoutError: for so long no rollout has asked or ended.
-        """
+        """What each rollout asks that is not over; empty once all are."""
         with self._changed:
             while self._live - {one.rollout for one in self._asked}:
                 if not self._changed.wait(timeout_s):
@@ -111,7 +107,6 @@ class Talk:
     """A rollout as its program sees it (NOTE [What a program may send]).
 
     Args:
-        chat: writes answers, and reads calls if it is told to.
         params: of each turn; ``max_tokens`` of all turns and answers together.
     """
 
@@ -127,11 +122,7 @@ class Talk:
         self._num_empty = 0
 
     def listen(self, body: Mapping[str, Any]) -> Reply | None:
-        """Takes what is new in a request; ``None`` wants a turn drawn.
-
-        Raises:
-            ToolError: it cannot be answered.
-        """
+        """Takes what is new in a request; ``None`` wants a turn drawn."""
         _check_settings(body, self.params)
         messages, schemas = [*map(_plain, body.get("messages", ()))], body.get("tools") or ()
         if self.transcript is None:

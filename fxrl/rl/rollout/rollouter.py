@@ -82,8 +82,6 @@ class _Group(NamedTuple):
     """All completions of a prompt.
 
     Attributes:
-        told: what they say besides their tokens.
-        texts: of them.
         values: by the name of each reward that judges a completion by itself.
     """
 
@@ -124,7 +122,6 @@ class Judge:
         that it has already, which a second try has drawn again, count no more.
 
         Args:
-            told: what they say besides their tokens, where they have several turns.
             environments: that they were played in; they stay on this rank.
 
         Raises:
@@ -227,12 +224,7 @@ def _said(text: str, told: Told) -> Any:
 
 
 class Rollouter:
-    """Generates and judges completions of dataset rows (``Source``).
-
-    Attributes:
-        player: plays rollouts of several turns; ``None`` where each is one.
-        longest: tokens of the longest prompt.
-    """
+    """Generates and judges completions of dataset rows (``Source``)."""
 
     headline = ("reward", "accuracy")
     draws = True
@@ -250,7 +242,7 @@ class Rollouter:
         longest: int = 0,
     ) -> None:
         self.engine, self.builder, self.rewards = engine, builder, rewards
-        self.player = player
+        self.player = player  # plays rollouts of several turns; ``None`` where each is one
         self.longest, self.rows_each = longest, config.sampling.num_generations
         self.config, self.tokenizer, self.stage = config.settled(), tokenizer, stage
         self.ranks = ranks or Ranks()

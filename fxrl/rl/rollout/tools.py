@@ -191,11 +191,7 @@ class Tool(NamedTuple):
 
 
 def tool(function: Callable[..., Any]) -> Tool:
-    """The function with its schema, made of its type hints and docstring by transformers.
-
-    Raises:
-        BadConfigError: it lacks them.
-    """
+    """The function with its schema, made of its type hints and docstring by transformers."""
     make = optional("transformers", "tools").utils.get_json_schema
     try:
         return Tool(function, make(function))
@@ -211,25 +207,15 @@ def tool(function: Callable[..., Any]) -> Tool:
 
 @dataclass(slots=True)
 class Episode:
-    """One rollout's other side.
-
-    Attributes:
-        prompt: that it begins with, a text or messages.
-        tools: by name.
-        kind: of the environment, its name in ``rollout.environment_factory``.
-        environment: ``None`` where there are tools only.
-        lost: a call into it has not come back, so it cannot be used again.
-        num_calls: that the policy has made.
-        num_failed: of these, that found no tool, did not fit, raised or hung.
-    """
+    """One rollout's other side."""
 
     prompt: Any
     tools: Mapping[str, Tool]
-    kind: str | None = None
-    environment: Any = None
-    lost: bool = False
-    num_calls: int = 0
-    num_failed: int = 0
+    kind: str | None = None  # of the environment, its name in ``rollout.environment_factory``
+    environment: Any = None  # ``None`` where there are tools only
+    lost: bool = False  # a call into it has not come back, so it cannot be used again
+    num_calls: int = 0  # that the policy has made
+    num_failed: int = 0  # of these, that found no tool, did not fit, raised or hung
 
     @property
     def schemas(self) -> list[Schema]:
@@ -238,20 +224,13 @@ class Episode:
 
 @dataclass(slots=True)
 class Kind:
-    """Environments that one factory makes; they are used again, as TRL does.
-
-    Attributes:
-        type: of the environments.
-        methods: names of their tools.
-        schemas: of them.
-        free: environments that no rollout has.
-    """
+    """Environments that one factory makes; they are used again, as TRL does."""
 
     factory: Callable[[], Any]
     type: type[Any]
-    methods: Sequence[str]
-    schemas: Sequence[Schema]
-    free: list[Any] = field(default_factory=list)
+    methods: Sequence[str]  # names of their tools
+    schemas: Sequence[Schema]  # of them
+    free: list[Any] = field(default_factory=list)  # environments that no rollout has
 
 
 class Tools:
@@ -308,11 +287,7 @@ class Tools:
         return Kind(factory, cls, names, schemas, [environment])
 
     def check_ranks(self, rewards: Sequence[Reward], num_ranks: int) -> None:
-        """An environment does not leave the rank that played in it.
-
-        Raises:
-            BadConfigError: a reward that is called on rank 0 asks for those of all.
-        """
+        """An environment does not leave the rank that played in it."""
         for reward in rewards if self.kinds and num_ranks > 1 else ():
             if not reward.per_group and "environments" in (accepted(reward.function) or ()):
                 raise BadConfigError(
@@ -441,11 +416,7 @@ class Tools:
             return {"error": str(error) if late else f"{type(error).__name__}: {error}"}
 
     def rewards(self, rules: RewardConfig) -> list[Reward]:
-        """One for each class of environments that has ``get_reward``, under its name.
-
-        Args:
-            rules: what a failure comes to.
-        """
+        """One for each class of environments that has ``get_reward``, under its name."""
         classes = {kind.type for kind in self.kinds.values() if hasattr(kind.type, "get_reward")}
 
         def of(cls: type[Any]) -> Callable[..., list[Any]]:

@@ -44,18 +44,11 @@ Group = tuple[Sequence[Completion], Sequence[Told], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one call of a player is to play.
-
-    Attributes:
-        rows: of the step.
-        mine: numbers of those to play, ``params.n`` rollouts each.
-        params: of each turn; ``max_tokens`` of all turns together, ``seed`` of the call.
-        state: of the run.
-        generate: draws.
-    """
+    """What one call of a player is to play."""
 
     rows: Sequence[Row]
-    mine: Sequence[int]
+    mine: Sequence[int]  # numbers of those to play, ``params.n`` rollouts each
+    # Of each turn; ``max_tokens`` of all turns together, ``seed`` of the call.
     params: SamplingParams
     state: TrainerState
     generate: Generate
@@ -73,30 +66,20 @@ class Player(Protocol):
             ToolError: a tool, an environment or a function failed.
             EngineError: generation failed.
         """
-        ...
 
 
 @dataclass(slots=True)
 class Transcript:
-    """One rollout's tokens and messages, as far as it has come.
-
-    Attributes:
-        prompt: token ids.
-        most: tokens of its completion.
-        tokens: of the completion, drawn ones and answers.
-        draws: what the engine drew.
-        messages: of the completion.
-        over: there is no further turn.
-    """
+    """One rollout's tokens and messages, as far as it has come."""
 
     prompt: Sequence[int]
-    most: int
-    tokens: list[int] = field(default_factory=list)
+    most: int  # tokens of its completion
+    tokens: list[int] = field(default_factory=list)  # of the completion, drawn ones and answers
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     draws: list[Completion] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    over: bool = False
+    over: bool = False  # there is no further turn
 
     @property
     def room(self) -> int:
@@ -138,12 +121,7 @@ def check_sampled(whole: Completion, draws: Iterable[Completion], who: str) -> N
     """NOTE [What is checked].
 
     Args:
-        whole: to be trained on.
         draws: what the engine drew for it, and maybe for others.
-        who: made ``whole``, for messages.
-
-    Raises:
-        ToolError: they do not agree.
     """
     by_prompt: dict[tuple[int, ...], list[Completion]] = defaultdict(list)
     for draw in draws:
@@ -191,16 +169,12 @@ def drawn_turn(asked: Assignment, playing: Mapping[int, Transcript], turn: int) 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Rollouts with tools and environments.
-
-    Attributes:
-        most_calls: turns of a rollout that may call tools.
-    """
+    """Rollouts with tools and environments."""
 
     tools: Tools
     chat: Chat
     builder: PromptBuilder
-    most_calls: int | None
+    most_calls: int | None  # turns of a rollout that may call tools
 
     def play(self, asked: Assignment) -> Iterator[tuple[int, Group]]:
         """See ``Player.play``."""

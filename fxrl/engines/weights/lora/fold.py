@@ -62,12 +62,7 @@ class RestoreError(EngineError):
 
 
 def require_sound(model: nn.Module) -> None:
-    """Refuses a model of which any weight is not the base model's now.
-
-    Raises:
-        FoldError: an adapter is folded into it at the moment.
-        RestoreError: a restore failed earlier.
-    """
+    """Refuses a model of which any weight is not the base model's now."""
     for state in {_state[module] for module in model.modules() if module in _state}:
         if state != _FOLDED:
             raise RestoreError(state)

@@ -50,30 +50,17 @@ class AdapterError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """One adapter's low-rank pair at one module: delta = scaling * B A (transposed for [in, out]).
+    """An adapter's low-rank pair at a module: delta = scaling * B A, transposed for [in, out]."""
 
-    Attributes:
-        a: [rank, in], the trainer's own tensor (never written here).
-        b: [out, rank], likewise.
-        scaling: alpha / r, or alpha / sqrt(r) with rsLoRA; PEFT's number.
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: float
+    a: Tensor  # [rank, in], the trainer's own tensor (never written here)
+    b: Tensor  # [out, rank], likewise
+    scaling: float  # alpha / r, or alpha / sqrt(r) with rsLoRA; PEFT's number
 
 
 @dataclass(frozen=True, eq=False)
 class LoraSite:
-    """A module with LoRA.
-
-    Attributes:
-        name: the module's name in the model without PEFT's wrapper, as checkpoints have it.
-        layer: PEFT's layer around it.
-    """
-
-    name: str
-    layer: Any
+    name: str  # the module's name in the model without PEFT's wrapper, as checkpoints have it
+    layer: Any  # PEFT's layer around it
 
     @property
     def weight(self) -> Tensor:
@@ -246,18 +233,12 @@ _SCRATCH_ELEMENTS = 2**24
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """One weight to fold into.
+    """One weight to fold into."""
 
-    Attributes:
-        weight: [out, in] (or [in, out] where ``is_transposed``), overwritten.
-        factors: not empty.
-        scale: of a weight [out, in] in FP8, which the sum keeps.
-    """
-
-    weight: Tensor
-    factors: tuple[Factors, ...]
+    weight: Tensor  # [out, in] (or [in, out] where ``is_transposed``), overwritten
+    factors: tuple[Factors, ...]  # not empty
     is_transposed: bool = False
-    scale: Tensor | None = None
+    scale: Tensor | None = None  # of a weight [out, in] in FP8, which the sum keeps
 
     @classmethod
     def of(cls, site: LoraSite, weight: Tensor | None = None) -> Merge:
@@ -421,9 +402,6 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Plain LoRA is merged in float32 with one rounding; anything else of PEFT's (DoRA, LoHa, ...) by
     PEFT's own code, on a copy of the layer. A tied weight is given once, by its first name.
-
-    Raises:
-        AdapterError: see ``why_not_mergeable``.
     """
     if reason := why_not_mergeable(model):
         raise AdapterError(f"lora: {reason}; leave it out of the adapter, or share the weights")

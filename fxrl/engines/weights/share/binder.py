@@ -144,23 +144,14 @@ class SharingError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class SharingRow:
-    """One tensor of the model (tied parameters are one).
+    """One tensor of the model (tied parameters are one)."""
 
-    Attributes:
-        name: of the HF parameter; tied ones have more names, see ``also``.
-        vllm_name: of the vLLM parameter it lies in, "" if it was copied.
-        nbytes: its size.
-        shared: one storage with vLLM, byte for byte what the checkpoint says.
-        reason: how the place was found, or why the tensor has a storage of its own.
-        also: the other names of a tied parameter.
-    """
-
-    name: str
-    vllm_name: str
-    nbytes: int
-    shared: bool
-    reason: str
-    also: tuple[str, ...] = ()
+    name: str  # of the HF parameter; tied ones have more names, see ``also``
+    vllm_name: str  # of the vLLM parameter it lies in, "" if it was copied
+    nbytes: int  # its size
+    shared: bool  # one storage with vLLM, byte for byte what the checkpoint says
+    reason: str  # how the place was found, or why the tensor has a storage of its own
+    also: tuple[str, ...] = ()  # the other names of a tied parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +178,13 @@ class SharingReport:
     """The result of ``share``.
 
     It keeps the vLLM model alive; drop it together with the engine.
-
-    Attributes:
-        rows: one for every tensor.
-        warnings: what a user should know though it works.
-        seconds: how long sharing took, the comparison with the checkpoint included.
-        mirrors: for copied parameters that vLLM has in another dtype, by HF name: vLLM's values in
-            the parameter's shape. ``mirrors[name].copy_(parameter)`` is an update.
     """
 
-    rows: tuple[SharingRow, ...]
-    warnings: tuple[str, ...]
-    seconds: float
+    rows: tuple[SharingRow, ...]  # one for every tensor
+    warnings: tuple[str, ...]  # what a user should know though it works
+    seconds: float  # how long sharing took, the comparison with the checkpoint included
+    # For copied parameters that vLLM has in another dtype, by HF name: vLLM's values in the
+    # parameter's shape. ``mirrors[name].copy_(parameter)`` is an update.
     mirrors: Mapping[str, Tensor] = field(repr=False)
     vllm_model: nn.Module = field(repr=False)
     bindings: tuple[Binding, ...] = field(repr=False)
@@ -229,9 +215,6 @@ class SharingReport:
 
         Catches what breaks aliases without an error: ``model.to(...)``, a rebound ``.data``, an
         optimizer or FSDP that flattens parameters, vLLM replacing a parameter while it reloads.
-
-        Raises:
-            SharingError: names the first parameters and what is wrong with them.
         """
         faults = [f"{b.name}: {why}" for b in self.bindings if (why := self._why_no_alias(b))]
         if faults:

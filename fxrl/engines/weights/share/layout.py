@@ -26,19 +26,13 @@ _SHARD_ORDER = {"q": 0, "k": 1, "v": 2}
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Rows ``start`` to ``start + length`` of vLLM's parameter ``name``.
+    """Rows ``start`` to ``start + length`` of vLLM's parameter ``name``."""
 
-    Attributes:
-        name: vLLM's own, as in ``named_parameters``.
-        transposed: the HF parameter is the transpose of those rows (GPT-2's ``Conv1D``).
-        how: how it was derived, in words.
-    """
-
-    name: str
+    name: str  # vLLM's own, as in ``named_parameters``
     start: int
     length: int
-    transposed: bool
-    how: str
+    transposed: bool  # the HF parameter is the transpose of those rows (GPT-2's ``Conv1D``)
+    how: str  # how it was derived, in words
 
     def view(self, parameter: Tensor) -> Tensor:
         """The HF parameter's values in ``parameter``'s storage, detached."""

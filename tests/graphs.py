@@ -1,34 +1,26 @@
-"""Helpers for tests of passes and regions, on the CPU: graphs to look at and rewrites to try."""
+"""Graphs to look at, and rewrites to try."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import fx, nn
 
 from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.lower import lower
 from fxrl.ir.graph import is_tensor
 from fxrl.ir.graph_pass import Applied, Pass, Site, Stage
 from fxrl.ir.pipeline import Pipeline
-from fxrl.ir.plan import Choice, Plan
+from fxrl.ir.plan import Plan
 from fxrl.ir.site import name_sites, plain_path
 from fxrl.passes import REGISTRY
 
-Rewrite = Callable[[fx.GraphModule], None]
 
-
-def lowered_graph(
-    model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any], batch: Any
-) -> fx.GraphModule:
+def lowered_graph(model, loss_fn, batch):
     """The graph that passes over heads and layers see for this model, loss and batch."""
-    graphs: list[fx.GraphModule] = []
+    graphs = []
 
-    def keep(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def keep(gm, _):
         graphs.append(normalised(gm))
         return gm.forward
 
@@ -37,7 +29,7 @@ def lowered_graph(
     return graphs[-1]
 
 
-def normalised(gm: fx.GraphModule) -> fx.GraphModule:
+def normalised(gm):
     """A Dynamo graph lowered, its sites named, and respelled by the passes that only do that."""
     lowered = lower(gm)
     name_sites(lowered, "0")
@@ -45,7 +37,7 @@ def normalised(gm: fx.GraphModule) -> fx.GraphModule:
     return Pipeline(tuple(respell)).run(lowered, Plan()).gm
 
 
-def nodes_of_module(graph: fx.Graph, path: str) -> list[fx.Node]:
+def nodes_of_module(graph, path):
     """Nodes that a submodule made, by the end of its path: ``layers.0`` or ``layers.0.mlp``."""
     found = []
     for node in graph.nodes:
@@ -56,21 +48,21 @@ def nodes_of_module(graph: fx.Graph, path: str) -> list[fx.Node]:
 
 
 @contextmanager
-def registered_rewrite(rewrite: Rewrite, name: str = "test-rewrite") -> Iterator[str]:
+def registered_rewrite(rewrite, name="test-rewrite"):
     """A pass that applies ``rewrite`` to each graph; its name is for ``Config(passes=(name,))``."""
 
     @dataclass(frozen=True)
     class TestRewrite(Pass[Site]):
         name: ClassVar[str]
 
-        def match(self, gm: fx.GraphModule) -> Iterator[Site]:
+        def match(self, gm):
             anchor = next(
                 (n for n in gm.graph.nodes if is_tensor(n) and n.op != "placeholder"), None
             )
             if anchor is not None:
                 yield Site(anchor, 0)
 
-        def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+        def rewrite(self, gm, site, choice):
             rewrite(gm)
             return Applied("rewritten by a test")
 
