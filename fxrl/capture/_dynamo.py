@@ -11,11 +11,13 @@ would end the graph at. ``_HANDLERS`` has instructions of Python that are traced
 from __future__ import annotations
 
 import dis
+import logging
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -24,13 +26,17 @@ from torch._dynamo.exc import raise_observed_exception  # what traced code would
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.variables.lists import SizeVariable
-from torch._dynamo.variables.misc import DebuggingVariable, StringFormatVariable
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.misc import DebuggingVariable, IgnoredFunctionVariable, LoggingLoggerVariable, StringFormatVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables import ConstantVariable, NNModuleVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable
+from torch._dynamo.variables import ConstantVariable, NNModuleVariable, SkipFunctionVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable, UserDefinedObjectVariable
 
 from fxrl.capture._torch import dynamo_config, dynamo_settings
 from fxrl.capture.branches import Branches
 from fxrl.capture.checks import check, counted_rows
+from fxrl.capture.clocks import CLOCKS, read_clock
+from fxrl.capture.scoped_hooks import LEVELS
 
 _tracer: Any = torch._dynamo.symbolic_convert
 _IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]
@@ -39,6 +45,8 @@ _ENDS = {code for name, code in dis.opmap.items() if name.startswith(("RETURN", 
 _LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE")))}
 _TRANSLATORS: tuple[Any, ...] = (_tracer.InstructionTranslator, _tracer.InliningInstructionTranslator, _tracer.InliningGeneratorInstructionTranslator)
 _make_instance: Any = UserDefinedClassVariable.call_function
+_ask_logger, _attribute = LoggingLoggerVariable.call_method, UserDefinedObjectVariable.var_getattr
+_call_skipped = SkipFunctionVariable.call_function
 _print, _end_graph = DebuggingVariable.call_function, torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
 _DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)  # none in torch 2.11, whose own can be rebuilt
@@ -59,7 +67,7 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
     whose weight it is. A ``SimpleNamespace`` is made: small models return one. A branch on a
     tensor's value that only raises is a check (``fxrl.capture.checks``); in the first graph of
     ``root`` others are followed, and so is a loop over as many rows as were found. What is printed
-    waits for the graph's end, and a progress bar around a loop is left out. Where a graph must end
+    waits for the graph's end, a clock is read as the graph runs, and a progress bar around a loop is left out. Where a graph must end
     inside of a function that is called, it ends where the rest can still be captured (``_may_end``).
     """
     tables = [one.dispatch_table for one in _TRANSLATORS]
@@ -252,12 +260,45 @@ def _is_progress_bar(kind: Any) -> bool:
 def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Told to the graph's end, unless it is in a body of its own: a checkpoint's, or the one of
     equal layers, which would print once for all of them."""
-    body = tx.output.current_tracer.parent is not None or any("_trace_first" in one.f_code.co_name for one in _callers(tx))
     known = kwargs.keys() <= {"flush", "stacklevel"} and all(isinstance(arg.realize(), _PRINTED) for arg in args)
-    if body or not known:
+    if _in_body(tx) or not known:
         return _print(self, tx, args, kwargs)
     tx.output.root_tx.debug_locals.append((self, list(args)))
     return ConstantVariable.create(None)
+
+
+def _in_body(tx: Any) -> bool:
+    """Whether what is traced is a graph of its own inside of the one at hand."""
+    return tx.output.current_tracer.parent is not None or any("_trace_first" in one.f_code.co_name for one in _callers(tx))
+
+
+def _read_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A clock's time, read where the graph runs; other functions that Dynamo skips end it."""
+    if args or kwargs or self.value not in CLOCKS or _in_body(tx):
+        return _call_skipped(self, tx, args, kwargs)
+    which = (CLOCKS.index(self.value), len(tx.output.graph.nodes))
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", read_clock, which, {})).call_method(tx, "item", [], {})
+
+
+def _asked(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Whether a logger would tell something: by levels that are guarded."""
+    if name not in ("isEnabledFor", "getEffectiveLevel") or self.source is None or kwargs:
+        return _ask_logger(self, tx, name, args, kwargs)
+    names = ["disabled", "manager.disable", "level"]
+    above = self.value
+    while above.parent is not None:
+        above = above.parent
+        names.append(f"{names[-1].removesuffix('level')}parent.level")
+    for path in names:
+        install_guard(reduce(AttrSource, path.split("."), self.source).make_guard(GuardBuilder.CONSTANT_MATCH))
+    return ConstantVariable.create(getattr(self.value, name)(*(one.as_python_constant() for one in args)))
+
+
+def _attribute_of(self: Any, tx: Any, name: str) -> Any:
+    """A ``LoggerAdapter``'s log methods are its logger's, which are left out."""
+    if isinstance(self.value, logging.LoggerAdapter) and name.startswith(LEVELS) and callable(getattr(self.value, name)):
+        return IgnoredFunctionVariable(getattr(self.value, name))
+    return _attribute(self, tx, name)
 
 
 def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -337,6 +378,10 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TensorVariable, "method_tolist", _listed),
     (UserDefinedClassVariable, "call_function", _instance),
+    (LoggingLoggerVariable, "call_method", _asked),
+    (logging.getLogger, "_dynamo_marked_constant", True),
+    (UserDefinedObjectVariable, "var_getattr", _attribute_of),
+    (SkipFunctionVariable, "call_function", _read_later),
     (DebuggingVariable, "call_function", _print_later),
     (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
