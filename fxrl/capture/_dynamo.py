@@ -25,10 +25,10 @@ import torch
 from torch._dynamo.exc import raise_observed_exception  # what traced code would raise here, for it to catch
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
-from torch._dynamo.variables.lists import SizeVariable
+from torch._dynamo.variables.lists import BaseListVariable, SizeVariable
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
-from torch._dynamo.variables.misc import DebuggingVariable, IgnoredFunctionVariable, LoggingLoggerVariable, StringFormatVariable
+from torch._dynamo.variables.misc import DebuggingVariable, IgnoredFunctionVariable, LoggingLoggerVariable, NumpyVariable, StringFormatVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables import ConstantVariable, NNModuleVariable, SkipFunctionVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable, UserDefinedObjectVariable
 
@@ -46,6 +46,7 @@ _LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items(
 _TRANSLATORS: tuple[Any, ...] = (_tracer.InstructionTranslator, _tracer.InliningInstructionTranslator, _tracer.InliningGeneratorInstructionTranslator)
 _make_instance: Any = UserDefinedClassVariable.call_function
 _ask_logger, _attribute = LoggingLoggerVariable.call_method, UserDefinedObjectVariable.var_getattr
+_call_numpy = NumpyVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
 _print, _end_graph = DebuggingVariable.call_function, torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
@@ -280,6 +281,26 @@ def _read_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", read_clock, which, {})).call_method(tx, "item", [], {})
 
 
+def _averaged(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``np.mean(metrics)`` of numbers that were read off tensors, which no array is made of. One
+    number is told as one, which JSON can write, where no method of an array is asked for."""
+    given = [_of_numbers(tx, one.realize()) for one in args]
+    made = _call_numpy(self, tx, given, kwargs)
+    read = any(one is not own.realize() for one, own in zip(given, args, strict=True)) and getattr(made, "ndim", None) == 0
+    return made.call_method(tx, "item", [], {}) if read and tx.next_instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD") else made
+
+
+def _of_numbers(tx: Any, given: Any) -> Any:
+    items = [one.realize() for one in given.items] if isinstance(given, BaseListVariable) else []
+    numbers = all(isinstance(one, (ConstantVariable, SymNodeVariable)) for one in items)
+    if not numbers or not any(map(_known_when_run, items)):
+        return given
+    call = tx.output.create_proxy
+    dtype = torch.int64 if all(one.python_type() is int for one in items) else torch.float64
+    made = [call("call_function", torch.scalar_tensor, (one.as_proxy(),), {"dtype": dtype}) for one in items]
+    return wrap_fx_proxy(tx, call("call_function", torch.stack, (made,), {}))
+
+
 def _asked(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Whether a logger would tell something: by levels that are guarded."""
     if name not in ("isEnabledFor", "getEffectiveLevel") or self.source is None or kwargs:
@@ -378,6 +399,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TensorVariable, "method_tolist", _listed),
     (UserDefinedClassVariable, "call_function", _instance),
+    (NumpyVariable, "call_function", _averaged),
     (LoggingLoggerVariable, "call_method", _asked),
     (logging.getLogger, "_dynamo_marked_constant", True),
     (UserDefinedObjectVariable, "var_getattr", _attribute_of),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from tests.capture.mixer import (
     Mixer,
     assert_matches_eager,
     assert_same,
+    captures,
     fused,
     grads,
     make_batch,
@@ -164,6 +167,93 @@ def test_what_is_printed_ends_no_graph(loss_fn: Any, capsys: pytest.CaptureFixtu
     assert len(lines) == (4 if loss_fn is printed else 0)
     assert fused(step)
     assert len(step.captures) == 1
+
+
+def timed(model: nn.Module, batch: Any) -> Any:
+    begun, started = time.perf_counter(), time.time_ns()
+    logits = model(batch["ids"])
+    if time.perf_counter() - begun > 1000:
+        raise TimeoutError("the forward hangs")
+    loss = -token_logps(logits, batch["ids"]).mean()
+    return loss, {"seconds": time.perf_counter() - begun, "ns": time.time_ns() - started}
+
+
+def test_a_clock_tells_the_time_of_the_call() -> None:
+    model = make_model()
+    step = optimize(model, timed, CONFIG)
+    found = []
+    for seed in range(3):
+        wanted, _ = timed(model, make_batch(seed=seed))
+        begun = time.perf_counter()
+        loss, told = step(make_batch(seed=seed))
+        assert_same(loss, wanted)
+        assert 0 < told["seconds"] < time.perf_counter() - begun
+        assert 0 < told["ns"] < 1e9 * (time.perf_counter() - begun)
+        found.append(float(told["seconds"]))
+    assert len(set(found)) == 3
+    assert fused(step)
+    assert captures(step) == 1
+
+
+LOGGER = logging.getLogger("tests.capture.losses")
+ADAPTER = logging.LoggerAdapter(LOGGER, {"rank": 0})
+
+
+def logged(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])
+    logging.debug("logits %s", logits.shape)
+    logging.getLogger("tests.capture").debug("of %s", logits.mean())
+    ADAPTER.debug("to %s", logits.max())
+    loss = -token_logps(logits, batch["ids"]).mean()
+    return 2 * loss if LOGGER.isEnabledFor(logging.DEBUG) else loss
+
+
+def test_logging_ends_no_graph_and_its_levels_count() -> None:
+    model = make_model()
+    step = optimize(model, logged, CONFIG)
+    above = logging.getLogger("tests")
+    for level in (logging.INFO, logging.DEBUG, logging.INFO):
+        above.setLevel(level)
+        assert_matches_eager(step, logged, model, make_batch())
+    assert fused(step)
+    assert captures(step) == 2
+    assert any("left out of the captured step: debug()" in r.reason for r in step.report.remarks)
+    above.setLevel(logging.NOTSET)
+
+
+def averaged(model: nn.Module, batch: Any) -> Any:
+    losses = [-token_logps(model(ids), ids).mean() for ids in batch["ids"].split(2)]
+    numbers = [loss.item() for loss in losses]
+    return sum(losses), {"mean": float(np.mean(numbers)), "most": np.max(numbers).item()}
+
+
+def picked_one_by_one(model: nn.Module, batch: Any) -> Tensor:
+    logps = torch.log_softmax(model(batch["ids"]), -1)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(2):
+        for at in range(3):
+            total = total - logps[row, at][batch["ids"][row, at + 1] - VOCAB * (at == 1)]
+    return total
+
+
+def chunks_of_scalars(model: nn.Module, batch: Any) -> Any:
+    logps = token_logps(model(batch["ids"]), batch["ids"])
+    total, told = torch.zeros((), dtype=torch.float64), []
+    for part in logps.split([1, 2]):
+        total = total - part.sum()
+        told.append(part.mean().unsqueeze(0))
+    return total, torch.cat(told).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [averaged, picked_one_by_one, chunks_of_scalars])
+def test_what_losses_write_around_log_probs(loss_fn: Any) -> None:
+    model = make_model()
+    step = optimize(model, loss_fn, QUIET)
+    for length in (7, 9):
+        assert_matches_eager(step, loss_fn, model, make_batch(length=length))
+    heads = {r.pass_name for r in step.report.of_kind("applied")}
+    assert heads & {"fuse-linear-logprob", "chunk-vocab-region"}, step.report
+    assert not [r for r in step.report.of_kind("missed") if r.pass_name == "capture"]
 
 
 class Broken(nn.Module):
