@@ -25,12 +25,12 @@ import torch
 from torch._dynamo.exc import raise_observed_exception  # what traced code would raise here, for it to catch
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
-from torch._dynamo.variables.lists import BaseListVariable, SizeVariable
+from torch._dynamo.variables.lists import BaseListVariable, ListVariable, SizeVariable
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource
+from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.variables.misc import DebuggingVariable, IgnoredFunctionVariable, LoggingLoggerVariable, NumpyVariable, StringFormatVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables import ConstantVariable, NNModuleVariable, SkipFunctionVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable, UserDefinedObjectVariable
+from torch._dynamo.variables import ConstDictVariable, ConstantVariable, NNModuleVariable, SkipFunctionVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable, UserDefinedObjectVariable
 
 from fxrl.capture._torch import dynamo_config, dynamo_settings
 from fxrl.capture.branches import Branches
@@ -261,11 +261,41 @@ def _is_progress_bar(kind: Any) -> bool:
 def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Told to the graph's end, unless it is in a body of its own: a checkpoint's, or the one of
     equal layers, which would print once for all of them."""
-    known = kwargs.keys() <= {"flush", "stacklevel"} and all(isinstance(arg.realize(), _PRINTED) for arg in args)
-    if _in_body(tx) or not known:
+    named = {name: value.realize() for name, value in kwargs.items() if name not in ("flush", "stacklevel")}
+    told, known = [_as_it_is(arg) for arg in args], all(_may_wait(name, value) for name, value in named.items())
+    if _in_body(tx) or not known or None in told:
         return _print(self, tx, args, kwargs)
-    tx.output.root_tx.debug_locals.append((self, list(args)))
+    names = ConstantVariable.create(tuple(named))
+    tx.output.root_tx.debug_locals.append((_Teller(self.value), [self, names, *named.values(), *told]))
     return ConstantVariable.create(None)
+
+
+def _as_it_is(printed: Any) -> Any:
+    """A printed value, of a list or dict a copy as it is now; None where it cannot wait."""
+    printed = printed.realize()
+    if isinstance(printed, ConstDictVariable):
+        items = {key: _as_it_is(value) for key, value in printed.items.items()}
+        return None if None in items.values() else ConstDictVariable(items)
+    if type(printed) in (ListVariable, TupleVariable):
+        parts = [_as_it_is(one) for one in printed.items]
+        return None if None in parts else type(printed)(parts)
+    return printed if isinstance(printed, _PRINTED) else None
+
+
+def _may_wait(name: str, value: Any) -> bool:
+    return isinstance(value, ConstantVariable) or (name == "file" and value.source is not None)
+
+
+class _Teller(DebuggingVariable):
+    """Calls a function that tells with its keywords, which Dynamo leaves out."""
+
+    def reconstruct(self, codegen: Any) -> None:
+        codegen.load_import_from(__name__, tell.__name__)
+
+
+def tell(function: Callable[..., None], names: tuple[str, ...], *values: Any) -> None:
+    """``function``, by captured code: with keywords of these names, whose values come first."""
+    function(*values[len(names) :], **dict(zip(names, values, strict=False)))
 
 
 def _in_body(tx: Any) -> bool:
@@ -303,15 +333,20 @@ def _of_numbers(tx: Any, given: Any) -> Any:
 
 def _asked(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Whether a logger would tell something: by levels that are guarded."""
-    if name not in ("isEnabledFor", "getEffectiveLevel") or self.source is None or kwargs:
+    source = tx.import_source("logging")
+    if self.value is logging.root:
+        source = AttrSource(source, "root")
+    else:
+        source = DictGetItemSource(reduce(AttrSource, ("root", "manager", "loggerDict"), source), self.value.name)
+    known = self.value is logging.root or logging.root.manager.loggerDict.get(self.value.name) is self.value
+    if name not in ("isEnabledFor", "getEffectiveLevel") or not known or kwargs:
         return _ask_logger(self, tx, name, args, kwargs)
-    names = ["disabled", "manager.disable", "level"]
-    above = self.value
+    names, above = ["disabled", "manager.disable", "level"], self.value
     while above.parent is not None:
         above = above.parent
         names.append(f"{names[-1].removesuffix('level')}parent.level")
     for path in names:
-        install_guard(reduce(AttrSource, path.split("."), self.source).make_guard(GuardBuilder.CONSTANT_MATCH))
+        install_guard(reduce(AttrSource, path.split("."), source).make_guard(GuardBuilder.CONSTANT_MATCH))
     return ConstantVariable.create(getattr(self.value, name)(*(one.as_python_constant() for one in args)))
 
 

@@ -226,7 +226,7 @@ def _picked(
     return RowValue(rules.pool.call(aten.select.int, expr, own, index), tags, sizes)
 
 
-def _from_the_start(rules: RowRules, position: fx.Node, size: int) -> RowExpr:
+def _from_the_start(rules: RowRules, position: Any, size: int) -> RowExpr:
     """One position in a local dim, which may count from its end."""
     at = rules.pool.call(aten.reshape.default, _ids(rules, position), (1,))
     below, behind = (
