@@ -45,7 +45,9 @@ _ENDS = {code for name, code in dis.opmap.items() if name.startswith(("RETURN", 
 _LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE")))}
 _TRANSLATORS: tuple[Any, ...] = (_tracer.InstructionTranslator, _tracer.InliningInstructionTranslator, _tracer.InliningGeneratorInstructionTranslator)
 _make_instance: Any = UserDefinedClassVariable.call_function
-_ask_logger, _attribute = LoggingLoggerVariable.call_method, UserDefinedObjectVariable.var_getattr
+_ask_logger = LoggingLoggerVariable.call_method
+_GETATTR = next((name for name in ("var_getattr", "tp_getattro_impl") if name in vars(UserDefinedObjectVariable)), "")  # the second from torch 2.15 on
+_attribute: Any = getattr(UserDefinedObjectVariable, _GETATTR, None)
 _call_numpy = NumpyVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
 _print, _end_graph = DebuggingVariable.call_function, torch._dynamo.output_graph.OutputGraph.compile_subgraph
@@ -437,13 +439,14 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (NumpyVariable, "call_function", _averaged),
     (LoggingLoggerVariable, "call_method", _asked),
     (logging.getLogger, "_dynamo_marked_constant", True),
-    (UserDefinedObjectVariable, "var_getattr", _attribute_of),
     (SkipFunctionVariable, "call_function", _read_later),
     (DebuggingVariable, "call_function", _print_later),
     (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
     (_tracer.InstructionTranslatorBase, "maybe_has_backedge", _in_loop),
 ]
+if _GETATTR:
+    _REPLACED.append((UserDefinedObjectVariable, _GETATTR, _attribute_of))
 if _DICT_ITERATOR is not None and "reconstruct" not in vars(_DICT_ITERATOR):
     _REPLACED.append((_DICT_ITERATOR, "reconstruct", _rebuild_iterator))
 if not _KNOWS_NAMESPACES:

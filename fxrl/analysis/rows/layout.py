@@ -229,11 +229,10 @@ def _picked(
 def _from_the_start(rules: RowRules, position: Any, size: int) -> RowExpr:
     """One position in a local dim, which may count from its end."""
     at = rules.pool.call(aten.reshape.default, _ids(rules, position), (1,))
-    below, behind = (
-        rules.pool.call(aten.lt.Scalar, at, 0),
-        rules.pool.call(aten.add.Scalar, at, size),
+    from_the_end = rules.pool.call(aten.lt.Scalar, at, 0)
+    return rules.pool.call(
+        aten.where.self, from_the_end, rules.pool.call(aten.add.Scalar, at, size), at
     )
-    return rules.pool.call(aten.where.self, below, behind, at)
 
 
 def unbind(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
