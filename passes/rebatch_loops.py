@@ -205,6 +205,8 @@ class _Loop:
         if not _known(first):
             raise Refusal(f"{first.target} is not known to act within one sequence", at=first)
         given = [bound(node) for node in nodes]
+        if self.dim is not None and all(_rank(value) <= self.dim for value in given[0].values()):
+            raise Refusal("a chunk's values are reduced over its rows", at=first)
         if self.dim is not None and not all(_aligned(one.values(), self.dim) for one in given):
             raise Refusal("a chunk's values meet fewer rows of another tensor", at=first)
         changed = {
@@ -243,6 +245,10 @@ class _Loop:
         if self.dim is not None and min(counted) <= self.dim - rank:
             raise Refusal("what is computed runs along the chunks", at=node)
         return counted if several else counted[0]
+
+
+def _rank(value: Any) -> int:
+    return len(shape_of(value)) if is_tensor(value) else 0
 
 
 def _aligned(arguments: Iterable[Any], dim: int) -> bool:

@@ -11,11 +11,13 @@ would end the graph at. ``_HANDLERS`` has instructions of Python that are traced
 from __future__ import annotations
 
 import dis
+import logging
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -23,14 +25,18 @@ import torch
 from torch._dynamo.exc import raise_observed_exception  # what traced code would raise here, for it to catch
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
-from torch._dynamo.variables.lists import SizeVariable
-from torch._dynamo.variables.misc import DebuggingVariable, StringFormatVariable
+from torch._dynamo.variables.lists import BaseListVariable, ListVariable, SizeVariable
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, DictGetItemSource
+from torch._dynamo.variables.misc import DebuggingVariable, IgnoredFunctionVariable, LoggingLoggerVariable, NumpyVariable, StringFormatVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables import ConstantVariable, NNModuleVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable
+from torch._dynamo.variables import ConstDictVariable, ConstantVariable, NNModuleVariable, SkipFunctionVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable, UserDefinedObjectVariable
 
 from fxrl.capture._torch import dynamo_config, dynamo_settings
 from fxrl.capture.branches import Branches
 from fxrl.capture.checks import check, counted_rows
+from fxrl.capture.clocks import CLOCKS, read_clock
+from fxrl.capture.scoped_hooks import LEVELS
 
 _tracer: Any = torch._dynamo.symbolic_convert
 _IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]
@@ -39,6 +45,11 @@ _ENDS = {code for name, code in dis.opmap.items() if name.startswith(("RETURN", 
 _LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE")))}
 _TRANSLATORS: tuple[Any, ...] = (_tracer.InstructionTranslator, _tracer.InliningInstructionTranslator, _tracer.InliningGeneratorInstructionTranslator)
 _make_instance: Any = UserDefinedClassVariable.call_function
+_ask_logger = LoggingLoggerVariable.call_method
+_GETATTR = next((name for name in ("var_getattr", "tp_getattro_impl") if name in vars(UserDefinedObjectVariable)), "")  # the second from torch 2.15 on
+_attribute: Any = getattr(UserDefinedObjectVariable, _GETATTR, None)
+_call_numpy = NumpyVariable.call_function
+_call_skipped = SkipFunctionVariable.call_function
 _print, _end_graph = DebuggingVariable.call_function, torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
 _DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)  # none in torch 2.11, whose own can be rebuilt
@@ -59,7 +70,7 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
     whose weight it is. A ``SimpleNamespace`` is made: small models return one. A branch on a
     tensor's value that only raises is a check (``fxrl.capture.checks``); in the first graph of
     ``root`` others are followed, and so is a loop over as many rows as were found. What is printed
-    waits for the graph's end, and a progress bar around a loop is left out. Where a graph must end
+    waits for the graph's end, a clock is read as the graph runs, and a progress bar around a loop is left out. Where a graph must end
     inside of a function that is called, it ends where the rest can still be captured (``_may_end``).
     """
     tables = [one.dispatch_table for one in _TRANSLATORS]
@@ -252,12 +263,100 @@ def _is_progress_bar(kind: Any) -> bool:
 def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Told to the graph's end, unless it is in a body of its own: a checkpoint's, or the one of
     equal layers, which would print once for all of them."""
-    body = tx.output.current_tracer.parent is not None or any("_trace_first" in one.f_code.co_name for one in _callers(tx))
-    known = kwargs.keys() <= {"flush", "stacklevel"} and all(isinstance(arg.realize(), _PRINTED) for arg in args)
-    if body or not known:
+    named = {name: value.realize() for name, value in kwargs.items() if name not in ("flush", "stacklevel")}
+    told, known = [_as_it_is(arg) for arg in args], all(_may_wait(name, value) for name, value in named.items())
+    if _in_body(tx) or not known or None in told:
         return _print(self, tx, args, kwargs)
-    tx.output.root_tx.debug_locals.append((self, list(args)))
+    names = ConstantVariable.create(tuple(named))
+    tx.output.root_tx.debug_locals.append((_Teller(self.value), [self, names, *named.values(), *told]))
     return ConstantVariable.create(None)
+
+
+def _as_it_is(printed: Any) -> Any:
+    """A printed value, of a list or dict a copy as it is now; None where it cannot wait."""
+    printed = printed.realize()
+    if isinstance(printed, ConstDictVariable):
+        items = {key: _as_it_is(value) for key, value in printed.items.items()}
+        return None if None in items.values() else ConstDictVariable(items)
+    if type(printed) in (ListVariable, TupleVariable):
+        parts = [_as_it_is(one) for one in printed.items]
+        return None if None in parts else type(printed)(parts)
+    return printed if isinstance(printed, _PRINTED) else None
+
+
+def _may_wait(name: str, value: Any) -> bool:
+    return isinstance(value, ConstantVariable) or (name == "file" and value.source is not None)
+
+
+class _Teller(DebuggingVariable):
+    """Calls a function that tells with its keywords, which Dynamo leaves out."""
+
+    def reconstruct(self, codegen: Any) -> None:
+        codegen.load_import_from(__name__, tell.__name__)
+
+
+def tell(function: Callable[..., None], names: tuple[str, ...], *values: Any) -> None:
+    """``function``, by captured code: with keywords of these names, whose values come first."""
+    function(*values[len(names) :], **dict(zip(names, values, strict=False)))
+
+
+def _in_body(tx: Any) -> bool:
+    """Whether what is traced is a graph of its own inside of the one at hand."""
+    return tx.output.current_tracer.parent is not None or any("_trace_first" in one.f_code.co_name for one in _callers(tx))
+
+
+def _read_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A clock's time, read where the graph runs; other functions that Dynamo skips end it."""
+    if args or kwargs or self.value not in CLOCKS or _in_body(tx):
+        return _call_skipped(self, tx, args, kwargs)
+    which = (CLOCKS.index(self.value), len(tx.output.graph.nodes))
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", read_clock, which, {})).call_method(tx, "item", [], {})
+
+
+def _averaged(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``np.mean(metrics)`` of numbers that were read off tensors, which no array is made of. One
+    number is told as one, which JSON can write, where no method of an array is asked for."""
+    given = [_of_numbers(tx, one.realize()) for one in args]
+    made = _call_numpy(self, tx, given, kwargs)
+    read = any(one is not own.realize() for one, own in zip(given, args, strict=True)) and getattr(made, "ndim", None) == 0
+    return made.call_method(tx, "item", [], {}) if read and tx.next_instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD") else made
+
+
+def _of_numbers(tx: Any, given: Any) -> Any:
+    items = [one.realize() for one in given.items] if isinstance(given, BaseListVariable) else []
+    numbers = all(isinstance(one, (ConstantVariable, SymNodeVariable)) for one in items)
+    if not numbers or not any(map(_known_when_run, items)):
+        return given
+    call = tx.output.create_proxy
+    dtype = torch.int64 if all(one.python_type() is int for one in items) else torch.float64
+    made = [call("call_function", torch.scalar_tensor, (one.as_proxy(),), {"dtype": dtype}) for one in items]
+    return wrap_fx_proxy(tx, call("call_function", torch.stack, (made,), {}))
+
+
+def _asked(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Whether a logger would tell something: by levels that are guarded."""
+    source = tx.import_source("logging")
+    if self.value is logging.root:
+        source = AttrSource(source, "root")
+    else:
+        source = DictGetItemSource(reduce(AttrSource, ("root", "manager", "loggerDict"), source), self.value.name)
+    known = self.value is logging.root or logging.root.manager.loggerDict.get(self.value.name) is self.value
+    if name not in ("isEnabledFor", "getEffectiveLevel") or not known or kwargs:
+        return _ask_logger(self, tx, name, args, kwargs)
+    names, above = ["disabled", "manager.disable", "level"], self.value
+    while above.parent is not None:
+        above = above.parent
+        names.append(f"{names[-1].removesuffix('level')}parent.level")
+    for path in names:
+        install_guard(reduce(AttrSource, path.split("."), source).make_guard(GuardBuilder.CONSTANT_MATCH))
+    return ConstantVariable.create(getattr(self.value, name)(*(one.as_python_constant() for one in args)))
+
+
+def _attribute_of(self: Any, tx: Any, name: str) -> Any:
+    """A ``LoggerAdapter``'s log methods are its logger's, which are left out."""
+    if isinstance(self.value, logging.LoggerAdapter) and name.startswith(LEVELS) and callable(getattr(self.value, name)):
+        return IgnoredFunctionVariable(getattr(self.value, name))
+    return _attribute(self, tx, name)
 
 
 def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -342,12 +441,18 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TensorVariable, "method_tolist", _listed),
     (UserDefinedClassVariable, "call_function", _instance),
+    (NumpyVariable, "call_function", _averaged),
+    (LoggingLoggerVariable, "call_method", _asked),
+    (logging.getLogger, "_dynamo_marked_constant", True),
+    (SkipFunctionVariable, "call_function", _read_later),
     (DebuggingVariable, "call_function", _print_later),
     (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
     (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
     (_tracer.InstructionTranslatorBase, "maybe_has_backedge", _in_loop),
 ]
+if _GETATTR:
+    _REPLACED.append((UserDefinedObjectVariable, _GETATTR, _attribute_of))
 if _DICT_ITERATOR is not None and "reconstruct" not in vars(_DICT_ITERATOR):
     _REPLACED.append((_DICT_ITERATOR, "reconstruct", _rebuild_iterator))
 if not _KNOWS_NAMESPACES:

@@ -24,7 +24,8 @@ from fxrl.ir.remark import Remark, RemarkKind, Report
 
 Hook = Callable[..., Any]
 
-_LEVELS = ("debug", "info", "warn", "error", "critical", "exception", "log")
+LEVELS = ("debug", "info", "warn", "error", "critical", "exception", "log")
+"""How the names of log methods begin."""
 
 
 class Takeover:
@@ -176,6 +177,16 @@ class _LogMethods(list[Any]):
             self.met.add(getattr(method, "__name__", str(method)))
         return found
 
+    def __iter__(self) -> Iterator[Any]:
+        """The functions that log without a logger. Dynamo stops at the one that it looks for."""
+        for name, function in vars(logging).items():
+            if name.startswith(LEVELS) and isinstance(function, types.FunctionType):
+                try:
+                    yield function
+                except GeneratorExit:
+                    self.met.add(name)
+                    raise
+
     def __repr__(self) -> str:
         return "all log methods"
 
@@ -186,7 +197,7 @@ class _LogMethods(list[Any]):
 def _log_methods() -> Iterator[Any]:
     """``logging.Logger``'s log methods, those that libraries add (``warning_once``) included."""
     for name, method in vars(logging.Logger).items():
-        if name.startswith(_LEVELS) and callable(method):
+        if name.startswith(LEVELS) and callable(method):
             yield method
 
 

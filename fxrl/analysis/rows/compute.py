@@ -135,6 +135,8 @@ def whole_row(rules: RowRules, node: fx.Node) -> Rows:
         raise Refusal(f"{op_name(node)} runs over tokens", cure)
     tags = value.tags
     if node.target is aten.topk.default:
+        if isinstance(given["k"], fx.Node):
+            raise Refusal(f"{op_name(node)} takes a number that only the running step knows")
         tags = value.retagged(dim, rules.tag_of_size(given["k"]))
     return _results(rules, node, tags, self=value.expr, dim=value.local_dim(dim))
 

@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from fxrl.ir.graph import Size
+from fxrl.ir.remark import Refusal
 
 Tag = str
 TOKEN, VOCAB, LOCAL = "t", "v", "k"
@@ -137,7 +138,16 @@ class ExprPool:
         return self._intern(("leaf", _key(leaf)), lambda: RowExpr(None, leaf=leaf))
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> RowExpr:
-        """The expression ``target(*args, **kwargs)``; lists become tuples."""
+        """The expression ``target(*args, **kwargs)``; lists become tuples.
+
+        Raises:
+            Refusal: an argument is a number of the graph, which the rows' own code does not hold.
+        """
+        numbers = [one for one in (*args, *kwargs.values()) if isinstance(one, fx.Node)]
+        if numbers:
+            raise Refusal(
+                f"{target} takes a number that only the running step knows", at=numbers[0]
+            )
         flat_args = map_exprs(args, lambda expr: expr)
         flat_kwargs = tuple(sorted(kwargs.items()))
         key = ("call", target, _key(flat_args), _key(flat_kwargs))

@@ -219,8 +219,20 @@ def _picked(
         return RowValue(rules.pool.shift(value.expr, step), tags, sizes)
     if is_one(value.sizes[dim]):  # a batch of one holds no rows
         return reshaped(rules, value, tags, sizes)
-    expr = rules.pool.call(aten.select.int, value.expr, value.local_dim(dim), index)
-    return RowValue(expr, tags, sizes)
+    own, expr = value.local_dim(dim), value.expr
+    if is_call(index, aten._local_scalar_dense.default):  # ``logp[i, t, ids[i, t]]``
+        at = _from_the_start(rules, index.args[0], static(value.sizes[dim]))
+        expr, index = rules.pool.call(aten.index_select.default, expr, own, at), 0
+    return RowValue(rules.pool.call(aten.select.int, expr, own, index), tags, sizes)
+
+
+def _from_the_start(rules: RowRules, position: Any, size: int) -> RowExpr:
+    """One position in a local dim, which may count from its end."""
+    at = rules.pool.call(aten.reshape.default, _ids(rules, position), (1,))
+    from_the_end = rules.pool.call(aten.lt.Scalar, at, 0)
+    return rules.pool.call(
+        aten.where.self, from_the_end, rules.pool.call(aten.add.Scalar, at, size), at
+    )
 
 
 def unbind(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
