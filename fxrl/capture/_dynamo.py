@@ -30,6 +30,7 @@ from torch._dynamo.variables import ConstantVariable, NNModuleVariable, SymNodeV
 
 from fxrl.capture._torch import dynamo_config, dynamo_settings
 from fxrl.capture.branches import Branches
+from fxrl.capture.breaks import place_of
 from fxrl.capture.checks import check, counted_rows
 
 _tracer: Any = torch._dynamo.symbolic_convert
@@ -130,13 +131,17 @@ def _jump(name: str) -> Callable[[Any, Any], None]:
             passes = call("call_function", torch.scalar_tensor, (passes,), {})
         if not truth:
             passes = call("call_function", torch.logical_not, (passes,), {})
-        call("call_function", check, (passes, *branch), {})
+        call("call_function", check, (passes, *(branch or (None, _source()))), {})
         if truth == jumps_if:
             translator.jump(instruction)
         if truth != jumps_if or not keeps:
             translator.pop()
 
     return jump
+
+
+def _source() -> str:
+    return place_of(torch._guards.TracingContext.extract_stack())[0]
 
 
 def _taken(translator: Any, instruction: Any, jumps_if: bool) -> tuple[bool, tuple[int, ...]] | None:

@@ -150,9 +150,7 @@ class CapturedLoss:
                 if failed.branch is not None:
                     self._branches[way].turn(failed.branch, failed.found)
                     continue
-                # as written it raises its own error, or handles it
-                self._note(RemarkKind.ANALYSIS, "", "a check failed: the call was run as written")
-                return self._loss_fn(self._model, batch)
+                return self._as_written_after(failed, batch)
         else:
             if failure is not None and self._backend.only_explain:
                 raise failure
@@ -161,6 +159,14 @@ class CapturedLoss:
         if failure is not None:
             self._way[_kind(batch)] = way
             self._note_failure(failure, way)
+        return result
+
+    def _as_written_after(self, failed: CheckFailedError, batch: Any) -> Any:
+        """Raises the loss's own error, if it lets one out: such a call is no miss."""
+        result = self._loss_fn(self._model, batch)
+        reason = "a check failed, and the loss goes on: a call like this is run as written"
+        cure = "leave such batches out, those with empty sequences too, or do without the check"
+        self._note(RemarkKind.MISSED, failed.source, reason, cure)
         return result
 
     def _first_way(self, batch: Any) -> int:
