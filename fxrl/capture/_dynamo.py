@@ -17,21 +17,24 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.exc import raise_observed_exception  # what traced code would raise here, for it to catch
+from torch._dynamo.exc import unimplemented  # ends the graph
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import DebuggingVariable, StringFormatVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables import ConstantVariable, NNModuleVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable
 
 from fxrl.capture._torch import dynamo_config, dynamo_settings
 from fxrl.capture.branches import Branches
 from fxrl.capture.breaks import place_of
 from fxrl.capture.checks import check, counted_rows
+from fxrl.ir.graph import hint
 
 _tracer: Any = torch._dynamo.symbolic_convert
 _IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]
@@ -40,6 +43,7 @@ _ENDS = {code for name, code in dis.opmap.items() if name.startswith(("RETURN", 
 _LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE")))}
 _TRANSLATORS: tuple[Any, ...] = (_tracer.InstructionTranslator, _tracer.InliningInstructionTranslator, _tracer.InliningGeneratorInstructionTranslator)
 _make_instance: Any = UserDefinedClassVariable.call_function
+_is_instance = BuiltinVariable.call_isinstance
 _print, _end_graph = DebuggingVariable.call_function, torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
 _DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)  # none in torch 2.11, whose own can be rebuilt
@@ -57,9 +61,9 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
 
     An import that fails raises there: libraries try a faster package inside of a loss's function,
     and go on without it. A class of torch has a name and a module: ``type(weight).__module__`` says
-    whose weight it is. A ``SimpleNamespace`` is made: small models return one. A branch on a
-    tensor's value that only raises is a check (``fxrl.capture.checks``); in the first graph of
-    ``root`` others are followed, and so is a loop over as many rows as were found. What is printed
+    whose weight it is. A class that says itself what it has for instances is asked. A
+    ``SimpleNamespace`` is made: small models return one. A branch on a tensor's value that only
+    raises is a check (``fxrl.capture.checks``); in the first graph of ``root`` others are followed, and so is a loop over as many rows as were found. What is printed
     waits for the graph's end, and a progress bar around a loop is left out. Where a graph must end
     inside of a function that is called, it ends where the rest can still be captured (``_may_end``).
     """
@@ -254,6 +258,39 @@ def _is_progress_bar(kind: Any) -> bool:
     return tqdm is not None and isinstance(kind, type) and issubclass(kind, tqdm.tqdm)
 
 
+def _isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> Any:
+    """Classes that say themselves what they have for instances are asked: ``Float[Tensor, "b t"]``.
+
+    Dynamo knows subclasses alone, and takes every tensor for none of theirs. Asked are the symbolic
+    tensor, so that what is read of its sizes is guarded, and a tensor of the class that the real
+    one has; the graph ends where they differ. Neither has values, nor what is not a tensor's own.
+    """
+    kinds = kind.as_python_constant() if isinstance(arg, TensorVariable) else ()
+    if not any(map(_says_itself, kinds if isinstance(kinds, tuple) else (kinds,))):
+        return _is_instance(self, tx, arg, kind)
+    symbolic, own = arg.as_proxy().node.meta["example_value"], arg.python_type()
+    try:
+        sizes, strides = (list(map(hint, found)) for found in (symbolic.shape, symbolic.stride()))
+        like = torch.empty_strided(sizes, strides, dtype=symbolic.dtype, device="meta")
+        answers = {isinstance(one, kinds) for one in (symbolic, torch.nn.Parameter(like, symbolic.requires_grad) if own is torch.nn.Parameter else like)}
+    except Exception as error:  # whatever a class asks of tensors
+        _end_here(f"{kinds} asks a tensor for what is known when it runs ({error})")
+    if len(answers) > 1 or own not in (torch.Tensor, torch.nn.Parameter):
+        _end_here(f"whether {own.__name__} is one of {kinds} is known when it runs")
+    return ConstantVariable.create(answers.pop())
+
+
+def _end_here(why: str) -> NoReturn:
+    unimplemented(gb_type="isinstance() of a class that says itself what it has for instances", context="", explanation=why, hints=[])
+
+
+def _says_itself(kind: Any) -> bool:
+    return isinstance(kind, type) and type(kind).__instancecheck__ not in _BY_CLASS
+
+
+_BY_CLASS = {type(kind).__instancecheck__ for kind in (object, Callable, torch.Tensor, torch.nn.Parameter, torch.FloatTensor)}
+
+
 def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Told to the graph's end, unless it is in a body of its own: a checkpoint's, or the one of
     equal layers, which would print once for all of them."""
@@ -342,6 +379,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TensorVariable, "method_tolist", _listed),
     (UserDefinedClassVariable, "call_function", _instance),
+    (BuiltinVariable, "call_isinstance", _isinstance),
     (DebuggingVariable, "call_function", _print_later),
     (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
