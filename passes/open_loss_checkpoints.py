@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrl.analysis.attention import SDPA
+from fxrl.analysis.layers import layer_path
 from fxrl.analysis.rows.heads import CLASS_OPS, feeds_class_op
 from fxrl.ir.graph import CHECKPOINT, PRODUCTS, body_of, inline, is_call, is_tensor
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
@@ -62,8 +63,13 @@ class OpenLossCheckpoints(Normalisation[Site]):
 
 
 def _computes_over_classes(graph: fx.Graph) -> bool:
-    heads = any(is_call(node, *CLASS_OPS) for node in graph.nodes)
-    return heads and not any(is_call(node, SDPA) for node in graph.nodes)
+    """A layer's router does so too: in a body with attention it is the loss that does it outside of
+    the layers, which are in the body as well."""
+    over_classes = [node for node in graph.nodes if is_call(node, *CLASS_OPS)]
+    attention = [node for node in graph.nodes if is_call(node, SDPA)]
+    if attention and all(layer_path(node) is not None for node in attention):
+        return any(layer_path(node) is None for node in over_classes)
+    return bool(over_classes) and not attention
 
 
 def _makes_logits(call: fx.Node, body: fx.GraphModule) -> bool:

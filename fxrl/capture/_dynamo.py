@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from types import CodeType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.exc import raise_observed_exception  # what traced code would raise here, for it to catch
+from torch._dynamo.exc import unimplemented  # ends the graph
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.variables.lists import BaseListVariable, ListVariable, SizeVariable
@@ -30,13 +31,16 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.variables.misc import DebuggingVariable, IgnoredFunctionVariable, LoggingLoggerVariable, NumpyVariable, StringFormatVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables import ConstDictVariable, ConstantVariable, NNModuleVariable, SkipFunctionVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable, UserDefinedObjectVariable
 
 from fxrl.capture._torch import dynamo_config, dynamo_settings
 from fxrl.capture.branches import Branches
+from fxrl.capture.breaks import place_of
 from fxrl.capture.checks import check, counted_rows
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.scoped_hooks import LEVELS
+from fxrl.ir.graph import hint
 
 _tracer: Any = torch._dynamo.symbolic_convert
 _IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]
@@ -50,6 +54,7 @@ _GETATTR = next((name for name in ("var_getattr", "tp_getattro_impl") if name in
 _attribute: Any = getattr(UserDefinedObjectVariable, _GETATTR, None)
 _call_numpy = NumpyVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
+_is_instance = BuiltinVariable.call_isinstance
 _print, _end_graph = DebuggingVariable.call_function, torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
 _DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)  # none in torch 2.11, whose own can be rebuilt
@@ -67,10 +72,11 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
 
     An import that fails raises there: libraries try a faster package inside of a loss's function,
     and go on without it. A class of torch has a name and a module: ``type(weight).__module__`` says
-    whose weight it is. A ``SimpleNamespace`` is made: small models return one. A branch on a
-    tensor's value that only raises is a check (``fxrl.capture.checks``); in the first graph of
-    ``root`` others are followed, and so is a loop over as many rows as were found. What is printed
-    waits for the graph's end, a clock is read as the graph runs, and a progress bar around a loop is left out. Where a graph must end
+    whose weight it is. A class that says itself what it has for instances is asked. A
+    ``SimpleNamespace`` is made: small models return one. A branch on a tensor's value that only
+    raises is a check (``fxrl.capture.checks``); in the first graph of ``root`` others are followed,
+    and so is a loop over as many rows as were found. What is printed waits for the graph's end, a
+    clock is read as the graph runs, and a progress bar around a loop is left out. Where a graph must end
     inside of a function that is called, it ends where the rest can still be captured (``_may_end``).
     """
     tables = [one.dispatch_table for one in _TRANSLATORS]
@@ -141,13 +147,17 @@ def _jump(name: str) -> Callable[[Any, Any], None]:
             passes = call("call_function", torch.scalar_tensor, (passes,), {})
         if not truth:
             passes = call("call_function", torch.logical_not, (passes,), {})
-        call("call_function", check, (passes, *branch), {})
+        call("call_function", check, (passes, *(branch or (None, _source()))), {})
         if truth == jumps_if:
             translator.jump(instruction)
         if truth != jumps_if or not keeps:
             translator.pop()
 
     return jump
+
+
+def _source() -> str:
+    return place_of(torch._guards.TracingContext.extract_stack())[0]
 
 
 def _taken(translator: Any, instruction: Any, jumps_if: bool) -> tuple[bool, tuple[int, ...]] | None:
@@ -258,6 +268,39 @@ def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _is_progress_bar(kind: Any) -> bool:
     tqdm: Any = sys.modules.get("tqdm.std")  # where it is not loaded, nothing is one
     return tqdm is not None and isinstance(kind, type) and issubclass(kind, tqdm.tqdm)
+
+
+def _isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> Any:
+    """Classes that say themselves what they have for instances are asked: ``Float[Tensor, "b t"]``.
+
+    Dynamo knows subclasses alone, and takes every tensor for none of theirs. Asked are the symbolic
+    tensor, so that what is read of its sizes is guarded, and a tensor of the class that the real
+    one has; the graph ends where they differ. Neither has values, nor what is not a tensor's own.
+    """
+    kinds = kind.as_python_constant() if isinstance(arg, TensorVariable) else ()
+    if not any(map(_says_itself, kinds if isinstance(kinds, tuple) else (kinds,))):
+        return _is_instance(self, tx, arg, kind)
+    symbolic, own = arg.as_proxy().node.meta["example_value"], arg.python_type()
+    try:
+        sizes, strides = (list(map(hint, found)) for found in (symbolic.shape, symbolic.stride()))
+        like = torch.empty_strided(sizes, strides, dtype=symbolic.dtype, device="meta")
+        answers = {isinstance(one, kinds) for one in (symbolic, torch.nn.Parameter(like, symbolic.requires_grad) if own is torch.nn.Parameter else like)}
+    except Exception as error:  # whatever a class asks of tensors
+        _end_here(f"{kinds} asks a tensor for what is known when it runs ({error})")
+    if len(answers) > 1 or own not in (torch.Tensor, torch.nn.Parameter):
+        _end_here(f"whether {own.__name__} is one of {kinds} is known when it runs")
+    return ConstantVariable.create(answers.pop())
+
+
+def _end_here(why: str) -> NoReturn:
+    unimplemented(gb_type="isinstance() of a class that says itself what it has for instances", context="", explanation=why, hints=[])
+
+
+def _says_itself(kind: Any) -> bool:
+    return isinstance(kind, type) and type(kind).__instancecheck__ not in _BY_CLASS
+
+
+_BY_CLASS = {type(kind).__instancecheck__ for kind in (object, Callable, torch.Tensor, torch.nn.Parameter, torch.FloatTensor)}
 
 
 def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -445,6 +488,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (LoggingLoggerVariable, "call_method", _asked),
     (logging.getLogger, "_dynamo_marked_constant", True),
     (SkipFunctionVariable, "call_function", _read_later),
+    (BuiltinVariable, "call_isinstance", _isinstance),
     (DebuggingVariable, "call_function", _print_later),
     (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
     (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),

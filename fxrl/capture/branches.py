@@ -110,7 +110,10 @@ class CannotBeginAnewError(Exception):
 def follows_branches(gm: fx.GraphModule) -> bool:
     """Whether a call of this graph may end at a branch."""
     calls = _calls(gm)
-    return any(n.target is counted_rows or (n.target is check and n.args[1:]) for n in calls)
+    return any(
+        n.target is counted_rows or (n.target is check and n.args[1:2] not in ((), (None,)))
+        for n in calls
+    )
 
 
 def talks_to_ranks(gm: fx.GraphModule | None) -> bool:

@@ -42,6 +42,7 @@ from fxrl.ir.capture_record import plan_of
 from fxrl.ir.on_miss import open_misses
 from fxrl.ir.plan import TileHead
 from fxrl.ir.remark import Remark, RemarkKind, Report
+from fxrl.ir.source import source_of_trace
 
 _SETTINGS: dict[str, Any] = {
     "recompile_limit": 64,  # code shared by many models, such as a library's forward
@@ -146,9 +147,7 @@ class CapturedLoss:
                 if failed.branch is not None:
                     self._branches[way].turn(failed.branch, failed.found)
                     continue
-                # as written it raises its own error, or handles it
-                self._note(RemarkKind.ANALYSIS, "", "a check failed: the call was run as written")
-                return self._loss_fn(self._model, batch)
+                return self._as_written_after(failed, batch)
         else:
             if failure is not None and self._backend.only_explain:
                 raise failure
@@ -157,6 +156,14 @@ class CapturedLoss:
         if failure is not None:
             self._way[_kind(batch)] = way
             self._note_failure(failure, way)
+        return result
+
+    def _as_written_after(self, failed: CheckFailedError, batch: Any) -> Any:
+        """Raises the loss's own error, if it lets one out: such a call is no miss."""
+        result = self._loss_fn(self._model, batch)
+        reason = "a check failed, and the loss goes on: a call like this is run as written"
+        cure = "leave such batches out, those with empty sequences too, or do without the check"
+        self._note(RemarkKind.MISSED, failed.source, reason, cure)
         return result
 
     def _first_way(self, batch: Any) -> int:
@@ -237,14 +244,18 @@ class CapturedLoss:
     def _note_skipped(self) -> None:
         """The loss was left out, and Dynamo does not say why: so torch 2.15 does at gradients that
         are taken inside of it. What it calls may be graphs, of which there is nothing to say."""
-        code = getattr(inspect.unwrap(self._loss_fn), "__code__", None)
-        at = [FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)] if code else []
         reason = "not captured: Dynamo left the function out, and gives no reason"
         cure = "take gradients outside of it; or find the call that it skips by leaving calls out"
-        self._note(RemarkKind.MISSED, place_of(at)[0], reason, cure)
+        self._note(RemarkKind.MISSED, place_of(self._own_place())[0], reason, cure)
+
+    def _own_place(self) -> list[FrameSummary]:
+        """Where the loss begins."""
+        code = getattr(inspect.unwrap(self._loss_fn), "__code__", None)
+        return [FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)] if code else []
 
     def _note_failure(self, failure: Exception, way: int) -> None:
         source, code = place_of(getattr(failure, "real_stack", None) or ())
+        source = source or source_of_trace(str(failure)) or place_of(self._own_place())[0]
         cause = getattr(failure, "inner_exception", failure)  # else "backend=... raised:"
         why = in_one_line(str(cause))
         what = f"{type(cause).__name__}: {why}"

@@ -20,10 +20,13 @@ class CheckFailedError(Exception):
     Attributes:
         branch: the number of the branch that goes another way; None for code that raises.
         found: how many rows there are where the branch is a loop over them.
+        source: file and line of code that raises.
     """
 
-    def __init__(self, branch: int | None = None, found: int | None = None) -> None:
-        self.branch, self.found = branch, found
+    def __init__(
+        self, branch: int | None = None, found: int | None = None, source: str = ""
+    ) -> None:
+        self.branch, self.found, self.source = branch, found, source
         super().__init__(
             "a check of the loss or of the model does not hold where the backward runs it again; "
             "it held in the forward, so what it reads is not computed alike twice"
@@ -31,15 +34,15 @@ class CheckFailedError(Exception):
 
 
 @torch.library.custom_op(
-    "fxrl::check", mutates_args=(), schema="(Tensor passes, int? branch=None) -> ()"
+    "fxrl::check", mutates_args=(), schema='(Tensor passes, int? branch=None, str source="") -> ()'
 )
-def _check(passes: Tensor, branch: int | None = None) -> None:
+def _check(passes: Tensor, branch: int | None = None, source: str = "") -> None:
     if not passes:
-        raise CheckFailedError(branch)
+        raise CheckFailedError(branch, source=source)
 
 
 @_check.register_fake
-def _(passes: Tensor, branch: int | None = None) -> None:
+def _(passes: Tensor, branch: int | None = None, source: str = "") -> None:
     pass
 
 

@@ -65,6 +65,7 @@ from fxrl.ir.graph import (
 )
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import rename_site
+from fxrl.ir.source import user_source
 
 aten = torch.ops.aten
 
@@ -417,7 +418,7 @@ def _settle_slices(graph: fx.Graph) -> None:
                 if (told := str(sizes[dim])) not in checked:
                     size = builder.call(aten.sym_size.int, source, dim)
                     enough = builder.call(operator.ge, size, count)
-                    builder.call(check, builder.call(aten.scalar_tensor.default, enough))
+                    _check_size(builder, enough, node)
                     checked.add(told)
             was[node] = val_of(node)
             node.meta["val"] = val_of(node).new_empty_strided(sizes, val_of(node).stride())
@@ -429,6 +430,11 @@ def _settle_slices(graph: fx.Graph) -> None:
                 for changed, val in was.items():
                     changed.meta["val"] = val
                 return
+
+
+def _check_size(builder: Builder, holds: fx.Node, node: fx.Node) -> None:
+    """Run the call as written where what ``node`` takes for granted does not hold."""
+    builder.call(check, builder.call(aten.scalar_tensor.default, holds), None, user_source(node))
 
 
 def _left_out(node: fx.Node) -> tuple[int, int] | None:
@@ -472,7 +478,7 @@ def _equate_gathers(graph: fx.Graph) -> None:
                 with builder.before(node):
                     parts = (builder.call(aten.sym_size.int, one, d) for one in (source, index))
                     same = builder.call(operator.eq, *parts)
-                    builder.call(check, builder.call(aten.scalar_tensor.default, same))
+                    _check_size(builder, same, node)
 
 
 # ---------------------------------------------------------------------------- bodies of calls

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fxrl.errors import MissedRewriteError
 from fxrl.models import load_model
 from fxrl.step import optimize
 from tests.capture.mixer import (
     CONFIG,
+    QUIET,
     assert_matches_eager,
     asserted,
     captures,
@@ -105,10 +107,50 @@ def test_who_handles_the_error_goes_on_as_in_eager():
     assert_matches_eager(step, loss_fn, model, batch)
     with torch.no_grad():
         model.mix.bias[0] = float("nan")
-    assert_matches_eager(step, loss_fn, model, batch)
+    with pytest.raises(MissedRewriteError, match=r"test_checks.py:\d+\]: a check failed"):
+        step(batch)
+    assert_matches_eager(step, loss_fn, model, batch)  # told once
     assert captures(step) == 1
-    (fact,) = [r for r in step.report.of_kind("analysis") if r.pass_name == "capture"]
-    assert "a check failed" in fact.reason
+
+
+class _Described(type):
+    """Of classes that say themselves which tensors are theirs, as annotations of shapes do."""
+
+    holds: Any
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, Tensor) and bool(cls.holds(value))
+
+
+class Logits(metaclass=_Described):
+    holds = staticmethod(lambda x: x.is_floating_point() and x.shape[2:] == (61,))
+
+
+class LongLogits(metaclass=_Described):
+    holds = staticmethod(lambda x: x.shape[1] > 8)
+
+
+class PlainLogits(metaclass=_Described):
+    holds = staticmethod(lambda x: type(x) is Tensor)
+
+
+class PositiveLogits(metaclass=_Described):
+    holds = staticmethod(lambda x: x.sum() > -1e9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [(Logits, CONFIG), (LongLogits, CONFIG), (PlainLogits, QUIET), (PositiveLogits, QUIET)],
+)
+def test_a_class_that_knows_its_instances_is_asked(kind, config):
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch["ids"])
+        return rest(logits * 2 if isinstance(logits, kind) else logits, batch)
+
+    model = make_model()
+    step = optimize(model, loss_fn, config)
+    for length in (7, 9, 11):
+        assert_matches_eager(step, loss_fn, model, make_batch(length=length))
 
 
 NO_FLOAT64 = pytest.mark.skipif(

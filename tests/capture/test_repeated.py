@@ -210,6 +210,18 @@ def test_checkpointed_layers_are_captured_once():
     assert once(step) == "4 layers were captured as 1"
 
 
+def test_a_loss_checkpointed_with_its_model_has_a_head():
+    def whole(model, given):
+        return torch.utils.checkpoint.checkpoint(
+            lambda: loss_fn(model, given) * len(given["ids"]), use_reentrant=False
+        )
+
+    model = make(depth=1)  # a layer that is not captured once for all
+    step = fxrl.optimize(model, whole, CONFIG)
+    check(step, model, whole)
+    assert any(r.pass_name == "fuse-linear-logprob" for r in step.report.of_kind("applied"))
+
+
 class CheckpointedInside(Layer):
     def forward(self, x, bias=None, seen=None):
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
