@@ -198,6 +198,7 @@ class Engine(Protocol):
 
         Args:
             prompts: token ids without padding.
+            params: how to draw.
             only: numbers of the prompts to draw for, all by default. What is drawn for each, and
                 what the next call draws, is the same whichever they are: engines of several
                 processes with one seed share a call's prompts among them.
@@ -257,8 +258,14 @@ class EngineSpec:
         load: the model with its weights on ``device``, and its tokenizer.
         folder: the same model as a checkpoint's folder, and its tokenizer.
         trainable: puts the adapter on a model and sets it to train.
+        longest_prompt: tokens of the longest prompt of the run.
+        max_tokens: longest completion.
         num_sequences: completions of a step.
+        device: where the trainer's model is to be.
+        dtype: of its weights.
         autocast: dtype that it computes in, where that is another one.
+        seed: of the engine's own draws.
+        tell: takes a line for the user.
         stage: says what is being done for the time of a ``with``; gives what takes details.
         options: the engine's own, such as ``VllmOptions``; ``None`` where it has none.
         lora_rank: of the adapter that ``trainable`` puts on; ``None`` puts on none.

@@ -97,6 +97,10 @@ class Quantization:
         Args:
             trained: those that require a gradient, too.
             linears: others than embeddings and head, too.
+
+        Raises:
+            ModelError: ``skip`` names no Linear, one's inputs are no multiple of 64, in 4 bits, or
+                embeddings or head cannot be held so.
         """
         weights, ends = held_weights(model), self.ends(model)
         found = [p for one in weights for p, m in one.holders.items() if type(m) is nn.Linear]

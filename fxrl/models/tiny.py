@@ -153,7 +153,11 @@ def tiny_config(kind: str, size: TinySize | None = None, **sizes: int) -> Any:
 
 
 def tiny_tokenizer(vocab_size: int = 320) -> Any:
-    """One token a byte, ChatML, exact both ways, made without data; padding on the left."""
+    """One token a byte, ChatML, exact both ways, made without data; padding on the left.
+
+    Raises:
+        MissingPackageError: transformers is not installed.
+    """
     hf = optional("transformers", "a tiny tokenizer")
     tk = optional("tokenizers", "a tiny tokenizer")
     alphabet = sorted(tk.pre_tokenizers.ByteLevel.alphabet())

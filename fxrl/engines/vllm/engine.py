@@ -195,6 +195,9 @@ class VllmEngine:
 
         Returns:
             (model, ``SharingReport``); see ``fxrl.engines.weights.share.share``.
+
+        Raises:
+            SharingError, EngineError: see there.
         """
         check_awake(self._state, "shared_model")
         model, report = share(
