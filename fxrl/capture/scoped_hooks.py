@@ -13,7 +13,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -158,16 +158,19 @@ def _quiet_while_traced(hook: Hook) -> Hook:
     return quiet
 
 
-class _LogMethods(list[Any]):
+class _LogMethods(str):
     """What Dynamo shall leave out: every log method; notes which it met.
 
     NOTE [Why log calls are left out]: Dynamo ends the graph at each one. Libraries log once, on a
     path that every step takes, so the logits would leave the graph for a line of text.
-    NOTE [Why an empty list]: torch 2.11 writes its settings as JSON, and sorts those that are sets.
+    NOTE [Why a text]: torch 2.11 writes its settings as JSON, which knows no functions, and logs a
+    traceback where it cannot.
     """
 
+    def __new__(cls) -> Self:
+        return super().__new__(cls, "all log methods")
+
     def __init__(self) -> None:
-        super().__init__()
         self._methods = frozenset(_log_methods())
         self.met: set[str] = set()
 
@@ -186,9 +189,6 @@ class _LogMethods(list[Any]):
                 except GeneratorExit:
                     self.met.add(name)
                     raise
-
-    def __repr__(self) -> str:
-        return "all log methods"
 
     def __deepcopy__(self, _: object) -> _LogMethods:
         return self  # Dynamo copies its settings; what was met must reach this one

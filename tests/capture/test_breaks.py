@@ -230,6 +230,19 @@ def test_logging_ends_no_graph_and_its_levels_count() -> None:
     above.setLevel(logging.NOTSET)
 
 
+def test_dynamo_logs_nothing_of_a_capture() -> None:
+    """Torch 2.11 logs a traceback where its settings are nothing that JSON knows."""
+    said: list[str] = []
+    heard = logging.Handler(logging.WARNING)
+    heard.emit = lambda record: said.append(record.getMessage())
+    dynamo = logging.getLogger("torch._dynamo.metrics_context")
+    dynamo.addHandler(heard)
+    model = make_model()
+    optimize(model, logged, CONFIG)(make_batch()).backward()
+    dynamo.removeHandler(heard)
+    assert said == []
+
+
 def averaged(model: nn.Module, batch: Any) -> Any:
     losses = [-token_logps(model(ids), ids).mean() for ids in batch["ids"].split(2)]
     numbers = [loss.item() for loss in losses]
