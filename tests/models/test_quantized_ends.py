@@ -91,7 +91,8 @@ def test_what_is_widened_in_pieces_is_what_there_is_in_full(recipe, dtype):
         table(torch.tensor([-1, 20]))
 
     hidden = (draw(8, 192, seed=1) / 8).to(dtype).requires_grad_()
-    target, mask = torch.randint(0, 321, (8,)), torch.arange(8) != 3
+    target = torch.randint(0, 321, (8,), generator=torch.Generator().manual_seed(2))
+    mask = torch.arange(8) != 3
     heat = (draw(8, seed=3).abs() + 0.5).to(dtype).requires_grad_()
     options = {"temperature": heat, "row_mask": mask, "softcap": 9.0, "scale": 0.7}
     whole = linear_logprob(hidden, weight, target, outputs=OUTPUTS, **options)
@@ -109,8 +110,10 @@ def test_what_is_widened_in_pieces_is_what_there_is_in_full(recipe, dtype):
             pairs = (
                 torch.autograd.grad(v, (hidden, heat), grad, retain_graph=True) for v in (a, b)
             )
-            near = exact if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.01}
             for ours, theirs in zip(*pairs, strict=True):
+                # Sums of terms of both signs: they err by a share of the largest, not of each.
+                most = float(theirs.abs().max())
+                near = exact if dtype == torch.float64 else {"rtol": 0, "atol": 2**-6 * most}
                 torch.testing.assert_close(ours, theirs, **near)
 
 
