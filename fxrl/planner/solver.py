@@ -1,4 +1,4 @@
-"""A fast plan within two budgets: the fastest that treats layers in at most three ways, improved.
+"""The fastest plan within two budgets, of those that treat layers in at most three ways.
 
     layers 0 ... a     one choice          ... or the first two are mixed: what goes to the host
     layers a ... b     another             does so all through the forward, while layers between
@@ -9,12 +9,10 @@ that may be the fastest are played, layer by layer and copy by copy (``planner.p
 
 NOTE [Why three]: layers of a model are nearly alike, so a plan is how many of them get which
 choice, in which order. With two budgets and a link, a linear programme over such counts has an
-optimum with three choices or four (a basic solution has as many as there are constraints). Which
-plans there are does not depend on the budgets, so more of one is never slower. People can read such
-a plan, too. Where memory is short of what copies need on their way, single layers should do
-something else: then another choice for one layer at a time, or an exchange of two layers' choices,
-wins up to 1.5 % (12 layers of Qwen3-8B's shape in 9.5 GiB), and differs with the budget: more of it
-may win less. A random search that began there won nothing more.
+optimum with three choices or four (a basic solution has as many as there are constraints). For 12
+and 36 layers of Qwen3-8B's shape a random search that began at the plan found here and changed
+whatever it liked won nothing, and 0.2 %. Which plans there are does not depend on the budgets, so
+more of one is never slower. People can read such a plan, too.
 
 Sources: H. Beaumont et al., "Optimal checkpointing for heterogeneous chains" (Rotor, 2019) and
 "Efficient combination of rematerialization and offloading" (POFO, 2021), whose programmes run
@@ -42,8 +40,8 @@ Plan = tuple[Option, ...]
 
 
 def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
-    """An option for each layer with the least time that is found; None where no plan in runs fits.
-    Where anything goes to the host, choices say how much may be on its way.
+    """An option for each layer with the least time, of those that fit; None where none does. Where
+    anything goes to the host, choices say how much may be on its way.
 
     Args:
         chain: its layers may differ in what an option costs, and in which they have; a choice is
@@ -51,18 +49,7 @@ def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
     """
     if not chain.layers:
         return () if peak_bytes(chain, ()) <= gpu_bytes else None
-    plans = _Plans(_unbeaten(chain, COSTS))
-    found = plans.fastest_in_runs(gpu_bytes, host_bytes)
-    return None if found is None else plans.improved(found, gpu_bytes, host_bytes)
-
-
-def fastest_in_runs(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
-    """The same, of the plans that treat layers in at most three ways: none of these is faster."""
-    if not chain.layers:
-        return () if peak_bytes(chain, ()) <= gpu_bytes else None
-    plans = _Plans(_unbeaten(chain, COSTS))
-    found = plans.fastest_in_runs(gpu_bytes, host_bytes)
-    return None if found is None else plans.paced(found, gpu_bytes)
+    return _Plans(_unbeaten(chain, COSTS)).fastest(gpu_bytes, host_bytes)
 
 
 def least_peak(chain: Chain, host_bytes: int) -> tuple[Plan, int]:
@@ -81,10 +68,6 @@ _BYTES = ("gpu_bytes", "host_bytes", "forward_bytes", "backward_bytes")
 _BLOCK = 1024
 #: Bytes that no GPU has: of a choice that a layer lacks.
 _TOO_MANY = 2.0**60
-#: Plans that are improved side by side.
-_BEAM = 4
-#: Of a step's time: where less is won, a plan that is easier to read stays.
-_WORTH = 0.002
 #: Of all places, one in so many says which choices are promising.
 _SAMPLE = 7
 
@@ -109,14 +92,6 @@ def _unbeaten(chain: Chain, costs: Sequence[str]) -> Chain:
     return replace(chain, layers=layers)
 
 
-def _firsts(plans: Array, seconds: Array) -> tuple[Array, Array]:
-    """The fastest few, each once, and their seconds."""
-    ahead = np.argsort(seconds, kind="stable")[: _BEAM**3]
-    _, once = np.unique(plans[ahead], axis=0, return_index=True)
-    ahead = ahead[np.sort(once)[:_BEAM]]
-    return plans[ahead], seconds[ahead]
-
-
 def runs(count: int) -> Iterator[tuple[int, int]]:
     """Where the second and the third of three runs of layers begin."""
     return itertools.combinations_with_replacement(range(count + 1), 2)
@@ -137,8 +112,7 @@ class _Plans:
 
     chain: Chain
 
-    def fastest_in_runs(self, gpu_bytes: int, host_bytes: int) -> Array | None:
-        """[layer]: a choice for each; None where no plan fits."""
+    def fastest(self, gpu_bytes: int, host_bytes: int) -> Plan | None:
         best, found = np.inf, None
         limits = gpu_bytes, host_bytes
         for first, second in self._by_promise(*limits):
@@ -150,27 +124,11 @@ class _Plans:
                 if bounds[block[0]] >= best:
                     break
                 plans = self._plans(first, second, block)
-                seconds = self._seconds(plans, *limits)
+                costs = {name: self._costs[name][plans, self._layers] for name in COSTS}
+                seconds = seconds_at(self.chain, costs, widest(self.chain, costs, gpu_bytes))
                 if seconds.min() < best:
                     best, found = seconds.min(), plans[seconds.argmin()]
-        return found
-
-    def improved(self, plan: Array, gpu_bytes: int, host_bytes: int) -> Plan | None:
-        """From a plan that fits, [layer], by way of the few that are best so far, as far as another
-        choice for a layer, or an exchange of two, wins anything; where that is little, the plan."""
-        best, limits = plan[None], (gpu_bytes, host_bytes)
-        before = seconds = self._seconds(best, *limits)
-        while True:
-            near = np.concatenate([best, *map(self._near, best)])
-            near, times = _firsts(near, self._seconds(near, *limits))
-            if np.array_equal(near, best):
-                break
-            best, seconds = near, times
-        return self.paced(best[0] if seconds[0] < (1 - _WORTH) * before[0] else plan, gpu_bytes)
-
-    def paced(self, plan: Array, gpu_bytes: int) -> Plan | None:
-        """The plan with as much on its way as there is room for."""
-        return paced(self.chain, self._named(plan), gpu_bytes)
+        return None if found is None else paced(self.chain, self._named(found), gpu_bytes)
 
     def least_peak(self, host_bytes: int) -> tuple[Plan, int]:
         best, found = np.inf, None
@@ -186,28 +144,9 @@ class _Plans:
                 f"{format_bytes(host_bytes)} may be used; cure: a larger host_memory, or "
                 "inputs_on='gpu' and kept_on='gpu' in some of them"
             )
-        plan = self.paced(found[0], int(best))
+        plan = paced(self.chain, self._named(found[0]), int(best))
         assert plan is not None, "the peak is that of a plan with nothing on its way"
         return plan, int(best)
-
-    def _seconds(self, plans: Array, gpu_bytes: int, host_bytes: int) -> Array:
-        """[plan]: of plans as choices of their layers, infinite where they do not fit."""
-        costs = {name: self._costs[name][plans, self._layers] for name in COSTS}
-        seconds = seconds_at(self.chain, costs, widest(self.chain, costs, gpu_bytes))
-        return np.where(costs["host_bytes"].sum(1) <= host_bytes, seconds, np.inf)
-
-    def _near(self, plan: Array) -> Array:
-        """Plans that differ in one layer, or in that two layers changed places: [plan, layer]."""
-        count, ways = len(self._layers), len(self._choices)
-        places = np.arange(count * ways)
-        changed = np.tile(plan, (len(places), 1))
-        changed[places, places // ways] = places % ways
-        a, b = np.triu_indices(count, 1)
-        a, b = a[plan[a] != plan[b]], b[plan[a] != plan[b]]
-        places = np.arange(len(a))
-        exchanged = np.tile(plan, (len(places), 1))
-        exchanged[places, a], exchanged[places, b] = plan[b], plan[a]
-        return np.concatenate([changed, exchanged])
 
     # -- what there is to choose
     @cached_property
