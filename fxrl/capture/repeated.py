@@ -470,6 +470,9 @@ def share_bodies(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Tensor, ...]
 
     Returns:
         The graph, and the tensors of layers that were not traced: its last inputs.
+
+    Raises:
+        Refusal: a layer is not what the first of its kind is; the graph is of no use then.
     """
     if not _is_marked(gm):
         return gm, ()

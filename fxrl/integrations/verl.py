@@ -83,7 +83,7 @@ class PackedScores:
 
 # ---------------------------------------------------------------------------- what is refused
 def _refuse(model: Any, engine: Any) -> None:
-    """Of verl's model and engine configuration."""
+    """Refuses what of verl's model and engine configuration cannot work together with fxrl."""
     dtype = (engine.mixed_precision or {}).get("param_dtype", "bf16")
     options = {
         "use_fused_kernels": (

@@ -104,7 +104,11 @@ class Sharded(nn.Module):
         return {"weight": self.shards.whole(self.held, plain), "weight_scale": self.scale}
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Refuse to be trained in full, as ``modules_to_save`` of PEFT would have it."""
+        """Refuse to be trained in full, as ``modules_to_save`` of PEFT would have it.
+
+        Raises:
+            ModelError: it is to require a gradient.
+        """
         if requires_grad:
             raise ModelError(
                 f"a {type(self).__name__} is to be trained, and its weight is shared out over "
@@ -113,7 +117,7 @@ class Sharded(nn.Module):
         return super().requires_grad_(requires_grad)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast the bias."""
+        """Move or cast the bias; the part, which other ranks have mapped, stays where it is."""
         there = fn(self.part.new_empty(0)).device
         if there != self.part.device:
             raise ModelError(
@@ -317,6 +321,9 @@ def shard(model: nn.Module, peers: Peers | None = None, *, trained: bool = False
         model: changed in place; as it was where this raises.
         peers: the ranks; by default those of ``torch.distributed`` on this host.
         trained: share those out, too, that require a gradient, which have none from then on.
+
+    Returns:
+        The model.
 
     Raises:
         ConfigError: there are no other ranks on this host.

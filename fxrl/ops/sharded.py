@@ -109,7 +109,7 @@ class Peers:
         return len(self.members)
 
     def check_same(self, what: str, value: Any) -> None:
-        """All ranks call it."""
+        """Refuse a value that is not the same on all ranks of this host; all of them call it."""
         each = self.gather(value)
         if differing := [rank for rank in self.members if each[rank] != value]:
             raise FxrlError(

@@ -72,7 +72,11 @@ class Background(Generic[T]):
             self._error = error
 
     def result(self, seconds: float | None = None) -> T:
-        """What the function returned; what it raised is raised here."""
+        """What the function returned; what it raised is raised here.
+
+        Raises:
+            TimeLimitError: it has not come back after ``seconds``.
+        """
         self._thread.join(seconds)
         if self._thread.is_alive():
             assert seconds is not None
