@@ -192,7 +192,7 @@ class ShardedEmbedding(Sharded, nn.Embedding):  # type: ignore[override]
 def held_bytes(model: nn.Module) -> int:
     """Bytes of a model's weights on this rank, and of the buffers that others' are brought to."""
     parts = {id(m.part): m for m in model.modules() if isinstance(m, Sharded)}.values()
-    pieces = [m.layout.step(m.part.shape[1]) * m.part.shape[1] for m in parts]
+    pieces = [m.layout.piece_bytes(m.part.shape[1]) for m in parts]
     held = sum(tensor.nbytes for m in parts for tensor in m.held)
     return sum(p.nbytes for p in model.parameters()) + held + 2 * max(pieces, default=0)
 
@@ -295,7 +295,7 @@ def _put(
 
 def _shared(model: nn.Module, weights: Sequence[Shared], memory: Tensor, peers: Peers) -> None:
     """Map the others' parts, when this rank's are written, and put them in the holders' places."""
-    largest = max(one.layout.step(one.row_bytes) * one.row_bytes for one in weights)
+    largest = max(one.layout.piece_bytes(one.row_bytes) for one in weights)
     shards = Shards(peers.map(memory), peers.rank, largest)
     _put(model, weights, memory, peers.size, shards)
     whole = sum(p.nbytes for p in model.parameters())
