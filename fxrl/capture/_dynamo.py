@@ -147,7 +147,7 @@ def _jump(name: str) -> Callable[[Any, Any], None]:
             passes = call("call_function", torch.scalar_tensor, (passes,), {})
         if not truth:
             passes = call("call_function", torch.logical_not, (passes,), {})
-        call("call_function", check, (passes, *(branch or (None, _source()))), {})
+        call("call_function", check, (passes, *(branch or (None, _user_line()))), {})
         if truth == jumps_if:
             translator.jump(instruction)
         if truth != jumps_if or not keeps:
@@ -156,7 +156,8 @@ def _jump(name: str) -> Callable[[Any, Any], None]:
     return jump
 
 
-def _source() -> str:
+def _user_line() -> str:
+    """File and line that are traced."""
     return place_of(torch._guards.TracingContext.extract_stack())[0]
 
 
@@ -274,8 +275,8 @@ def _isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> Any:
     """Classes that say themselves what they have for instances are asked: ``Float[Tensor, "b t"]``.
 
     Dynamo knows subclasses alone, and takes every tensor for none of theirs. Asked are the symbolic
-    tensor, so that what is read of its sizes is guarded, and a tensor of the class that the real
-    one has; the graph ends where they differ. Neither has values, nor what is not a tensor's own.
+    tensor, so that what is read of its sizes is guarded, and one on ``meta`` of the real one's
+    class; the graph ends where they differ, or where values are read, which neither has.
     """
     kinds = kind.as_python_constant() if isinstance(arg, TensorVariable) else ()
     if not any(map(_says_itself, kinds if isinstance(kinds, tuple) else (kinds,))):

@@ -142,7 +142,7 @@ _name_of_line = _tracer.get_funcname
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is collected: what is made inside by the thousand is kept."""
+    """No garbage is collected inside, where objects are made by the thousand, and kept."""
     was_on = gc.isenabled()
     gc.disable()
     try:
