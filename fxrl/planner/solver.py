@@ -41,28 +41,24 @@ Array = np.ndarray[Any, Any]
 Plan = tuple[Option, ...]
 
 
-def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
+def fastest(chain: Chain, gpu_bytes: int, host_bytes: int, *, in_runs: bool = False) -> Plan | None:
     """An option for each layer with the least time that is found; None where no plan in runs fits.
     Where anything goes to the host, choices say how much may be on its way.
 
     Args:
         chain: its layers may differ in what an option costs, and in which they have; a choice is
             for a run of layers that all have it, or have no choice.
+        in_runs: only of plans that treat layers in at most three ways: none of these is faster.
     """
     if not chain.layers:
         return () if peak_bytes(chain, ()) <= gpu_bytes else None
     plans = _Plans(_unbeaten(chain, COSTS))
     found = plans.fastest_in_runs(gpu_bytes, host_bytes)
-    return None if found is None else plans.improved(found, gpu_bytes, host_bytes)
-
-
-def fastest_in_runs(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
-    """The same, of the plans that treat layers in at most three ways: none of these is faster."""
-    if not chain.layers:
-        return () if peak_bytes(chain, ()) <= gpu_bytes else None
-    plans = _Plans(_unbeaten(chain, COSTS))
-    found = plans.fastest_in_runs(gpu_bytes, host_bytes)
-    return None if found is None else plans.paced(found, gpu_bytes)
+    if found is None:
+        return None
+    if in_runs:
+        return plans.paced(found, gpu_bytes)
+    return plans.improved(found, gpu_bytes, host_bytes)
 
 
 def least_peak(chain: Chain, host_bytes: int) -> tuple[Plan, int]:

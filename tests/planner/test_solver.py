@@ -10,7 +10,7 @@ from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer, describe
 from fxrl.planner.chain import Chain, Option, host_bytes, peak_bytes
 from fxrl.planner.pace import paced, step_seconds
-from fxrl.planner.solver import fastest, fastest_in_runs, least_peak, mixture
+from fxrl.planner.solver import fastest, least_peak, mixture
 
 SIZES = st.integers(0, 12)
 TIMES = st.integers(1, 20).map(float)
@@ -77,7 +77,7 @@ def of_its_kind(chain):
 @settings(max_examples=200, deadline=None)
 @given(chains(), st.integers(0, 90), st.integers(0, 60))
 def test_no_plan_is_faster(chain, gpu, host):
-    found = fastest_in_runs(chain, gpu, host)
+    found = fastest(chain, gpu, host, in_runs=True)
     plans = [paced(chain, o, gpu) for o in of_its_kind(chain) if host_bytes(o) <= host]
     times = [step_seconds(chain, plan) for plan in plans if plan is not None]
     assert (found is None) == (not times)
@@ -159,7 +159,7 @@ SHORT = model(10)  # a tenth of the plans: for the tests that ask many times
 
 
 def seconds_at(gpu, host):
-    options = fastest_in_runs(SHORT, gpu * MiB, host * MiB)
+    options = fastest(SHORT, gpu * MiB, host * MiB, in_runs=True)
     return float("inf") if options is None else round(step_seconds(SHORT, options), 9)
 
 
@@ -176,11 +176,11 @@ def test_more_memory_is_never_slower():
 
 def test_single_layers_do_something_else_where_that_is_faster():
     budget = 19_650 * MiB, 2**37
-    in_runs, found = fastest_in_runs(SHORT, *budget), fastest(SHORT, *budget)
+    in_runs, found = fastest(SHORT, *budget, in_runs=True), fastest(SHORT, *budget)
     assert step_seconds(SHORT, found) < 0.995 * step_seconds(SHORT, in_runs)
     # where that wins nothing, a plan that is easier to read stays
     budget = 19_200 * MiB, 2**37
-    assert fastest(SHORT, *budget) == fastest_in_runs(SHORT, *budget)
+    assert fastest(SHORT, *budget) == fastest(SHORT, *budget, in_runs=True)
 
 
 def test_everything_stays_where_there_is_room_and_what_is_cheap_goes_first():
