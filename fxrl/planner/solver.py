@@ -11,10 +11,12 @@ NOTE [Why three]: layers of a model are nearly alike, so a plan is how many of t
 choice, in which order. With two budgets and a link, a linear programme over such counts has an
 optimum with three choices or four (a basic solution has as many as there are constraints). Which
 plans there are does not depend on the budgets, so more of one is never slower. People can read such
-a plan, too. Where memory is short of what copies need on their way, single layers should do
-something else: then another choice for one layer at a time, or an exchange of two layers' choices,
-wins up to 1.5 % (12 layers of Qwen3-8B's shape in 9.5 GiB), and differs with the budget: more of it
-may win less. A random search that began there won nothing more.
+a plan, too.
+
+Where there is too little memory for all copies on their way, single layers should do something
+else: another choice for one layer at a time, or an exchange of two layers' choices, then wins up to
+1.5 % (12 layers of Qwen3-8B's shape in 9.5 GiB). How much differs with the budget, so an improved
+plan for more memory may be slower. A random search that began there won nothing more.
 
 Sources: H. Beaumont et al., "Optimal checkpointing for heterogeneous chains" (Rotor, 2019) and
 "Efficient combination of rematerialization and offloading" (POFO, 2021), whose programmes run
