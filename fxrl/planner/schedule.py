@@ -7,8 +7,8 @@
 
 A model of what Inductor does, made from the graph alone: so a plan needs neither GPU nor compiler.
 NOTE [Why a model]: reading the buffers off the compiled body would be exact, but compiling every
-body that a plan may choose takes minutes, and a GPU. The model is checked against measured bodies
-(tests/planner/test_schedule.py).
+body that a plan may choose takes minutes, and a GPU. Plans made with it are checked
+against measured steps (tests/planner/test_against_measurements.py).
 """
 
 from __future__ import annotations
