@@ -63,8 +63,8 @@ class OpenLossCheckpoints(Normalisation[Site]):
 
 
 def _computes_over_classes(graph: fx.Graph) -> bool:
-    """A layer's router does so too: in a body with attention it is the loss that does it outside of
-    the layers, which are in the body as well."""
+    """Whether a body has the loss in it. A layer's router computes over classes, too; so where the
+    layers are in the body as well, what they do does not count."""
     over_classes = [node for node in graph.nodes if is_call(node, *CLASS_OPS)]
     attention = [node for node in graph.nodes if is_call(node, SDPA)]
     if attention and all(layer_path(node) is not None for node in attention):

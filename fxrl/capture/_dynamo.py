@@ -6,8 +6,6 @@ would end the graph at. ``_HANDLERS`` has instructions of Python that are traced
 """
 
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
-# ruff: noqa: E501, I001
-# fmt: off
 from __future__ import annotations
 
 import dis
@@ -22,17 +20,37 @@ from types import CodeType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-from torch._dynamo.exc import raise_observed_exception  # what traced code would raise here, for it to catch
-from torch._dynamo.exc import unimplemented  # ends the graph
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
-from torch._dynamo.variables.lists import BaseListVariable, ListVariable, SizeVariable
+from torch._dynamo.exc import (
+    raise_observed_exception,  # what traced code would raise here, for it to catch
+    unimplemented,  # ends the graph
+)
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, DictGetItemSource
-from torch._dynamo.variables.misc import DebuggingVariable, IgnoredFunctionVariable, LoggingLoggerVariable, NumpyVariable, StringFormatVariable
+from torch._dynamo.variables import (
+    ConstantVariable,
+    ConstDictVariable,
+    NNModuleVariable,
+    SkipFunctionVariable,
+    SymNodeVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    TupleVariable,
+    UnspecializedNNModuleVariable,
+    UserDefinedClassVariable,
+    UserDefinedObjectVariable,
+)
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
-from torch._dynamo.variables import ConstDictVariable, ConstantVariable, NNModuleVariable, SkipFunctionVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable, TupleVariable, UnspecializedNNModuleVariable, UserDefinedClassVariable, UserDefinedObjectVariable
+from torch._dynamo.variables.lists import BaseListVariable, ListVariable, SizeVariable
+from torch._dynamo.variables.misc import (
+    DebuggingVariable,
+    IgnoredFunctionVariable,
+    LoggingLoggerVariable,
+    NumpyVariable,
+    StringFormatVariable,
+)
 
 from fxrl.capture._torch import dynamo_config, dynamo_settings
 from fxrl.capture.branches import Branches
@@ -45,21 +63,47 @@ from fxrl.ir.graph import hint
 _tracer: Any = torch._dynamo.symbolic_convert
 _IMPORT, _ATTRIBUTE = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_ATTR"]
 _JUMPS = [name for name in dis.opmap if "JUMP" in name and re.search("IF_(TRUE|FALSE)", name)]
-_ENDS = {code for name, code in dis.opmap.items() if name.startswith(("RETURN", "RAISE", "JUMP_BACKWARD"))}
-_LEAVES = {*dis.hasjrel, *dis.hasjabs, *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE")))}
-_TRANSLATORS: tuple[Any, ...] = (_tracer.InstructionTranslator, _tracer.InliningInstructionTranslator, _tracer.InliningGeneratorInstructionTranslator)
+_ENDS = {
+    code
+    for name, code in dis.opmap.items()
+    if name.startswith(("RETURN", "RAISE", "JUMP_BACKWARD"))
+}
+_LEAVES = {
+    *dis.hasjrel,
+    *dis.hasjabs,
+    *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE"))),
+}
+_TRANSLATORS: tuple[Any, ...] = (
+    _tracer.InstructionTranslator,
+    _tracer.InliningInstructionTranslator,
+    _tracer.InliningGeneratorInstructionTranslator,
+)
 _make_instance: Any = UserDefinedClassVariable.call_function
 _ask_logger = LoggingLoggerVariable.call_method
-_GETATTR = next((name for name in ("var_getattr", "tp_getattro_impl") if name in vars(UserDefinedObjectVariable)), "")  # the second from torch 2.15 on
+_GETATTR = next(
+    (
+        name
+        for name in ("var_getattr", "tp_getattro_impl")
+        if name in vars(UserDefinedObjectVariable)
+    ),
+    "",
+)  # the second from torch 2.15 on
 _attribute: Any = getattr(UserDefinedObjectVariable, _GETATTR, None)
 _call_numpy = NumpyVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
-_print, _end_graph = DebuggingVariable.call_function, torch._dynamo.output_graph.OutputGraph.compile_subgraph
+_print, _end_graph = (
+    DebuggingVariable.call_function,
+    torch._dynamo.output_graph.OutputGraph.compile_subgraph,
+)
 _could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
-_DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)  # none in torch 2.11, whose own can be rebuilt
+_DICT_ITERATOR: Any = getattr(
+    torch._dynamo.variables.iter, "DictViewIterator", None
+)  # none in torch 2.11, whose own can be rebuilt
 _unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
-_KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)  # torch 2.15 does
+_KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(
+    SimpleNamespace.__new__
+)  # torch 2.15 does
 
 
 # The function that is captured and the branches that are followed in it, innermost last.
@@ -76,8 +120,9 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
     ``SimpleNamespace`` is made: small models return one. A branch on a tensor's value that only
     raises is a check (``fxrl.capture.checks``); in the first graph of ``root`` others are followed,
     and so is a loop over as many rows as were found. What is printed waits for the graph's end, a
-    clock is read as the graph runs, and a progress bar around a loop is left out. Where a graph must end
-    inside of a function that is called, it ends where the rest can still be captured (``_may_end``).
+    clock is read as the graph runs, and a progress bar around a loop is left out. Where a graph
+    must end inside of a function that is called, it ends where the rest can still be captured
+    (``_may_end``).
     """
     tables = [one.dispatch_table for one in _TRANSLATORS]
     before = [list(table) for table in tables]
@@ -85,7 +130,10 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
         for opcode, handler in _HANDLERS.items():
             table[opcode] = handler
     _followed.append((root, branches))
-    with ExitStack() as replaced, dynamo_settings({"reorderable_logging_functions": {print, warnings.warn}}):
+    with (
+        ExitStack() as replaced,
+        dynamo_settings({"reorderable_logging_functions": {print, warnings.warn}}),
+    ):
         for owner, name, own in _REPLACED:
             replaced.callback(_put_back, owner, name, vars(owner).get(name))
             setattr(owner, name, own)
@@ -147,7 +195,7 @@ def _jump(name: str) -> Callable[[Any, Any], None]:
             passes = call("call_function", torch.scalar_tensor, (passes,), {})
         if not truth:
             passes = call("call_function", torch.logical_not, (passes,), {})
-        call("call_function", check, (passes, *(branch or (None, _source()))), {})
+        call("call_function", check, (passes, *(branch or (None, _user_line()))), {})
         if truth == jumps_if:
             translator.jump(instruction)
         if truth != jumps_if or not keeps:
@@ -156,18 +204,25 @@ def _jump(name: str) -> Callable[[Any, Any], None]:
     return jump
 
 
-def _source() -> str:
+def _user_line() -> str:
+    """File and line that are traced."""
     return place_of(torch._guards.TracingContext.extract_stack())[0]
 
 
-def _taken(translator: Any, instruction: Any, jumps_if: bool) -> tuple[bool, tuple[int, ...]] | None:
+def _taken(
+    translator: Any, instruction: Any, jumps_if: bool
+) -> tuple[bool, tuple[int, ...]] | None:
     """What to take a jump's value for, and the number of its branch: none where it only raises."""
     target, following = translator.indexof[instruction.target], translator.instruction_pointer
-    jump_raises, next_raises = (_only_raises(translator.instructions[start:]) for start in (target, following))
+    jump_raises, next_raises = (
+        _only_raises(translator.instructions[start:]) for start in (target, following)
+    )
     if jump_raises != next_raises:
         return jumps_if != jump_raises, ()
     back = target < following  # of a loop
-    jumps = not back and _length(translator.instructions[target:]) > _length(translator.instructions[following:])
+    jumps = not back and _length(translator.instructions[target:]) > _length(
+        translator.instructions[following:]
+    )
     found = _follow(translator.output, (translator.f_code, instruction.offset), jumps == jumps_if)
     return None if found is None else (bool(found[1]), found[:1])
 
@@ -187,7 +242,9 @@ def _length(instructions: list[Any]) -> int:
 
 def _known_when_run(value: Any) -> bool:
     """Whether a value that Python decides by is a tensor's, or was read off one."""
-    return isinstance(value, TensorVariable) or (isinstance(value, SymNodeVariable) and not value.sym_num.node.has_hint())
+    return isinstance(value, TensorVariable) or (
+        isinstance(value, SymNodeVariable) and not value.sym_num.node.has_hint()
+    )
 
 
 def _only_raises(instructions: list[Any]) -> bool:
@@ -203,7 +260,10 @@ def _only_raises(instructions: list[Any]) -> bool:
 def _subscript(translator: Any, instruction: Any) -> None:
     """``x[index]`` with a tensor of one integer: Python reads the number, and so does the graph."""
     indexed, index = (value.realize() for value in translator.stack[-2:])
-    if all(isinstance(value, TensorVariable) for value in (indexed, index)) and dynamo_config.capture_scalar_outputs:
+    if (
+        all(isinstance(value, TensorVariable) for value in (indexed, index))
+        and dynamo_config.capture_scalar_outputs
+    ):
         value = index.as_proxy().node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in _INTEGERS:
             translator.pop()
@@ -213,7 +273,9 @@ def _subscript(translator: Any, instruction: Any) -> None:
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _SUBSCRIPT = dis.opmap.get("BINARY_SUBSCR")
-_HANDLERS = {_IMPORT: _import_name, _ATTRIBUTE: _load_attribute} | {dis.opmap[name]: _jump(name) for name in _JUMPS}
+_HANDLERS = {_IMPORT: _import_name, _ATTRIBUTE: _load_attribute} | {
+    dis.opmap[name]: _jump(name) for name in _JUMPS
+}
 if _SUBSCRIPT is not None:  # a case of BINARY_OP from Python 3.14 on
     _HANDLERS[_SUBSCRIPT] = _subscript
 
@@ -237,17 +299,25 @@ def _of_known_length(rows: Any, tx: Any) -> Any:
     if found is None:
         return rows
     branch, length = found
-    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", counted_rows, (rows.as_proxy(), length, branch), {}))
+    return wrap_fx_proxy(
+        tx,
+        tx.output.create_proxy(
+            "call_function", counted_rows, (rows.as_proxy(), length, branch), {}
+        ),
+    )
 
 
 def _likely_length(rows: torch.Tensor) -> int | None:
-    """How many there are if all are that may be, or no more than must: of indices, which nobody writes into."""
+    """How many there are if all are that may be, or no more than must: of indices, which nobody
+    writes into."""
     size = rows.shape[0] if rows.dim() else 0
     if rows.is_floating_point() or not isinstance(size, torch.SymInt) or size.node.has_hint():
         return None
     bounds = size.node.shape_env.var_to_range.get(size.node.expr)
     known = () if bounds is None else (bounds.upper, bounds.lower)
-    return next((int(bound) for bound in known if bound.is_Integer and 0 < bound < _MANY_ROWS), None)
+    return next(
+        (int(bound) for bound in known if bound.is_Integer and 0 < bound < _MANY_ROWS), None
+    )
 
 
 _MANY_ROWS = 1000  # each round of a loop is traced
@@ -274,8 +344,8 @@ def _isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> Any:
     """Classes that say themselves what they have for instances are asked: ``Float[Tensor, "b t"]``.
 
     Dynamo knows subclasses alone, and takes every tensor for none of theirs. Asked are the symbolic
-    tensor, so that what is read of its sizes is guarded, and a tensor of the class that the real
-    one has; the graph ends where they differ. Neither has values, nor what is not a tensor's own.
+    tensor, so that what is read of its sizes is guarded, and one on ``meta`` of the real one's
+    class; the graph ends where they differ, or where values are read, which neither has.
     """
     kinds = kind.as_python_constant() if isinstance(arg, TensorVariable) else ()
     if not any(map(_says_itself, kinds if isinstance(kinds, tuple) else (kinds,))):
@@ -284,7 +354,9 @@ def _isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> Any:
     try:
         sizes, strides = (list(map(hint, found)) for found in (symbolic.shape, symbolic.stride()))
         like = torch.empty_strided(sizes, strides, dtype=symbolic.dtype, device="meta")
-        answers = {isinstance(one, kinds) for one in (symbolic, torch.nn.Parameter(like, symbolic.requires_grad) if own is torch.nn.Parameter else like)}
+        if own is torch.nn.Parameter:
+            like = own(like, symbolic.requires_grad)
+        answers = {isinstance(one, kinds) for one in (symbolic, like)}
     except Exception as error:  # whatever a class asks of tensors
         _end_here(f"{kinds} asks a tensor for what is known when it runs ({error})")
     if len(answers) > 1 or own not in (torch.Tensor, torch.nn.Parameter):
@@ -293,25 +365,40 @@ def _isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> Any:
 
 
 def _end_here(why: str) -> NoReturn:
-    unimplemented(gb_type="isinstance() of a class that says itself what it has for instances", context="", explanation=why, hints=[])
+    unimplemented(
+        gb_type="isinstance() of a class that says itself what it has for instances",
+        context="",
+        explanation=why,
+        hints=[],
+    )
 
 
 def _says_itself(kind: Any) -> bool:
     return isinstance(kind, type) and type(kind).__instancecheck__ not in _BY_CLASS
 
 
-_BY_CLASS = {type(kind).__instancecheck__ for kind in (object, Callable, torch.Tensor, torch.nn.Parameter, torch.FloatTensor)}
+_BY_CLASS = {
+    type(kind).__instancecheck__
+    for kind in (object, Callable, torch.Tensor, torch.nn.Parameter, torch.FloatTensor)
+}
 
 
 def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Told to the graph's end, unless it is in a body of its own: a checkpoint's, or the one of
     equal layers, which would print once for all of them."""
-    named = {name: value.realize() for name, value in kwargs.items() if name not in ("flush", "stacklevel")}
-    told, known = [_as_it_is(arg) for arg in args], all(_may_wait(name, value) for name, value in named.items())
+    named = {
+        name: value.realize()
+        for name, value in kwargs.items()
+        if name not in ("flush", "stacklevel")
+    }
+    told = [_as_it_is(arg) for arg in args]
+    known = all(_may_wait(name, value) for name, value in named.items())
     if _in_body(tx) or not known or None in told:
         return _print(self, tx, args, kwargs)
     names = ConstantVariable.create(tuple(named))
-    tx.output.root_tx.debug_locals.append((_Teller(self.value), [self, names, *named.values(), *told]))
+    tx.output.root_tx.debug_locals.append(
+        (_Teller(self.value), [self, names, *named.values(), *told])
+    )
     return ConstantVariable.create(None)
 
 
@@ -345,7 +432,9 @@ def tell(function: Callable[..., None], names: tuple[str, ...], *values: Any) ->
 
 def _in_body(tx: Any) -> bool:
     """Whether what is traced is a graph of its own inside of the one at hand."""
-    return tx.output.current_tracer.parent is not None or any("_trace_first" in one.f_code.co_name for one in _callers(tx))
+    return tx.output.current_tracer.parent is not None or any(
+        "_trace_first" in one.f_code.co_name for one in _callers(tx)
+    )
 
 
 def _read_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -353,7 +442,8 @@ def _read_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if args or kwargs or self.value not in CLOCKS or _in_body(tx):
         return _call_skipped(self, tx, args, kwargs)
     which = (CLOCKS.index(self.value), len(tx.output.graph.nodes))
-    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", read_clock, which, {})).call_method(tx, "item", [], {})
+    time = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", read_clock, which, {}))
+    return time.call_method(tx, "item", [], {})
 
 
 def _averaged(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -361,44 +451,55 @@ def _averaged(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     number is told as one, which JSON can write, where no method of an array is asked for."""
     given = [_of_numbers(tx, one.realize()) for one in args]
     made = _call_numpy(self, tx, given, kwargs)
-    read = any(one is not own.realize() for one, own in zip(given, args, strict=True)) and getattr(made, "ndim", None) == 0
-    return made.call_method(tx, "item", [], {}) if read and tx.next_instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD") else made
+    read_off = any(one is not own.realize() for one, own in zip(given, args, strict=True))
+    is_one = read_off and getattr(made, "ndim", None) == 0
+    if is_one and tx.next_instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+        return made.call_method(tx, "item", [], {})
+    return made
 
 
 def _of_numbers(tx: Any, given: Any) -> Any:
+    """A list of numbers, some of them known when the graph runs, as a tensor; all else as it is."""
     items = [one.realize() for one in given.items] if isinstance(given, BaseListVariable) else []
     numbers = all(isinstance(one, (ConstantVariable, SymNodeVariable)) for one in items)
     if not numbers or not any(map(_known_when_run, items)):
         return given
     call = tx.output.create_proxy
     dtype = torch.int64 if all(one.python_type() is int for one in items) else torch.float64
-    made = [call("call_function", torch.scalar_tensor, (one.as_proxy(),), {"dtype": dtype}) for one in items]
+    made = [
+        call("call_function", torch.scalar_tensor, (one.as_proxy(),), {"dtype": dtype})
+        for one in items
+    ]
     return wrap_fx_proxy(tx, call("call_function", torch.stack, (made,), {}))
 
 
 def _asked(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Whether a logger would tell something: by levels that are guarded."""
-    source = tx.import_source("logging")
-    if self.value is logging.root:
-        source = AttrSource(source, "root")
-    else:
-        source = DictGetItemSource(reduce(AttrSource, ("root", "manager", "loggerDict"), source), self.value.name)
-    known = self.value is logging.root or logging.root.manager.loggerDict.get(self.value.name) is self.value
+    logger, root = self.value, logging.root
+    known = logger is root or root.manager.loggerDict.get(logger.name) is logger
     if name not in ("isEnabledFor", "getEffectiveLevel") or not known or kwargs:
         return _ask_logger(self, tx, name, args, kwargs)
-    names, above = ["disabled", "manager.disable", "level"], self.value
+    source: Any = AttrSource(tx.import_source("logging"), "root")
+    if logger is not root:
+        source = reduce(AttrSource, ("manager", "loggerDict"), source)
+        source = DictGetItemSource(source, logger.name)
+    names, above = ["disabled", "manager.disable", "level"], logger
     while above.parent is not None:
         above = above.parent
         names.append(f"{names[-1].removesuffix('level')}parent.level")
     for path in names:
-        install_guard(reduce(AttrSource, path.split("."), source).make_guard(GuardBuilder.CONSTANT_MATCH))
-    return ConstantVariable.create(getattr(self.value, name)(*(one.as_python_constant() for one in args)))
+        level = reduce(AttrSource, path.split("."), source)
+        install_guard(level.make_guard(GuardBuilder.CONSTANT_MATCH))
+    given = (one.as_python_constant() for one in args)
+    return ConstantVariable.create(getattr(logger, name)(*given))
 
 
 def _attribute_of(self: Any, tx: Any, name: str) -> Any:
     """A ``LoggerAdapter``'s log methods are its logger's, which are left out."""
-    if isinstance(self.value, logging.LoggerAdapter) and name.startswith(LEVELS) and callable(getattr(self.value, name)):
-        return IgnoredFunctionVariable(getattr(self.value, name))
+    if isinstance(self.value, logging.LoggerAdapter) and name.startswith(LEVELS):
+        method = getattr(self.value, name)
+        if callable(method):
+            return IgnoredFunctionVariable(method)
     return _attribute(self, tx, name)
 
 
@@ -439,17 +540,29 @@ def _in_loop(self: Any) -> bool:
 
 
 def _loops(translator: Any) -> bool:
-    """Whether what it traces is in a loop; one over a few modules, of layers, may go on behind a break."""
-    offset, following = translator.current_instruction.offset, translator.instructions[translator.instruction_pointer :]
-    ends = next((n for n, one in enumerate(following) if one.opname.startswith("RETURN")), len(following))
+    """Whether what it traces is in a loop; one over a few modules, of layers, may go on behind a
+    break."""
+    offset, following = (
+        translator.current_instruction.offset,
+        translator.instructions[translator.instruction_pointer :],
+    )
+    ends = next(
+        (n for n, one in enumerate(following) if one.opname.startswith("RETURN")), len(following)
+    )
     if not any(one.opname in JUMP_OPNAMES and one.argval < offset for one in following[:ends]):
         return False
-    iterated = [_left_in(value.realize()) for value in translator.stack if "Iterator" in type(value.realize()).__name__]
+    iterated = [
+        _left_in(value.realize())
+        for value in translator.stack
+        if "Iterator" in type(value.realize()).__name__
+    ]
     return not iterated or not all(map(_few_modules, iterated))
 
 
 def _few_modules(left: list[Any]) -> bool:
-    return len(left) < _MANY_LAYERS and all(isinstance(one.realize(), (NNModuleVariable, UnspecializedNNModuleVariable)) for one in left)
+    return len(left) < _MANY_LAYERS and all(
+        isinstance(one.realize(), (NNModuleVariable, UnspecializedNNModuleVariable)) for one in left
+    )
 
 
 def _left_in(iterator: Any) -> list[Any]:

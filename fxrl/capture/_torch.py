@@ -122,7 +122,12 @@ def written_by_trace(among: Iterable[int] | None = None) -> dict[int, Any]:
     effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
     known = effects.id_to_variable
     asked = known.items() if among is None else ((key, known[key]) for key in among if key in known)
-    return {key: _written(effects.store_attr_mutations.get(held, {}), held) for key, held in asked if isinstance(held.mutation_type, (ValueMutationExisting, AttributeMutationExisting)) and effects.is_modified(held)}
+    older = (ValueMutationExisting, AttributeMutationExisting)
+    return {
+        key: _written(effects.store_attr_mutations.get(held, {}), held)
+        for key, held in asked
+        if isinstance(held.mutation_type, older) and effects.is_modified(held)
+    }
 
 
 def _written(attributes: dict[str, Any], held: Any) -> Any:
@@ -142,7 +147,7 @@ _name_of_line = _tracer.get_funcname
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is collected: what is made inside by the thousand is kept."""
+    """No garbage is collected inside, where objects are made by the thousand, and kept."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -109,11 +109,12 @@ class CannotBeginAnewError(Exception):
 
 def follows_branches(gm: fx.GraphModule) -> bool:
     """Whether a call of this graph may end at a branch."""
-    calls = _calls(gm)
-    return any(
-        n.target is counted_rows or (n.target is check and n.args[1:2] not in ((), (None,)))
-        for n in calls
-    )
+    return any(n.target is counted_rows or _is_branch(n) for n in _calls(gm))
+
+
+def _is_branch(call: fx.Node) -> bool:
+    """Whether it is a check that has the number of a branch; other checks only raise."""
+    return call.target is check and len(call.args) > 1 and call.args[1] is not None
 
 
 def talks_to_ranks(gm: fx.GraphModule | None) -> bool:

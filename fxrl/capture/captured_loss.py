@@ -159,7 +159,7 @@ class CapturedLoss:
         return result
 
     def _as_written_after(self, failed: CheckFailedError, batch: Any) -> Any:
-        """Raises the loss's own error, if it lets one out: such a call is no miss."""
+        """The call as the loss is written: its own error if it lets one out, else a miss."""
         result = self._loss_fn(self._model, batch)
         reason = "a check failed, and the loss goes on: a call like this is run as written"
         cure = "leave such batches out, those with empty sequences too, or do without the check"

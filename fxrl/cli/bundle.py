@@ -59,7 +59,7 @@ class Bundle:
 
 
 def check_path(path: str | Path) -> Path:
-    """The bundle's path."""
+    """The bundle's path, where a zip file can be written."""
     path = Path(path)
     if path.suffix != ".zip":
         raise ConfigError(f"{path} must end in .zip, which a report is; such as report.zip")

@@ -17,7 +17,7 @@ from fxrl.ir.region import Region, region_at
 from fxrl.kernels.hopper import plan as head_plan
 from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, MADE_IN_FORWARD, parse_outputs
 from fxrl.ops.piecewise_head import WIDENED, online_bytes
-from fxrl.ops.sharded import piece_bytes
+from fxrl.ops.sharded import Layout
 from fxrl.planner.cost import brought_bytes
 from fxrl.planner.eager_profile import CallCost, profile
 from fxrl.planner.memory_profile import nbytes
@@ -98,8 +98,11 @@ class Outside:
         bodies = {region.forward for op in ops if (region := region_at(op)) is not None}
         inside = (node for body in bodies for node in body.graph.nodes)
         read = [found for node in (*ops, *inside) if (found := shared_weight(node)) is not None]
-        sizes = ((rows, self._measure(shape_of(part)[1]), form) for part, rows, form in read)
-        return 2 * max((piece_bytes(*size) for size in sizes), default=0)
+        pieces = [
+            Layout(one.rows, one.dtype, one.format).piece_bytes(one.row_bytes(self._measure))
+            for one in read
+        ]
+        return 2 * max(pieces, default=0)
 
     def _shared(self, ahead: Sequence[fx.Node]) -> set[fx.Node]:
         """What stays until the backward and is no layer's: what several layers read, or the ops

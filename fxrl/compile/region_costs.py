@@ -1,8 +1,4 @@
-"""What regions cost: their bodies as they will be compiled, traced and read as kernels.
-
-NOTE [Why off meta]: bodies on ``meta`` are traced as a CPU's; only there does attention stay a
-kernel.
-"""
+"""What regions cost: their bodies as they will be compiled, traced and read as kernels."""
 
 from __future__ import annotations
 
@@ -68,7 +64,7 @@ _TWINS: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 
 
 def off_meta(region: Region) -> Region:
-    """A region on ``meta`` as a CPU's, on which attention stays a kernel when it is traced."""
+    """A region on ``meta`` as a CPU's: only there does attention stay a kernel when traced."""
     if not any(spec.example.is_meta for spec in region.inputs):
         return region
     if region.forward not in _MOVED:

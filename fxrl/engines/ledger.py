@@ -143,7 +143,7 @@ class Entry:
     event: str
     cycle: int  # how often the KV cache has been released by then
     seconds: float  # since the ledger was opened
-    # VLLM's, as far as they are mapped.
+    # vLLM's, as far as they are mapped.
     weights: int
     kv_cache: int
     # See the module.

@@ -72,6 +72,9 @@ def evaluate(step: Step, model: nn.Module, params: Mapping[str, Tensor], batch: 
         params: the leaves whose gradients are wanted, by name.
         batch: pytree; gradients are taken for its tensors that require them, on detached
             leaves, so that nothing flows into a graph that they may belong to.
+
+    Raises:
+        EvaluationError: the result is no scalar loss, or the step writes into the batch.
     """
     batch, leaves = _with_leaves(batch)
     wanted = {**params, **leaves}
@@ -243,6 +246,9 @@ def evaluate_wider(model: nn.Module, loss_fn: LossFn, batch: Any, dtype: torch.d
 
     The model keeps its own tensors: wider copies are lent for the call. Autocast of the caller is
     off; where the model computes in a coarser dtype all the same, that is an error, no truth.
+
+    Raises:
+        TruthError: too little memory, the run fails, or a module computes in a coarser dtype.
     """
     together = _Together(model, loss_fn)
     _require_memory(together, dtype)

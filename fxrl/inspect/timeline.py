@@ -39,7 +39,7 @@ def plot(plan: Plan, path: str | Path, title: str) -> Path:
 
 
 def check_picture(path: str | Path) -> None:
-    """Whether ``plot`` will be able to write there: a plan takes long."""
+    """Refuses what ``plot`` will not be able to write, before a plan, which takes long."""
     formats = _figure().canvas.get_supported_filetypes()
     ending = Path(path).suffix[1:].lower()
     try:

@@ -11,10 +11,10 @@ call from a step over ``TokenScores`` and leaves all else to the model. TRL's lo
 options stay TRL's; nothing of TRL or of the model is patched.
 
 What follows from it: log-probabilities of the old policy, of the reference and of the policy take
-one route, so the first ratio is exactly 1; so is the first KL 0, but for what bf16 rounds otherwise
-in the products without an adapter (on a GPU DPO's first loss was 0.690, not 0.693). Adapters that
-are switched off or over are captured by themselves; under DistributedDataParallel the step runs
-inside the wrapper, so gradients are reduced, accumulated and clipped as ever.
+one route, so the first ratio is exactly 1. The first KL is 0 but for rounding: in bf16 a product
+without its adapter may be rounded otherwise (on a GPU DPO's first loss was 0.690, not 0.693).
+Adapters that are switched off or over are captured by themselves; under DistributedDataParallel the
+step runs inside the wrapper, so gradients are reduced, accumulated and clipped as ever.
 """
 
 from __future__ import annotations

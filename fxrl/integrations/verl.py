@@ -12,8 +12,8 @@ log-probability, the entropy, and the sum of squared probabilities. The step com
 model's own logits; losses, metrics, data and rollouts stay verl's. Weights are whole on every rank,
 as fxrl's regions need them, and gradients are averaged before the optimizer's step.
 
-Of verl 0.9.0's own tests of its engines that run on a CPU, 96 of 97 pass with this engine in the
-place of verl's, as they do with verl's; the other needs CUDA. No run with ray was made.
+Of verl 0.9.0's own tests of its engines 97 are for a CPU: 96 pass with this engine in the place of
+verl's, as they do without it; the last one needs CUDA. No run with ray was made.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PackedScores:
 
 # ---------------------------------------------------------------------------- what is refused
 def _refuse(model: Any, engine: Any) -> None:
-    """Of verl's model and engine configuration."""
+    """Refuses what of verl's model and engine configuration cannot work together with fxrl."""
     dtype = (engine.mixed_precision or {}).get("param_dtype", "bf16")
     options = {
         "use_fused_kernels": (

@@ -112,7 +112,7 @@ MODEL_INPUTS = (
 
 
 def need(batch: Batch, key: str, why: str) -> Tensor:
-    """``batch[key]``."""
+    """``batch[key]``; where there is none, an error that says ``why`` it must be there."""
     if key not in batch:
         raise BatchError(f"the batch has no {key!r}, which {why}; it has {sorted(batch)}")
     value: Tensor = batch[key]

@@ -190,7 +190,7 @@ def load_model(
         seed: of random weights; those of tiny models do not depend on the device.
         quantization: ``"fp8"``, ``"int4"``, ``"nf4"`` or a ``Quantization``: the Linears' weights
             are frozen in so many bits (``QuantizedLinear``), each as it is read. A checkpoint in
-            FP8 or NF4 has its Linears so in any case.
+            one of these formats has its Linears so in any case.
         scalar_head: a sequence classifier with one label, a reward model; its head is
             random where the checkpoint has none.
         peers: ranks that share the weights of Linears and embeddings out (``Sharded``), each of

@@ -487,7 +487,8 @@ def _read_stored(
 
 
 def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization | None:
-    """How a checkpoint's weights will be held: as they are stored, else as asked for."""
+    """How a checkpoint's weights will be held: as they are stored, which nothing else may be asked
+    for then, else as asked for; None in full."""
     held = stored_format(quantization_of(config))
     how = None if asked is None else as_quantization(asked)
     if held is None:
@@ -495,7 +496,7 @@ def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization
     stored = Quantization(held, recipe_of(quantization_of(config)))
     if how is not None:
         stored = replace(stored, embeddings=how.embeddings, head=how.head)
-    default = replace(stored, recipe="row")
+    default = replace(stored, recipe="row")  # what the name of the format alone asks for
     if how not in (None, stored, default):
         raise ModelError(
             f"model {str(place)!r} is quantised already, as {held}: quantization={asked!r} needs "

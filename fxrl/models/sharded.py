@@ -104,7 +104,11 @@ class Sharded(nn.Module):
         return {"weight": self.shards.whole(self.held, plain), "weight_scale": self.scale}
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Refuse to be trained in full, as ``modules_to_save`` of PEFT would have it."""
+        """Refuse to be trained in full, as ``modules_to_save`` of PEFT would have it.
+
+        Raises:
+            ModelError: it is to require a gradient.
+        """
         if requires_grad:
             raise ModelError(
                 f"a {type(self).__name__} is to be trained, and its weight is shared out over "
@@ -113,7 +117,7 @@ class Sharded(nn.Module):
         return super().requires_grad_(requires_grad)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast the bias."""
+        """Move or cast the bias; the part, which other ranks have mapped, stays where it is."""
         there = fn(self.part.new_empty(0)).device
         if there != self.part.device:
             raise ModelError(
@@ -188,7 +192,7 @@ class ShardedEmbedding(Sharded, nn.Embedding):  # type: ignore[override]
 def held_bytes(model: nn.Module) -> int:
     """Bytes of a model's weights on this rank, and of the buffers that others' are brought to."""
     parts = {id(m.part): m for m in model.modules() if isinstance(m, Sharded)}.values()
-    pieces = [m.layout.step(m.part.shape[1]) * m.part.shape[1] for m in parts]
+    pieces = [m.layout.piece_bytes(m.part.shape[1]) for m in parts]
     held = sum(tensor.nbytes for m in parts for tensor in m.held)
     return sum(p.nbytes for p in model.parameters()) + held + 2 * max(pieces, default=0)
 
@@ -291,7 +295,7 @@ def _put(
 
 def _shared(model: nn.Module, weights: Sequence[Shared], memory: Tensor, peers: Peers) -> None:
     """Map the others' parts, when this rank's are written, and put them in the holders' places."""
-    largest = max(one.layout.step(one.row_bytes) * one.row_bytes for one in weights)
+    largest = max(one.layout.piece_bytes(one.row_bytes) for one in weights)
     shards = Shards(peers.map(memory), peers.rank, largest)
     _put(model, weights, memory, peers.size, shards)
     whole = sum(p.nbytes for p in model.parameters())
@@ -317,6 +321,9 @@ def shard(model: nn.Module, peers: Peers | None = None, *, trained: bool = False
         model: changed in place; as it was where this raises.
         peers: the ranks; by default those of ``torch.distributed`` on this host.
         trained: share those out, too, that require a gradient, which have none from then on.
+
+    Returns:
+        The model.
 
     Raises:
         ConfigError: there are no other ranks on this host.

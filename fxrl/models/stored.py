@@ -110,8 +110,8 @@ def words_stored(config: Mapping[str, Any], path: str, kind: str) -> bool:
     """Whether a module's weight is quantised by the words of ``quantization_config`` alone.
 
     Args:
-        kind: ``"Linear"``, ``"Embedding"``, or ``"head"``, a Linear that some leave unless they
-            are told which to leave.
+        kind: ``"Linear"``, ``"Embedding"``, or ``"head"``, a Linear that is not quantised by
+            default: bitsandbytes does so where a list says what to leave, FP8 never.
     """
     lists = (config.get(key) for key in ("ignore", "modules_to_not_convert", _SKIPPED))
     left = next((one for one in lists if one is not None), None)

@@ -56,6 +56,9 @@ def quantized(weight: Tensor, format: Format, recipe: Recipe = "row") -> tuple[T
 
     Args:
         recipe: how the scales lie, in FP8.
+
+    Raises:
+        ValueError: K is no multiple of what shares a scale, in 4 bits.
     """
     columns = weight.shape[1]
     if format != "fp8" and columns % GROUP:

@@ -280,34 +280,34 @@ def _scored(
     """
     check_sizes(held.whole(head))
     check_target(held.whole(head))
-    made, step = _empty(head, held, names), held.piece_rows(head.weight)
-    asked = ",".join(names), ",".join(MADE_IN_FORWARD if vectors else ()), bool(vectors)
+    made = _empty(head, held, names)
     for rows in slices(head.hidden.shape[0], ROWS):
         some = _some(head, rows)
-        owner = _owner(some.target, held.vocab, step)[0]
         online = _Online(some) if vectors else None
-
-        def read(
-            at: slice,
-            weight: Tensor,
-            rows: slice = rows,
-            some: LossHead = some,
-            owner: Tensor = owner,
-            online: _Online | None = online,
-        ) -> None:
-            piece, place = _piece(some, at, weight), at.start // step
-            *values, slopes = torch.ops.fxrl.linear_logprob_forward.default(*piece, *asked)
-            for name, value in zip(OUTPUTS, values, strict=True):
-                if name in names:
-                    made[name][place, rows] = value
-            if online is not None:
-                online.add(piece, owner == place, values[0], values[1], slopes)
-
-        held.read(head.weight, read)
-        for name, vector in (vectors or {}).items():
-            assert online is not None
-            online.write(name, vector[rows])
+        _score(some, held, {name: made[name][:, rows] for name in names}, online)
+        if online is not None and vectors:
+            for name, vector in vectors.items():
+                online.write(name, vector[rows])
     return made
+
+
+def _score(head: LossHead, held: Held, into: dict[str, Tensor], online: _Online | None) -> None:
+    """Values [pieces, R] of these outputs, for which the head is read once."""
+    step = held.piece_rows(head.weight)
+    owner = _owner(head.target, held.vocab, step)[0]
+    differentiated = ",".join(MADE_IN_FORWARD) if online is not None else ""
+    asked = ",".join(into), differentiated, online is not None
+
+    def read(at: slice, weight: Tensor) -> None:
+        piece, place = _piece(head, at, weight), at.start // step
+        *values, slopes = torch.ops.fxrl.linear_logprob_forward.default(*piece, *asked)
+        for name, value in zip(OUTPUTS, values, strict=True):
+            if name in into:
+                into[name][place] = value
+        if online is not None:
+            online.add(piece, owner == place, values[0], values[1], slopes)
+
+    held.read(head.weight, read)
 
 
 def online_bytes(rows: int, width: int, dtype: torch.dtype) -> int:
@@ -317,15 +317,18 @@ def online_bytes(rows: int, width: int, dtype: torch.dtype) -> int:
 
 
 class _Online:
-    """Gradients of some rows, whose pieces come one by one; see the NOTE."""
+    """Gradients of R rows, whose pieces come one by one; see the NOTE, whose letters these are."""
 
     def __init__(self, head: LossHead) -> None:
         self.head = head
-        self.total = torch.zeros_like(head.hidden, dtype=head.dtype)
-        self.at_target = torch.zeros_like(head.hidden)
+        self.total = torch.zeros_like(head.hidden, dtype=head.dtype)  # of w_p u_p, and w_o v
+        self.at_target = torch.zeros_like(head.hidden)  # the targets' rows of the head: t, unscaled
         start = self.total.new_full(head.target.shape, -torch.inf)
-        self.lse, self.own, self.others, self.logit = start, start, start, start
-        self.by_target = torch.zeros_like(head.target, dtype=torch.bool)
+        self.lse = start  # a, of the pieces so far
+        self.own = start  # a_o
+        self.others = start  # of the pieces p != o
+        self.logit = start  # z_y
+        self.by_target = torch.zeros_like(head.target, dtype=torch.bool)  # v is summed, not u_o
 
     def add(
         self, piece: LossHead, own: Tensor, logprob: Tensor, lse: Tensor, slopes: Tensor

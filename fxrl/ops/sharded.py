@@ -109,7 +109,7 @@ class Peers:
         return len(self.members)
 
     def check_same(self, what: str, value: Any) -> None:
-        """All ranks call it."""
+        """Refuse a value that is not the same on all ranks of this host; all of them call it."""
         each = self.gather(value)
         if differing := [rank for rank in self.members if each[rank] != value]:
             raise FxrlError(
@@ -172,11 +172,6 @@ def piece_rows(outputs: int, row_bytes: int, most: int | None = None) -> int:
     return -(-outputs // max(1, -(-outputs * row_bytes // (most or PIECE))))
 
 
-def piece_bytes(outputs: int, row_bytes: int, format: str = "") -> int:
-    """And the bytes of that, which a buffer has for it; of a format's values."""
-    return Layout(outputs, torch.uint8, format).step(row_bytes) * row_bytes
-
-
 class Layout(NamedTuple):
     """What the bytes of a weight mean.
 
@@ -191,7 +186,7 @@ class Layout(NamedTuple):
     format: str
 
     def columns(self, row_bytes: int) -> Any:
-        """Of a row."""
+        """Of a weight whose rows are so many bytes."""
         if not self.format:
             return row_bytes // self.dtype.itemsize
         return row_bytes if self.format == "fp8" else 2 * row_bytes
@@ -202,6 +197,10 @@ class Layout(NamedTuple):
             return piece_rows(self.outputs, row_bytes)
         rows = piece_rows(self.outputs, self.columns(row_bytes), WIDENED)
         return min(self.outputs, -(-rows // BLOCK) * BLOCK)  # as scales by block want it
+
+    def piece_bytes(self, row_bytes: int) -> int:
+        """And the bytes of those, which a buffer has for them."""
+        return self.step(row_bytes) * row_bytes
 
     def read(self, at: slice, rows: Tensor, weight: Sequence[Tensor]) -> Tensor:
         """Some rows in the dtype.

@@ -88,8 +88,7 @@ def brought_bytes(call: fx.Node, measure: Measure) -> int:
     """Bytes of a call's weight that come from other ranks, while what is ahead of it runs."""
     if (read := shared_weight(call)) is None:
         return 0
-    part, rows, _ = read
-    return max(0, rows * int(shape_of(part)[1]) - nbytes(part, measure))
+    return max(0, read.rows * read.row_bytes(measure) - nbytes(read.part, measure))
 
 
 def product_flops(call: fx.Node, measure: Measure) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import bound, is_call, shape_of, val_of
+from fxrl.ir.graph import bound, is_call, val_of
 from fxrl.planner.schedule import (
     Kernel,
     Measure,
@@ -151,9 +151,8 @@ def _workspace(call: fx.Node, measure: Measure) -> int:
     mask the row sums alone. A product with an FP8 weight as it lies turns it, or widens a tile."""
     if is_dequantized(call):
         return _TILE_BYTES
-    if (read := shared_weight(call)) is not None and read[2]:
-        part, rows, _ = read
-        return min(_WIDENED_BYTES, 4 * rows * measure(shape_of(part)[1]))
+    if (read := shared_weight(call)) is not None and read.format:
+        return min(_WIDENED_BYTES, 4 * read.rows * read.row_bytes(measure))
     if is_scaled(call):
         weight: Any = call.args[2]
         return nbytes(weight, measure) if call.args[4] else 0

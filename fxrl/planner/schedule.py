@@ -7,8 +7,8 @@
 
 A model of what Inductor does, made from the graph alone: so a plan needs neither GPU nor compiler.
 NOTE [Why a model]: reading the buffers off the compiled body would be exact, but compiling every
-body that a plan may choose takes minutes, and a GPU. The model is checked against measured bodies
-(tests/planner/test_schedule.py).
+body that a plan may choose takes minutes, and a GPU. Plans made with it are checked
+against measured steps (tests/planner/test_against_measurements.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -33,6 +33,7 @@ from fxrl.ir.graph import (
     is_loss_head,
     is_piecewise_product,
     is_view,
+    shape_of,
     tensor_val,
 )
 
@@ -110,15 +111,29 @@ def is_matrix_product(call: fx.Node) -> bool:
     return call.target in PRODUCTS or is_grouped(call) or is_piecewise_product(call)
 
 
-def shared_weight(call: fx.Node) -> tuple[fx.Node, int, str] | None:
-    """The part of a weight that a call reads of which each rank has one, the weight's rows, and the
-    format of its values."""
+class SharedWeight(NamedTuple):
+    """A weight of which each rank has a part (``fxrl.ops.sharded``)."""
+
+    part: fx.Node
+    rows: int  # of the weight
+    dtype: torch.dtype  # that they have when they are read
+    format: str  # of values in 8 or 4 bits, else ""
+
+    def row_bytes(self, measure: Measure) -> int:
+        """Of a row as it is held."""
+        return measure(shape_of(self.part)[1])
+
+
+def shared_weight(call: fx.Node) -> SharedWeight | None:
+    """The weight that a call reads, where each rank has a part of one."""
     if str(call.target) in (SHARDED_MM, SHARDED_ROWS):
         given: dict[str, Any] = bound(call)
-        return given["weight"][0], given["outputs"], given["format"]
+        return SharedWeight(given["weight"][0], given["outputs"], given["dtype"], given["format"])
     head: dict[str, Any] = bound(call) if is_loss_head(call) else {}
     kind, _, format = head.get("format", "").partition(":")
-    return (head["weight"], head["vocab"], format) if kind == "part" else None
+    if kind != "part":
+        return None
+    return SharedWeight(head["weight"], head["vocab"], head["dtype"], format)
 
 
 def _holds_tensors(node: fx.Node) -> bool:

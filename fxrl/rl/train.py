@@ -89,7 +89,7 @@ def main(
 
 
 def _check_compile_cache() -> None:
-    """PyTorch makes the folder while it is imported, and writes to it in the first step."""
+    """Refuses a folder that cannot be written, before PyTorch is imported, which makes it."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     if (folder := os.environ.get(name)) is None:
         return

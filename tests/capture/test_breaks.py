@@ -217,17 +217,15 @@ def logged(model: nn.Module, batch: Any) -> Tensor:
     return 2 * loss if all(one.isEnabledFor(logging.DEBUG) for one in asked) else loss
 
 
-def test_logging_ends_no_graph_and_its_levels_count() -> None:
+def test_logging_ends_no_graph_and_its_levels_count(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     step = optimize(model, logged, CONFIG)
-    above = logging.getLogger("tests")
     for level in (logging.INFO, logging.DEBUG, logging.INFO):
-        above.setLevel(level)
+        caplog.set_level(level, "tests")
         assert_matches_eager(step, logged, model, make_batch())
     assert fused(step)
     assert captures(step) == 2
     assert any("left out of the captured step: debug()" in r.reason for r in step.report.remarks)
-    above.setLevel(logging.NOTSET)
 
 
 def test_dynamo_logs_nothing_of_a_capture() -> None:

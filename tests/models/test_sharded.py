@@ -33,7 +33,7 @@ from fxrl.models.sharded import ShardedEmbedding, held_bytes
 from fxrl.ops import sharded as sharded_ops
 from fxrl.ops.linear_logprob import DIFFERENTIABLE, OUTPUTS, linear_logprob
 from fxrl.ops.piecewise_head import PART, Held
-from fxrl.ops.sharded import Layout, Peers, Shards, new_part, piece_bytes
+from fxrl.ops.sharded import Layout, Peers, Shards, new_part
 from fxrl.rl.loop.fingerprint import of_weights
 from tests.compile.shared_sequences import in_ranks
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
@@ -324,7 +324,7 @@ def in_parts(*weights, prefetch=None, device="cpu"):
         torch.cat([w, w[: len(w) % 2]]).to(device).view(torch.uint8).view(2, -1) for w in weights
     ]
     memory = [torch.cat([half[rank] for half in halves]) for rank in range(2)]
-    largest = max(piece_bytes(len(w), w.shape[1] * w.itemsize) for w in weights)
+    largest = max(Layout(len(w), w.dtype, "").piece_bytes(w.shape[1] * w.itemsize) for w in weights)
     shards = Shards(memory, 1, largest, prefetch=prefetch)
     sizes = [half.shape[1] for half in halves]
     parts = [

@@ -250,7 +250,11 @@ class TorchEngine:
 
     @classmethod
     def from_tokenizer(cls, model: nn.Module, tokenizer: Any, **options: Any) -> Self:
-        """Takes the padding id and EOS (the generation config's too) from ``tokenizer``."""
+        """Takes the padding id and EOS (the generation config's too) from ``tokenizer``.
+
+        Raises:
+            EngineError: the tokenizer has neither a padding nor an EOS token.
+        """
         eos = eos_ids(tokenizer, getattr(model, "generation_config", None))
         if (pad := tokenizer.pad_token_id) is None and (pad := min(eos, default=None)) is None:
             raise EngineError(

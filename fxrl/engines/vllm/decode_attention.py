@@ -99,7 +99,8 @@ def most_rows(place: str, current: Callable[[], Any]) -> int:
 
 @contextmanager
 def unknown(place: str, what: str) -> Iterator[None]:
-    """Builds an engine of a vLLM whose choice of backends fxrl cannot take part in."""
+    """Builds an engine of a vLLM whose choice of backends fxrl cannot take part in: with a warning,
+    but where fxrl's attention was asked for."""
     problem = (
         f"this vLLM chooses its attention in a way that fxrl does not know ({what}), so fxrl's "
         "decode attention cannot be kept to one engine; set decode_attention='vllm' or use a "

@@ -72,7 +72,11 @@ class Background(Generic[T]):
             self._error = error
 
     def result(self, seconds: float | None = None) -> T:
-        """What the function returned; what it raised is raised here."""
+        """What the function returned; what it raised is raised here.
+
+        Raises:
+            TimeLimitError: it has not come back after ``seconds``.
+        """
         self._thread.join(seconds)
         if self._thread.is_alive():
             assert seconds is not None
@@ -111,7 +115,7 @@ class Reward:
     per_group: bool = False  # it may be called for each prompt's completions by themselves
     timeout_s: float | None = None  # seconds of one call; ``None`` waits for ever
     retries: int = 0  # further calls after one that raised or hung
-    # Then ``stop`` the run, or ``skip``: these completions get no value from it.
+    # After the last try, ``stop`` the run, or ``skip``: these completions get no value from it.
     on_error: Literal["stop", "skip"] = "stop"
     # What was skipped, in words; the loop empties it.
     failures: list[str] = field(default_factory=list)

@@ -35,7 +35,8 @@ class Environment:
 
     @classmethod
     def load(cls, given: Mapping[str, Any] | str, size: int | None) -> Environment:
-        """
+        """Loads it, and its tasks, ``size`` at most.
+
         Args:
             given: verifiers' table ``env``; or a taskset's name, which is then played on this
                 machine by its own harness, or else by verifiers' chat loop, ``null``.

@@ -254,7 +254,7 @@ _TABLES = ("config", "initial", "fingerprints")
 
 
 def read_trainer(path: Path) -> dict[str, Any]:
-    """``trainer.json``."""
+    """What ``trainer.json`` holds, which is checked."""
     try:
         found = json.loads((path / "trainer.json").read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -324,7 +324,8 @@ def load_checkpoint(path: Path, model: nn.Module) -> tuple[dict[str, Any], dict[
 
 @contextmanager
 def restoring(path: Path, what: str) -> Iterator[None]:
-    """Around the use of a part of a checkpoint, which may hold anything."""
+    """Around the use of a part of a checkpoint, which may hold anything: whatever is raised becomes
+    a ``CheckpointError`` that names the part."""
     try:
         yield
     # Neither safetensors nor pickle nor what takes a state has a common error class for it.

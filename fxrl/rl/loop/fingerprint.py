@@ -168,7 +168,7 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, str]) -> str:
 def check_unchanged(
     path: Path, saved: Mapping[str, Any], present: Mapping[str, str], *, accept: bool
 ) -> None:
-    """Compares what both know."""
+    """Refuses changes in what both know, unless the user has said that they are meant."""
     both = {name: now for name, now in present.items() if name in saved}
     if (lines := changes(saved, both)) and not accept:
         raise CheckpointError(

@@ -121,7 +121,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path) -> Manifest:
-    """Reads every byte of a checkpoint."""
+    """Reads every byte of a checkpoint, and refuses files that are missing, damaged or strange."""
     manifest = read_manifest(path)
     problems = [
         problem

@@ -37,7 +37,7 @@ def why(error: BaseException) -> str:
 
 
 def try_to_write(action: Callable[[], T], what: str) -> T:
-    """``action()``."""
+    """``action()``; an ``OSError`` of it becomes a ``StorageError`` that names ``what``."""
     try:
         return action()
     except OSError as error:

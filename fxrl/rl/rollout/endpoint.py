@@ -83,7 +83,11 @@ class Endpoint:
             self._changed.notify_all()
 
     def asked(self, timeout_s: float | None) -> list[Exchange]:
-        """What each rollout asks that is not over; empty once all are."""
+        """What each rollout asks that is not over; empty once all are.
+
+        Raises:
+            TimeoutError: for so long no rollout has asked or ended.
+        """
         with self._changed:
             while self._live - {one.rollout for one in self._asked}:
                 if not self._changed.wait(timeout_s):

@@ -287,7 +287,7 @@ class Tools:
         return Kind(factory, cls, names, schemas, [environment])
 
     def check_ranks(self, rewards: Sequence[Reward], num_ranks: int) -> None:
-        """An environment does not leave the rank that played in it."""
+        """Refuses rewards of rank 0 that ask for all environments: these stay where they played."""
         for reward in rewards if self.kinds and num_ranks > 1 else ():
             if not reward.per_group and "environments" in (accepted(reward.function) or ()):
                 raise BadConfigError(

@@ -118,7 +118,7 @@ class Transcript:
 
 
 def check_sampled(whole: Completion, draws: Iterable[Completion], who: str) -> None:
-    """NOTE [What is checked].
+    """Refuses tokens that the engine did not draw so: NOTE [What is checked].
 
     Args:
         draws: what the engine drew for it, and maybe for others.

@@ -28,7 +28,7 @@ from fxrl.rl.types import Told
 log = logging.getLogger(__name__)
 
 LEAVE_S = 20.0
-"""Seconds that rollouts have to end in; then the run's state is saved all the same."""
+"""Seconds that ended rollouts have to take down what they made; then they are not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,11 @@ class Episodes:
         self._loop.call_soon_threadsafe(self._main.cancel)
         self._thread.join(LEAVE_S)
         if self._thread.is_alive():
-            log.warning("data.verifiers: what an ended rollout takes down is not gone after %g s; "
-                        "look for processes and sandboxes it left", LEAVE_S)  # fmt: skip
+            log.warning(
+                "data.verifiers: what ended rollouts take down is not gone after %g s; look for "
+                "processes and sandboxes that they left",
+                LEAVE_S,
+            )
         else:
             self._loop.close()
 
@@ -156,9 +159,8 @@ class Episodes:
             self._loop.run_until_complete(self._main)
         except asyncio.CancelledError:
             pass
-        # The main thread raises it.
-        except BaseExceptionGroup as group:
-            self._error = group.exceptions[0]
+        except BaseExceptionGroup as group:  # of the rollouts
+            self._error = group.exceptions[0]  # for the main thread to raise
         except BaseException as error:
             self._error = error
         finally:
