@@ -163,8 +163,12 @@ class ByPlan:
         return self._plan(batch, args, f"planned for another batch: sizes {told}{beside}")
 
     def _plan(self, batch: Batch, args: Sequence[Any], why: str) -> _Planned:
-        self._plans.append(self._planned(self._replan(self._capture, args, batch, why)))
-        return self._plans[-1]
+        passes = self._capture.pipeline
+        planned = self._planned(self._replan(self._capture, args, batch, why))
+        if self._capture.pipeline is not passes:  # other plans know nothing of its layers
+            self._forget()
+        self._plans.append(planned)
+        return planned
 
     def _ran_out(self, planned: _Planned, shortage: Shortage) -> str:
         """Remember it for the next step, and say it."""
@@ -189,7 +193,7 @@ class ByPlan:
         self._forget()
 
     def _forget(self) -> None:
-        """The plans were made for another budget."""
+        """The plans were made for another budget, or without layers to choose for."""
         self._budget = self._capture.planner.budget
         self._plans.clear()
         self._known.clear()
