@@ -106,6 +106,10 @@ class OutlineLayers(Pass[LayerSite]):
             return cls()
         return cls(dict(_LEAST_HIDDEN), config.compile_regions)
 
+    def sparing(self) -> Self:
+        """A layer that is no region keeps all, however small it is."""
+        return replace(self, least_hidden={})
+
     def match(self, gm: fx.GraphModule) -> Iterator[LayerSite | Miss]:
         alike: dict[object, list[tuple[fx.GraphModule, Layer]]] = {}
         known: dict[tuple[fx.Node, ...], object] = {}

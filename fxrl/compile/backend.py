@@ -37,11 +37,12 @@ from fxrl.compile.outer import calls_higher_order, restore_checkpoints, run_oute
 from fxrl.compile.planning import Batch, Planner, batches_of
 from fxrl.compile.region_costs import known_profiles
 from fxrl.config import Config
-from fxrl.errors import FxrlError, did_you_mean
+from fxrl.errors import FxrlError, PlanError, did_you_mean
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
 from fxrl.ir.graph import CHECKPOINT, body_of, clone, has_hint, hint, tensor_val
 from fxrl.ir.on_miss import judge_misses, open_misses
+from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import Region, region_calls
@@ -50,6 +51,7 @@ from fxrl.ir.site import name_sites
 from fxrl.ir.source import user_source
 from fxrl.ops.context_parallel import told_by_first, told_by_ranks
 from fxrl.passes import pipeline
+from fxrl.passes.recompute import outlined_layers
 from fxrl.planner.budget import Budget, Limits
 from fxrl.planner.target import Target, target_of
 
@@ -157,10 +159,35 @@ class Backend:
         capture.lowered, capture.pipeline = lowered, self._pipeline.measured(inputs)
         with without_autocast():  # the graph already holds its casts
             planner = self._planner(capture, inputs)
-            capture.rewritten = capture.pipeline.run(lowered, self.plan, planner=planner)
+            capture.rewritten = self._fitting(capture, planner)
         capture.given = capture.rewritten.given
         _note_not_found(capture, self.plan)
         return capture.rewritten.gm
+
+    def _fitting(
+        self, capture: Capture, planner: Callable[[fx.GraphModule, Plan], Plan] | None
+    ) -> Rewritten:
+        """A capture's graph after all passes; where no plan fits, what they left op by op because
+        it is faster gives way.
+
+        Raises:
+            PlanError: nothing fits the budget that the user gave.
+        """
+        assert capture.lowered is not None
+        assert capture.pipeline is not None
+        fast, sparing = capture.pipeline, capture.pipeline.sparing()
+        try:
+            made = fast.run(capture.lowered, self.plan, planner=planner)
+        except PlanError:
+            if fast == sparing or any(outlined_layers(capture.found)):
+                raise
+        else:
+            if fast == sparing or not _overflows(capture, made.given):
+                return made
+        why = "no plan fits them op by op, so layers become regions though they are small"
+        capture.note(RemarkKind.ANALYSIS, "plan", why)
+        capture.pipeline = sparing
+        return sparing.run(capture.lowered, self.plan, planner=planner)
 
     def _lowered(self, gm: fx.GraphModule) -> fx.GraphModule:
         return lower(gm, grad_enabled=torch.is_grad_enabled())
@@ -185,9 +212,7 @@ class Backend:
                     with_context=self.always_planned,
                     accumulated=self.accumulated,
                 )
-                made = self._made(capture.planner, gm, plan, Batch(held=held))
-                capture.found = clone(gm)  # what acts on it next changes it
-                return made
+                return self._made(capture, gm, plan, Batch(held=held))
             except FxrlError:
                 raise
             except Exception as error:
@@ -208,14 +233,16 @@ class Backend:
             return limits
         return Limits.common(told_by_ranks(limits, ranks))
 
-    def _made(self, planner: Planner, gm: fx.GraphModule, plan: Plan, batch: Batch) -> Plan:
-        """A planner's plan; of ranks that share sequences, the first one's for all: what runs again
-        sends again, so ranks whose plans differ would wait for each other for ever.
+    def _made(self, capture: Capture, gm: fx.GraphModule, plan: Plan, batch: Batch) -> Plan:
+        """Its planner's plan; of ranks that share sequences, the first one's for all: what runs
+        again sends again, so ranks whose plans differ would wait for each other for ever.
 
         Raises:
             PlanError: nothing fits the budget that the user gave.
             FxrlError: the ranks have captured different graphs.
         """
+        capture.found = clone(gm)  # what acts on it next changes it
+        planner: Planner = capture.planner
         make, ranks = partial(planner, gm, plan, batch), self.config.context_parallel
         if ranks == 1 or self.only_explain:
             return make()
@@ -229,12 +256,10 @@ class Backend:
         self, capture: Capture, examples: Sequence[Any], batch: Batch, why: str
     ) -> Run:
         """The capture compiled again, by a plan for a batch."""
-        assert capture.lowered is not None
-        assert capture.pipeline is not None
         with without_autocast():
-            plan = self._made(capture.planner, capture.found, self.plan, batch)
-            capture.rewritten = capture.pipeline.run(capture.lowered, plan)
-        capture.given = plan
+            made = partial(self._made, capture, batch=batch)
+            capture.rewritten = self._fitting(capture, made)
+        capture.given = capture.rewritten.given
         capture.note(RemarkKind.ANALYSIS, "plan", why)
         return self._compile(capture, capture.rewritten.gm, examples)
 
@@ -353,6 +378,13 @@ def _as_written(gm: fx.GraphModule) -> Run:
     """The user's own graph."""
     restore_checkpoints(gm)  # Dynamo's own calls recompute nothing on torch 2.11
     return gm.forward
+
+
+def _overflows(capture: Capture, plan: Plan) -> bool:
+    """Whether a plan is above a budget that nobody gave, and has no layers to choose for."""
+    if capture.planner is None or any(outlined_layers(capture.found)):
+        return False
+    return bool((plan.peak_gpu_bytes or 0) > capture.planner.budget.gpu_bytes)
 
 
 def _line(error: Exception) -> str:

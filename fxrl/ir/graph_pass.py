@@ -153,6 +153,11 @@ class Pass(ABC, Generic[S]):
         """
         return self
 
+    def sparing(self) -> Self:
+        """The pass for a step that does not fit: what it leaves alone because it would cost time
+        is rewritten too."""
+        return self
+
     def rounded(self, gm: fx.GraphModule) -> list[Any]:
         """The weights (``fxrl.ops.rounded``) whose products a graph that this pass rewrote rounds,
         so that ``verify`` compares with code that rounds them too."""

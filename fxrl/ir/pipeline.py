@@ -50,6 +50,10 @@ class Pipeline:
         """The same passes, with what a graph's real inputs tell them as options."""
         return Pipeline(tuple(one.measured(inputs) for one in self.passes))
 
+    def sparing(self) -> Pipeline:
+        """The same passes for a step that does not fit."""
+        return Pipeline(tuple(one.sparing() for one in self.passes))
+
     def run(
         self,
         gm: fx.GraphModule,

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -61,6 +62,8 @@ class HostPool:
         self._free: list[Tensor] = []
         self._sent: deque[tuple[torch.Event, list[Tensor]]] = deque()
         self._last: weakref.ref[Stored] | None = None
+        self._ahead = True  # whether who fetches lets others set out
+        self._stored: weakref.WeakSet[Stored] = weakref.WeakSet()
         self._stream = torch.Stream(device) if device.type == "cuda" else None
 
     def store(
@@ -80,6 +83,7 @@ class HostPool:
                 self._sent.append((arrived, flats))
             self.wait(sending)
             stored = Stored(self, tensors, pages, self._last, fetching)
+            self._stored.add(stored)
             if flats:
                 self._last = weakref.ref(stored)
         return stored
@@ -89,6 +93,23 @@ class HostPool:
         while len(self._sent) > sending:
             event, _ = self._sent.popleft()
             torch.cuda.current_stream(self.device).wait_event(event)
+
+    def let_go(self) -> int:
+        """Free the GPU memory of what has left for the host, and of what came back before anybody
+        asked for it (it is copied again when somebody does); bytes."""
+        with _LOCK:
+            freed = sum(flat.numel() for _, flats in self._sent for flat in flats)
+            self.wait()
+            return freed + sum(stored.let_go() for stored in list(self._stored))
+
+    @contextmanager
+    def nothing_ahead(self) -> Iterator[None]:
+        """Who fetches inside fetches only what it asks for."""
+        self._ahead = False
+        try:
+            yield
+        finally:
+            self._ahead = True
 
     def room_for(
         self, tensors: Sequence[Tensor]
@@ -183,21 +204,28 @@ class Stored:
         with _LOCK:
             self._pool.wait()
         self.start()
-        found, self._found = self._found, None  # the caller's; another backward copies again
-        assert found is not None
-        if self._arrived is not None:
-            torch.cuda.current_stream(self._pool.device).wait_event(self._arrived)
+        found = self._taken()  # the caller's; another backward copies again
         before = self._before
-        for _ in range(self._fetching):
+        for _ in range(self._fetching if self._pool._ahead else 0):
             if before is None or (stored := before()) is None:
                 break
             stored.start()
             before = stored._before
         return found
 
-    def __del__(self) -> None:
-        if self._found is not None and self._arrived is not None:  # begun, and nobody asked
+    def let_go(self) -> int:
+        """Undo ``start``; bytes."""
+        return sum(x.nbytes for x in self._taken())
+
+    def _taken(self) -> list[Tensor]:
+        """What was begun, once it is there; its memory is the caller's."""
+        found, self._found = self._found or [], None
+        if found and self._arrived is not None:
             torch.cuda.current_stream(self._pool.device).wait_event(self._arrived)
+        return found
+
+    def __del__(self) -> None:
+        self._taken()
         self._pool.take_back(self._pages)
 
 

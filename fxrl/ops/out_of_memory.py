@@ -7,7 +7,8 @@
 
 An op's backward reads values and makes new ones, so running it again gives the same numbers. What
 was moved comes back bit for bit when its own backward asks for it. It costs nothing until then: no
-hook is set on what is saved before memory runs out.
+hook is set on what is saved before memory runs out. Copies from the host that are there before
+anybody asked are let go, and what PyTorch caches is given back: it may be in pieces.
 
 NOTE [Why not plan the step anew here]: ``loss.backward()`` is the user's call, and when it fails,
 part of the gradients are in ``.grad`` already. Whoever is told plans the next step.
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fxrl.ir.graph import memory_like
+from fxrl.ops.host_memory import pool_of
 
 T = TypeVar("T")
 
@@ -44,14 +46,14 @@ class Shortage:
     used_bytes: int = 0  # what PyTorch had in use on the GPU; 0 on a CPU, where nobody counts
     pieces_bytes: int = 0  # what it held besides, free, but not in one piece
     moved_bytes: int = 0  # what was moved to the host for it
+    let_go_bytes: int = 0  # what was on its way to the host, or back before it was asked for
 
     @classmethod
     def of(cls, error: torch.OutOfMemoryError, device: torch.device, op: int) -> Shortage:
         """Read off PyTorch where the error is caught, while what was made is still alive."""
         if device.type != "cuda":
             return cls(str(error), op)
-        used = torch.cuda.memory_allocated(device)
-        return cls(str(error), op, used, torch.cuda.memory_reserved(device) - used)
+        return cls(str(error), op, torch.cuda.memory_allocated(device), cached_bytes(device))
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -59,7 +61,21 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached_bytes(device)
+
+
+def cached_bytes(device: torch.device) -> int:
+    """What PyTorch holds of a GPU and has not in use; 0 elsewhere."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def give_back(device: torch.device) -> None:
+    """Give a GPU what PyTorch caches, so that new tensors get memory in one piece again."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
 
 
 class Watch:
@@ -130,9 +146,13 @@ def with_room(ctx: Any, device: torch.device, run: Callable[[], T]) -> T:
     room, moved = ctx.watch.room(), 0
     for watch in list(_WATCHES):
         moved += watch.move(device, room - moved)
-    told = ctx.watch.tell(replace(shortage, moved_bytes=moved))
+    pool = pool_of(device)
+    shortage = replace(shortage, moved_bytes=moved, let_go_bytes=pool.let_go())
+    give_back(device)
+    told = ctx.watch.tell(shortage)
     try:
-        result = run()
+        with pool.nothing_ahead():
+            result = run()
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(f"{told}; that was not enough: {error}") from None
     warnings.warn(f"{told}; it ran again, with the same numbers", MemoryWarning, stacklevel=2)

@@ -41,7 +41,7 @@ class Budget:
         if config.gpu_memory is not None:
             gpu = parse_bytes(config.gpu_memory, name="gpu_memory")
         else:
-            gpu = target.gpu_bytes if device is None else _gpu_free(device)
+            gpu = target.gpu_bytes if device is None else gpu_room(device)
         if config.host_memory is not None:
             host = parse_bytes(config.host_memory, name="host_memory") // ranks_of_host()
         else:
@@ -57,7 +57,7 @@ class Budget:
         peak = min(self.gpu_bytes, peak)
         gpu = peak - int(min(_TIGHTER * peak, (peak - least) / 2))
         if device.type == "cuda":
-            gpu = min(gpu, int(_gpu_free(device) * (1 - FRAGMENTS)))
+            gpu = min(gpu, int(gpu_room(device) * (1 - FRAGMENTS)))
         return replace(self, gpu_bytes=gpu, given=False)  # the smallest plan is worth a try
 
 
@@ -77,7 +77,7 @@ class Limits(NamedTuple):
         return cls(each[0].target, replace(shared, given=all(b.given for b in budgets)))
 
 
-def _gpu_free(device: torch.device) -> int:
+def gpu_room(device: torch.device) -> int:
     """What nobody else has of a GPU: free, or PyTorch's in this process."""
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device)

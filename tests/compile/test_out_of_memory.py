@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fxrl
-from fxrl.compile import backend, planning
+from fxrl.compile import backend, by_plan, planning
 from fxrl.compile.backend import Backend
 from fxrl.compile.bodies.variants import CompiledRegion
 from fxrl.compile.by_plan import ByPlan
@@ -280,3 +280,41 @@ def pages_in_use():
     """Bytes."""
     drop_free_pages()
     return host_memory.bytes_held()
+
+
+def test_copies_that_came_ahead_are_let_go_and_copied_again(allocator):
+    """The first backward runs out of memory when the layers before have set out."""
+    step = make_step(
+        Plan({f"0:blocks.{i}": CutLayer("products", "host", "host") for i in range(3)})
+    )
+    expected = gradients(step)
+    assert step.plan.choices["0:blocks.2"].fetching == 2
+    allocator.fail("backward", 0)
+    with pytest.warns(MemoryWarning, match="backward of layer 2: .* and copies of .* let go"):
+        found = gradients(step)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert_equal(gradients(step), expected)
+
+
+@pytest.mark.parametrize(
+    ("room", "cached", "lengths", "given_back"),
+    [
+        pytest.param(1.3, 1.0, (256, 64, 256, 248, 248, 256), [248, 256], id="near_the_limit"),
+        pytest.param(1.1, 0.05, (256, 64, 256), [], id="what_is_cached_fits_beside"),
+        pytest.param(1.5, 9.0, (256, 64, 256), [], id="pieces_fit_beside"),
+        pytest.param(1.1, 1.0, (256, 256, 256), [], id="one_length"),
+    ],
+)
+def test_what_other_lengths_cached_is_given_back(monkeypatch, room, cached, lengths, given_back):
+    """Before a step that comes near what the GPU has, when no block of it is in use."""
+    step = make_step()
+    expected, found, now = gradients(step), [], []
+    peak = step.plan.peak_gpu_bytes
+    monkeypatch.setattr(by_plan, "cached_bytes", lambda device: int(cached * peak))
+    monkeypatch.setattr(by_plan, "gpu_room", lambda device: int(room * peak))
+    monkeypatch.setattr(by_plan, "give_back", lambda device: found.extend(now))
+    for length in lengths:
+        now[:] = [length]
+        step({"ids": IDS["ids"][:, :length]}).backward()
+    assert found == given_back
+    assert_equal(gradients(step), expected)

@@ -9,10 +9,12 @@ import torch
 
 import fxrl
 from fxrl import losses
+from fxrl.compile.backend import Backend
 from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.models import lora, tiny_config
 from fxrl.planner.target import TARGETS
+from fxrl.step import TrainStep
 from tests.capture.mixer import assert_matches_eager
 from tests.passes.layered import make_stack, square_loss
 
@@ -71,6 +73,38 @@ def test_a_budget_is_kept_and_more_of_it_is_never_slower():
         seconds.append(plan.step_seconds)
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[-1] == free.step_seconds
+
+
+def small_steps(device, **options):
+    """Layers too small to pay, by the passes' options."""
+    small = {"outline-layers": {"least_hidden": {device: 2**30}}}
+    options |= {"passes": ("outline-layers", *PASSES), "pass_options": small}
+    return replace(config(), **options)
+
+
+def test_small_layers_become_regions_where_no_plan_fits_them_op_by_op():
+    model = wide_stack("meta")
+    free = fxrl.optimize(model, square_loss, small_steps("meta")).plan_for(batch(2048))
+    assert not cuts(free)
+    step = fxrl.optimize(
+        model, square_loss, small_steps("meta", gpu_memory=free.peak_gpu_bytes // 2)
+    )
+    plan = step.plan_for(batch(2048))
+    assert len(cuts(plan)) == 6
+    assert plan.peak_gpu_bytes <= free.peak_gpu_bytes // 2
+
+
+def test_small_layers_become_regions_when_a_batch_is_longer():
+    """The first batches fit op by op; what runs for the long one then serves short ones, too."""
+    given = small_steps("cpu", gpu_memory="110MiB")
+    model = wide_stack()
+    step = TrainStep(
+        model, square_loss, given, backend=Backend(given, Plan(), always_rewritten=True)
+    )
+    for tokens, count in ((32, 0), (48, 0), (1024, 6), (40, 6)):
+        ids = {"ids": torch.randint(0, 11, (2, tokens))}
+        assert_matches_eager(step, square_loss, model, ids)
+        assert len(cuts(step.plan)) == count, tokens
 
 
 def test_without_host_memory_nothing_goes_there():

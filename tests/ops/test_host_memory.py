@@ -170,3 +170,16 @@ def test_a_stand_in_cannot_wait():
 
 def test_a_device_has_one_pool():
     assert pool_of(CPU) is pool_of(CPU)
+
+
+def test_what_came_ahead_is_let_go_and_copied_again():
+    pool = HostPool(CPU)
+    layers = [drawn((64, 5), torch.float32, seed=seed) for seed in range(3)]
+    stored = [pool.store([x], fetching=2) for x in layers]
+    assert same(stored[2].fetch()[0], layers[2])
+    assert pool.let_go() == sum(x.nbytes for x in layers[:2])
+    with pool.nothing_ahead():
+        assert same(stored[2].fetch()[0], layers[2])
+    assert pool.let_go() == 0
+    for one, x in zip(stored, layers, strict=True):
+        assert same(one.fetch()[0], x)
