@@ -259,6 +259,21 @@ def test_checkpointed_layers_are_captured_once():
     assert once(step) == "4 layers were captured as 1"
 
 
+@pytest.mark.parametrize("segments", [2, 3])  # the last one takes what is left over
+def test_layers_checkpointed_in_segments_are_captured(segments):
+    class Segments(Model):
+        def body(self, x):
+            return torch.utils.checkpoint.checkpoint_sequential(
+                list(self.layers), segments, input=x, use_reentrant=False
+            )
+
+    model = make(model=Segments)
+    step = optimized(model)
+    check(step, model)
+    assert len(step.captures) == 1
+    assert not [r for r in step.report.remarks if "graph break" in r.reason]
+
+
 def test_a_loss_checkpointed_with_its_model_has_a_head():
     def whole(model, given):
         return torch.utils.checkpoint.checkpoint(
