@@ -41,6 +41,7 @@ from torch._dynamo.variables import (
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
 )
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import BaseListVariable, ListVariable, SizeVariable
@@ -51,6 +52,7 @@ from torch._dynamo.variables.misc import (
     NumpyVariable,
     StringFormatVariable,
 )
+from torch.utils.checkpoint import checkpoint_sequential
 
 from fxrl.capture._torch import dynamo_config, dynamo_settings
 from fxrl.capture.branches import Branches
@@ -58,6 +60,7 @@ from fxrl.capture.breaks import place_of
 from fxrl.capture.checks import check, counted_rows
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.scoped_hooks import LEVELS
+from fxrl.capture.segments import in_segments
 from fxrl.ir.graph import hint
 
 _tracer: Any = torch._dynamo.symbolic_convert
@@ -437,8 +440,11 @@ def _in_body(tx: Any) -> bool:
     )
 
 
-def _read_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A clock's time, read where the graph runs; other functions that Dynamo skips end it."""
+def _skipped(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A clock's time, read where the graph runs, and layers that are checkpointed in segments; other
+    functions that Dynamo skips end it."""
+    if self.value is checkpoint_sequential:
+        return VariableTracker.build(tx, in_segments).call_function(tx, args, kwargs)
     if args or kwargs or self.value not in CLOCKS or _in_body(tx):
         return _call_skipped(self, tx, args, kwargs)
     which = (CLOCKS.index(self.value), len(tx.output.graph.nodes))
@@ -600,7 +606,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (NumpyVariable, "call_function", _averaged),
     (LoggingLoggerVariable, "call_method", _asked),
     (logging.getLogger, "_dynamo_marked_constant", True),
-    (SkipFunctionVariable, "call_function", _read_later),
+    (SkipFunctionVariable, "call_function", _skipped),
     (BuiltinVariable, "call_isinstance", _isinstance),
     (DebuggingVariable, "call_function", _print_later),
     (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),

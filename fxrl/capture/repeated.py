@@ -65,6 +65,7 @@ from fxrl.ir.site import module_path, rename_site
 _PLAIN = (bool, float, complex, bytes, type(None), type, torch.dtype, torch.device)
 _SDPA = nn.functional.scaled_dot_product_attention
 _DIGITS = re.compile(r"\d+")
+_COUNTED = re.compile(r"(\w*?)\d+")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
@@ -367,10 +368,11 @@ class RepeatedLayers:
         found: list[_Layer] = []
         inside: set[nn.Module] = set()
         for name, module in self._model.named_modules():
-            if isinstance(module, (nn.ModuleList, nn.Sequential)) and module not in inside:
-                group = _groups(name, module)
-                inside.update(part for layer in group for part in layer.module.modules())
-                found += group
+            if module not in inside:
+                for members in _counted(module):
+                    group = _groups(name, members)
+                    inside.update(part for layer in group for part in layer.module.modules())
+                    found += group
         for state in self._known:
             if state.takes_over(found):
                 return state
@@ -402,12 +404,21 @@ class _State:
         return True
 
 
-def _groups(name: str, members: nn.Module) -> list[_Layer]:
+def _counted(module: nn.Module) -> list[dict[str, nn.Module]]:
+    """Its children that a number counts, by name: ``0, 1`` of a list, ``h0, h1`` of any module."""
+    by_stem: dict[str, dict[str, nn.Module]] = {}
+    for name, child in module._modules.items():
+        if child is not None and (match := _COUNTED.fullmatch(name)) is not None:
+            by_stem.setdefault(match[1], {})[name] = child
+    return list(by_stem.values())
+
+
+def _groups(name: str, members: dict[str, nn.Module]) -> list[_Layer]:
     """The layers of one list that have an equal one; each knows the first of its kind."""
     layers = [
-        _Layer(module, f"{name}.{number}", index, _Layout(module))
-        for index, (number, module) in enumerate(members._modules.items())
-        if module is not None and module._modules
+        _Layer(module, f"{name}.{number}".lstrip("."), index, _Layout(module))
+        for index, (number, module) in enumerate(members.items())
+        if module._modules
     ]
     firsts: list[_Layer] = []
     for layer in layers:

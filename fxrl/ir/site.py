@@ -25,11 +25,15 @@ _OWN_FORWARD = re.compile(r"\.forward(\.__func__)?\.__closure__\..*?\.__self__")
 # What stands for a method of PEFT (capture/adapters.py) holds modules by their paths.
 _OWN_BLOCK = re.compile(r"(^|\.)disable_adapter\.__closure__\.\d+\.cell_contents(?=\.)")
 _MODULES = re.compile(r"\.__dict__\['_modules'\]")
+# So says Dynamo of modules whose parameters are lent, as ``torch.func.functional_call`` does.
+_GETATTR = re.compile(r"getattr\(([^()]+), '(\w+)'\)")
 _ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
 
 def plain_path(where: str) -> str:
     """Dynamo's way to a module, without brackets: ``L['model'].layers[0]`` is ``layers.0``."""
+    while (flat := _GETATTR.sub(r"\1.\2", where)) != where:  # the innermost first
+        where = flat
     path = _ITEM.sub(r".\1", _MODULES.sub("", where)).replace("..", ".")
     path = _OWN_BLOCK.sub("", _OWN_FORWARD.sub("", path)).removeprefix(".")
     return path.removeprefix("L.").removeprefix("model.")

@@ -187,6 +187,55 @@ def test_layers_in_lists_in_lists_are_sites_of_their_own():
     assert {f"0:stages.{s}.blocks.{b}" for s in (0, 1) for b in (0, 1)} <= step.plan.choices.keys()
 
 
+class InADict(Model):
+    """Layers by name: ``h0``, ``h1``."""
+
+    def __init__(self, kind=Layer, depth=4):
+        super().__init__(kind, depth)
+        self.layers = nn.ModuleDict({f"h{i}": layer for i, layer in enumerate(self.layers)})
+
+    def body(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+class AsAttributes(Model):
+    def __init__(self, kind=Layer, depth=4):
+        super().__init__(kind, depth)
+        for i, layer in enumerate(self.layers):
+            self.add_module(f"layer_{i}", layer)
+        del self.layers
+
+    def body(self, x):
+        for i in range(4):
+            x = getattr(self, f"layer_{i}")(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "sites"),
+    [(InADict, "0:layers.h0 0:layers.h3"), (AsAttributes, "0:layer_0 0:layer_3")],
+)
+def test_layers_that_a_name_counts_are_captured_once(kind, sites):
+    model = make(model=kind)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "4 layers were captured as 1"
+    assert {*sites.split()} <= step.plan.choices.keys()
+
+
+def test_layers_of_a_functional_call_are_regions():
+    def lent(model, given):
+        weights = dict(model.named_parameters())
+        return loss_fn(lambda *args: torch.func.functional_call(model, weights, args), given)
+
+    model = make()
+    step = fxrl.optimize(model, lent, CONFIG)
+    check(step, model, lent)
+    assert {f"0:layers.{i}" for i in range(4)} <= step.plan.choices.keys()
+
+
 def test_random_numbers_are_drawn_by_each_layer():
     model = make(Dropout)
     step = optimized(model)
@@ -208,6 +257,21 @@ def test_checkpointed_layers_are_captured_once():
     step = optimized(model)
     check(step, model)
     assert once(step) == "4 layers were captured as 1"
+
+
+@pytest.mark.parametrize("segments", [2, 3])  # the last one takes what is left over
+def test_layers_checkpointed_in_segments_are_captured(segments):
+    class Segments(Model):
+        def body(self, x):
+            return torch.utils.checkpoint.checkpoint_sequential(
+                list(self.layers), segments, input=x, use_reentrant=False
+            )
+
+    model = make(model=Segments)
+    step = optimized(model)
+    check(step, model)
+    assert len(step.captures) == 1
+    assert not [r for r in step.report.remarks if "graph break" in r.reason]
 
 
 def test_a_loss_checkpointed_with_its_model_has_a_head():
