@@ -441,8 +441,8 @@ def _in_body(tx: Any) -> bool:
 
 
 def _skipped(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A clock's time, read where the graph runs, and layers that are checkpointed in segments; other
-    functions that Dynamo skips end it."""
+    """A clock's time, read where the graph runs, and layers that are checkpointed in segments; at
+    other functions that Dynamo skips the graph ends."""
     if self.value is checkpoint_sequential:
         return VariableTracker.build(tx, in_segments).call_function(tx, args, kwargs)
     if args or kwargs or self.value not in CLOCKS or _in_body(tx):
