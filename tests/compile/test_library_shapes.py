@@ -6,6 +6,7 @@ eager mode, or that came with parallel or packed code. In float64, loss and grad
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -353,13 +354,15 @@ def test_shape(name):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("lengths", [[9, 18, 0], [9, 17, 1]])
-def test_an_empty_sequence_has_the_numbers_of_eager(lengths):
+@pytest.mark.parametrize(("lengths", "missed"), [([9, 18, 0], True), ([9, 17, 1], False)])
+def test_an_empty_sequence_has_the_numbers_of_eager(lengths, missed):
     """What is captured of sequences with a token to leave out is not run for one without."""
     loss_fn = parts_as_long_as_a_list_read_off_a_tensor
     torch.manual_seed(0)
     model, given = Model().double(), batch()
-    step = optimize(model, loss_fn, CONFIG)
+    step = optimize(model, loss_fn, replace(CONFIG, on_miss="ignore"))
     step(given)
     given["lengths"] = torch.tensor(lengths)
     torch.testing.assert_close(step(given), loss_fn(model, given), rtol=1e-11, atol=1e-11)
+    reasons = [miss.reason for miss in open_misses(step.report)]
+    assert any("a check failed" in reason for reason in reasons) == missed
