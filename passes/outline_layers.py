@@ -90,8 +90,8 @@ class OutlineLayers(Pass[LayerSite]):
 
     name: ClassVar[str] = "outline-layers"
     doc: ClassVar[PassDoc] = PassDoc(
-        "the model's repeated layers (members of a module list), or the bodies of activation "
-        "checkpointing that is switched on",
+        "the model's repeated layers (members of a list, or equal ones that names count: `h0`, "
+        "`h1`), or the bodies of activation checkpointing that is switched on",
         "an op at a time: a layer becomes a compiled body, attention inside, compiled once for all "
         "layers that are alike",
         "seconds of compilation",
