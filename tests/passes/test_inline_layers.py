@@ -81,7 +81,7 @@ def test_applied():
 %fxrl_layer = torch.ops.higher_order.fxrl_layer(%held_2, %sin, %model.0.up.weight) : (f64[2, 3, 4])
 %getitem_2 = operator.getitem(%fxrl_layer, 0) : f64[2, 3, 4]
 %held_3 = @held_1
-%fxrl_layer_1 = torch.ops.higher_order.fxrl_layer(%held_3, %getitem_2, %model__1_up_weight) : (f64[2, 3, 4])
+%fxrl_layer_1 = torch.ops.higher_order.fxrl_layer(%held_3, %getitem_2, %model_1_up_weight) : (f64[2, 3, 4])
 %getitem_3 = operator.getitem(%fxrl_layer_1, 0) : f64[2, 3, 4]
 %pow_1 = aten.pow.Tensor_Scalar(%getitem_3, 2) : f64[2, 3, 4]
 %sum_1 = aten.sum.default(%pow_1) : f64[]
@@ -107,7 +107,7 @@ return %sum_1
 %_unsafe_view = aten._unsafe_view.default(%mm, [2, 3, 4]) : f64[2, 3, 4]
 %tanh = aten.tanh.default(%_unsafe_view) : f64[2, 3, 4]
 %scaled_dot_product_attention_default = aten.scaled_dot_product_attention.default(%tanh, %tanh, %tanh, is_causal=True) : f64[2, 3, 4]
-%t_1 = aten.t.default(%model__1_up_weight) : f64[4, 4]
+%t_1 = aten.t.default(%model_1_up_weight) : f64[4, 4]
 %view_1 = aten.view.default(%scaled_dot_product_attention_default, [6, 4]) : f64[6, 4]
 %mm_1 = aten.mm.default(%view_1, %t_1) : f64[6, 4]
 %_unsafe_view_1 = aten._unsafe_view.default(%mm_1, [2, 3, 4]) : f64[2, 3, 4]
@@ -134,7 +134,7 @@ def test_a_region_of_the_body_is_each_layers_own():
 %sin = aten.sin.default(%batch) : f64[2, 3, 4]
 %region_default = fxrl.region.default([%model.0.up.weight, %sin], '...', 0, []) : (f64[2, 3, 4])
 %getitem = operator.getitem(%region_default, 0) : f64[2, 3, 4]
-%region_default_1 = fxrl.region.default([%model__1_up_weight, %getitem], '...', 0, []) : (f64[2, 3, 4])
+%region_default_1 = fxrl.region.default([%model_1_up_weight, %getitem], '...', 0, []) : (f64[2, 3, 4])
 %getitem_4 = operator.getitem(%region_default_1, 0) : f64[2, 3, 4]
 %pow_1 = aten.pow.Tensor_Scalar(%getitem_4, 2) : f64[2, 3, 4]
 %sum_1 = aten.sum.default(%pow_1) : f64[]
