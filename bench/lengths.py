@@ -121,7 +121,7 @@ def steps(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         optimizer.zero_grad(set_to_none=True)
 
     for tokens in lengths(args.steps, args.shortest, args.longest):
-        batch = _batch(model, tokens, args.device, draw)
+        batch = qwen.drawn_batch(model, 1, tokens, draw)
         yield (
             {"tokens": tokens}
             | _watched(lambda given=batch: update(given), args.device)
@@ -171,18 +171,6 @@ def blocks(of_steps: Iterator[dict[str, Any]], count: int) -> Iterator[dict[str,
 
 def _most(found: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return max((one[name] for one in found if one[name] is not None), default=None)
-
-
-def _batch(
-    model: torch.nn.Module, tokens: int, device: str, draw: torch.Generator
-) -> dict[str, torch.Tensor]:
-    vocab: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator,union-attr]
-    return {
-        "input_ids": torch.randint(0, vocab, (1, tokens), device=device, generator=draw),
-        "completion_mask": torch.ones(1, tokens - 1, device=device),
-        "old_logps": torch.full((1, tokens - 1), -12.0, device=device),
-        "advantages": torch.randn(1, device=device, generator=draw),
-    }
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -129,7 +129,7 @@ def _measure(case: str, args: argparse.Namespace, results: common.Results) -> No
     )
     with results.row(**asked) as row:
         model = qwen.make_model(shape, args.device, layers=layers, rank=rank, checkpointing=False)
-        batch = _batch(model, rows, tokens, args.device)
+        batch = qwen.drawn_batch(model, rows, tokens, torch.Generator(args.device).manual_seed(0))
         batch |= qwen.layout(batch["input_ids"], layout, tokens // 2)
         row |= _measured(model, config, batch, asked["micro-batches"], args)
 
@@ -193,17 +193,6 @@ def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return optimizer
-
-
-def _batch(model: torch.nn.Module, rows: int, tokens: int, device: str) -> dict[str, torch.Tensor]:
-    draw = torch.Generator(device).manual_seed(0)
-    vocab: int = model.get_input_embeddings().num_embeddings
-    return {
-        "input_ids": torch.randint(0, vocab, (rows, tokens), device=device, generator=draw),
-        "completion_mask": torch.ones(rows, tokens - 1, device=device),
-        "old_logps": torch.full((rows, tokens - 1), -12.0, device=device),
-        "advantages": torch.randn(rows, device=device, generator=draw),
-    }
 
 
 if __name__ == "__main__":

@@ -149,6 +149,24 @@ def base_model(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def drawn_batch(
+    model: Any, rows: int, tokens: int, draw: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """A GRPO batch of rows of ``tokens``, all but the first completion; no forward is run for it.
+
+    Returns:
+        ``input_ids [B, T]``, ``completion_mask`` and ``old_logps [B, T - 1]``, ``advantages [B]``.
+    """
+    vocab = model.get_input_embeddings().num_embeddings
+    device = draw.device
+    return {
+        "input_ids": torch.randint(0, vocab, (rows, tokens), device=device, generator=draw),
+        "completion_mask": torch.ones(rows, tokens - 1, device=device),
+        "old_logps": torch.full((rows, tokens - 1), -12.0, device=device),
+        "advantages": torch.randn(rows, device=device, generator=draw),
+    }
+
+
 def make_batch(
     model: nn.Module,
     *,

@@ -83,30 +83,20 @@ _TRANSLATORS: tuple[Any, ...] = (
 )
 _make_instance: Any = UserDefinedClassVariable.call_function
 _ask_logger = LoggingLoggerVariable.call_method
-_GETATTR = next(
-    (
-        name
-        for name in ("var_getattr", "tp_getattro_impl")
-        if name in vars(UserDefinedObjectVariable)
-    ),
-    "",
-)  # the second from torch 2.15 on
+_GETATTRS = ("var_getattr", "tp_getattro_impl")  # the second from torch 2.15 on
+_GETATTR = next((name for name in _GETATTRS if name in vars(UserDefinedObjectVariable)), "")
 _attribute: Any = getattr(UserDefinedObjectVariable, _GETATTR, None)
 _call_numpy = NumpyVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
-_print, _end_graph = (
-    DebuggingVariable.call_function,
-    torch._dynamo.output_graph.OutputGraph.compile_subgraph,
-)
+_print = DebuggingVariable.call_function
+_end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
-_DICT_ITERATOR: Any = getattr(
-    torch._dynamo.variables.iter, "DictViewIterator", None
-)  # none in torch 2.11, whose own can be rebuilt
+# None in torch 2.11, whose own can be rebuilt.
+_DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)
 _unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
-_KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(
-    SimpleNamespace.__new__
-)  # torch 2.15 does
+# Torch 2.15 does.
+_KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)
 
 
 # The function that is captured and the branches that are followed in it, innermost last.

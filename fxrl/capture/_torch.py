@@ -146,32 +146,33 @@ _name_of_line = _tracer.get_funcname
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage is collected inside, where objects are made by the thousand, and kept."""
+def uncollected(before_more: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """No garbage is collected inside, where objects are made by the thousand, and kept.
+
+    Args:
+        before_more: called before collecting goes on; not where nothing was collected ahead.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
+            before_more()
             gc.enable()
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
     _tracer.get_funcname = lambda filename, lineno: None
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", _CACHED_BY_LIBRARIES, UserWarning)
-            warnings.filterwarnings("ignore", _UNTRACED_BUILTIN, UserWarning)
-            yield
-    finally:
-        _tracer.get_funcname = _name_of_line
-        if was_on:
-            _age()
-            gc.enable()
+    with uncollected(_age):
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", _CACHED_BY_LIBRARIES, UserWarning)
+                warnings.filterwarnings("ignore", _UNTRACED_BUILTIN, UserWarning)
+                yield
+        finally:
+            _tracer.get_funcname = _name_of_line
 
 
 _AGED: list[bool] = []  # holds one where a step's objects were made old already

@@ -171,32 +171,35 @@ class _LogMethods(str):
         return super().__new__(cls, "all log methods")
 
     def __init__(self) -> None:
-        self._methods = frozenset(_log_methods())
+        self._methods = frozenset(_named_as_levels(logging.Logger))
         self.met: set[str] = set()
 
     def __contains__(self, method: object) -> bool:
         found = method in self._methods
         if found:
-            self.met.add(getattr(method, "__name__", str(method)))
+            self._meet(method)
         return found
 
     def __iter__(self) -> Iterator[Any]:
         """The functions that log without a logger. Dynamo stops at the one that it looks for."""
-        for name, function in vars(logging).items():
-            if name.startswith(LEVELS) and isinstance(function, types.FunctionType):
-                try:
-                    yield function
-                except GeneratorExit:
-                    self.met.add(name)
-                    raise
+        for function in _named_as_levels(logging):
+            try:
+                yield function
+            except GeneratorExit:
+                self._meet(function)
+                raise
+
+    def _meet(self, method: object) -> None:
+        self.met.add(getattr(method, "__name__", str(method)))
 
     def __deepcopy__(self, _: object) -> _LogMethods:
         return self  # Dynamo copies its settings; what was met must reach this one
 
 
-def _log_methods() -> Iterator[Any]:
-    """``logging.Logger``'s log methods, those that libraries add (``warning_once``) included."""
-    for name, method in vars(logging.Logger).items():
+def _named_as_levels(owner: object) -> Iterator[Any]:
+    """Log methods of a class or functions of a module, those that libraries add (``warning_once``)
+    included."""
+    for name, method in vars(owner).items():
         if name.startswith(LEVELS) and callable(method):
             yield method
 

@@ -30,7 +30,7 @@ from torch import nn
 from fxrl.errors import FxrlError, optional
 from fxrl.files import refuse_links, replacing_folder
 from fxrl.models.hf import ModelError, no_progress_bars, save_pretrained, why_no_hub
-from fxrl.models.quantized import Asked, as_quantization, load_quantized, note_format, quantize
+from fxrl.models.quantized import Asked, as_quantization, in_bits, load_quantized
 from fxrl.models.sharded import load_sharded, shard
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
 from fxrl.models.stored import stored_format
@@ -209,7 +209,9 @@ def load_model(
     source = resolve(model_id)
     if source in (Source.TINY, Source.CONFIG):
         model, tokenizer = _random(source, model_id, dtype, device, seed, scalar_head=scalar_head)
-        model = in_bits(model.eval(), quantization)
+        model = model.eval()
+        if quantization is not None:
+            model = in_bits(model, as_quantization(quantization))
         model = model if peers is None else shard(model, peers, trained=True)
     else:
         load = functools.partial(
@@ -226,16 +228,6 @@ def load_model(
     if scalar_head and tokenizer is not None:  # it reads the last token that is no padding
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
-
-
-def in_bits(model: nn.Module, quantization: Asked | None) -> nn.Module:
-    """A model that was made whole, its weights in so few bits; as it is without."""
-    if quantization is not None:
-        how = as_quantization(quantization)
-        for one in how.chosen(model, trained=True):
-            one.weight.requires_grad_(False)
-        note_format(quantize(model, how), how)
-    return model
 
 
 def load_tokenizer(model_id: str | Path, on_progress: Callable[[str], None] | None = None) -> Any:

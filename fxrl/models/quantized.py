@@ -385,6 +385,14 @@ def quantize(model: nn.Module, format: Asked) -> nn.Module:
     return model
 
 
+def in_bits(model: nn.Module, how: Quantization) -> nn.Module:
+    """A model that was made whole, its weights in so few bits, and its configuration saying so."""
+    for one in how.chosen(model, trained=True):
+        one.weight.requires_grad_(False)
+    note_format(quantize(model, how), how)
+    return model
+
+
 # ---------------------------------------------------------------------------- from a checkpoint
 def load_quantized(
     folder: Path,
@@ -434,10 +442,7 @@ def skeleton_in_bits(model: nn.Module, place: Path | None, how: Quantization) ->
     """
     config = quantization_of(getattr(model, "config", None)) or {}
     if stored_format(config) is None:
-        for one in how.chosen(model, trained=True):
-            how.put(model, one, one.weight.detach())
-        note_format(model, how)
-        return model
+        return in_bits(model, how)
     names = stored_names(place) if place is not None else {}
     head = Quantization.ends(model)["head"]
 
@@ -489,11 +494,12 @@ def _read_stored(
 def settled(place: Path | str, config: Any, asked: Asked | None) -> Quantization | None:
     """How a checkpoint's weights will be held: as they are stored, which nothing else may be asked
     for then, else as asked for; None in full."""
-    held = stored_format(quantization_of(config))
+    said = quantization_of(config)
+    held = stored_format(said)
     how = None if asked is None else as_quantization(asked)
     if held is None:
         return how
-    stored = Quantization(held, recipe_of(quantization_of(config)))
+    stored = Quantization(held, recipe_of(said))
     if how is not None:
         stored = replace(stored, embeddings=how.embeddings, head=how.head)
     default = replace(stored, recipe="row")  # what the name of the format alone asks for

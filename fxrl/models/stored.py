@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def stored_format(config: Mapping[str, Any] | None) -> Format | None:
 
 def _compressed_format(config: Mapping[str, Any]) -> Format:
     found: set[Format] = set()
-    for group in dict(config.get("config_groups") or {}).values():
+    for group in _groups(config):
         weights = group.get("weights") or {}
         bits, strategy = weights.get("num_bits"), weights.get("strategy", "tensor")
         if weights.get("type", "int") == "float":
@@ -82,6 +82,11 @@ def _compressed_format(config: Mapping[str, Any]) -> Format:
     return found.pop()
 
 
+def _groups(config: Mapping[str, Any]) -> Collection[Mapping[str, Any]]:
+    """What compressed-tensors says of weights, by which Linears they are of."""
+    return dict(config.get("config_groups") or {}).values()
+
+
 def _refuse_other(key: str, value: object, *known: object) -> None:
     if value not in known:
         read = " or ".join(repr(one) for one in known if one is not None)
@@ -94,8 +99,7 @@ def _refuse_other(key: str, value: object, *known: object) -> None:
 def recipe_of(config: Mapping[str, Any] | None) -> Recipe:
     """How the scales of a checkpoint's weights in FP8 lie."""
     config = config or {}
-    groups = dict(config.get("config_groups") or {}).values()
-    told = {(group.get("weights") or {}).get("strategy", "tensor") for group in groups}
+    told = {(one.get("weights") or {}).get("strategy", "tensor") for one in _groups(config)}
     if config.get("quant_method") == "fp8":
         told = {"block" if config.get("weight_block_size") else "tensor"}
     return next((recipe for recipe in ("block", "tensor") if recipe in told), "row")
@@ -120,8 +124,7 @@ def words_stored(config: Mapping[str, Any], path: str, kind: str) -> bool:
     if config["quant_method"] != "compressed-tensors":
         told = config["quant_method"] == "bitsandbytes" and left is not None
         return kind == "Linear" or (kind == "head" and told)
-    groups = dict(config.get("config_groups") or {}).values()
-    targets = [target for group in groups for target in group.get("targets") or ()]
+    targets = [target for group in _groups(config) for target in group.get("targets") or ()]
     layer = "Embedding" if kind == "Embedding" else "Linear"
     return any(target == layer or _named(target, path) for target in targets)
 

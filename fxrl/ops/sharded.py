@@ -429,16 +429,11 @@ def sharded_mm(
 
 
 @sharded_mm.register_fake
-def _(
-    rows: Tensor,
-    weight: Sequence[Tensor],
-    outputs: int,
-    dtype: torch.dtype,
-    format: str,
-    transpose: bool,
-) -> Tensor:
-    width = Layout(outputs, dtype, format).columns(weight[0].shape[1])
-    return rows.new_empty((rows.shape[0], width if transpose else outputs))
+def _(rows: Tensor, weight: Sequence[Tensor], *options: Any) -> Tensor:
+    *fields, transpose = options
+    layout = Layout(*fields)
+    columns = layout.columns(weight[0].shape[1]) if transpose else layout.outputs
+    return rows.new_empty((rows.shape[0], columns))
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -478,8 +473,7 @@ def sharded_rows(
 
 
 @sharded_rows.register_fake
-def _(
-    ids: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype, format: str
-) -> Tensor:
-    width = Layout(outputs, dtype, format).columns(weight[0].shape[1])
-    return weight[0].new_empty((*ids.shape, width), dtype=dtype)
+def _(ids: Tensor, weight: Sequence[Tensor], *fields: Any) -> Tensor:
+    layout = Layout(*fields)
+    width = layout.columns(weight[0].shape[1])
+    return weight[0].new_empty((*ids.shape, width), dtype=layout.dtype)
