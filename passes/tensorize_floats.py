@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import OpOverload, tensor_val, val_of
+from fxrl.ir.graph import OpOverload, graphs_of, tensor_val, val_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 
@@ -44,7 +44,7 @@ _TENSOR_OVERLOADS: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class NumberSite(Site):
-    """All numbers that the graph reads off floating-point tensors: their arithmetic may meet."""
+    """All numbers that a graph reads off floating-point tensors: their arithmetic may meet."""
 
     scalars: tuple[fx.Node, ...]
 
@@ -62,15 +62,17 @@ class TensorizeFloats(Normalisation[NumberSite]):
     )
 
     def match(self, gm: fx.GraphModule) -> Iterator[NumberSite]:
-        reads = gm.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default)
-        found = tuple(node for node in reads if _is_float(node.args[0]))
-        if found:
-            yield NumberSite(found[0], 0, found)
+        for graph in graphs_of(gm):  # a layer may read numbers of its own, such as an epsilon
+            reads = graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default)
+            found = tuple(node for node in reads if _is_float(node.args[0]))
+            if found:
+                yield NumberSite(found[0], 0, found)
 
     def rewrite(self, gm: fx.GraphModule, site: NumberSite, choice: Choice) -> Applied:
-        builder = Builder(gm.graph)
+        graph = site.anchor.graph
+        builder = Builder(graph)
         tensors: dict[fx.Node, fx.Node] = {}
-        for node in list(gm.graph.nodes):
+        for node in list(graph.nodes):
             with builder.before(node):
                 if node in site.scalars:
                     tensors[node] = _scalar(builder, node.args[0])

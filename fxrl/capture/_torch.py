@@ -12,12 +12,14 @@ from __future__ import annotations
 import gc
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
+from torch._dynamo import pgo  # which values varied, to be symbols
 from torch._decomp import get_decompositions as get_decompositions  # losses opened into their parts
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher  # composite ops over symbols
 from torch._dynamo.callback import callback_handler  # called when a compilation begins and ends
@@ -247,3 +249,24 @@ def dynamo_settings(changes: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(dynamo_config, name, value)
+
+
+class Variation:
+    """What has varied between the calls of one step: Dynamo makes symbols of it.
+
+    NOTE [Why not Dynamo's own account]: it is the process's, and kept by the code that is traced. A
+    float of a library's layer that differs between two models (an ``eps``, a scale) would be a
+    symbol in the second one's layers, which then are no regions.
+    """
+
+    def __init__(self) -> None:
+        self._seen: Any = defaultdict(pgo.CodeState)
+
+    @contextmanager
+    def accounted(self) -> Iterator[None]:
+        before = pgo._CODE_STATE
+        pgo._CODE_STATE = self._seen
+        try:
+            yield
+        finally:
+            pgo._CODE_STATE = before

@@ -24,6 +24,7 @@ from fxrl.capture._dynamo import plain_python_is_traced
 from fxrl.capture._torch import (
     GuardOnDataDependentSymNode,
     TorchDynamoException,
+    Variation,
     compile_counters,
     compiles_undisturbed,
     dynamo_settings,
@@ -101,6 +102,7 @@ class CapturedLoss:
         self._way: dict[Any, int] = {}  # of the kinds of batches that the first way failed at
         self._takeover = Takeover(model)
         self._repeated = RepeatedLayers(model)
+        self._variation = Variation()
         self._branches = tuple(Branches() for _ in _WAYS)
         self.losses = Report()
 
@@ -192,6 +194,7 @@ class CapturedLoss:
         layers = self._repeated.traced() if once else nullcontext()
         with (
             dynamo_settings(_WAYS[way]),
+            self._variation.accounted(),
             layers,
             plain_python_is_traced(inspect.unwrap(self.compiled[key]).__code__, branches),
             compiles_undisturbed(),

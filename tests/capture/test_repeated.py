@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -244,6 +245,42 @@ def test_random_numbers_are_drawn_by_each_layer():
     torch.manual_seed(1)
     torch.testing.assert_close(step(batch()), eager)
     assert once(step) == "4 layers were captured as 1"
+
+
+class Norm(nn.Module):
+    eps = 0.5
+
+    def forward(self, x):
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+
+
+class Normed(Layer):
+    def __init__(self, number):
+        super().__init__(number)
+        self.first = Norm()
+
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(self.first(x), bias, seen)
+
+
+@pytest.mark.parametrize("anew", [True, False], ids=["another model", "the model itself"])
+def test_a_number_of_the_layers_that_is_another_one_later(anew):
+    """Another model's numbers say nothing of this one's, which are constants; a number that changes
+    is a tensor to the region that reads it."""
+    outlined = replace(CONFIG, passes=(*CONFIG.passes, "outline-layers"), on_miss="error")
+    model = make(Normed)
+    step = fxrl.optimize(model, loss_fn, outlined)
+    for eps in (0.5, 0.25, 2.0):
+        if anew:
+            model = make(Normed)
+            step = fxrl.optimize(model, loss_fn, outlined)
+        for layer in model.layers:
+            layer.first.eps = eps
+        check(step, model)
+        applied = {r.pass_name for r in step.captures[-1].report.of_kind("applied")}
+        assert applied >= {"outline-layers", "recompute"}
+        numbers = [r for r in step.report.remarks if r.pass_name == "tensorize-floats"]
+        assert not (anew and numbers)
 
 
 def test_checkpointed_layers_are_captured_once():
