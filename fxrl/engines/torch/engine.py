@@ -64,8 +64,9 @@ class Decoded:
         self.lengths[rows] += running
 
 
-#: What models call the cache that they take and give back; the second from transformers 5.24 on.
-_CACHES = ("past_key_values", "cache")
+#: What models call the cache that they take and give back: with attention, in state-space models,
+#: and all of them from transformers 5.24 on.
+_CACHES = ("past_key_values", "cache_params", "cache")
 
 
 class CausalLM:
@@ -85,8 +86,8 @@ class CausalLM:
         self._cache = next((name for name in _CACHES if name in self.takes), "")
         if not self._cache:
             raise EngineError(
-                f"{type(inner).__name__}.forward takes no {' or '.join(_CACHES)}, so it cannot "
-                "decode with a KV cache; pass a Hugging Face causal LM"
+                f"{type(inner).__name__}.forward takes none of {', '.join(_CACHES)}, so it "
+                "cannot decode with a cache; pass a Hugging Face causal LM"
             )
         text_config = inner.config.get_text_config()
         self._config = text_config
