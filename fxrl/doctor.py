@@ -35,7 +35,7 @@ REQUIREMENTS: dict[str, tuple[str, str]] = {
     "rich": ("", ">=13"),
     "packaging": ("", ""),
     "jinja2": ("", ""),
-    "transformers": ("demo", ">=5.5,<5.24"),
+    "transformers": ("demo", ">=5.5"),
     "peft": ("demo", ">=0.17"),
     "safetensors": ("demo", ""),
     "datasets": ("demo", ""),
