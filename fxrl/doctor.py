@@ -35,7 +35,7 @@ REQUIREMENTS: dict[str, tuple[str, str]] = {
     "rich": ("", ">=13"),
     "packaging": ("", ""),
     "jinja2": ("", ""),
-    "transformers": ("demo", ">=5.5,<5.24"),
+    "transformers": ("demo", ">=5.5"),
     "peft": ("demo", ">=0.17"),
     "safetensors": ("demo", ""),
     "datasets": ("demo", ""),
@@ -45,7 +45,6 @@ REQUIREMENTS: dict[str, tuple[str, str]] = {
     "gguf": ("demo", ""),
     "depyf": ("test", ""),
     "vllm": ("vllm", "<0.34,>=0.22"),
-    "torchao": ("fp8", ">=0.14"),
 }
 
 # The same package under another name.
@@ -156,7 +155,7 @@ def _features(
     on_gpu = _needs(packages, core) if gpu else _NO_GPU
     if on_gpu.status == "ok":
         on_gpu = _gpu_compiles(smoke)
-    fp8 = _needs(packages, ["torchao"]) if gpu else _NO_GPU
+    fp8 = on_gpu
     if gpu and gpu[1] < (8, 9):
         fp8 = Check("", "not here", f"{gpu[0]} has no FP8 (needs compute capability 8.9)")
     named = {

@@ -221,14 +221,14 @@ class _Layer:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            cache = kwargs.get("past_key_values")
+            name = "cache" if "cache" in kwargs else "past_key_values"  # before transformers 5.24
+            cache = kwargs.get(name)
             if cache is None:
                 return call(original, args, kwargs, kwargs)
             if not _is_empty(cache, index):
                 return original(*args, **kwargs)
             cache.layers[index] = _UNKEPT
-            filled = {**kwargs, "past_key_values": _EMPTY}
-            return call(original, args, filled, {**kwargs, "past_key_values": True})
+            return call(original, args, {**kwargs, name: _EMPTY}, {**kwargs, name: True})
 
         return forward
 

@@ -22,7 +22,7 @@ def test_requirements_are_those_of_pyproject():
     }
     for name, (extra, spec) in doctor.REQUIREMENTS.items():
         assert declared[extra, name] == Requirement(name + spec).specifier, name
-    for extra in ("", "demo", "vllm", "fp8"):
+    for extra in ("", "demo", "vllm"):
         names = {name for e, name in declared if e == extra}
         assert names <= set(doctor.REQUIREMENTS), f"the doctor does not know all of {extra!r}"
 
@@ -127,6 +127,17 @@ def test_the_hopper_route(gpu, bindings, status, monkeypatch):
 
     monkeypatch.setattr(module, "available", lambda: bindings)
     assert doctor._hopper(gpu, smoke=False).status == status
+
+
+@pytest.mark.parametrize(
+    ("gpu", "status"),
+    [(None, "not here"), (("A100", (8, 0)), "not here"), (("H200", (9, 0)), "ok")],
+)
+def test_fp8_takes_no_package_of_its_own(gpu, status, monkeypatch):
+    monkeypatch.setattr(doctor, "_gpu_compiles", lambda smoke: doctor.Check("", "ok", ""))
+    packages = {name: doctor._package(name) for name in doctor.REQUIREMENTS}
+    features = {c.name: c for c in doctor._features(packages, gpu, smoke=False)}
+    assert features["FP8 base weights"].status == status
 
 
 def test_without_torch_the_route_is_not_here(monkeypatch):

@@ -64,6 +64,11 @@ class Decoded:
         self.lengths[rows] += running
 
 
+#: What models call the cache that they take and give back: with attention, in state-space models,
+#: and all of them from transformers 5.24 on.
+_CACHES = ("past_key_values", "cache_params", "cache")
+
+
 class CausalLM:
     """Calls a Hugging Face causal LM, bare or wrapped by PEFT, for the last position's logits.
 
@@ -78,10 +83,11 @@ class CausalLM:
             inner = inner.get_base_model()
         self.model = model
         self.takes = frozenset(inspect.signature(inner.forward).parameters)
-        if "past_key_values" not in self.takes:
+        self._cache = next((name for name in _CACHES if name in self.takes), "")
+        if not self._cache:
             raise EngineError(
-                f"{type(inner).__name__}.forward takes no past_key_values, so it cannot decode "
-                "with a KV cache; pass a Hugging Face causal LM"
+                f"{type(inner).__name__}.forward takes none of {', '.join(_CACHES)}, so it "
+                "cannot decode with a cache; pass a Hugging Face causal LM"
             )
         text_config = inner.config.get_text_config()
         self._config = text_config
@@ -116,14 +122,9 @@ class CausalLM:
         """
         arguments: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
         arguments = {name: value for name, value in arguments.items() if name in self.takes}
-        out = self.model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            **arguments,
-        )
-        return out.logits[:, -1], out.past_key_values
+        arguments[self._cache] = cache
+        out = self.model(input_ids=input_ids, attention_mask=mask, use_cache=True, **arguments)
+        return out.logits[:, -1], getattr(out, self._cache)
 
 
 def decode(

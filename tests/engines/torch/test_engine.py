@@ -58,6 +58,19 @@ def test_logprobs_equal_a_full_forward_for_every_architecture(kind):
     assert_logprobs_match(model, groups, atol=atol_of(model))
 
 
+def test_a_state_space_model_decodes():
+    """Its cache is one state for each layer, whatever the number of tokens."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).double()
+    engine = TorchEngine(model, eos_token_ids=EOS, pad_token_id=0)
+    groups = engine.generate(PROMPTS, SamplingParams(n=2, max_tokens=12, seed=1))
+    assert_logprobs_match(model, groups, atol=5e-6)  # it scans in float32
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt-oss"])
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
 def test_eager_attention_survives_prompts_of_different_lengths(kind, dtype):
@@ -282,7 +295,7 @@ def test_a_model_without_a_cache_is_refused():
     class NoCache(torch.nn.Linear):
         config = None
 
-    with pytest.raises(EngineError, match=r"NoCache.forward takes no past_key_values"):
+    with pytest.raises(EngineError, match=r"NoCache.forward takes none of past_key_values"):
         TorchEngine(NoCache(2, 2), eos_token_ids=EOS, pad_token_id=0)
 
 
