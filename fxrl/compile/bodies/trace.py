@@ -36,8 +36,8 @@ from fxrl.compile._torch import (
     without_repeats,
 )
 from fxrl.compile.bodies.attention import fastest
-from fxrl.compile.bodies.partition import Halves, partition, writes
-from fxrl.ir.graph import Size, clone, hint
+from fxrl.compile.bodies.partition import Halves, partition
+from fxrl.ir.graph import Size, clone, hint, writes
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import InputSpec, Region
