@@ -231,7 +231,7 @@ class _NotFunctionalError(Exception):
 
 
 class _NoWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Ends a trace at an op that writes, whatever it is called: parts of torch's ``rms_norm`` do."""
+    """Ends a trace at an op that writes, whatever it is called, as parts of ``rms_norm`` do."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
