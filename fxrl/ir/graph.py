@@ -467,6 +467,16 @@ def add_input(graph: fx.Graph, name: str, val: Any, *, requires_grad: bool = Fal
     return node
 
 
+def writes(gm: fx.GraphModule) -> bool:
+    """Whether a traced graph writes into a value (an autograd formula may)."""
+    return any(
+        node.op == "call_function"
+        and node.target is not operator.getitem
+        and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        for node in gm.graph.nodes
+    )
+
+
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase what nobody reads, and graphs that nobody calls.
 

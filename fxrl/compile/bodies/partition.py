@@ -269,13 +269,3 @@ def _symbols(size: Size) -> set[Any]:
 def _symbol(size: Size) -> Any:
     """The symbol that a size is; None where it is a number, or made of several."""
     return size.node.expr if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol else None
-
-
-def writes(gm: fx.GraphModule) -> bool:
-    """Whether a traced graph writes into a value (an autograd formula may)."""
-    return any(
-        node.op == "call_function"
-        and node.target is not operator.getitem
-        and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-        for node in gm.graph.nodes
-    )

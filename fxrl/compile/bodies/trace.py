@@ -19,7 +19,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -36,8 +36,8 @@ from fxrl.compile._torch import (
     without_repeats,
 )
 from fxrl.compile.bodies.attention import fastest
-from fxrl.compile.bodies.partition import Halves, partition, writes
-from fxrl.ir.graph import Size, clone, hint
+from fxrl.compile.bodies.partition import Halves, partition
+from fxrl.ir.graph import Size, clone, hint, spelled_alike, tensor_val, writes
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import InputSpec, Region
@@ -92,8 +92,7 @@ class TracedBody:
         self.bound = BoundSizes(region.inputs)
         self._symbols = self._make_symbols(sizes)
         self.input_examples = self._inputs()
-        with self._tracing():
-            outputs = self._forward(*self.input_examples)
+        outputs = self._results()
         self.num_outputs = len(outputs)
         self.grad_outputs = tuple(
             i for i, o in enumerate(outputs) if o.is_floating_point() or o.is_complex()
@@ -106,7 +105,11 @@ class TracedBody:
         given = [outputs[i] for i in self.grad_outputs]
         differentiated = bool(given) and any(spec.needs_grad for spec in region.inputs)
         if differentiated:
-            self._joint = self._trace_joint(given)
+            try:
+                joint = self._trace_joint(given)
+            except _OtherStridesError as error:
+                joint = self._trace_joint(error.outputs)
+            self._joint = self._joined(joint)
         else:
             forward = self._trace(self._forward, self.input_examples)
             self.forward = self._joined(forward)
@@ -141,8 +144,7 @@ class TracedBody:
             for output in outputs
         ]
         self.input_examples = self._inputs()  # a mode traces one tensor as one value
-        values = [self.input_examples, self.grad_examples]
-        return self._joined(self._trace(self._both(), values))
+        return self._trace(self._both(), [self.input_examples, self.grad_examples])
 
     def _joined(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm = self._passed(JOINT_PIPELINE, gm)
@@ -200,6 +202,28 @@ class TracedBody:
                 return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
             return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
 
+    def _results(self) -> list[Tensor]:
+        """What looks like the outputs: as in the outer graph, where that tells their sizes.
+
+        It tells no strides, which follow from kernels: gradients are traced with dense ones first.
+        """
+        (results,) = self.region.forward.graph.output_node().args
+        made = [self._result(node) for node in cast(tuple[fx.Node, ...], results)]
+        told = [result for result in made if result is not None]
+        if len(told) == len(made):
+            return told
+        with self._tracing():
+            return self._forward(*self.input_examples)
+
+    def _result(self, node: fx.Node) -> Tensor | None:
+        if (val := tensor_val(node)) is None:
+            return None
+        shape = [self.bound.evaluate(size, self._symbols) for size in val.shape]
+        if self.region.tiled:
+            shape[0] = self._symbols["rows"]
+        told = [size for size in shape if size is not None]
+        return self._empty(val, told, None) if len(told) == len(shape) else None
+
     # -- the functions that are traced
     def _forward(self, *inputs: Tensor) -> list[Tensor]:
         return list(self._run(*inputs))
@@ -224,6 +248,9 @@ class TracedBody:
                 for x, spec in zip(inputs, specs, strict=True)
             ]
             outputs = list(self._run(*live))
+            made = [outputs[i] for i in self.grad_outputs]
+            if not self.region.tiled and not all(map(_laid_out_alike, made, grads)):
+                raise _OtherStridesError(made)
             pairs = [
                 (outputs[i], g)
                 for i, g in zip(self.grad_outputs, grads, strict=True)
@@ -264,6 +291,18 @@ class TracedBody:
             fastest(self.region.inputs[0].example.device),
         ):
             yield
+
+
+class _OtherStridesError(Exception):
+    """Outputs have other strides than the gradients that come back to them were traced with."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+
+def _laid_out_alike(one: Tensor, other: Tensor) -> bool:
+    return spelled_alike(one.stride(), other.stride())
 
 
 def _keep_factors(graph: fx.Graph) -> None:
