@@ -58,11 +58,7 @@ _LEAST_HIDDEN = {"cpu": 2**24, "meta": 2**24, "cuda": 2**20}
 
 @dataclass(frozen=True, slots=True)
 class LayerSite(Site):
-    """Layers that are alike.
-
-    Attributes:
-        layers: each with the graph that holds it: the outer one, or a checkpointed body.
-    """
+    """Equal layers, each with the graph that holds it: the outer one, or a checkpointed body."""
 
     layers: tuple[tuple[fx.GraphModule, Layer], ...]
 

@@ -61,15 +61,12 @@ _GUESSES = 12
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a plan depends on of a batch, and of the moment it comes.
+    """What a plan depends on: a batch's sizes, and which weights hold a gradient when it comes."""
 
-    Attributes:
-        sizes: symbols of the outer graph, and what they are; () for those it was captured with.
-        held: places of the graph's inputs that are weights and have a gradient of an earlier
-            backward: of another micro-batch, or one that was set to zeros.
-    """
-
+    # Symbols of the outer graph and their values; () stands for the batch of the capture.
     sizes: tuple[tuple[Any, int], ...] = ()
+    # Indices of the graph's inputs that are weights with a ``.grad`` already: of an earlier
+    # micro-batch, or zeros.
     held: frozenset[int] = frozenset()
 
     def within(self, other: Batch) -> bool:

@@ -36,15 +36,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What makes a step slower than it could be.
+    """What makes a step slower than it could be, and what would help."""
 
-    Attributes:
-        binds: what more of would save time, the most of it first; () where everything is kept.
-        changes: those that matter, the one that helps most first, and what keeping all would take.
-    """
-
+    # Resources of which more would save time, the most effective first; () if everything is kept.
     binds: tuple[str, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[Change, ...]  # the fastest first; with them the memory to keep everything
 
 
 @dataclass(frozen=True, slots=True)

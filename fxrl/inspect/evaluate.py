@@ -33,21 +33,15 @@ class EvaluationError(FxrlError, ValueError):
 
 @dataclass(slots=True)
 class Outcome:
-    """All numbers of one run, on the CPU in the dtypes that the run gave them.
+    """All numbers of one run, on the CPU in the dtypes that the run gave them."""
 
-    Attributes:
-        loss: the scalar loss.
-        metrics: the values returned beside it.
-        grads: gradient by parameter name or ``batch[...]`` path; ``None`` where none arrived.
-        buffers: buffers of the model that the run changed.
-        drew_random: whether torch's random state moved.
-    """
-
-    loss: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor  # the scalar loss
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # the values returned beside it
+    # Gradient by parameter name or ``batch[...]`` path; ``None`` where none arrived.
     grads: dict[str, Tensor | None] = field(default_factory=dict)
+    # Buffers of the model that the run changed.
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    drew_random: bool = False
+    drew_random: bool = False  # whether torch's random state moved
 
 
 @dataclass(slots=True)

@@ -179,19 +179,14 @@ class Quantized(nn.Module):
 
     Its ``state_dict`` has the names and bytes that a checkpoint would (``fxrl.models.stored``): a
     model that was read so is saved so, by whatever saves it.
-
-    Attributes:
-        weight, weight_scale: as ``fxrl.ops.dequantized`` has them; kept as views.
-        format: ``"fp8"``, ``"int4"`` or ``"nf4"``.
-        stored: what the checkpoint has beside the weight, which is saved as it is.
-        tied: both are another module's, too, which saves and loads them.
     """
 
+    # In the layout of ``fxrl.ops.dequantized``; kept as views.
     weight: Tensor
     weight_scale: Tensor
     format: Format
-    stored: Stored
-    tied: bool
+    stored: Stored  # further tensors that the checkpoint has beside the weight; saved unchanged
+    tied: bool  # another module owns the weight, and saves and loads it
 
     def hold(
         self, weight: Tensor, scale: Tensor, format: Format, stored: Stored | None, *, tied: bool

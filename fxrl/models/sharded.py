@@ -55,18 +55,12 @@ class Sharded(nn.Module):
     NOTE [Why the part is no parameter]: whatever moves, casts, sends or saves the parameters of a
     model would make of this rank's part another one's (DistributedDataParallel sends rank 0's to
     all), or memory that nobody else maps. It is never written, and none of them is to touch it.
-
-    Attributes:
-        part: this rank's rows as bytes [rows / ranks, columns * itemsize].
-        layout: what they mean; its dtype is what adapters take for the weight's.
-        shards: what maps the others' parts; None on ``meta``.
-        scale: of values in 8 or 4 bits, all of it; like the part no parameter, for nothing is to
-            cast it.
     """
 
-    part: Tensor
-    layout: Layout
-    shards: Shards | None
+    part: Tensor  # this rank's rows as bytes [rows / ranks, columns * itemsize]
+    layout: Layout  # how to read them; adapters take its dtype for the weight's
+    shards: Shards | None  # maps the other ranks' parts; None on ``meta``
+    # The whole scale of a quantised weight. No parameter either: nothing may cast it.
     scale: Tensor | None
 
     def hold(
@@ -200,15 +194,10 @@ def held_bytes(model: nn.Module) -> int:
 # ---------------------------------------------------------------------------- which, and where
 @dataclass(frozen=True, slots=True)
 class Shared(HeldWeight):
-    """A weight that is shared out, or its values in 8 or 4 bits.
+    """A weight to be distributed over ranks: in full, or its values in 8 or 4 bits."""
 
-    Attributes:
-        layout: what its rows mean.
-        scale: of a format.
-    """
-
-    layout: Layout
-    scale: Tensor | None = None
+    layout: Layout  # how to read its rows
+    scale: Tensor | None = None  # of values in 8 or 4 bits
 
     @property
     def row_bytes(self) -> int:

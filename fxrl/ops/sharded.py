@@ -173,17 +173,11 @@ def piece_rows(outputs: int, row_bytes: int, most: int | None = None) -> int:
 
 
 class Layout(NamedTuple):
-    """What the bytes of a weight mean.
+    """What the bytes of a weight mean."""
 
-    Attributes:
-        outputs: its rows.
-        dtype: that they have when they are read.
-        format: of its values, in 8 or 4 bits; "" where they are of the dtype.
-    """
-
-    outputs: int
-    dtype: torch.dtype
-    format: str
+    outputs: int  # its rows
+    dtype: torch.dtype  # that they have when they are read
+    format: str  # of its values, in 8 or 4 bits; "" where they are of the dtype
 
     def columns(self, row_bytes: int) -> Any:
         """Of a weight whose rows are so many bytes."""

@@ -30,22 +30,15 @@ _PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One choice for one layer, and what it costs.
-
-    Attributes:
-        choice: what the plan would say.
-        gpu_bytes, host_bytes: what waits for the backward, and where.
-        forward_s, backward_s: seconds of computation.
-        forward_bytes, backward_bytes: alive on the GPU at most while it runs, besides what is kept;
-            its input, and what it keeps, count among them while the forward runs, and the gradients
-            of its weights while the backward does.
-    """
+    """One choice for one layer, and what it costs."""
 
     choice: CutLayer
-    gpu_bytes: int
-    host_bytes: int
-    forward_s: float
+    gpu_bytes: int  # kept on the GPU between the layer's forward and its backward
+    host_bytes: int  # kept in host memory meanwhile
+    forward_s: float  # seconds of computation
     backward_s: float
+    # GPU peaks while the layer runs, on top of what all layers keep. The forward's includes its
+    # input and what it keeps itself, the backward's the gradients of its weights.
     forward_bytes: int
     backward_bytes: int
 

@@ -104,14 +104,12 @@ class Experience:
 class Rollout(Experience):
     """The completions that one step trains on, prompt by prompt; its metrics are over all that were
     drawn, dropped ones included.
-
-    Attributes:
-        drawn: those of one prompt next to each other; none where dynamic sampling or
-            ``mask_truncated_completions`` left out all.
-        advantages: one per completion; ``None`` where each of its tokens gets its own.
     """
 
+    # Completions of one prompt are adjacent; empty if dynamic sampling or
+    # ``mask_truncated_completions`` dropped all of them.
     drawn: Sequence[Drawn] = ()
+    # One per completion; ``None`` if each token gets its own.
     advantages: Sequence[float | None] = ()
 
     def samples(self, wanted: int) -> list[dict[str, Any]]:

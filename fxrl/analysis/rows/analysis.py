@@ -97,15 +97,12 @@ RULES: dict[Any, Rule] = {target: rule for rule, targets in _RULES for target in
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
-    """A narrow value that the region hands out: the node it replaces and its rows.
-
-    Attributes:
-        second: ``node`` reduces over vocabulary *and* tokens; the region takes the first step, and
-            what remains to be done with it is here.
-    """
+    """A narrow value that the region hands out: the node it replaces and its rows."""
 
     node: fx.Node
     value: RowValue
+    # Set where ``node`` reduces over the vocabulary *and* over tokens: the region reduces over the
+    # vocabulary, and this is the reduction that is left.
     second: compute.SecondStep | None = None
 
     def replace(self, builder: Builder, value: fx.Node) -> None:

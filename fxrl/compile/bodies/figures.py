@@ -21,20 +21,13 @@ fxrl = torch.ops.fxrl
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A body at one set of sizes.
+    """Memory and time of a body at one set of sizes."""
 
-    Attributes:
-        forward_bytes, backward_bytes: allocated at most while it runs, results included; the
-            backward's with its incoming gradients.
-        forward_s, backward_s: seconds.
-        saved: where each tensor that the backward reads is from (``ops.region.Body``), and its
-            bytes.
-    """
-
-    forward_bytes: int
-    backward_bytes: int
+    forward_bytes: int  # peak of the forward, its results included
+    backward_bytes: int  # peak of the backward, its incoming gradients included
     forward_s: float
     backward_s: float
+    # Source (as in ``ops.region.Body.sources``) and bytes of each tensor that the backward reads.
     saved: tuple[tuple[tuple[str, int], int], ...]
 
 

@@ -51,12 +51,9 @@ _BODY_OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class InductorOptions:
-    """Inductor options of one kind of region.
+    """Inductor options of one kind of region."""
 
-    Attributes:
-        options: ``torch._inductor.config`` names -> values, on top of Inductor's defaults.
-    """
-
+    # ``torch._inductor.config`` names -> values, on top of Inductor's defaults.
     options: tuple[tuple[str, Any], ...] = field(default=())
 
     @classmethod

@@ -42,27 +42,18 @@ DRAIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class VllmSymbols:
-    """What the installed vLLM brings.
+    """The names that fxrl uses of the installed vLLM."""
 
-    Attributes:
-        module: ``vllm`` itself (``LLM``, ``EngineArgs``, ``SamplingParams``).
-        device: ``"cuda"`` or ``"cpu"``.
-        tokens_prompt: token ids to what ``add_request`` takes.
-        final_only: vLLM's output kind of that name: nothing is said of unfinished requests.
-        lora_request, lora_model, peft_helper: classes of those names.
-        allocator: of tagged pools, one for the process; ``None`` where none was made so far.
-        quiet_config: enters a vLLM configuration that compiles nothing (vLLM patches Hugging Face's
-            classes once its own "transformers" backend was imported; they then ask for one).
-    """
-
-    module: Any
-    device: str
-    tokens_prompt: Callable[[list[int]], Any]
-    final_only: Any
-    lora_request: Any
-    lora_model: Any
-    peft_helper: Any
-    allocator: Callable[[], Any]
+    module: Any  # ``vllm`` itself (``LLM``, ``EngineArgs``, ``SamplingParams``)
+    device: str  # ``"cuda"`` or ``"cpu"``
+    tokens_prompt: Callable[[list[int]], Any]  # token ids -> a prompt for ``add_request``
+    final_only: Any  # ``RequestOutputKind.FINAL_ONLY``: no output for unfinished requests
+    lora_request: Any  # the class ``LoRARequest``
+    lora_model: Any  # ``LoRAModel``
+    peft_helper: Any  # ``PEFTHelper``
+    allocator: Callable[[], Any]  # the process's allocator of tagged pools; ``None`` before any
+    # Enters a vLLM configuration that compiles nothing. Once vLLM's "transformers" backend is
+    # imported, Hugging Face's classes are patched and ask for a current configuration.
     quiet_config: Callable[[], Any]
 
     def tags(self) -> Tags:

@@ -28,18 +28,13 @@ DEFAULT_GYM_SIZE = 1000
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """The rows, the name of the prompt column, and reasoning-gym's judge if they are its.
-
-    Attributes:
-        places: where each row stands, such as ``questions.jsonl:7``.
-        score: ``score(answer_text, row) -> float``; ``None`` for files and datasets.
-        environment: that plays and judges them; ``None`` but for ``data.verifiers``.
-    """
+    """Rows of a data source, and what the source knows about judging them."""
 
     rows: tuple[Row, ...]
-    prompt: str
-    places: tuple[str, ...]
-    score: Callable[[str, Row], float] | None = None
+    prompt: str  # the name of the prompt's column
+    places: tuple[str, ...]  # where each row stands, such as ``questions.jsonl:7``
+    score: Callable[[str, Row], float] | None = None  # reasoning-gym's ``score(answer, row)``
+    # Of ``data.verifiers``: plays and judges the rows.
     environment: Environment | None = None
 
 

@@ -67,25 +67,16 @@ from fxrl.rl.types import Batch, Row, Source
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What needs no model.
-
-    Attributes:
-        builder: makes their prompts.
-        longest: tokens of the longest prompt, or what prompts may grow to.
-        fingerprints: of the data, the rewards, the loss and the tools, by name.
-        conversation: plays the rollouts, where there are tools.
-        environment: of verifiers, which does.
-        grow: a harness, or ``reset``, may make prompts longer.
-    """
+    """Data and rewards of a run that draws completions; no model is needed for them."""
 
     split: Split
     rewards: list[Reward]
     builder: PromptBuilder
-    longest: int
-    fingerprints: Mapping[str, str]
-    conversation: Conversation | None = None
-    environment: Environment | None = None
-    grow: bool = False
+    longest: int  # tokens of the longest prompt, or the limit if prompts may grow
+    fingerprints: Mapping[str, str]  # of the data, the rewards, the loss and the tools, by name
+    conversation: Conversation | None = None  # plays the rollouts, if there are tools
+    environment: Environment | None = None  # of verifiers, which then plays the rollouts
+    grow: bool = False  # an environment may extend prompts
 
     @property
     def tokenizer(self) -> Any:
@@ -109,21 +100,7 @@ class Questions:
 
 @dataclass(slots=True)
 class RunParts:
-    """A run's parts, ready for the loop.
-
-    Attributes:
-        updater: makes the updates; ``updater.step`` is the train step.
-        judge: the loss in eval mode, without gradient.
-        old_policy: scores completions before the first of several updates; else ``None``.
-        critic: does so before any update, and gives the values of their tokens with that, where the
-            loss reads some.
-        reference: scores them under the reference policy; ``None`` without a KL, and where that is
-            done for all rows (``fxrl.rl.loop.precomputed``).
-        mismatched: scores prompts with each other's answers, where the loss wants their KL.
-        probe: scores some of them for the drift, where the loss does not measure it.
-        fingerprints: of the questions, and of model and tokenizer as they are before training.
-        ranks: that run the same parts, each in a process of its own.
-    """
+    """A run's parts, ready for the loop."""
 
     model: nn.Module
     teacher: nn.Module | None
@@ -132,16 +109,19 @@ class RunParts:
     data: Questions | Examples
     source: Source
     stream: PromptStream
-    updater: Updater
-    judge: Callable[[Batch], Any]
-    old_policy: Callable[[Batch], torch.Tensor] | None
+    updater: Updater  # ``updater.step`` is the train step
+    judge: Callable[[Batch], Any]  # the loss in eval mode, without gradient
+    # Scorers: log-probabilities [B, C] of a micro-batch's completions; None if nothing reads them.
+    old_policy: Callable[[Batch], torch.Tensor] | None  # before the first of several updates
+    # The same for a loss with a value head, which also reads the values.
     critic: Callable[[Batch], tuple[Tensor, dict[str, Tensor]]] | None
+    # Under the reference policy; None too if all rows were scored before the first step.
     reference: Callable[[Batch], torch.Tensor] | None
-    mismatched: Callable[[Batch], torch.Tensor] | None
-    probe: Callable[[Batch], torch.Tensor] | None
+    mismatched: Callable[[Batch], torch.Tensor] | None  # of prompts with each other's answers
+    probe: Callable[[Batch], torch.Tensor] | None  # of a sample, to measure the drift
     stage: Stage
     events: Events
-    fingerprints: Mapping[str, str]
+    fingerprints: Mapping[str, str]  # of the data, and of model and tokenizer before training
     ranks: Ranks
 
 

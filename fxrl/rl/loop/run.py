@@ -72,19 +72,12 @@ class Task(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a run came to.
+    """What a run came to."""
 
-    Attributes:
-        exit_code: 0, or a signal's that stopped it.
-        summary: as in ``summary.json``; of a run that was stopped, up to there.
-        model: trained.
-        tokenizer: its own.
-    """
-
-    exit_code: int
-    summary: dict[str, Any]
-    model: nn.Module
-    tokenizer: Any
+    exit_code: int  # 0, or a signal's that stopped it
+    summary: dict[str, Any]  # as in ``summary.json``; of a run that was stopped, up to there
+    model: nn.Module  # trained
+    tokenizer: Any  # its own
 
 
 @contextmanager

@@ -72,17 +72,14 @@ def next_branch(run_dir: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """``manifest.json``.
-
-    Attributes:
-        parent: the checkpoint that training went on from: its name, or its path if it is of
-            another run; ``None`` where it began.
-        files: SHA-256 digest (hexadecimal) and size [bytes] of every other file.
-    """
+    """``manifest.json``."""
 
     step: int
     branch: int
+    # The checkpoint that training went on from: its name, or its path if it is of another run;
+    # ``None`` where it began.
     parent: str | None
+    # SHA-256 digest (hexadecimal) and size [bytes] of every other file.
     files: dict[str, tuple[str, int]]
 
     def render(self) -> str:

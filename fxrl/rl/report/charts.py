@@ -32,14 +32,13 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Attributes: name: for the legend. key: in the records. low, high: keys of a band around it,
-    if any. style: a CSS class."""
+    """One curve of a chart."""
 
-    name: str
-    key: str
-    low: str = ""
+    name: str  # for the legend
+    key: str  # in the records
+    low: str = ""  # keys of a band around it, if any
     high: str = ""
-    style: str = ""
+    style: str = ""  # a CSS class
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +65,15 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One picture. Attributes: x_ticks, y_ticks: coordinate and number. note: below it."""
+    """One picture."""
 
     title: str
-    x_ticks: list[tuple[float, str]]
+    x_ticks: list[tuple[float, str]]  # coordinate and number
     y_ticks: list[tuple[float, str]]
     marks: list[Mark]
     bars: list[Bar]
-    legend: list[tuple[str, str]]
-    note: str = ""
+    legend: list[tuple[str, str]]  # name and CSS class
+    note: str = ""  # shown below it
 
     @property
     def reading(self) -> list[dict[str, Any]]:

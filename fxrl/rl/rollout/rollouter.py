@@ -79,16 +79,12 @@ Values = list[float | None]
 
 
 class _Group(NamedTuple):
-    """All completions of a prompt.
-
-    Attributes:
-        values: by the name of each reward that judges a completion by itself.
-    """
+    """All completions of a prompt."""
 
     completions: Sequence[Completion]
     told: Sequence[Told]
     texts: Sequence[str] = ()
-    values: Mapping[str, Values] = {}
+    values: Mapping[str, Values] = {}  # by reward, of those with ``per_group``
 
 
 class Judge:
