@@ -99,11 +99,8 @@ class Ranks:
         return [pickle.loads(part) for part in cut]
 
     def every(self, values: Iterable[T], sharing: int = 1) -> list[T]:
-        """The values of all ranks, behind each other; see ``gather``.
-
-        Args:
-            sharing: consecutive ranks that have the same values, which stand there once.
-        """
+        """The values of all ranks, concatenated; see ``gather``. ``sharing`` consecutive ranks have
+        the same values, which are taken once."""
         return [value for part in self.gather([*values])[::sharing] for value in part]
 
     def broadcast(self, value: T) -> T:
@@ -160,11 +157,8 @@ class Ranks:
         self.exposed_s += begin.elapsed_time(end) / 1000
 
     def collect(self, parts: Mapping[K, T]) -> dict[K, T]:
-        """On the primary, the parts of all ranks, which it gets one by one; elsewhere one's own.
-
-        Args:
-            parts: this rank's, pickled to be sent; tensors among them on the CPU.
-        """
+        """On the primary, the parts of all ranks, received one by one; elsewhere this rank's own.
+        Parts are pickled, so their tensors must be on the CPU."""
         found, cpu = dict(parts), torch.device("cpu")
         received: list[Any] = [None]
         for rank, keys in enumerate(self.gather(list(parts))):
@@ -186,12 +180,8 @@ class Ranks:
             self.wait_s += self._lobby.meet()
 
     def regroup(self, told: str | None) -> None:
-        """After a failure, waits until all ranks have heard of it and are here, to save what each
-        has a part of.
-
-        Args:
-            told: what to tell the others, where this rank has failed.
-        """
+        """After a failure, wait until all ranks have heard of it and are here, to save the part
+        that each has. ``told`` is what to tell the others if this rank has failed."""
         if self._lobby is not None:
             if told is not None:
                 self.fail(told)

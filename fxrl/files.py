@@ -31,11 +31,7 @@ _FLAGS = {
 
 
 def refuse_links(path: Path, below: Path | None = None) -> Path:
-    """``path``, if neither it nor a folder between it and ``below`` is a link.
-
-    Args:
-        below: a folder that holds ``path``, at any depth; its parent where not given.
-    """
+    """``path``, unless it or a folder up to ``below`` (by default its parent) is a link."""
     below = path.parent if below is None else below
     for part in (path, *path.parents):
         if part == below:
@@ -107,12 +103,9 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A new, empty folder, which takes the place of ``path`` once all in it is on the disk.
-
-    Raises:
-        ForeignFileError: ``path`` is reached through a link.
-        OSError: it could not be written; ``path`` is as it was.
-    """
+    """A new, empty folder that replaces ``path`` once all in it is on disk. Raises
+    ``ForeignFileError`` if ``path`` is reached through a link, ``OSError`` if it cannot be written;
+    ``path`` is then unchanged."""
     refuse_links(path)
     work, former = (path.with_name(f".{path.name}.{what}") for what in ("writing", "former"))
     remove(work)
@@ -134,11 +127,8 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's names, are on the disk.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Wait until a file's bytes, or a folder's names, are on disk. Raises ``OSError`` if the disk
+    refuses."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -175,11 +165,8 @@ def make_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file, a folder with all in it, or a link, but not what it points to; or nothing.
-
-    Raises:
-        OSError: it is still there.
-    """
+    """Remove a file, a folder with all in it, or a link (not its target), if there is one. Raises
+    ``OSError`` if it is still there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

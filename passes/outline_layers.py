@@ -236,13 +236,11 @@ def names_of(site: LayerSite) -> str:
 
 # ---------------------------------------------------------------------------- what is done
 def _share(gm: fx.GraphModule, regions: list[Region], times: Mapping[fx.GraphModule, int]) -> int:
-    """Let layers that differ in which inputs need a gradient share one body; count the bodies.
+    """Let layers that differ only in which inputs need a gradient share one body; returns the
+    number of bodies. ``times`` says how often the model runs each graph.
 
-    The first layer's input needs none where the embeddings are frozen. A body of its own would cost
-    its compile time; a gradient that nobody reads costs a few products of one layer.
-
-    Args:
-        times: how often the model runs each graph.
+    The first layer's input needs no gradient if the embeddings are frozen. A body of its own would
+    cost its compile time; an unread gradient costs a few products of one layer.
     """
     mine = {region.id for region in regions}
     calls = [call for call in region_calls(gm) if call.meta["region"].id in mine]
@@ -258,7 +256,7 @@ def _share(gm: fx.GraphModule, regions: list[Region], times: Mapping[fx.GraphMod
     count = 0
     for variants in alike.values():
         total = sum(map(made, variants.values()))
-        widest = max((v[0].meta["region"] for v in variants.values()), key=_num_grads)
+        widest = max((v[0].meta["region"] for v in variants.values()), key=lambda r: r.num_grads)
         for group in variants.values():
             first = group[0].meta["region"]
             rare = _RARE * made(group) <= total
@@ -268,10 +266,6 @@ def _share(gm: fx.GraphModule, regions: list[Region], times: Mapping[fx.GraphMod
             else:
                 count += 1
     return count
-
-
-def _num_grads(region: Region) -> int:
-    return sum(spec.needs_grad for spec in region.inputs)
 
 
 def _covers(wide: Region, narrow: Region) -> bool:

@@ -73,11 +73,8 @@ def is_square(mask: fx.Node) -> bool:
 
 
 def factored(mask: fx.Node) -> FactoredMask:
-    """A mask of bools as an expression over vectors.
-
-    Raises:
-        Refusal: a square value is an input, or is made of other than single pairs.
-    """
+    """A boolean mask as an expression over vectors. Raises ``Refusal`` if a [query, key] value is
+    an input, or is not computed pair by pair."""
     if val_of(mask).dtype != torch.bool:
         raise Refusal("it adds numbers to the scores", "give attention a mask of bools", mask)
     reader = _Reader()

@@ -79,13 +79,11 @@ def illegal(node: fx.Node) -> str | None:
 
 
 def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
-    """The smallest part of the graph around ``nodes`` that one call can stand for.
+    """The smallest part of the graph around ``nodes`` that one call can replace.
 
-    Whatever lies on a path between two of the nodes belongs to it, and so do all parts of a result
-    of several tensors. Sizes never count as inputs: they are read off the input tensors.
-
-    Raises:
-        Refusal: the part holds random numbers, writes, or calls with a graph for a body.
+    It includes everything on a path between two of the nodes, and all elements of a result that is
+    a tuple. Sizes never count as inputs: they are read off the input tensors. Raises ``Refusal`` if
+    the part draws random numbers, writes, or calls an op that has a graph for a body.
     """
     order = list(graph.nodes)
     inside = _closed(order, {node for node in nodes if computes(node)})

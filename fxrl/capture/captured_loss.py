@@ -174,11 +174,8 @@ class CapturedLoss:
         return _LAYERS_ONCE if self._repeated else _WHOLE
 
     def _run(self, way: int, batch: Any) -> Any:
-        """The captured loss.
-
-        Raises:
-            _CaptureFailedError: a compilation failed, or the first run of what it made.
-        """
+        """The captured loss. Raises ``_CaptureFailedError`` if a compilation failed, or the first
+        run of its result."""
         once = way == _LAYERS_ONCE
         generation = self._repeated.generation if once else 0
         branches = self._branches[way]

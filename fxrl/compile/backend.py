@@ -167,12 +167,9 @@ class Backend:
     def _fitting(
         self, capture: Capture, planner: Callable[[fx.GraphModule, Plan], Plan] | None
     ) -> Rewritten:
-        """A capture's graph after all passes; where no plan fits, what they left op by op because
-        it is faster gives way.
-
-        Raises:
-            PlanError: nothing fits the budget that the user gave.
-        """
+        """The graph after all passes. If no plan fits, the passes run again in their sparing
+        variants, which also rewrite what is faster op by op. Raises ``PlanError`` if even then
+        nothing fits the budget that the user gave."""
         assert capture.lowered is not None
         assert capture.pipeline is not None
         fast, sparing = capture.pipeline, capture.pipeline.sparing()
@@ -234,12 +231,12 @@ class Backend:
         return Limits.common(told_by_ranks(limits, ranks))
 
     def _made(self, capture: Capture, gm: fx.GraphModule, plan: Plan, batch: Batch) -> Plan:
-        """Its planner's plan; of ranks that share sequences, the first one's for all: what runs
-        again sends again, so ranks whose plans differ would wait for each other for ever.
+        """The planner's plan for a batch. Ranks that share sequences all take the first rank's:
+        whatever runs again also communicates again, so ranks with different plans would wait for
+        each other forever.
 
-        Raises:
-            PlanError: nothing fits the budget that the user gave.
-            FxrlError: the ranks have captured different graphs.
+        Raises ``PlanError`` if nothing fits the user's budget, ``FxrlError`` if the ranks have
+        captured different graphs.
         """
         capture.found = clone(gm)  # what acts on it next changes it
         planner: Planner = capture.planner

@@ -67,9 +67,8 @@ class _Planned:
 class ByPlan:
     """Runs a capture by a plan that fits the batch.
 
-    Args:
-        alone: whether no other rank waits for what the run sends; else nothing of it may run again
-            here, and an error that memory ran out is the user's.
+    Unless it is ``alone``, other ranks wait for what a run sends: then nothing may run again here,
+    and running out of memory is an error.
     """
 
     def __init__(
@@ -119,11 +118,8 @@ class ByPlan:
         return self._watched(again, args)
 
     def _watched(self, planned: _Planned, args: Sequence[Any]) -> Any:
-        """What a plan's run returns; its backward is watched, too.
-
-        Raises:
-            torch.OutOfMemoryError: it says where, and what had been predicted.
-        """
+        """Run a plan, and watch its backward too. An ``OutOfMemoryError`` says where memory ran
+        out, and what had been predicted there."""
         watch = Watch(lambda shortage: self._ran_out(planned, shortage), host_room)
         try:
             with watch.running():
@@ -199,12 +195,9 @@ class ByPlan:
         self._known.clear()
 
     def _again(self, failed: _Planned, batch: Batch, args: Sequence[Any], told: str) -> _Planned:
-        """What runs a batch whose plan failed.
-
-        Raises:
-            torch.OutOfMemoryError: no other plan needs less.
-            HostMemoryError: the user's plan asks for what the host does not give.
-        """
+        """A new plan for a batch whose plan failed. Raises ``OutOfMemoryError`` if no other plan
+        needs less, ``HostMemoryError`` if the user's own choices need more host memory than there
+        is."""
         capture = self._capture
         try:
             planned = self._plan(batch, args, told)

@@ -180,7 +180,11 @@ class StepChain:
         for layer in self.layers:
             key = tuple(call.meta["region"].id_without_grads for call in layer.calls)
             groups.setdefault(key, []).append(layer)
-        return {layer.name: max(group, key=_wanted) for group in groups.values() for layer in group}
+
+        def gradients(layer: OutlinedLayer) -> int:
+            return sum(call.meta["region"].num_grads for call in layer.calls)
+
+        return {one.name: max(group, key=gradients) for group in groups.values() for one in group}
 
     @cached_property
     def stretches(self) -> dict[str, tuple[Stretch, ...]]:
@@ -219,11 +223,8 @@ class StepChain:
         return self._most(0, lambda rows: self.at(rows=rows), budget)
 
     def at(self, *, rows: int | None = None, tokens: int | None = None) -> StepChain:
-        """The same step at other sizes; what is no number of rows grows with the tokens.
-
-        Args:
-            rows, tokens: of the batch; None, or one that does not vary, stays.
-        """
+        """The same step for another number of rows or tokens of the batch (None keeps it). Every
+        symbol but that of the rows grows with the tokens."""
         row, length = self._symbol(0), self._symbol(-1)
         values = dict(self.values)
         if tokens is not None and length is not None:
@@ -358,13 +359,11 @@ class StepChain:
 
 
 def largest(need: Callable[[int], int], limit: int, start: int) -> int:
-    """The largest number, to a percent, that needs no more than a limit; 0 where none does.
+    """The largest number whose need is within ``limit``, to a percent; 0 if there is none. The
+    search begins at ``start``.
 
-    What is needed is nearly a line, so the next guess is where the line through the two last ones
-    meets the limit; but never closer than a percent to a number that is known already.
-
-    Args:
-        start: where to begin.
+    The need is nearly linear, so the next guess is where the line through the last two meets the
+    limit, but never closer than a percent to a number already tried.
     """
     low, high = 0, _MOST
     points: list[tuple[int, int]] = []
@@ -435,11 +434,6 @@ def symbols_of(gm: fx.GraphModule) -> dict[Any, Callable[[Sequence[Any]], Any]]:
 
 def _size(place: int, dim: int | None, args: Sequence[Any]) -> Any:
     return args[place] if dim is None else args[place].shape[dim]
-
-
-def _wanted(layer: OutlinedLayer) -> int:
-    """How many gradients a layer computes."""
-    return sum(spec.needs_grad for call in layer.calls for spec in call.meta["region"].inputs)
 
 
 def _hidden(layer: OutlinedLayer) -> fx.Node:

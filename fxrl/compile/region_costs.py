@@ -33,11 +33,8 @@ Profiles = Callable[[Region], BodyProfile]
 def known_profiles(
     options: InductorOptions | None, plan: Plan, seen: Mapping[str, float] | None = None
 ) -> Profiles:
-    """Profiles of bodies as they will be compiled, each made once.
-
-    Args:
-        seen: what is known of computed masks (``compile.mask_shares``).
-    """
+    """Profiles of regions as they will be compiled, each computed once; ``seen`` as in
+    ``compile.mask_shares``."""
     known: dict[str, BodyProfile] = {}
     of_body: dict[str, CompiledRegion] = {}
 

@@ -230,15 +230,11 @@ class Engine(Protocol):
         """Leaves standby before its block ends; does nothing when awake."""
 
     def update_weights(self, *, policy_version: int) -> None:
-        """Makes the present weights of the trainer's model those that ``generate`` uses, and drops
-        stale caches.
-
-        Args:
-            policy_version: the version of the new weights, at least the present one.
-        """
+        """Let ``generate`` use the trainer's present weights, as ``policy_version`` (never lower
+        than before), and drop stale caches."""
 
     def update_lora(self, *, policy_version: int) -> None:
-        """Likewise for the model's LoRA factors only."""
+        """The same if only the model's LoRA factors have changed."""
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's random state and the policy version, for an exact resume (no weights)."""

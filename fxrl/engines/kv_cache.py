@@ -44,11 +44,8 @@ class KvCache:
 
     @classmethod
     def of(cls, config: Any, width: int) -> KvCache:
-        """By the text part of a Hugging Face configuration.
-
-        Args:
-            width: bytes of a number in the cache.
-        """
+        """From the text part of a Hugging Face configuration; ``width`` is the bytes of a number in
+        the cache."""
         text = config.get_text_config()
         if getattr(text, "kv_lora_rank", None):
             raise KvCacheError(

@@ -72,7 +72,9 @@ def evaluate(step: Step, model: nn.Module, params: Mapping[str, Tensor], batch: 
     """
     batch, leaves = _with_leaves(batch)
     wanted = {**params, **leaves}
-    versions = [(name, t, t._version) for name, t in _tensors(batch)]
+    given = pytree.tree_flatten_with_path(batch)[0]
+    tensors = [(p, t) for p, t in given if isinstance(t, Tensor) and not t.is_inference()]
+    versions = [(f"batch{pytree.keystr(path)}", t, t._version) for path, t in tensors]
     with preserved(model, wanted.values()) as buffers:
         before = random_states()
         loss, metrics = split_result(step(batch))
@@ -183,12 +185,6 @@ def _with_leaves(batch: Any) -> tuple[Any, dict[str, Tensor]]:
     return pytree.tree_map_with_path(fresh, batch), leaves
 
 
-def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, value in pytree.tree_flatten_with_path(batch)[0]:
-        if isinstance(value, Tensor) and not value.is_inference():
-            yield f"batch{pytree.keystr(path)}", value
-
-
 def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
     after = dict(model.named_buffers())
     return {
@@ -238,11 +234,9 @@ class _Together(nn.Module):
 def evaluate_wider(model: nn.Module, loss_fn: LossFn, batch: Any, dtype: torch.dtype) -> Outcome:
     """``loss_fn(model, batch)`` with parameters, buffers and batch of at least ``dtype``.
 
-    The model keeps its own tensors: wider copies are lent for the call. Autocast of the caller is
-    off; where the model computes in a coarser dtype all the same, that is an error, no truth.
-
-    Raises:
-        TruthError: too little memory, the run fails, or a module computes in a coarser dtype.
+    The model keeps its own tensors; wider copies are lent for the call, without the caller's
+    autocast. Raises ``TruthError`` if memory is too short, the run fails, or a module still
+    computes in a coarser dtype.
     """
     together = _Together(model, loss_fn)
     _require_memory(together, dtype)
@@ -295,14 +289,9 @@ def _require_memory(module: nn.Module, dtype: torch.dtype) -> None:
             copies = 2 if tensor.requires_grad else 1  # the second is its gradient
             needed[tensor.device] += copies * tensor.numel() * dtype.itemsize
     for device, num_bytes in needed.items():
-        free = _free_bytes(device)
+        free = host_free() if device.type == "cpu" else free_bytes(device)
         if free is not None and _HEADROOM * num_bytes > free:
             raise TruthError(
                 f"a {dtype} copy of the model needs {format_bytes(num_bytes)} on {device}, "
                 f"which has {format_bytes(free)} left"
             )
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be taken on ``device``; ``None`` if the system does not say."""
-    return host_free() if device.type == "cpu" else free_bytes(device)

@@ -58,12 +58,8 @@ class Capture:
         site: str = "graph",
         source: str = "",
     ) -> Report:
-        """Say something of the capture that is no pass's word, once.
-
-        Args:
-            about: ``"capture"``, ``"plan"`` or ``"kernels"``.
-            site: a layer's name; or what of this capture it is about.
-        """
+        """Add a remark that is no pass's, once. ``about`` is ``"capture"``, ``"plan"`` or
+        ``"kernels"``; ``site`` is a layer's name, or a part of this capture."""
         where = site if ":" in site else f"{self.index}:{site}"
         said = Report((Remark(kind, about, where, source, reason, cure),))
         if said.remarks[0] not in self.remarks.remarks:

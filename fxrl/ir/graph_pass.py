@@ -146,11 +146,8 @@ class Pass(ABC, Generic[S]):
         return replace(self, **values)  # type: ignore[type-var]
 
     def measured(self, inputs: Sequence[Any]) -> Self:
-        """The pass with what only the graph's real inputs and their device tell as options.
-
-        Args:
-            inputs: in the order of the graph's; fake ones tell nothing.
-        """
+        """The pass with further options that only the graph's real inputs and their device can
+        tell; fake inputs tell nothing."""
         return self
 
     def sparing(self) -> Self:

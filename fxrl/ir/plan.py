@@ -149,11 +149,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """A plan that ``to_json`` wrote, perhaps edited.
-
-        Raises:
-            PlanError: the text is no plan; the message names the site and the value.
-        """
+        """Read a plan that ``to_json`` wrote, perhaps edited. Raises ``PlanError``, naming site and
+        value, if it is none."""
         try:
             data = json.loads(text)
         except ValueError as error:
@@ -197,14 +194,13 @@ def differing(before: Plan, after: Plan) -> dict[str, dict[str, tuple[Any, Any]]
     layers that differ in the same way together."""
     sites = dict.fromkeys([*before.choices, *after.choices])
     pairs = {s: (before.choices.get(s), after.choices.get(s)) for s in sites}
-    words = {s: tuple(map(_or_none, pair)) for s, pair in pairs.items()}
+    words = {
+        s: tuple("not there" if choice is None else describe(choice) for choice in pair)
+        for s, pair in pairs.items()
+    }
     words = {s: pair for s, pair in words.items() if pair[0] != pair[1]}
     numbers = {name: (getattr(before, name), getattr(after, name)) for name in _NUMBERS}
     return {"predictions": numbers, "choices": dict(_joined(words))}
-
-
-def _or_none(choice: Choice | None) -> str:
-    return "not there" if choice is None else describe(choice)
 
 
 def _joined(by_site: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -61,6 +61,11 @@ class Region:
         """Whether the region runs tile by tile over rows."""
         return any(spec.tiled for spec in self.inputs)
 
+    @property
+    def num_grads(self) -> int:
+        """How many gradients its backward computes."""
+        return sum(spec.needs_grad for spec in self.inputs)
+
     @cached_property
     def id(self) -> str:
         """Content hash: body, input types, which gradients are wanted, and the cut."""
@@ -103,14 +108,10 @@ def differentiated(forward: fx.GraphModule) -> list[bool]:
 def _signature(spec: InputSpec, symbols: Symbols) -> str:
     """All that compiled code depends on; strides too, but for rows, which are made contiguous."""
     example = spec.example
-    sizes = [_size(size, symbols) for size in example.shape[1 if spec.tiled else 0 :]]
-    strides = [] if spec.tiled else [_size(stride, symbols) for stride in example.stride()]
+    sizes = [symbols.text(size) for size in example.shape[1 if spec.tiled else 0 :]]
+    strides = [] if spec.tiled else [symbols.text(stride) for stride in example.stride()]
     kind = f"{example.dtype} {example.device} {sizes} {strides}"
     return f"{kind} {spec.tiled} {spec.needs_grad}" + (" alive" if spec.alive else "")
-
-
-def _size(size: int | torch.SymInt, symbols: Symbols) -> str:
-    return str(size) if isinstance(size, int) else symbols.text(size)
 
 
 # ---------------------------------------------------------------------------- calls in a graph

@@ -23,12 +23,8 @@ class GraphError(AssertionError):
 
 
 class GraphCheck:
-    """Checks one graph after each pass that changed it; bodies of its calls are part of it.
-
-    Args:
-        gm: the graph before the first pass, which nobody is blamed for.
-        values: also compute every fake value that a pass changed anew, and compare.
-    """
+    """Checks a graph and the bodies of its calls after each pass that changed it. With ``values``,
+    fake values that a pass changed are also recomputed and compared."""
 
     def __init__(self, gm: fx.GraphModule, *, values: bool) -> None:
         self.values = values
@@ -56,7 +52,8 @@ class GraphCheck:
                 if node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
                     continue
                 state = _state(node)
-                if not _is_same(state, self._sound.get(node, ())):
+                known = self._sound.get(node, ())
+                if len(state) != len(known) or not all(map(operator.is_, state, known)):
                     _check(node, name, run)
                     self._sound[node] = state
 
@@ -65,10 +62,6 @@ def _state(node: fx.Node) -> tuple[Any, ...]:
     """What the check of a node depends on: objects that are replaced and never written into."""
     vals = (one.meta.get("val") for one in (node, *node.all_input_nodes))
     return node.target, node.args, node.kwargs, node.meta.get("region"), *vals
-
-
-def _is_same(state: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(state) == len(other) and all(map(operator.is_, state, other))
 
 
 class _Runner:
@@ -85,17 +78,16 @@ class _Runner:
         if key not in self._made:
             taken = [n.meta.get("val") for n in body.graph.find_nodes(op="placeholder")]
             same = all(isinstance(x, Tensor) for x in taken) and _layouts(taken) == key[1]
-            self._made[key] = _returned(body.graph) if same else _Inside(body).run(*inputs)
+            if same:
+                result = body.graph.output_node().args[0]
+                self._made[key] = fx.map_arg(result, lambda node: node.meta.get("val"))
+            else:
+                self._made[key] = _Inside(body).run(*inputs)
         return self._made[key]
 
 
 def _layouts(values: list[Tensor]) -> str:
     return str([(_show(value), value.stride()) for value in values])
-
-
-def _returned(graph: fx.Graph) -> Any:
-    """What a graph is said to return."""
-    return fx.map_arg(graph.output_node().args[0], lambda node: node.meta.get("val"))
 
 
 def _check(node: fx.Node, after: str, run: _Runner) -> None:

@@ -191,11 +191,8 @@ class Quantized(nn.Module):
     def hold(
         self, weight: Tensor, scale: Tensor, format: Format, stored: Stored | None, *, tied: bool
     ) -> torch.Size:
-        """Sets the attributes, in place of ``__init__``: PyTorch's would draw a weight.
-
-        Returns:
-            The weight's sizes.
-        """
+        """Set the attributes; called instead of ``__init__``, since PyTorch's would draw a weight.
+        Returns the weight's shape."""
         self.format, self.stored, self.tied = format, dict(stored or {}), tied
         for name, value in (("weight", weight), ("weight_scale", scale)):
             made = value if isinstance(value, nn.Parameter) else nn.Parameter(value, False)

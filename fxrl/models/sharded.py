@@ -98,11 +98,8 @@ class Sharded(nn.Module):
         return {"weight": self.shards.whole(self.held, plain), "weight_scale": self.scale}
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Refuse to be trained in full, as ``modules_to_save`` of PEFT would have it.
-
-        Raises:
-            ModelError: it is to require a gradient.
-        """
+        """Refuse, by a ``ModelError``, to be trained in full, as PEFT's ``modules_to_save``
+        asks."""
         if requires_grad:
             raise ModelError(
                 f"a {type(self).__name__} is to be trained, and its weight is shared out over "
@@ -133,12 +130,8 @@ class Sharded(nn.Module):
 
 
 class ShardedLinear(Sharded, nn.Linear):  # type: ignore[override]
-    """``x weight^T + bias`` with a weight of which this rank has a part of the rows.
-
-    Args:
-        part, layout, shards, scale: see ``Sharded``.
-        bias: [outputs], or None.
-    """
+    """``x weight^T + bias`` with a weight of which this rank holds some rows; for ``part``,
+    ``layout``, ``shards`` and ``scale`` see ``Sharded``."""
 
     def __init__(
         self,
@@ -214,11 +207,8 @@ class Shared(HeldWeight):
 
 
 def chosen(model: nn.Module, *, trained: bool = False) -> list[Shared]:
-    """The weights of a model that are shared out: of its Linears, and its embeddings.
-
-    Args:
-        trained: those that require a gradient, too.
-    """
+    """The weights of a model's Linears and embeddings that are distributed over the ranks: the
+    frozen ones, or all with ``trained``."""
     able = [
         Shared(one.weight, one.holders, Layout(len(one.weight), one.weight.dtype, ""))
         for one in held_weights(model)

@@ -153,11 +153,8 @@ def tiny_config(kind: str, size: TinySize | None = None, **sizes: int) -> Any:
 
 
 def tiny_tokenizer(vocab_size: int = 320) -> Any:
-    """One token a byte, ChatML, exact both ways, made without data; padding on the left.
-
-    Raises:
-        MissingPackageError: transformers is not installed.
-    """
+    """A tokenizer with one token per byte, ChatML and padding on the left, exact both ways and made
+    without data. Raises ``MissingPackageError`` without transformers."""
     hf = optional("transformers", "a tiny tokenizer")
     tk = optional("tokenizers", "a tiny tokenizer")
     alphabet = sorted(tk.pre_tokenizers.ByteLevel.alphabet())

@@ -54,11 +54,8 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 # ---------------------------------------------------------------------------- the ranks
 def join_group(ranks: int, timeout: timedelta | None = None) -> None:
-    """Make the groups of ``ranks`` consecutive processes; all processes call it, once or more.
-
-    Args:
-        timeout: of collectives within a group; by default the backend's.
-    """
+    """Make the process groups of ``ranks`` consecutive processes; all processes call it, any number
+    of times. ``timeout`` of their collectives: None is the backend's."""
     if ranks == 1:
         return
     asked = f"context_parallel={ranks}"
@@ -98,11 +95,8 @@ def told_by_ranks(value: Any, ranks: int) -> list[Any]:
 
 
 def told_by_first(make: Callable[[], T], inputs: str, ranks: int) -> T:
-    """What ``make`` returns, or raises, on the first rank of this one's group; all of them call it.
-
-    Args:
-        inputs: what it is made of, as a text: the same on all ranks.
-    """
+    """The result of ``make`` on the first rank of this group, or its exception; all of the ranks
+    call it, with the same ``inputs``: a text of what ``make`` depends on."""
     made: Any = None
     if dist.get_rank(_group(ranks)) == 0:
         try:
@@ -186,11 +180,8 @@ def _(x: Tensor, dim: int, outer: Size, inner: Size, start: Size, local: Size, *
 def gather_tokens(
     x: Tensor, dim: int, outer: int, inner: int, start: int, length: int, ranks: int
 ) -> Tensor:
-    """The whole of a shared value: ``length`` entries of which the first is for token ``start``.
-
-    Args:
-        x: its dim ``dim`` has ``outer * local * inner`` entries.
-    """
+    """The whole of a shared value ``x``, whose dim ``dim`` has ``outer * local * inner`` entries:
+    ``length`` tokens, the first of them number ``start``."""
     part, at = _parted(x, dim, outer, inner)
     part = part.contiguous()
     parts = x.new_empty(ranks, *part.shape)

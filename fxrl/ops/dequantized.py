@@ -33,7 +33,7 @@ Widen = Callable[[Sequence[Tensor], str, torch.dtype], Tensor]
 #: Entries of a row that share a scale, in 4 bits.
 GROUP = 64
 #: Entries of a weight that are widened at a time: 32 MiB in float32.
-_TILE = 2**23
+TILE = 2**23
 #: And that are quantised at a time.
 _PART = 2**20
 #: By a device's type: its own ``widened``, and the entries that it takes at a time.
@@ -109,12 +109,8 @@ def widened(weight: Sequence[Tensor], format: str, dtype: torch.dtype) -> Tensor
     schema="(Tensor rows, Tensor[] weight, str format, bool transpose) -> Tensor",
 )
 def dequantized_mm(rows: Tensor, weight: Sequence[Tensor], format: str, transpose: bool) -> Tensor:
-    """See the module.
-
-    Args:
-        rows: [M, K], or [M, N] where ``transpose``.
-    """
-    widen, entries = _ATTACHED.get(rows.device.type, (widened, _TILE))
+    """See the module; rows are [M, K], or [M, N] with ``transpose``."""
+    widen, entries = _ATTACHED.get(rows.device.type, (widened, TILE))
     out = rows.new_empty(rows.shape[0], sizes(weight, format)[int(transpose)])
     for parts, columns in _tiles(weight, format, transpose, entries):
         tile = widen(parts, format, rows.dtype)
@@ -163,7 +159,7 @@ def dequantized_rows(
         raise IndexError(f"ids are from {flat.min()} to {flat.max()}, and there are {len(values)}")
     if len(scale) > 1:
         scale = scale[flat // _share(scale, 0, len(values))]
-    widen, _ = _ATTACHED.get(ids.device.type, (widened, _TILE))
+    widen, _ = _ATTACHED.get(ids.device.type, (widened, TILE))
     # Looked up as bytes: a gather of float8 is not everywhere.
     found = values.view(torch.uint8)[flat].view(values.dtype)
     return widen([found, scale], format, dtype).view(*ids.shape, -1)
@@ -186,12 +182,8 @@ def read(
     step: int,
     reader: Callable[[slice, Tensor], None],
 ) -> None:
-    """Have a weight's rows read, ``step`` at a time.
-
-    Args:
-        step: a multiple of 128, or all of them.
-        reader: of which rows, and these in ``dtype``; they are gone when it returns.
-    """
+    """Call ``reader`` with a slice of a weight's rows and these rows in ``dtype``, ``step`` rows at
+    a time (a multiple of 128, or all). The rows are freed when it returns."""
     values, whole = weight[0], len(weight[0])
     for at in slices(whole, step):
         rows = [_part(values, 0, at, whole), *weight[1:]]
@@ -209,7 +201,7 @@ def widened_rows(
         whole: how many there are.
     """
     values, scale = weight
-    widen, _ = _ATTACHED.get(values.device.type, (widened, _TILE))
+    widen, _ = _ATTACHED.get(values.device.type, (widened, TILE))
     values = values.view(E4M3) if format == "fp8" else values
     return widen([values, _part(scale, 0, at, whole)], format, dtype)
 

@@ -180,13 +180,11 @@ def scale_of_rows(scale: Tensor, whole: int, start: int, length: int) -> Tensor:
 
 
 def quantized_rows(x: Tensor, factor: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    """Rows [T, K] in e4m3, and their scales: [T, 1], or [T, K/128] where ``block`` is 128.
+    """Rows [T, K] in e4m3, and their scales: [T, 1], or [T, K/128] if ``block`` is 128. Columns are
+    multiplied by ``factor``, [K, 1] or [1, 1] float32, before that; None is 1.
 
-    Values are multiplied by the scale's reciprocal: a GPU has no exact division, and what it runs
-    instead for each value (a chain with a branch) takes longer than reading and writing them.
-
-    Args:
-        factor: [K, 1] or [1, 1] float32, multiplied into the columns before; None stands for ones.
+    Values are multiplied by the scale's reciprocal: a GPU has no exact division instruction, and
+    the sequence that emulates it takes longer than reading and writing the values.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if factor is not None:

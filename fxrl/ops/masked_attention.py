@@ -85,11 +85,8 @@ def _tile(
 
 
 def _tiles(queries: int, width: int, most: int) -> list[tuple[int, int]]:
-    """Steps of whole blocks through the queries, each of at most about ``most`` values.
-
-    Args:
-        width: values that one query takes.
-    """
+    """Ranges of queries, in whole blocks, that take about ``most`` values each if one query takes
+    ``width``."""
     step = max(1, most // max(1, width * BLOCK)) * BLOCK
     return [(start, min(start + step, queries)) for start in range(0, queries, step)]
 

@@ -273,11 +273,8 @@ def _empty(head: LossHead, held: Held, names: Collection[str]) -> dict[str, Tens
 def _scored(
     head: LossHead, held: Held, names: Collection[str], vectors: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Values [pieces, N], or [0], of each of ``OUTPUTS``.
-
-    Args:
-        vectors: [N, H] to fill with the gradients of these outputs; ``names`` has them.
-    """
+    """Values [pieces, N], or [0], of each of ``OUTPUTS``. ``vectors`` are [N, H] tensors to fill
+    with the gradients of some of ``names``."""
     check_sizes(held.whole(head))
     check_target(held.whole(head))
     made = _empty(head, held, names)

@@ -115,12 +115,11 @@ def lookup(key: str) -> RegionKernels:
 def region(
     inputs: list[Tensor], key: str, tile: int, host: Sequence[int], pace: Sequence[int] = ()
 ) -> list[Tensor]:
-    """Run a region's forward, whole or in tiles of ``tile`` rows; outputs, then kept values.
+    """Run a region's forward, whole or in tiles of ``tile`` rows; returns outputs, then kept
+    values.
 
-    Args:
-        host: inputs that wait in host memory for the backward; -1 stands for all kept values.
-        pace: how many stores may be on their way behind this one, and how many of those before it
-            set out when it is fetched (``HostPool.store``); empty where nobody planned it.
+    Inputs in ``host`` wait in host memory for the backward; -1 stands for all kept values. ``pace``
+    is ``sending`` and ``fetching`` of ``HostPool.store``, empty if not planned.
     """
     kernels = lookup(key)
     # Bodies already contain the casts that autocast asked for when they were captured.

@@ -118,11 +118,8 @@ class Peers:
             )
 
     def map(self, part: Tensor) -> list[Tensor]:
-        """Everyone's part, by rank; all ranks call it, when what they give is written.
-
-        Args:
-            part: a tensor that owns its memory, on this rank's device; on a CPU, shared.
-        """
+        """Every rank's part. All ranks call it once their parts are written: tensors that own their
+        memory, on the rank's device; on a CPU in shared memory."""
         with _by_name():  # a pickle for each: it may be read once
             mine = {to: bytes(ForkingPickler.dumps(part)) for to in self.members}
         each = self.gather(mine)
@@ -164,11 +161,8 @@ piece goes in the weight; all in bytes."""
 
 
 def piece_rows(outputs: int, row_bytes: int, most: int | None = None) -> int:
-    """Rows of a weight that are brought together at a time: all, or so that pieces are alike.
-
-    Args:
-        most: bytes of a piece; None is ``PIECE``.
-    """
+    """Rows of a weight that are gathered at a time: all of them, or equal pieces of at most
+    ``most`` bytes (None: ``PIECE``)."""
     return -(-outputs // max(1, -(-outputs * row_bytes // (most or PIECE))))
 
 
@@ -197,12 +191,8 @@ class Layout(NamedTuple):
         return self.step(row_bytes) * row_bytes
 
     def read(self, at: slice, rows: Tensor, weight: Sequence[Tensor]) -> Tensor:
-        """Some rows in the dtype.
-
-        Args:
-            rows: their bytes.
-            weight: this rank's part, and the scales of a format.
-        """
+        """The rows ``at``, given as bytes, in the layout's dtype; ``weight`` is this rank's part
+        and, of values in 8 or 4 bits, the scales."""
         if not self.format:
             return rows.view(self.dtype)
         return widened_rows([rows, *weight[1:]], self.format, self.dtype, at, self.outputs)
@@ -259,12 +249,8 @@ class Shards:
         return (start, part.nbytes) if inside else None
 
     def read(self, weight: Sequence[Tensor], layout: Layout, reader: Reader) -> None:
-        """Have a weight's rows read, piece by piece.
-
-        Args:
-            weight: this rank's part, and the scales of a format.
-            reader: of which rows, and these; they are gone when it returns.
-        """
+        """Call ``reader`` with a slice of the weight's rows and these rows, piece by piece; they
+        are freed when it returns. ``weight`` as for ``Layout.read``."""
         place, width = self.place(weight[0]), weight[0].shape[1]
         assert place is not None
         with self._lock:  # whoever else asks would overwrite what is read

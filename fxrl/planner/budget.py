@@ -49,11 +49,8 @@ class Budget:
         return cls(int(gpu * (1 - FRAGMENTS)), host, config.gpu_memory is not None)
 
     def tighter(self, peak: int, least: int, device: torch.device) -> Budget:
-        """What to plan for when memory ran out under a plan with this predicted peak.
-
-        Args:
-            least: bytes that are there at any moment, whatever the plan.
-        """
+        """The budget after memory ran out under a plan with the predicted ``peak``; ``least`` bytes
+        are alive at any moment under any plan."""
         peak = min(self.gpu_bytes, peak)
         gpu = peak - int(min(_TIGHTER * peak, (peak - least) / 2))
         if device.type == "cuda":

@@ -85,12 +85,9 @@ def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
 
 
 def on_their_way(options: Sequence[Option]) -> tuple[list[int], list[int]]:
-    """How far the queues go at each layer, as its choice says.
-
-    Returns:
-        For each layer the first whose bytes may be on their way to the host when it has run, and
-        the first whose bytes are here, or on their way back, when its backward runs.
-    """
+    """How many layers' transfers may be pending at each layer, as its choice says: for each layer
+    the first whose bytes may still be on their way to the host after its forward, and the first
+    whose bytes are back, or on their way back, before its backward."""
     moves = [i for i, option in enumerate(options) if option.host_bytes]
     sent, back = [], []
     for i, option in enumerate(options):

@@ -44,25 +44,18 @@ def seconds(
     inside: Callable[[fx.Node], float] = lambda call: 0.0,
     seen: Mapping[str, float] | None = None,
 ) -> float:
-    """Of all kernels, one after the other.
-
-    Args:
-        inside: seconds that a call of a region takes.
-        seen: computed masks, and the share of pairs that kernels look at under them.
-    """
+    """Seconds of all kernels, one after the other. ``inside`` gives those of a region that a kernel
+    calls; ``seen`` maps computed masks to the share of query-key pairs that are computed."""
     return sum(
         max(
-            _traffic(kernel, measure) / target.bandwidth,
+            sum(nbytes(node, measure) for node in (*kernel.makes, *kernel.reads))
+            / target.bandwidth,
             _arithmetic(kernel.calls, target, measure, seen or {}),
             target.launch,
         )
         + (0.0 if kernel.calls is None else inside(kernel.calls))
         for kernel in kernels
     )
-
-
-def _traffic(kernel: Kernel, measure: Measure) -> int:
-    return sum(nbytes(node, measure) for node in (*kernel.makes, *kernel.reads))
 
 
 def _arithmetic(

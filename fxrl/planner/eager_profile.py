@@ -61,12 +61,11 @@ def profile(
     cost_of: Callable[[fx.Node], CallCost | None],
     given: Collection[fx.Node] | None = None,
 ) -> Profile:
-    """Of what ops make and read, and the gradients of that; inputs of the graph left out.
+    """Memory of ops that run one by one: their values and the gradients of these, without inputs of
+    the graph. ``cost_of`` gives the cost of calls that are no ATen ops, else None.
 
-    Args:
-        cost_of: costs of calls that are no ATen ops; None for such as are.
-        given: of the values that were made ahead those that count, and then the gradients of
-            weights count, too; None: all values that were made ahead, and no weights.
+    With ``given``, of the values made before these ops only those in ``given`` count, but gradients
+    of weights count as well.
     """
     return _Lives(nodes, measure, cost_of, given).profile()
 
@@ -113,11 +112,8 @@ class _Lives:
         return any(n not in self._place and n.op != "output" for n in readers_of(value))
 
     def _calls(self, cost_of: Callable[[fx.Node], CallCost | None]) -> dict[fx.Node, int]:
-        """What calls take themselves.
-
-        Returns:
-            Value -> when the last backward that reads it runs.
-        """
+        """Add what calls take themselves. Returns, for each value, when the last backward that
+        reads it runs."""
         saved_by: dict[fx.Node, int] = {}
         for node in self._nodes:
             cost = cost_of(node) or CallCost(tuple(read_later(node)))

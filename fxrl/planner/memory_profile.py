@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fxrl.ir.graph import bound, is_call, val_of
+from fxrl.ops import dequantized, sharded
 from fxrl.planner.schedule import (
     Kernel,
     Measure,
@@ -29,10 +30,8 @@ from fxrl.planner.schedule import (
     volume,
 )
 
-#: A tile of a weight that is widened (``fxrl.ops.dequantized``), in fp32 and in bf16.
-_TILE_BYTES = 48 * 2**20
-#: And the most of one that ranks share (``fxrl.ops.sharded``), in bf16.
-_WIDENED_BYTES = 256 * 2**20
+#: Bytes of an entry of a quantised weight while it is widened: in fp32 and in bf16 side by side.
+_WIDENING = 4 + 2
 Inside = Callable[[fx.Node], int]
 
 
@@ -70,11 +69,8 @@ class MemoryProfile:
         self._in_place = list(map(self._taken_over, range(len(kernels))))
 
     def peak(self, measure: Measure, inside: Inside = lambda call: 0) -> int:
-        """Most bytes at a time, results included.
-
-        Args:
-            inside: bytes that a call of a region allocates itself.
-        """
+        """Peak bytes, results included; ``inside`` gives those that a called region allocates
+        itself."""
         return max(self.timeline(measure, inside), default=0)
 
     def timeline(self, measure: Measure, inside: Inside = lambda call: 0) -> list[int]:
@@ -150,9 +146,9 @@ def _workspace(call: fx.Node, measure: Measure) -> int:
     and where heads share keys the keys' and values' gradients for each of them; under a computed
     mask the row sums alone. A product with an FP8 weight as it lies turns it, or widens a tile."""
     if is_dequantized(call):
-        return _TILE_BYTES
+        return _WIDENING * dequantized.TILE
     if (read := shared_weight(call)) is not None and read.format:
-        return min(_WIDENED_BYTES, 4 * read.rows * read.row_bytes(measure))
+        return min(2 * sharded.WIDENED, 4 * read.rows * read.row_bytes(measure))
     if is_scaled(call):
         weight: Any = call.args[2]
         return nbytes(weight, measure) if call.args[4] else 0

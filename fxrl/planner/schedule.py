@@ -36,6 +36,7 @@ from fxrl.ir.graph import (
     shape_of,
     tensor_val,
 )
+from fxrl.ops.piecewise_head import PART
 
 aten = torch.ops.aten
 #: A size, or a product of sizes, as an expression: comparing it adds no guard to a graph.
@@ -131,7 +132,7 @@ def shared_weight(call: fx.Node) -> SharedWeight | None:
         return SharedWeight(given["weight"][0], given["outputs"], given["dtype"], given["format"])
     head: dict[str, Any] = bound(call) if is_loss_head(call) else {}
     kind, _, format = head.get("format", "").partition(":")
-    if kind != "part":
+    if kind != PART:
         return None
     return SharedWeight(head["weight"], head["vocab"], head["dtype"], format)
 

@@ -40,12 +40,11 @@ Plan = tuple[Option, ...]
 
 
 def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
-    """An option for each layer with the least time, of those that fit; None where none does. Where
-    anything goes to the host, choices say how much may be on its way.
+    """The fastest options that fit, one per layer; None if nothing fits. If anything goes to the
+    host, the choices say how much may be on its way.
 
-    Args:
-        chain: its layers may differ in what an option costs, and in which they have; a choice is
-            for a run of layers that all have it, or have no choice.
+    Layers may differ in the costs of an option and in which options they have. A choice applies to
+    a run of layers that all have it, or have only one option.
     """
     if not chain.layers:
         return () if peak_bytes(chain, ()) <= gpu_bytes else None
@@ -53,11 +52,8 @@ def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
 
 
 def least_peak(chain: Chain, host_bytes: int) -> tuple[Plan, int]:
-    """The plan with the lowest peak that the host has room for, and what it is charged.
-
-    Raises:
-        PlanError: there is none: choices that were given ask for more.
-    """
+    """The plan with the lowest peak within the host's budget, and that peak. Raises ``PlanError``
+    if choices that the user gave need more host memory."""
     if not chain.layers:
         return (), peak_bytes(chain, ())
     return _Plans(_unbeaten(chain, _BYTES)).least_peak(host_bytes)

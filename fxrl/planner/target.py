@@ -76,11 +76,8 @@ def _measured(device: torch.device, name: str) -> Target:
 
 
 def measured_link(device: torch.device) -> float:
-    """Bytes a second from a GPU to pinned host memory.
-
-    Raises:
-        RuntimeError: no memory can be pinned.
-    """
+    """Bytes per second from a GPU to pinned host memory. Raises ``RuntimeError`` if none can be
+    pinned."""
     page = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
     rest = torch.empty(2**28, dtype=torch.uint8, device=device)
     return page.numel() / _seconds(lambda: page.copy_(rest, non_blocking=True))

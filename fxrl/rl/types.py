@@ -152,20 +152,13 @@ class Source(Protocol):
         state: Callable[[], TrainerState],
         clock: Clock,
     ) -> Experience:
-        """A step's.
-
-        Args:
-            take: the next so many of the training data.
-        """
+        """The experience of a step; ``take(n)`` gives the next ``n`` rows of the training data."""
 
     def evaluate(
         self, data: Sequence[Any], state: TrainerState, measure: Callable[[Experience], Metrics]
     ) -> Metrics:
-        """Metrics of held-out data, each named ``eval/...``.
-
-        Args:
-            measure: loss and metrics of an experience, without training on it.
-        """
+        """Metrics of held-out data, each named ``eval/...``. ``measure`` gives loss and metrics of
+        an experience without training on it."""
 
     def largest(self) -> Sequence[TokenRow]:
         """A unit of rows as long as they may become."""

@@ -133,11 +133,8 @@ class ExprPool:
         return self._intern(("leaf", _key(leaf)), lambda: RowExpr(None, leaf=leaf))
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> RowExpr:
-        """The expression ``target(*args, **kwargs)``; lists become tuples.
-
-        Raises:
-            Refusal: an argument is a number of the graph, which the rows' own code does not hold.
-        """
+        """The expression ``target(*args, **kwargs)``; lists become tuples. Raises ``Refusal`` if an
+        argument is a number computed in the graph, which code for one row cannot hold."""
         numbers = [one for one in (*args, *kwargs.values()) if isinstance(one, fx.Node)]
         if numbers:
             raise Refusal(

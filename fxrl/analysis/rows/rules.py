@@ -82,11 +82,8 @@ class RowRules:
         self._pointwise = pointwise
 
     def apply(self, node: fx.Node) -> Rows:
-        """What ``node`` is as rows.
-
-        Raises:
-            Refusal: it mixes tokens, draws random numbers, or has no rule.
-        """
+        """``node`` as rows. Raises ``Refusal`` if it mixes tokens, draws random numbers, or has no
+        rule."""
         target: Any = node.target
         rule = self._table.get(target) or self._table.get(str(target))
         if rule is not None:

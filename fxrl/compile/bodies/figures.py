@@ -32,11 +32,8 @@ class Figures:
 
 
 class BodyProfile:
-    """A region's halves as kernels; ``at`` puts sizes in.
-
-    Args:
-        seen: see ``planner.cost.seconds``.
-    """
+    """Memory and time of a region's two halves at any sizes; ``seen`` as in
+    ``planner.cost.seconds``."""
 
     def __init__(self, built: CompiledRegion, seen: Mapping[str, float] | None = None) -> None:
         self._built, traced = built, built.traced
@@ -49,11 +46,8 @@ class BodyProfile:
     def at(
         self, inputs: Sequence[Tensor], measure: Measure, target: Target, tile: int = 0
     ) -> Figures:
-        """Figures for inputs of the graph around it, whose sizes ``measure`` knows.
-
-        Args:
-            tile: rows per tile of a tiled region; its bytes are those of one, its seconds of all.
-        """
+        """Figures for the region's inputs, whose sizes ``measure`` knows. Of a tiled region with
+        ``tile`` rows per tile, the bytes are those of one tile and the seconds those of all."""
         read = map(measure, self._built.sizes_of(inputs))
         sizes = dict(zip(self._built.traced.bound.names, read, strict=True))
         if not tile:

@@ -95,14 +95,11 @@ def filter_tokens(
 
 
 def inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens [R] int64 drawn from softmax(logprobs) by one uniform number each.
+    """Tokens [R] int64 drawn from softmax(``logprobs``) [R, V], by one uniform number in [0, 1)
+    each. ``logprobs`` need not be normalised; -inf is probability 0.
 
     A token of probability 0 is never drawn: it does not move the cumulative sum, and the token
-    drawn is the first where the sum goes above ``uniforms * total`` (< total).
-
-    Args:
-        logprobs: [R, V]; -inf for probability 0; need not be normalised.
-        uniforms: [R] in [0, 1).
+    drawn is the first at which the sum exceeds ``uniforms * total`` (< total).
     """
     probs = nn.functional.pad(logprobs.softmax(-1), (0, -logprobs.shape[1] % BLOCK))
     blocks = probs.view(len(probs), -1, BLOCK)

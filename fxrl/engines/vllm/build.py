@@ -77,11 +77,8 @@ def build_llm(
     worker_cls: str,
     newest_worker: Callable[[], Any],
 ) -> Any:
-    """A ``vllm.LLM`` of the checkpoint in ``path``.
-
-    Args:
-        newest_worker: the one that was made last, ``None`` if it is gone or there was none.
-    """
+    """A ``vllm.LLM`` of the checkpoint in ``path``. ``newest_worker()`` is the worker made last,
+    ``None`` if it is gone or there was none."""
     arguments = engine_arguments(
         options,
         set(symbols.module.EngineArgs.__dataclass_fields__),
@@ -107,14 +104,12 @@ def build_llm(
 
 
 def _release(error: BaseException, newest_worker: Callable[[], Any], before: int) -> None:
-    """Frees what a build that failed had loaded; vLLM would refuse to load weights beside it.
+    """Free what a failed build has loaded; vLLM would refuse to load weights beside it.
 
-    The frames of the traceback hold it, for as long as anybody keeps the error (a notebook keeps
-    the last one). They go first: vLLM's worker empties its memory pools when it shuts down.
-
-    Args:
-        newest_worker: vLLM's; ``None`` where its shutdown would free another engine's pools.
-        before: ``id`` of what it said before the build: an engine's that is open, not this one's.
+    The traceback's frames hold it for as long as anybody keeps the error (a notebook keeps the last
+    one), so they are cleared first; vLLM's worker empties its memory pools when it shuts down.
+    ``newest_worker`` returns ``None`` if that would free another engine's pools; ``before`` is the
+    ``id`` of the worker before the build, which belongs to an open engine.
     """
     worker = newest_worker()
     chain: BaseException | None = error

@@ -61,11 +61,8 @@ UNQUANTIZED = ("auto", "float16", "bfloat16")
 def place(
     options: VllmOptions, capability: tuple[int, int] | None
 ) -> Literal["CUSTOM", "FLASH_ATTN"] | None:
-    """The member of vLLM's ``AttentionBackendEnum`` that fxrl's backend takes, or ``None``.
-
-    Args:
-        capability: the GPU's, e.g. (9, 0); ``None`` without one.
-    """
+    """The member of vLLM's ``AttentionBackendEnum`` that fxrl's backend replaces, if any.
+    ``capability`` is the GPU's, such as (9, 0); ``None`` without one."""
     if capability is None:
         return None
     if options.decode_attention == "fxrl":
@@ -116,13 +113,10 @@ def unknown(place: str, what: str) -> Iterator[None]:
 def registered(
     member: Any, path: str, register: Callable[[Any, str], Any], selector: Any
 ) -> Iterator[None]:
-    """fxrl's backend in ``member``'s place, for as long as an engine is built.
+    """Put fxrl's backend in the place of ``member`` while an engine is built, by vLLM's
+    ``register_backend``. ``selector`` is the vLLM module that caches choices of backends.
 
-    Where somebody else has taken FlashAttention's place, it stays theirs, and a warning says so.
-
-    Args:
-        register: vLLM's ``register_backend``.
-        selector: vLLM's module ``vllm.v1.attention.selector``, which caches what it has chosen.
+    If somebody else has replaced FlashAttention already, theirs stays and a warning says so.
     """
     forget = getattr(getattr(selector, CACHE, None), "cache_clear", None)
     if forget is None:

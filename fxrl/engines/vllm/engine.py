@@ -233,12 +233,9 @@ class VllmEngine:
 
     @contextmanager
     def standby(self) -> Iterator[None]:
-        """See ``Engine.standby``; the KV cache's memory is free inside.
-
-        Raises:
-            WakeError: at the end, if the memory is not free again; the engine stays in standby. It
-                is a note of what the block itself has raised, if it has.
-        """
+        """See ``Engine.standby``. Raises ``WakeError`` at the end if the memory is not free again:
+        the engine then stays in standby. If the block itself raises, the ``WakeError`` becomes a
+        note of that."""
         check_awake(self._state, "standby")
         try:
             self._standby.release()
@@ -257,11 +254,7 @@ class VllmEngine:
         self.wake()
 
     def wake(self) -> None:
-        """See ``Engine.wake``.
-
-        Raises:
-            WakeError: see ``standby``; free memory and call again.
-        """
+        """See ``Engine.wake``. After a ``WakeError`` (``standby``), free memory and call again."""
         if self._state == "standby":
             self._standby.wake()
             self._state = "awake"

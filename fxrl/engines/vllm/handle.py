@@ -133,13 +133,9 @@ class VllmHandle:
         }
 
     def drain(self, *, all_the_way: bool = False) -> None:
-        """Ends what is in flight: asynchronous scheduling runs a step ahead.
-
-        Args:
-            all_the_way: the scheduler must not even have finished requests left that it has not
-                told the worker of, which it does at its next step; vLLM's own release of the KV
-                cache asks for that.
-        """
+        """Finish what is in flight: asynchronous scheduling runs a step ahead. ``all_the_way`` goes
+        on until the scheduler has told the worker of all finished requests too, which vLLM's own
+        release of the KV cache requires."""
         core = getattr(self.engine.engine_core, "engine_core", None)
         deadline = time.monotonic() + DRAIN_S
         while getattr(core, "batch_queue", None) or (
@@ -161,11 +157,8 @@ class VllmHandle:
         arguments: Mapping[str, Any],
         limits: list[int],
     ) -> list[tuple[Any, Any]]:
-        """vLLM's prompt and sampling parameters of each sample; prompts repeat seeds/prompts times.
-
-        Args:
-            limits: most tokens of each prompt's completions.
-        """
+        """vLLM's prompt and sampling parameters of each sample; a prompt is repeated ``len(seeds) /
+        len(prompts)`` times. ``limits`` bound the tokens of each prompt's completions."""
         make, each = self.symbols.module.SamplingParams, len(seeds) // len(prompts)
         arguments = {**arguments, "output_kind": self.symbols.final_only}
         least = arguments.get("min_tokens", 0)
@@ -279,11 +272,7 @@ ADAPTER_NAME = "fxrl-policy"
 
 
 def adapter_manager(worker: Any) -> Any:
-    """vLLM's ``LoRAModelManager``.
-
-    Raises:
-        EngineError: this version of vLLM keeps it somewhere else.
-    """
+    """vLLM's ``LoRAModelManager``; ``EngineError`` if this version keeps it somewhere else."""
     manager = getattr(worker.model_runner, "lora_manager", None)
     inner = getattr(manager, "_adapter_manager", None)
     wanted = ("add_adapter", "remove_adapter", "activate_adapter", "lora_config")

@@ -101,12 +101,9 @@ class WeightSync:
         copied: Collection[str] = (),
         mirrors: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """``model`` is made of the engine's weights; it is what is served unless wrapped.
-
-        Args:
-            copied: names of its parameters that have a storage of their own after all.
-            mirrors: for some of these, the engine's tensor to write their values into.
-        """
+        """``model`` is made of the engine's weights, and is what the engine serves until another is
+        attached. Its parameters ``copied`` have storages of their own; ``mirrors`` are, for some of
+        these, the engine's tensors to write their values into."""
         self._shared, self._copied = model, frozenset(copied)
         self._mirrors = dict(mirrors or {})
         self._model, self._fold, self._sites = model, None, ()
@@ -193,11 +190,8 @@ class WeightSync:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """The time of a ``generate``: the adapter is in the weights or the slots.
-
-        Raises:
-            RestoreError: the weights did not come back; the run must end.
-        """
+        """Around a ``generate``: the adapter is in the weights or the slots. A ``RestoreError``, if
+        the weights did not come back, must end the run."""
         self._bring()
         if self._fold is None:
             yield

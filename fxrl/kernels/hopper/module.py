@@ -95,11 +95,8 @@ def kernel(mode: int, bias: bool, cap: bool, moments: bool, weighted: bool, devi
 
 
 def loaded(name: str, defines: dict[str, int], device: int, shared: int) -> Any:
-    """The kernel ``name`` of ``name.cu``, compiled with these constants, on ``device``.
-
-    Args:
-        shared: bytes of shared memory that a block of it takes.
-    """
+    """The kernel ``name`` of ``name.cu``, compiled with these constants, on ``device``; a block of
+    it takes ``shared`` bytes of shared memory."""
     from cuda.bindings import driver
 
     cubin = _cubin(name, tuple(f"-D{key}={int(value)}" for key, value in defines.items()))

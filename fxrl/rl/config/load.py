@@ -36,12 +36,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 def config_of(
     table: Mapping[str, Any], source: str, run_dir: str, problems: Sequence[str] = ()
 ) -> TrainConfig:
-    """The configuration that nested tables say.
-
-    Args:
-        source: what the tables come from, for messages.
-        run_dir: where none is given.
-    """
+    """The configuration that nested tables describe. ``source`` names their origin in messages;
+    ``run_dir`` is used if they give none."""
     problems = list(problems)
     config = bind(TrainConfig, table, problems)
     if {"steps", "epochs"} <= table.keys():

@@ -89,11 +89,8 @@ def make_optimizer(
     options: Mapping[str, Any],
     wrapper: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer ``name`` with its keywords; TOML's lists are tuples there.
-
-    Args:
-        wrapper: gets the optimizer's class behind the parameters, and makes what is returned.
-    """
+    """The optimizer ``name`` with its keywords; TOML's lists become tuples. A ``wrapper`` is called
+    with the parameters and the optimizer's class, and makes the result."""
     keywords = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
     make: Callable[..., torch.optim.Optimizer] = optimizer_class(name)
     try:

@@ -373,12 +373,9 @@ class ChatTemplate:
 
 
 class PromptBuilder:
-    """Makes prompts and their token ids; ``shots`` are solved rows that go before each prompt.
-
-    Raises:
-        DataError: ``chat`` is on and the tokenizer has no chat template, or one that does not read
-            ``chat_template_kwargs``.
-    """
+    """Makes prompts and their token ids; ``shots`` are solved rows that precede each prompt. Raises
+    ``DataError`` if ``chat`` is on and the tokenizer has no chat template, or one that does not
+    read ``chat_template_kwargs``."""
 
     def __init__(
         self, config: DataConfig, column: str, shots: Sequence[Row], tokenizer: Any

@@ -201,12 +201,8 @@ class Share(NamedTuple):
 def micro_batch_weights(
     over: Over, batches: Sequence[Batch], ranks: Ranks, sharing: int = 1
 ) -> tuple[list[float], list[Share]]:
-    """What each micro-batch's loss is multiplied by, and its share of the step of all ranks.
-
-    Args:
-        batches: this rank's; all ranks call it.
-        sharing: consecutive ranks that have the same batches.
-    """
+    """The factor of each of this rank's micro-batches' losses, and its share of the step of all
+    ranks, which all call this. ``sharing`` consecutive ranks have the same micro-batches."""
     rows = [batch["input_ids"].shape[0] for batch in batches]
     counts = [batch["completion_mask"].sum() for batch in batches]
     # One wait for the device, not one a batch.

@@ -137,12 +137,8 @@ Usable = Callable[[Sequence[Row], Callable[[Row], object]], list[Row]]
 
 
 def read_data(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions | Examples:
-    """Reads and checks what the run is trained on; loads no model.
-
-    Raises:
-        DataError: the data does not fit the configuration.
-        BadConfigError: ``eval.reward`` names no reward.
-    """
+    """Read and check the data; loads no model. Raises ``DataError`` if it does not fit the
+    configuration, ``BadConfigError`` if ``eval.reward`` names no reward."""
     read = read_examples if config.form in FORMS else read_questions
     return read(config, tokenizer, tell)
 
@@ -476,11 +472,8 @@ def _updater(
 def _teacher(
     config: TrainConfig, tokenizer: Any, device: torch.device, stage: Stage
 ) -> nn.Module | None:
-    """The model of ``[teacher]``, frozen.
-
-    Raises:
-        ModelError, FetchError: there is no such model, or it has another vocabulary.
-    """
+    """The frozen model of ``[teacher]``. Raises ``ModelError`` or ``FetchError`` if there is no
+    such model, or it has another vocabulary."""
     wanted = config.teacher
     if wanted is None:
         return None

@@ -300,12 +300,9 @@ def check_same_run(path: Path, saved: Mapping[str, Any], present: Mapping[str, A
 
 
 def load_checkpoint(path: Path, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Restores the trainable parameters in place.
-
-    Returns:
-        The ``optimizer`` and ``state`` mappings given to ``save_checkpoint``; their tensors are
-        read from the disk when they are used, so a rank reads its part of the optimizer's states.
-    """
+    """Restore the trainable parameters in place. Returns the ``optimizer`` and ``state`` mappings
+    given to ``save_checkpoint``; their tensors are read from disk when they are used, so that a
+    rank reads only its part of the optimizer's states."""
     own = trainable(model)
     weights = _read_weights(path, model)
     if wrong := sorted(own.keys() - weights.keys()):

@@ -186,13 +186,10 @@ def newest_sound(
 def write(
     run_dir: Path, place: Place, parent: str | None, fill: Callable[[Path], None], keep: int
 ) -> Path:
-    """Writes a checkpoint, and then deletes all but the newest ``keep`` of its branch.
+    """Write a checkpoint durably, then delete all but the newest ``keep`` of its branch. Raises
+    ``StorageError`` if it cannot be written; older checkpoints are then untouched.
 
-    It is on the disk for good when this returns. A step of a branch is written once: the same
-    weights again stay as they are, others begin a branch.
-
-    Raises:
-        StorageError: it could not be written; older checkpoints are untouched.
+    A step of a branch is written once: equal weights stay as they are, others begin a branch.
     """
     folder = run_dir / FOLDER
     work = folder / f"{_WORK[0]}{place.name}"

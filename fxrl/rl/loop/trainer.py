@@ -73,11 +73,8 @@ class TrainingIteration:
         return self.parts.updater.num_begun > self._begun
 
     def run(self) -> Experience:
-        """The whole step.
-
-        Raises:
-            FxrlError: something failed; the attributes say how far it got.
-        """
+        """The whole step. Raises ``FxrlError`` if something fails; the attributes then say how far
+        it got."""
         clock, parts, config = self.clock, self.parts, self.config
         self._seed_other_ranks()
         found = self.experience = parts.source.experience(self._take, self._state, clock)
@@ -152,11 +149,8 @@ class TrainingIteration:
 def scored_batches(
     config: TrainConfig, parts: RunParts, found: Experience, say: Say, *, train: bool = True
 ) -> tuple[list[Batch], Metrics]:
-    """This rank's micro-batches, with the log-probabilities that the loss compares with.
-
-    Args:
-        train: they are to be trained on; else the reference's alone are wanted.
-    """
+    """This rank's micro-batches with the log-probabilities that the loss compares with; without
+    ``train``, only those of the reference."""
     rows = found.rows
     if not rows:
         return [], {}
@@ -328,11 +322,8 @@ class TrainingLoop:
         store.take_lines_over(self.run_dir, path)
 
     def run(self, reporter: Reporter, stop: StopRequest) -> None:
-        """Steps until ``config.steps`` or until ``stop`` or a callback says so; then saves.
-
-        Raises:
-            FxrlError: a step failed; its state is saved where that is possible.
-        """
+        """Run steps until ``config.steps``, ``stop`` or a callback ends it, then save. Raises
+        ``FxrlError`` if a step fails; its state is saved if possible."""
         config, tell = self.config, reporter.message
         metrics = JsonLines(self.run_dir / METRICS, self.done, self._as_in_one_run, tell)
         completions = JsonLines(self.run_dir / COMPLETIONS, self.done, tell=tell)
@@ -428,12 +419,8 @@ class TrainingLoop:
         }
 
     def save(self, optimizer: Mapping[str, Any], state: Mapping[str, Any] | None = None) -> Path:
-        """Writes a checkpoint of ``state``, the present one by default; on rank 0, as the others
-        have the same.
-
-        Args:
-            optimizer: ``updater.state_dict()``, which all ranks call.
-        """
+        """Write a checkpoint of ``state`` (None: the present one) with ``updater.state_dict()``,
+        which all ranks call. Only rank 0 writes: the others have the same."""
         if not self.parts.ranks.primary:
             return self.run_dir
         state = state or self._state()

@@ -119,13 +119,9 @@ class Updater:
         return self.ranks.size if self.sharded else 1
 
     def state_dict(self) -> dict[str, Any]:
-        """State of optimizer and schedule; the optimizer's by place in ``names``.
-
-        All ranks call it; where they share out the optimizer's states, rank 0 has all of them.
-
-        Raises:
-            RankError: another rank has states, and is gone.
-        """
+        """State of optimizer and schedule, the optimizer's by index into ``names``. All ranks call
+        it; if they share the optimizer's states, rank 0 returns all of them. Raises ``RankError``
+        if a rank that holds states is gone."""
         local = local_optimizer(self.optimizer)
         saved = local.state_dict()
         if self.sharded:
@@ -146,12 +142,9 @@ class Updater:
         return [places[p] for group in local.param_groups for p in group["params"]]
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes the tensors over, by the parameters' names, and the number of updates; learning
-        rate, decay and whatever else the configuration says stay as they are.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is no state of this optimizer.
-        """
+        """Restore the optimizer's tensors, by parameter name, and the number of updates; learning
+        rate, decay and other settings stay. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if
+        it is no state of this optimizer."""
         theirs = dict(enumerate(saved["names"]))
         if other := set(theirs.values()) ^ set(self.names):
             raise ValueError(f"it is of other parameters: {', '.join(sorted(map(str, other))[:5])}")
@@ -224,11 +217,8 @@ class Updater:
         return loss, norm_value, metrics
 
     def measure(self, step: Callable[[Batch], Any], batches: Sequence[Batch]) -> Metrics:
-        """Loss and metrics of ``batches`` of all ranks as one, without gradients.
-
-        Raises:
-            LossError: as ``backward``.
-        """
+        """Loss and metrics over the batches of all ranks, without gradients. Raises ``LossError``
+        as ``backward`` does."""
         weights, shares = self._weights(batches)
         own = []
         for batch, weight, share in zip(batches, weights, shares, strict=True):

@@ -163,11 +163,8 @@ def bar_chart(
     parts: Mapping[str, str],
     form: Callable[[float], str],
 ) -> Chart | None:
-    """Stacked parts of each step; ``None`` where no step has any.
-
-    Args:
-        parts: name -> key; those that are never a percent of the whole are left out.
-    """
+    """Stacked bars, one per step; ``None`` if no step has any part. ``parts`` maps names to keys;
+    parts below one percent of the total are left out."""
     given = {name: columns[key] for name, key in parts.items() if key in columns}
     if not given:
         return None

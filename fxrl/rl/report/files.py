@@ -137,12 +137,8 @@ class JsonLines:
             )
 
     def flush(self) -> None:
-        """Writes what waits.
-
-        Raises:
-            OSError: it still cannot be written.
-            ForeignFileError: a link stands there.
-        """
+        """Write the pending lines. Raises ``OSError`` if that still fails, ``ForeignFileError`` if
+        a link is in the file's place."""
         self._find_file()
         while self._pending:
             line = self._pending[0]

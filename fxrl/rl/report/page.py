@@ -131,12 +131,8 @@ def versions() -> dict[str, str]:
 
 
 def write_page(run_dir: Path, *, work: str = "writing") -> Path:
-    """Writes ``run.html`` into a run's folder.
-
-    Raises:
-        NoRunError: there is no run in it.
-        StorageError: it cannot be written.
-    """
+    """Write ``run.html`` into a run's folder. Raises ``NoRunError`` if the folder holds no run,
+    ``StorageError`` if the page cannot be written."""
     if not run_dir.is_dir():
         raise NoRunError(f"{run_dir} is no folder; give the run_dir of a run")
     columns = Numbers(_with_untrained(_each_line(run_dir / METRICS)))

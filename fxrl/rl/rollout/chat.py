@@ -118,11 +118,8 @@ class Chat(ChatTemplate):
     def answered(
         self, said: Message, answers: Sequence[Message], stop: int, schemas: Sequence[Schema]
     ) -> list[int]:
-        """Token ids between the end of an assistant's turn and the words of its next one.
-
-        Args:
-            stop: the token that the turn ended with.
-        """
+        """Token ids between the end of an assistant's turn, the token ``stop``, and the beginning
+        of its next one."""
         # NOTE [Tokens in are tokens out]; without arguments, which may spell anything.
         stand_in: Message = {"role": "assistant", "content": ""}
         if calls := said.get("tool_calls"):

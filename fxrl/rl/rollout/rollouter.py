@@ -257,12 +257,8 @@ class Rollouter:
     def draw(
         self, rows: Sequence[Row], params: SamplingParams, state: TrainerState, clock: Clock
     ) -> list[Drawn]:
-        """``params.n`` completions of each row and what every reward function says of them.
-
-        Raises:
-            RewardError: a reward function failed.
-            EngineError: generation failed.
-        """
+        """``params.n`` completions of each row with the values of all reward functions. Raises
+        ``RewardError`` if one of these failed, ``EngineError`` if generation did."""
         prompts = [self.builder.prompt(row) for row in rows]
         before = dict(self.engine.timings)
         total = len(rows) * params.n
@@ -504,12 +500,9 @@ IDLE_STEPS = 3
 
 
 class RewardWatch:
-    """Tells of rewards that teach nothing, after ``IDLE_STEPS`` steps of them in a row, then after
-    twice as many each time.
-
-    Args:
-        by_group: equal rewards of a group teach nothing; else only that there are none does.
-    """
+    """Warns of rewards that teach nothing, after ``IDLE_STEPS`` such steps in a row and then after
+    twice as many each time. Equal rewards within groups teach nothing if ``by_group``; otherwise
+    only missing rewards do."""
 
     def __init__(self, *, by_group: bool = True) -> None:
         self._by_group = by_group

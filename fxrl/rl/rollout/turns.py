@@ -177,7 +177,12 @@ class Conversation:
     most_calls: int | None  # turns of a rollout that may call tools
 
     def play(self, asked: Assignment) -> Iterator[tuple[int, Group]]:
-        """See ``Player.play``."""
+        """Row numbers and their completions, each as soon as its last rollout is over; the row's
+        environments remain usable until the next call.
+
+        Raises ``ToolError`` if a tool, an environment or a function failed, ``EngineError`` if
+        generation did.
+        """
         num = asked.params.n
         given = [asked.rows[row] for row in asked.mine for _ in range(num)]
         places = [row * num + i for row in asked.mine for i in range(num)]

@@ -133,12 +133,8 @@ class Fold:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Writes the original bytes back and checks them.
-
-        Raises:
-            FoldError: nothing is applied.
-            RestoreError: a checksum differs; names the modules.
-        """
+        """Write the original bytes back and check them. Raises ``FoldError`` if nothing is applied,
+        ``RestoreError``, naming the modules, if a checksum differs."""
         if self._expected is None:
             raise FoldError("fold: nothing to restore; apply() comes first")
         start = time.perf_counter()

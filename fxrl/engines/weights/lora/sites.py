@@ -188,12 +188,8 @@ def _why_not_a_weight(layer: Any) -> str | None:
 
 
 def check_storages(model: nn.Module, sites: Sequence[LoraSite]) -> None:
-    """Every site's weight must be contiguous, on one device, and nobody else's.
-
-    Raises:
-        AdapterError: two parameters of the model share memory and one of them is a site's (a tied
-            embedding, say); or a weight is not contiguous, or on another device than the first.
-    """
+    """Raise ``AdapterError`` unless every site's weight is contiguous, on the same device as the
+    others, and shares memory with no other parameter (a tied embedding, say)."""
     _check_owners(model, sites)
     device = sites[0].weight.device
     for site in sites:
@@ -289,11 +285,8 @@ def lost_share(merge: Merge) -> float:
 
 
 def why_lost(merges: Mapping[str, Merge], *, zero_too: bool = False) -> str:
-    """Which weights in FP8 cannot take their adapter; empty where all can.
-
-    Args:
-        zero_too: those whose delta is zero now, too.
-    """
+    """Which FP8 weights are too coarse for their adapter, in words; empty if none is. ``zero_too``
+    counts weights whose delta is still zero."""
     shares = {name: lost_share(one) for name, one in merges.items() if one.scale is not None}
     refused = {
         name: share

@@ -189,12 +189,9 @@ def row_blocks(tensor: Tensor, max_bytes: int = BLOCK_BYTES) -> list[tuple[int, 
 
 
 def equal_bits(view: Tensor, reference: Tensor) -> bool:
-    """Whether both have the same bytes (NaN equals itself, 0.0 is not -0.0).
-
-    Args:
-        view: on any device, any strides.
-        reference: same shape, on the CPU, in any floating dtype; cast to ``view``'s.
-    """
+    """Whether both have the same bytes (NaN equals itself, 0.0 is not -0.0). ``reference`` is on
+    the CPU, in any floating dtype, and is cast to that of ``view``, which may have any device and
+    strides."""
     if view.dim() == 0:
         view, reference = view.reshape(1), reference.reshape(1)
     return all(
