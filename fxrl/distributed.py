@@ -238,16 +238,12 @@ def ranks_of_host() -> int:
 
 @contextmanager
 def joined(in_words: Callable[[BaseException], str] = str) -> Iterator[Ranks]:
-    """Joins the ranks that torchrun has started; alone where it has not.
+    """Join the ranks that torchrun has started; without torchrun, be alone. ``in_words`` is what
+    other ranks say of an error that ends this one.
 
     Nobody leaves the block before the primary, which has the run's state to save: torchrun ends all
-    processes as soon as one has failed.
-
-    Args:
-        in_words: what another rank says of an error that ends this one.
-
-    Raises:
-        ConfigError: the environment is no rank's, or somebody else has made the process group.
+    processes as soon as one has failed. Raises ``ConfigError`` if the environment is not a rank's,
+    or somebody else has made the process group.
     """
     ranks = _of_environment()
     if ranks._lobby is None:

@@ -45,16 +45,9 @@ def refuse_links(path: Path, below: Path | None = None) -> Path:
 
 
 def opened(path: Path, mode: Literal["rb", "ab", "a+b", "xb"], *, buffering: int = -1) -> IO[bytes]:
-    """``open`` for plain files: no links, no pipes, no devices.
-
-    Args:
-        mode: reads, appends (and makes the file; with ``+`` reads as well), or makes a file that
-            must not be there.
-
-    Raises:
-        ForeignFileError: it is no plain file, or reached through a link.
-        OSError: as of ``open``.
-    """
+    """``open`` for plain files: no links, pipes or devices. ``mode`` reads, appends (creating the
+    file, and with ``+`` reading as well) or creates. Raises ``ForeignFileError`` if it is no plain
+    file or is reached through a link, and ``OSError`` as ``open`` does."""
     refuse_links(path)
     # Without O_NONBLOCK a pipe without a writer is waited for.
     flags = _FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -67,14 +60,11 @@ def opened(path: Path, mode: Literal["rb", "ab", "a+b", "xb"], *, buffering: int
 
 @contextmanager
 def replacing(path: Path, *, work: str = "writing") -> Iterator[IO[bytes]]:
-    """A new file, which takes the place of ``path`` once it is complete and on the disk.
+    """A new file that replaces ``path`` once it is complete and on disk. Until then its name ends
+    in ``work``; two that may write at once need different ones.
 
-    Args:
-        work: the end of its name until then; of two that may write at once, each has its own.
-
-    Raises:
-        ForeignFileError: ``path`` is reached through a link.
-        OSError: it could not be written; ``path`` is as it was.
+    Raises ``ForeignFileError`` if ``path`` is reached through a link, ``OSError`` if it could not
+    be written; ``path`` is then unchanged.
     """
     refuse_links(path)
     new = path.with_name(f".{path.name}.{work}")

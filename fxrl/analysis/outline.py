@@ -105,15 +105,9 @@ def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
 def outline(
     gm: fx.GraphModule, nodes: Collection[fx.Node], *, cut: Cut = "inputs", layer: str = ""
 ) -> Region:
-    """Replace a part of the graph by a region call, in place; ``tidy`` the graph afterwards.
-
-    Args:
-        gm: a lowered graph, with ``meta["val"]`` and ``meta["requires_grad"]``.
-        nodes: what to outline; see ``find_outline`` for what is added.
-
-    Raises:
-        Refusal: it cannot be outlined; the graph is unchanged but for dead nodes.
-    """
+    """Replace ``nodes``, and what ``find_outline`` adds to them, by a region call, in place;
+    ``tidy`` the graph afterwards. Raises ``Refusal``, leaving only dead nodes behind, if they
+    cannot be outlined."""
     found = find_outline(gm.graph, nodes)
     body = _body(gm, found)
     specs = []

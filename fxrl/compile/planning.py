@@ -87,14 +87,9 @@ class Planner:
     accumulated: bool = False
 
     def __call__(self, gm: fx.GraphModule, plan: Plan, batch: Batch | None = None) -> Plan:
-        """The plan with a choice for every layer, and what is predicted of the step.
-
-        Args:
-            batch: that is not the one the graph was captured with.
-
-        Raises:
-            PlanError: nothing fits the budget that the user gave.
-        """
+        """The plan with a choice for every layer, and the predictions for the step; ``batch`` if it
+        is not the one of the capture. Raises ``PlanError`` if nothing fits the budget that the user
+        gave."""
         return self.planned(self.step(gm, plan, batch))
 
     def planned(self, step: StepChain) -> Plan:

@@ -64,13 +64,9 @@ class WhatIf:
 
     @classmethod
     def of(cls, captures: Sequence[Capture], given: Plan, *, rows: int | None = None) -> WhatIf:
-        """Of the captured graph that needs most.
-
-        Args:
-            captures: planned; ``planner`` of at least one.
-            given: the plan that they had to obey.
-            rows: of the batch that is asked about, where it is not the captured one.
-        """
+        """Of the captured graph that needs most memory; at least one of the captures has a planner.
+        ``given`` is the plan they had to obey, ``rows`` those of the batch in question if it is not
+        the captured one."""
         planned = [one for one in captures if one.planner is not None and one.found is not None]
         if not planned:
             said = [r for one in captures for r in one.report.of_kind("missed")]

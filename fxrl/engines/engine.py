@@ -321,18 +321,9 @@ def check_prompts(
     of: str,
     max_tokens: Sequence[int] | None = None,
 ) -> list[int]:
-    """Refuses prompts that an engine could not take, before any has been run.
-
-    Args:
-        limit: most tokens of a prompt and its completion.
-        of: what sets that limit, for the message.
-
-    Returns:
-        The most tokens of each prompt's completions.
-
-    Raises:
-        PromptError: which one, and why.
-    """
+    """The most tokens of each prompt's completions. Raises ``PromptError`` if an engine could not
+    take a prompt: a prompt and its completion have at most ``limit`` tokens, and ``of`` says in the
+    message what sets that limit."""
     most = [params.max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
     if len(most) != len(prompts) or not all(1 <= each <= params.max_tokens for each in most):
         raise PromptError(

@@ -119,13 +119,9 @@ class RolloutMemory:
         dtype: torch.dtype | None = None,
         state_shards: int = 1,
     ) -> RolloutMemory:
-        """Of a Hugging Face model, bare or with an adapter, whose trained weights AdamW updates.
-
-        Args:
-            tokens: of the longest sequence, prompt and completion.
-            dtype: of the cache; None: the weights'.
-            state_shards: ranks that share out the optimizer's states.
-        """
+        """For a Hugging Face model, bare or with an adapter, whose trained weights AdamW updates.
+        ``tokens`` of the longest sequence, prompt and completion; ``dtype`` of the cache (None: the
+        weights'); ``state_shards`` ranks share the optimizer's states."""
         language_model: Any = model
         dtype = dtype or dtype_of(language_model.get_input_embeddings())
         cache = KvCache.of(language_model.config, dtype.itemsize)

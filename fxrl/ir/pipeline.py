@@ -63,10 +63,9 @@ class Pipeline:
     ) -> Rewritten:
         """Run all passes on a copy of ``gm``.
 
-        Args:
-            plan: choices to obey; other sites are decided by the passes' options.
-            watch: told of the graph before the first pass and after each.
-            planner: makes the plan; without one, passes decide by themselves.
+        ``plan`` decides about the sites that it names, the passes' options about all others, unless
+        a ``planner`` makes the plan once all sites are found. ``watch`` sees the graph before the
+        first pass and after each.
         """
         gm = clone(gm)
         run = _Run(gm, plan, watch, GraphCheck(gm, values=self.check_values))

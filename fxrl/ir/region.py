@@ -118,15 +118,8 @@ def _signature(spec: InputSpec, symbols: Symbols) -> str:
 def call_region(
     graph: fx.Graph, region: Region, inputs: list[fx.Node], tile: int, results: list[Any]
 ) -> list[fx.Node]:
-    """Put the region's call at the graph's insertion point.
-
-    Args:
-        tile: rows per tile, 0 for the whole at once.
-        results: meta value of each output.
-
-    Returns:
-        One graph value per output.
-    """
+    """Put a region's call at the graph's insertion point, with ``tile`` rows per tile (0: all at
+    once); ``results`` are the fake values of its outputs. Returns a graph value per output."""
     call = graph.call_function(torch.ops.fxrl.region.default, (inputs, region.id, tile, []))
     call.meta["val"] = list(results)
     call.meta["region"] = region

@@ -92,15 +92,11 @@ class Quantization:
     def chosen(
         self, model: nn.Module, *, trained: bool = False, linears: bool = True
     ) -> list[HeldWeight]:
-        """The weights of a model that are to be held so.
+        """The weights of a model that are to be quantised: frozen ones, and with ``trained`` all;
+        without ``linears`` only embeddings and head.
 
-        Args:
-            trained: those that require a gradient, too.
-            linears: others than embeddings and head, too.
-
-        Raises:
-            ModelError: ``skip`` names no Linear, one's inputs are no multiple of 64, in 4 bits, or
-                embeddings or head cannot be held so.
+        Raises ``ModelError`` if ``skip`` names no Linear, the inputs of one are no multiple of 64
+        in 4 bits, or embeddings or head cannot be quantised.
         """
         weights, ends = held_weights(model), self.ends(model)
         found = [p for one in weights for p, m in one.holders.items() if type(m) is nn.Linear]
@@ -454,15 +450,9 @@ def skeleton_in_bits(model: nn.Module, place: Path | None, how: Quantization) ->
 def read_in_bits(
     checkpoint: CheckpointTensors, holders: dict[str, nn.Module], layout: Layout, how: Quantization
 ) -> tuple[Tensor, Tensor]:
-    """Values and scales of a weight, as they are stored or quantised now, on the CPU.
-
-    Args:
-        holders: that will have it in common, by path.
-        layout: what its rows will mean.
-
-    Raises:
-        ModelError: see ``load_quantized``.
-    """
+    """Values and scales of a weight, as stored or quantised now, on the CPU; ``holders`` will
+    share it, by path, and ``layout`` says how its rows will be read. Raises as
+    ``load_quantized`` does."""
     held: Any = next(iter(holders.values()))
     shape = torch.Size(sizes(held.held, layout.format))
     for path in holders:

@@ -36,14 +36,8 @@ _SKIPPED = "llm_int8_skip_modules"
 
 
 def stored_format(config: Mapping[str, Any] | None) -> Format | None:
-    """How the Linears of a checkpoint are stored; None where that is left to transformers.
-
-    Args:
-        config: ``quantization_config`` of its ``config.json``.
-
-    Raises:
-        ModelError: it is a variant of a known way that is not read.
-    """
+    """The format of a checkpoint's Linears by its ``quantization_config``; None is left to
+    transformers. Raises ``ModelError`` for a variant that is not read."""
     config = config or {}
     method = config.get("quant_method")
     if method == "compressed-tensors":

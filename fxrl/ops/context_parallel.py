@@ -222,15 +222,9 @@ _EXCHANGE = "(Tensor[] x, Tensor tokens, int ranks) -> Tensor[]"
 
 @torch.library.custom_op("fxrl::seq_to_head", mutates_args=(), schema=_EXCHANGE)
 def seq_to_head(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:
-    """From a rank's tokens of all heads to all tokens of its heads, in one all-to-all.
-
-    Args:
-        x: [B, heads, t, D], of one dtype; ``ranks`` divides each one's heads.
-        tokens: has T entries in its last dim; nothing else of it counts.
-
-    Returns:
-        [B, heads / ranks, T, D] each, contiguous.
-    """
+    """From a rank's tokens of all heads, [B, heads, t, D] each and of one dtype, to all tokens of
+    its heads, [B, heads / ranks, T, D] each and contiguous, in one all-to-all. ``ranks`` divides
+    the numbers of heads; T is the last size of ``tokens``, of which nothing else counts."""
     batch, _, local, _ = x[0].shape
     sent = [torch.unflatten(part, 1, (ranks, -1)).transpose(0, 1).reshape(ranks, -1) for part in x]
     got = _exchanged(sent, ranks)
@@ -244,15 +238,9 @@ def seq_to_head(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]
 
 @torch.library.custom_op("fxrl::head_to_seq", mutates_args=(), schema=_EXCHANGE)
 def head_to_seq(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:
-    """From all tokens of a rank's heads to its tokens of all heads, in one all-to-all.
-
-    Args:
-        x: [B, heads / ranks, T, D], of one dtype.
-        tokens: as for ``seq_to_head``.
-
-    Returns:
-        [B, heads, t, D] each, in memory [B, t, heads, D]; zeros beyond the last token.
-    """
+    """From all tokens of a rank's heads, [B, heads / ranks, T, D] each and of one dtype, to its
+    tokens of all heads, [B, heads, t, D] each, in memory [B, t, heads, D], with zeros beyond the
+    last token; in one all-to-all. ``tokens`` as in ``seq_to_head``."""
     results = _by_tokens(x, tokens, ranks)
     local = results[0].shape[2]
     sent = []

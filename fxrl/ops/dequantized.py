@@ -49,16 +49,11 @@ NF4 = (
 
 
 def quantized(weight: Tensor, format: Format, recipe: Recipe = "row") -> tuple[Tensor, Tensor]:
-    """Values and scales of a weight [N, K].
+    """Values and scales of a weight [N, K]; ``recipe`` is the layout of the scales in FP8. Raises
+    ``ValueError`` if, in 4 bits, K is no multiple of ``GROUP``.
 
-    Takes some rows at a time: beside the result, little is alive in float32, but where one scale
-    is for all of them.
-
-    Args:
-        recipe: how the scales lie, in FP8.
-
-    Raises:
-        ValueError: K is no multiple of what shares a scale, in 4 bits.
+    Works on some rows at a time, so that little is alive in float32 beside the result, unless a
+    single scale is for all rows.
     """
     columns = weight.shape[1]
     if format != "fp8" and columns % GROUP:
@@ -145,15 +140,8 @@ dequantized_mm.register_autograd(_backward, setup_context=_setup_context)
 def dequantized_rows(
     ids: Tensor, weight: Sequence[Tensor], format: str, dtype: torch.dtype
 ) -> Tensor:
-    """See the module.
-
-    Args:
-        ids: of rows, in any shape.
-        dtype: of what is made, [*ids, K].
-
-    Raises:
-        IndexError: on a CPU, there is no such row.
-    """
+    """See the module; ``ids`` have any shape, and the result is [*ids, K] in ``dtype``. Raises
+    ``IndexError``, on a CPU, if there is no such row."""
     (values, scale), flat = weight, ids.reshape(-1)
     if ids.device.type == "cpu" and ((flat < 0) | (flat >= len(values))).any():
         raise IndexError(f"ids are from {flat.min()} to {flat.max()}, and there are {len(values)}")
@@ -193,13 +181,8 @@ def read(
 def widened_rows(
     weight: Sequence[Tensor], format: str, dtype: torch.dtype, at: slice, whole: int
 ) -> Tensor:
-    """Some rows of a weight in ``dtype``.
-
-    Args:
-        weight: values of these rows, in bytes or as they are, and the scales of all.
-        at: which rows they are; they begin at a multiple of 128.
-        whole: how many there are.
-    """
+    """The rows ``at`` (beginning at a multiple of 128) of a weight of ``whole`` rows, in ``dtype``.
+    ``weight`` holds the values of these rows, perhaps as bytes, and the scales of all."""
     values, scale = weight
     widen, _ = _ATTACHED.get(values.device.type, (widened, TILE))
     values = values.view(E4M3) if format == "fp8" else values

@@ -139,16 +139,11 @@ def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
 
 
 def read_scale(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """What a tensor of scales beside a weight [N, K] means, judged by its shape.
+    """The scales beside a weight [N, K], told by their shape: one number, [N] or [N, 1], or [ceil(N
+    / 128), ceil(K / 128)]. Returns float32 [1, 1], [N, 1] or blocks; a view if they are float32
+    already.
 
-    Args:
-        scale: one number, [N] or [N, 1], or [ceil(N / 128), ceil(K / 128)].
-
-    Returns:
-        float32 [1, 1], [N, 1] or as it is; a view of what is float32.
-
-    Raises:
-        ValueError: it is none of these, in words that begin "its scales".
+    Raises ``ValueError``, in words that begin "its scales", if they are none of these.
     """
     rows, columns = shape
     if scale.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -69,12 +69,11 @@ class HostPool:
     def store(
         self, tensors: Sequence[Tensor], *, sending: int = _SENDING, fetching: int = _FETCHING
     ) -> Stored:
-        """Begin to copy tensors to the host; the caller may drop them at once.
+        """Begin to copy tensors to the host; the caller may drop them at once. Without tensors it
+        only takes its turn: it waits for earlier stores, and starts fetches like any other.
 
-        Args:
-            tensors: none where this only takes its turn: waits for others, and lets them set out.
-            sending: stores that may still be on their way then, this one among them.
-            fetching: how many of those before set out when this is fetched.
+        When it returns, at most ``sending`` stores, this one included, are still on their way. When
+        it is fetched, ``fetching`` of the stores before it begin their way back too.
         """
         flats = [_flat(x) for x in tensors]
         with _LOCK:

@@ -100,12 +100,11 @@ def _tiles(queries: int, width: int, most: int) -> list[tuple[int, int]]:
 def mask_blocks(
     vectors: Sequence[Tensor], mask: str, queries: int, keys: int, device: torch.device
 ) -> list[Tensor]:
-    """Which blocks of ``BLOCK`` queries and keys see something, and which see everything.
+    """Which blocks of ``BLOCK`` queries and keys a mask leaves in part, and which in full.
 
-    Returns:
-        int32 counts [B|1, H|1, n] and indices [B|1, H|1, n, m] of the blocks that see something but
-        not everything, for each block of queries, then of those that see everything; and the same
-        four for each block of keys.
+    Returns int32 counts [B|1, H|1, n] and indices [B|1, H|1, n, m], for each block of queries, of
+    the key blocks left in part, then of those left in full; and the same four for each block of
+    keys.
     """
     shape = _leading(vectors)
     rows, columns = (-(-size // BLOCK) for size in (queries, keys))

@@ -330,13 +330,8 @@ class _Online:
     def add(
         self, piece: LossHead, own: Tensor, logprob: Tensor, lse: Tensor, slopes: Tensor
     ) -> None:
-        """One more piece.
-
-        Args:
-            own: [R] bool: which rows' targets it has.
-            logprob, lse: [R].
-            slopes: of both, [2, R, H].
-        """
+        """Add a piece. ``own`` [R] bool: whose targets are in it; ``logprob`` and ``lse`` [R] are
+        its values, ``slopes`` [2, R, H] their gradients."""
         before, self.lse = self.lse, torch.logaddexp(self.lse, lse)
         kept, share = (before - self.lse).exp(), (lse - self.lse).exp()
         by_target = own & (logprob > -math.log(2))

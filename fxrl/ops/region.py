@@ -170,13 +170,9 @@ def _as_traced(x: Tensor, strides: Strides) -> Tensor:
 def region_vjp(
     kept: list[Tensor], grads: list[Tensor], sizes: list[int], key: str, tile: int
 ) -> list[Tensor]:
-    """Gradients of the inputs that need one.
-
-    Args:
-        kept: the tensors that the body's sources name, in their order; for tiles, all inputs.
-        grads: one for each output that takes a gradient.
-        sizes: what the region's sizes that vary are.
-    """
+    """Gradients of the inputs that need one. ``kept`` are the tensors that the body's sources name,
+    in order (for tiles: all inputs), ``grads`` one per output that takes a gradient, ``sizes`` the
+    values of the region's varying sizes."""
     kernels = lookup(key)
     with torch.autocast(grads[0].device.type, enabled=False):
         if kernels.region.tiled:

@@ -79,14 +79,9 @@ class Peers:
 
     @classmethod
     def of(cls, gather: Gather | None = None) -> Peers:
-        """Find them; all ranks call it.
-
-        Args:
-            gather: None is ``torch.distributed.all_gather_object``.
-
-        Raises:
-            ConfigError: there are no other ranks, or not on this host.
-        """
+        """Find them; all ranks call it. ``gather`` is by default
+        ``torch.distributed.all_gather_object``. Raises ``ConfigError`` if there are no other ranks
+        on this host."""
         if gather is None and not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
                 "weights are shared out over ranks, and this process is none: start several by "
@@ -438,17 +433,9 @@ sharded_mm.register_autograd(_backward, setup_context=_setup_context)
 def sharded_rows(
     ids: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype, format: str
 ) -> Tensor:
-    """See the module.
-
-    Args:
-        ids: of rows, in any shape.
-        weight, outputs, format: as of ``sharded_mm``.
-        dtype: of what is found.
-
-    Raises:
-        FxrlError: the part is no memory that ranks share.
-        IndexError: on a CPU, there is no such row.
-    """
+    """See the module; ``ids`` have any shape, ``weight``, ``outputs`` and ``format`` are as in
+    ``sharded_mm``, and rows are returned in ``dtype``. Raises ``FxrlError`` if the part is not
+    memory that ranks share, ``IndexError``, on a CPU, if there is no such row."""
     return shards_of(weight[0]).rows(ids, weight, Layout(outputs, dtype, format))
 
 

@@ -175,12 +175,9 @@ def _judged(walked: _Walk) -> Iterator[HeadSite | Miss]:
 
 
 class _Walk:
-    """One pass over the graph with the rules, and the questions asked of it afterwards.
-
-    Args:
-        joins: several narrow values that are read as one value alone are followed to that.
-        guards: whether the capture's guards may still grow.
-    """
+    """One pass over the graph with the rules, and the questions asked of it afterwards. ``joins``:
+    several narrow values that are only read as one value are followed up to that one. ``guards``:
+    the capture may still add guards."""
 
     def __init__(
         self,

@@ -197,14 +197,9 @@ def operand(
     *,
     each: bool = False,
 ) -> RowExpr:
-    """``node`` as an expression that broadcasts against ``[n, *locals]`` of a result.
-
-    Args:
-        each: the op does not broadcast, so the expression has a row for each row of the result.
-
-    Raises:
-        Refusal: it pairs tokens with other tokens, or is vocabulary-sized for some tokens only.
-    """
+    """``node`` as an expression that broadcasts against ``[n, *locals]`` of a result; with
+    ``each``, as a row per row of the result, for ops that do not broadcast. Raises ``Refusal`` if
+    it pairs tokens with other tokens, or is vocabulary-sized for some tokens only."""
     value = rules.row(node)
     if value is not None:
         return _row_operand(rules, value, tags, sizes)

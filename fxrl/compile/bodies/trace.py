@@ -75,13 +75,12 @@ class TracedBody:
         decompose: bool = False,
         plan: Plan | None = None,
     ) -> None:
-        """Trace a region for ``sizes`` (by name; see ``BoundSizes``) and all alike them.
+        """Trace a region for ``sizes`` (by name; see ``BoundSizes``) and all like them.
 
-        Args:
-            forward: its graph, where regions inside of it are called by the keys of built ones.
-            decompose: ops as Inductor's own where the cut is to be found, so that it sees what is
-                cheap; otherwise they are eager's kernels and as exact.
-            plan: says which rewrites of the halves are switched off.
+        ``forward`` is its graph if regions inside it are called by the keys of built ones.
+        ``decompose`` traces Inductor's own ops where the cut is yet to be found, so that it sees
+        what is cheap; otherwise ops are eager's kernels, and as exact. ``plan`` says which rewrites
+        of the halves are switched off.
         """
         self.region, self._run = region, forward or region.forward
         self.rewrites: list[tuple[str, str]] = []

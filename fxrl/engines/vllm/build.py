@@ -159,13 +159,9 @@ def cache_bytes(
     max_num_seqs: int,
     max_model_len: int,
 ) -> int:
-    """Bytes for the KV cache: what can be used, or what there is.
-
-    Args:
-        available: bytes that vLLM's profiling left for it.
-        per_sequence: bytes of one sequence of ``max_model_len`` tokens, in whole blocks.
-        per_block: bytes of one block over all layers; vLLM keeps one block as the null block.
-    """
+    """Bytes for the KV cache: what can be used, or the ``available`` bytes that vLLM's profiling
+    left. ``per_sequence`` is a sequence of ``max_model_len`` tokens in whole blocks, ``per_block``
+    a block over all layers, of which vLLM keeps one as the null block."""
     need = per_sequence + per_block
     if available < need:
         tokens = max(0, (available - per_block)) * max_model_len // max(1, per_sequence)

@@ -63,14 +63,8 @@ class VllmSymbols:
 
 
 class VllmHandle:
-    """A built engine, seen from inside.
-
-    Args:
-        llm: vLLM's ``LLM``.
-        symbols: see ``VllmSymbols``.
-        tensor_parallel_size: above 1 the model is in other processes.
-        max_lora_rank: of the LoRA slots, ``None`` has none.
-    """
+    """A built engine, seen from inside. With ``tensor_parallel_size`` above 1 the model is in other
+    processes; ``max_lora_rank`` is that of the LoRA slots, ``None`` without any."""
 
     def __init__(
         self, llm: Any, symbols: VllmSymbols, tensor_parallel_size: int, max_lora_rank: int | None
@@ -289,15 +283,11 @@ def adapter_manager(worker: Any) -> Any:
 def put_adapter(
     worker: Any, sites: Sequence[LoraSite], *, lora_model: Any, peft_helper: Any
 ) -> None:
-    """Puts the factors as they are now into the slot of ``ADAPTER_ID``.
+    """Put the present factors of ``sites`` into the slot of ``ADAPTER_ID``; adapters that are
+    active together become one of the summed rank.
 
-    Args:
-        sites: the trainer's modules, see ``lora_sites``; adapters that are active together become
-            one of the summed rank.
-
-    Raises:
-        EngineError: vLLM takes no LoRA at some module, or the rank is above ``max_lora_rank``. What
-            is missing would be a part of the policy, so nothing is left out silently.
+    Raises ``EngineError`` if vLLM takes no LoRA at some module, or the rank is above
+    ``max_lora_rank``: a part of the policy would be missing, so nothing is left out silently.
     """
     manager, tensors = adapter_manager(worker), adapter_tensors(sites)
     ranks = {name: value.shape[0] for name, value in tensors.items() if "lora_A" in name}

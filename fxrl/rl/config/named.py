@@ -27,13 +27,9 @@ def wrong_keywords(
     table: str = "",
     keys: Sequence[str] = (),
 ) -> list[str]:
-    """One line for each key of ``given`` that ``function`` does not take.
-
-    Args:
-        besides: of its keywords, those that are not the user's to give.
-        table: where the keys stand, such as ``optim``.
-        keys: that the table has besides the function's keywords.
-    """
+    """A line for each key of ``given`` that ``function`` does not take, or that is in ``besides``,
+    not the user's to give. ``table`` is where the keys stand, such as ``optim``, and ``keys`` are
+    further ones that the table has."""
     if (takes := accepted(function)) is None:
         return []
     known = [name for name in takes if name not in besides]

@@ -49,15 +49,9 @@ class Split:
 
 
 def read_source(config: DataConfig, *, prompts: bool = True) -> RowSource:
-    """Reads what ``[data]`` names.
-
-    Args:
-        prompts: one row at least must have the prompt's column.
-
-    Raises:
-        DataError: it cannot be read, is empty, or lacks the prompt column.
-        MissingPackageError: datasets or reasoning-gym is not installed.
-    """
+    """Read what ``[data]`` names; if ``prompts``, at least one row must have the prompt's column.
+    Raises ``DataError`` if it cannot be read, is empty or lacks that column,
+    ``MissingPackageError`` without datasets or reasoning-gym."""
     if config.reasoning_gym is not None:
         return _reasoning_gym(config, config.reasoning_gym)
     environment = None

@@ -277,13 +277,9 @@ def build_parts(
     callbacks: Sequence[object] = (),
     ranks: Ranks | None = None,
 ) -> RunParts:
-    """Loads the model and wires the run together.
-
-    Raises:
-        ModelError, FetchError: no such model.
-        ConfigError: something does not go together with this model.
-        EngineError: vLLM is not installed, or cannot be built; the message has the cure.
-    """
+    """Load the model and wire the run together. Raises ``ModelError`` or ``FetchError`` if there is
+    no such model, ``ConfigError`` if something does not fit it, ``EngineError`` if vLLM is missing
+    or cannot be built."""
     ranks = ranks or Ranks()
     spec = _engine_spec(config, data, run_dir, reporter, ranks)
     teacher = _teacher(config, data.tokenizer, spec.device, reporter.stage)

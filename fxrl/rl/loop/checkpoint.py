@@ -107,14 +107,9 @@ def save_checkpoint(
     trainer: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Writes a checkpoint, then deletes all but the newest ``keep`` of its branch.
-
-    Args:
-        parent: the checkpoint that training went on from, see ``store.Manifest``.
-
-    Raises:
-        StorageError: it could not be written; older checkpoints are untouched.
-    """
+    """Write a checkpoint, then delete all but the newest ``keep`` of its branch; ``parent`` as in
+    ``store.Manifest``. Raises ``StorageError`` if it could not be written; older checkpoints are
+    then untouched."""
 
     def fill(folder: Path) -> None:
         _save_model(model, tokenizer, folder)
@@ -209,18 +204,11 @@ SOUND = "sound"
 
 
 def find_checkpoint(run_dir: Path, resume: str, tell: Tell = lambda text: None) -> Path | None:
-    """The checkpoint to go on from, every byte of it checked.
+    """The checkpoint to resume from, checked byte by byte; ``None`` if ``run_dir`` has none yet.
 
-    Args:
-        resume: an empty text for the last one of ``run_dir``; ``SOUND`` for the last that is
-            sound; else a checkpoint's folder, or a run's.
-        tell: hears which ones ``SOUND`` has passed over, and why.
-
-    Returns:
-        ``None`` where ``run_dir`` has none yet.
-
-    Raises:
-        CheckpointError: it is damaged (named with the newest sound one), or the one named is none.
+    ``resume`` is empty for the last one of ``run_dir``, ``SOUND`` for the last undamaged one
+    (``tell`` hears which were skipped, and why), or the folder of a checkpoint or run. Raises
+    ``CheckpointError`` if it is damaged (naming the newest sound one), or no checkpoint.
     """
     if resume == SOUND:
         found = store.newest_sound(run_dir, tell)

@@ -282,15 +282,10 @@ class TrainingLoop:
         self._most_bytes: dict[str, int] = {}
 
     def resume(self, path: Path, *, accept_changes: bool = False) -> None:
-        """Goes on from a checkpoint; begins a branch where it is not the last one of ``run_dir``.
-
-        Args:
-            accept_changes: goes on with data, rewards and a base model that are others than those.
-
-        Raises:
-            CheckpointError: it is damaged or of another run.
-            StorageError: the branch cannot be written.
-        """
+        """Resume from a checkpoint, in a new branch if it is not the last one of ``run_dir``; with
+        ``accept_changes`` even if data, rewards or base model have changed. Raises
+        ``CheckpointError`` if it is damaged or of another run, ``StorageError`` if the branch
+        cannot be written."""
         saved = checkpoint.read_trainer(path)
         checkpoint.check_same_run(path, saved["config"], as_table(self.config))
         check_unchanged(path, saved["fingerprints"], self.parts.fingerprints, accept=accept_changes)

@@ -36,14 +36,9 @@ log = logging.getLogger(__name__)
 def build_optimizer(
     config: OptimConfig, parameters: Iterable[nn.Parameter], ranks: Ranks | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trainable ones of ``parameters``.
-
-    Args:
-        ranks: that share out its states (``fxrl.rl.loop.sharded``); by default none.
-
-    Raises:
-        ConfigError: the optimizer refuses its keywords.
-    """
+    """The optimizer over the trainable ones of ``parameters``; its states are distributed over
+    ``ranks``, if given (``fxrl.rl.loop.sharded``). Raises ``ConfigError`` if it refuses its
+    keywords."""
     trained = [p for p in parameters if p.requires_grad]
     options = {"lr": config.lr, **config.options}
     if ranks is not None and can_share(trained, ranks):
@@ -181,20 +176,13 @@ class Updater:
         return kept
 
     def backward(self, batches: Sequence[Batch]) -> tuple[float, float, Metrics]:
-        """Gradients of the whole step in ``parameters``, clipped.
+        """Leave the clipped gradients of the whole step in ``parameters``. ``batches`` are this
+        rank's; at least one rank has some.
 
-        The device is waited for once, at the end: its numbers come over together.
-
-        Args:
-            batches: this rank's; of all ranks one at least has some.
-
-        Returns:
-            The loss and the metrics that one batch of everything would have given, and between
-            them the gradient's norm before it was clipped.
-
-        Raises:
-            LossError: the loss raised, or returned no number that has a gradient.
-            RankError: another rank failed.
+        Returns the loss, the gradient's norm before clipping, and the metrics, as one batch of
+        everything would have given them; the device is waited for once, for all of these numbers.
+        Raises ``LossError`` if the loss raised, or returned no number with a gradient,
+        ``RankError`` if another rank failed.
         """
         weights, shares = self._weights(batches)
         self.optimizer.zero_grad(set_to_none=True)
@@ -354,15 +342,9 @@ RESERVED = re.compile(
 def checked_result(
     result: Any, named: str, *, own: Collection[str] = (), trained: bool = True
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss returned, as the loss and its metrics.
-
-    Args:
-        own: names that are the loss's to give although they are reserved, as no rollout has them.
-        trained: the loss must have a gradient.
-
-    Returns:
-        A tensor of one element, and detached tensors of one element.
-    """
+    """What a loss returned, as its loss and detached metrics, tensors of one element each. If
+    ``trained``, the loss must have a gradient; ``own`` are reserved names of metrics that this loss
+    may use, since no rollout has them."""
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not _is_number(loss):
         raise LossError(

@@ -56,14 +56,8 @@ def keep_trying(
     wait_s: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """``action()``, again as long as it cannot write.
-
-    Args:
-        action: raises ``OSError`` or ``StorageError`` where the disk refuses.
-
-    Raises:
-        StorageError: also the last try failed.
-    """
+    """``action()``, again while it raises ``OSError`` or ``StorageError``; raises ``StorageError``
+    if the last try fails too."""
     for left in reversed(range(retries + 1)):
         try:
             return try_to_write(action, what)

@@ -114,15 +114,10 @@ class Judge:
         told: Sequence[Told] | None = None,
         environments: Sequence[Any] = (),
     ) -> None:
-        """Takes all completions of prompt number ``prompt``; returns at once. Those of a prompt
-        that it has already, which a second try has drawn again, count no more.
-
-        Args:
-            environments: that they were played in; they stay on this rank.
-
-        Raises:
-            RewardError: a function has failed by now, so drawing more is in vain.
-        """
+        """Take all completions of prompt number ``prompt`` and return at once; a prompt that a
+        second try has drawn again counts once. ``environments`` that they were played in stay on
+        this rank. Raises ``RewardError`` if a function has failed by now, so that drawing more is
+        in vain."""
         self._worker.check()
         if prompt in self._groups:
             return
@@ -137,15 +132,9 @@ class Judge:
         self._queue.put(None)
 
     def verdict(self, groups: Sequence[Sequence[Completion]]) -> list[Drawn]:
-        """The step's completions and what every function says of them; waits for the rest.
-
-        Args:
-            groups: of each prompt; empty where another rank has drawn them.
-
-        Raises:
-            RewardError: a function failed.
-            RankError: another rank failed.
-        """
+        """Wait for the remaining values, and return the step's completions with what every function
+        says of them. ``groups`` are empty for prompts that another rank has drawn. Raises
+        ``RewardError`` if a function failed, ``RankError`` if another rank did."""
         for prompt, group in enumerate(groups):
             if group:
                 self.finished(prompt, group)

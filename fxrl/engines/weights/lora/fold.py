@@ -289,14 +289,8 @@ class WeightBackup:
         self._host_sums: Tensor | None = None  # of the bytes that the host has
 
     def save(self, sums: Tensor) -> None:
-        """Copies the tensors; from the device to the host only where the host has other bytes.
-
-        Args:
-            sums: checksums of the tensors' present bytes.
-
-        Raises:
-            BackupError: no memory.
-        """
+        """Copy the tensors; from the device to the host only if the host has other bytes, by their
+        checksums ``sums``. Raises ``BackupError`` without memory."""
         self._on_device = self._new_device_backup()
         if self._on_device is not None:
             self._on_device.save()

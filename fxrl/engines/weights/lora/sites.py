@@ -95,16 +95,12 @@ class LoraSite:
 
 
 def lora_sites(model: nn.Module) -> tuple[LoraSite, ...]:
-    """All modules that an active LoRA adapter changes, in the model's order.
+    """All modules that an active LoRA adapter changes, in the model's order. The model is a
+    ``peft.PeftModel``, or has PEFT layers inside.
 
-    Args:
-        model: a ``peft.PeftModel``, or a model with PEFT layers inside.
-
-    Raises:
-        AdapterError: there is no adapter; or something of it is not of the form
-            W + scaling * B A (DoRA and other variants, biases, modules saved whole, embeddings,
-            convolutions, quantized bases, merged or disabled adapters). The message names the
-            module, the reason and the cure.
+    Raises ``AdapterError``, naming module, reason and cure, if there is no adapter, or anything of
+    it is not of the form W + scaling * B A: DoRA and other variants, biases, modules saved whole,
+    embeddings, convolutions, quantized bases, merged or disabled adapters.
     """
     for name, config in getattr(model, "peft_config", {}).items():
         if (bias := getattr(config, "bias", "none")) != "none":

@@ -60,13 +60,9 @@ class _Stack:
 
 
 class LayoutPlanner:
-    """Proposes places.
-
-    Args:
-        vllm_model: the model inside vLLM (one GPU's; tensor-parallel shards fit nothing).
-        tensors: its parameters by name, each as [out, in] (``fp8.logical``).
-        shapes: HF parameter names (ties under each of their names) and shapes.
-    """
+    """Proposes places for the HF parameters of ``shapes`` (by name, ties under each of their names)
+    in ``tensors``: the parameters of ``vllm_model`` (one GPU's; tensor-parallel shards fit
+    nothing), each as [out, in] (``fp8.logical``)."""
 
     def __init__(
         self, vllm_model: nn.Module, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
