@@ -7,7 +7,6 @@ here, under the name of the pass that set it, and not three passes later.
 from __future__ import annotations
 
 import itertools
-import operator
 from typing import Any
 
 import torch
@@ -28,7 +27,8 @@ class GraphCheck:
 
     def __init__(self, gm: fx.GraphModule, *, values: bool) -> None:
         self.values = values
-        self._sound = {n: _state(n) for graph in graphs_of(gm) for n in graph.nodes if values}
+        self._alive: list[Any] = []  # what the keys name, which nothing else may take the place of
+        self._sound = {self._key(n) for graph in graphs_of(gm) for n in graph.nodes if values}
 
     def after(self, name: str, gm: fx.GraphModule) -> None:
         """Check what the pass ``name`` made of the graph."""
@@ -51,17 +51,18 @@ class GraphCheck:
             for node in graph.nodes:
                 if node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
                     continue
-                state = _state(node)
-                known = self._sound.get(node, ())
-                if len(state) != len(known) or not all(map(operator.is_, state, known)):
+                if (key := self._key(node)) not in self._sound:
                     _check(node, name, run)
-                    self._sound[node] = state
+                    self._sound.add(key)
 
-
-def _state(node: fx.Node) -> tuple[Any, ...]:
-    """What the check of a node depends on: objects that are replaced and never written into."""
-    vals = (one.meta.get("val") for one in (node, *node.all_input_nodes))
-    return node.target, node.args, node.kwargs, node.meta.get("region"), *vals
+    def _key(self, node: fx.Node) -> tuple[Any, ...]:
+        """What the check of a node depends on: its call, whose operands are known by their values,
+        and its own value. A copy of a node, as inlining makes them, has the same."""
+        own, region = node.meta.get("val"), node.meta.get("region")
+        known = {arg: _held(arg) for arg in node.all_input_nodes}
+        self._alive += [own, region, *known.values()]
+        call = fx.map_arg((node.args, node.kwargs), lambda arg: id(known[arg]))
+        return node.target, str(call), id(region), id(own)
 
 
 class _Runner:
@@ -115,13 +116,18 @@ class _Inside(fx.Interpreter):
         return _Inside(region.forward).run(*inputs)
 
 
-def _operand(node: fx.Node) -> Any:
+def _held(node: fx.Node) -> Any:
+    """The value of a node, or the constant that it reads."""
     if node.op != "get_attr":
         return node.meta.get("val")
-    held = getattr(node.graph.owning_module, str(node.target), None)
-    if not isinstance(held, Tensor):
-        return None
-    return memory_like(held)
+    return getattr(node.graph.owning_module, str(node.target), None)
+
+
+def _operand(node: fx.Node) -> Any:
+    held = _held(node)
+    if node.op != "get_attr":
+        return held
+    return memory_like(held) if isinstance(held, Tensor) else None
 
 
 def _flat(value: Any) -> list[Any]:
