@@ -190,7 +190,7 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around collectives: an error of theirs is a rank's that went away meanwhile."""
+        """Around collectives: an error in one means that a rank has gone."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -308,7 +308,8 @@ def sum_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def buckets(tensors: Sequence[V], most_bytes: int = BUCKET_BYTES) -> Iterator[list[V]]:
-    """In order; each of one device and dtype, and within ``most_bytes`` unless it is one tensor."""
+    """Tensors in order, grouped by device and dtype into at most ``most_bytes`` each (or one
+    tensor)."""
     kinds: dict[tuple[torch.device, torch.dtype], list[V]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -323,7 +324,7 @@ def buckets(tensors: Sequence[V], most_bytes: int = BUCKET_BYTES) -> Iterator[li
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """In which a tensor's sums are made."""
+    """The dtype in which a tensor is summed."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

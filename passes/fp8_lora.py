@@ -160,7 +160,7 @@ class Fp8Lora(Pass[FrozenProduct]):
         return cls(config.precision == "fp8")
 
     def measured(self, inputs: Sequence[Any]) -> Self:
-        """With these weights' errors, and with what their device can do."""
+        """The pass with the rounding errors of these weights, and what their device can do."""
         if not self.enabled:
             return self
         held = _held(inputs)

@@ -415,7 +415,7 @@ def _one_source(node: fx.Node, dim: int) -> tuple[fx.Node | None, int]:
 
 
 def _behind(node: fx.Node) -> fx.Node:
-    """Where a value made of ``node`` may stand: behind all inputs."""
+    """The node behind which a value made from ``node`` may be placed: after all inputs."""
     return last_input(node.graph) if node.op == "placeholder" else node
 
 

@@ -76,7 +76,7 @@ class Share:
         return share_of(self.tokens, ranks)
 
     def size(self, ranks: int) -> Size:
-        """Of ``dim`` on a rank."""
+        """The size of ``dim`` on a rank."""
         return self.outer * self.local(ranks) * self.inner
 
     def alike(self, other: Share) -> bool:

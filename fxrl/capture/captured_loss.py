@@ -246,7 +246,7 @@ class CapturedLoss:
         self._note(RemarkKind.MISSED, place_of(self._own_place())[0], reason, cure)
 
     def _own_place(self) -> list[FrameSummary]:
-        """Where the loss begins."""
+        """File and line at which the loss function begins."""
         code = getattr(inspect.unwrap(self._loss_fn), "__code__", None)
         return [FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)] if code else []
 

@@ -148,7 +148,7 @@ def _measured(made: Bundle, step: TrainStep, batch: Any) -> None:
 
 
 def _seconds(step: TrainStep, batch: Any, on_gpu: bool) -> float:
-    """Of forward and backward."""
+    """Seconds of a forward and a backward."""
     started = time.perf_counter()
     loss, _ = split_result(step(batch))
     loss.backward()  # type: ignore[no-untyped-call]

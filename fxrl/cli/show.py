@@ -38,8 +38,8 @@ def as_json(value: Any) -> None:
 
 @contextmanager
 def working(words: str) -> Iterator[Say]:
-    """On stderr, while the block lasts: what is being done, and for how long. What the compiler
-    tells its log is shown too; the block itself must not print."""
+    """Show on stderr, while the block lasts, what is being done and for how long, including what
+    the compiler logs; the block itself must not print."""
     with (
         reporter_on(Console(stderr=True), json=False, log=PatientReporter) as reporter,
         reporter.stage(words) as say,

@@ -232,8 +232,8 @@ def _autopsy(phase: str, planned: _Planned, shortage: Shortage) -> str:
 
 
 def _layers(gm: fx.GraphModule, plan: Plan) -> Iterator[int | None]:
-    """For each op that autograd remembers, in the order in which they run, its layer's number; None
-    for heads and what else is no layer."""
+    """The layer number of each op that autograd records, in execution order; None for heads and
+    other ops outside layers."""
     sites = [site for site, choice in plan.choices.items() if isinstance(choice, CutLayer)]
     number = {site: place for place, site in enumerate(sites)}
     for node in gm.graph.nodes:

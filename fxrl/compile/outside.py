@@ -137,8 +137,8 @@ class Outside:
         return CallCost((hidden,), 0, _HEAD_SCRATCH + piece, backward)
 
     def _gradient_scratch(self, node: fx.Node) -> int:
-        """Of a trained head a tile of the logits' gradient, and where that is not all rows the sums
-        over them of the weight's."""
+        """Scratch of a trained head's backward: a tile of the logits' gradient and, if that does
+        not cover all rows, the sums of the weight's gradient over tiles."""
         given, measure = bound(node), self._measure
         if not needs_grad(given["weight"]):
             return _HEAD_BACKWARD_SCRATCH
@@ -155,10 +155,11 @@ class Outside:
         return self._profiles(off_meta(region)).at(values, self._measure, self._target, tile)
 
     def _seconds(self, node: fx.Node) -> float:
-        """Of a head, N rows, H wide, V entries, or of another region.
+        """Seconds of a loss head or of another region that is no layer.
 
-        A head's products take 2 N H V FLOPs each: the logits, and the gradient of the rows; where
-        that is not made in the forward, the logits once more; and the weight's gradient.
+        For N rows, width H and V entries, each product of a head takes 2 N H V FLOPs: the logits,
+        the gradient of the rows (with the logits once more unless the forward makes it), and the
+        weight's gradient.
         """
         if (region := region_at(node)) is not None:
             figures = self._figures(node, region)

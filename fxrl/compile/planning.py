@@ -152,7 +152,7 @@ class StepChain:
 
     @cached_property
     def layers(self) -> list[OutlinedLayer]:
-        """Those that the plan cuts, in order."""
+        """The layers that the plan cuts, in order."""
         return [layer for layer in outlined_layers(self.gm) if not layer.inside]
 
     @cached_property
@@ -169,8 +169,8 @@ class StepChain:
 
     @cached_property
     def _alike(self) -> dict[str, OutlinedLayer]:
-        """For each layer the one that stands for it: equal, but for gradients that nobody wants
-        (the first layer's of its input), which makes little difference."""
+        """For each layer, the one that represents it: equal except in which gradients are wanted
+        (the first layer's input may need none), which makes little difference."""
         groups: dict[Any, list[OutlinedLayer]] = {}
         for layer in self.layers:
             key = tuple(call.meta["region"].id_without_grads for call in layer.calls)
@@ -374,7 +374,7 @@ def largest(need: Callable[[int], int], limit: int, start: int) -> int:
 
 
 def _meets(points: Sequence[tuple[int, int]], level: int) -> int:
-    """Where the line through two points is at a level; twice as far out where it is flat."""
+    """Where the line through two points reaches a level; twice as far out if it is flat."""
     (n, peak), (m, other) = points
     if (other - peak) * (m - n) <= 0:
         return 2 * max(n, m)

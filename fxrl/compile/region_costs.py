@@ -113,6 +113,6 @@ def away_bytes(call: fx.Node, figures: Figures, own: Sequence[int], choice: CutL
 
 
 def eager_seconds(nodes: Iterable[fx.Node], measure: Measure, target: Target) -> float:
-    """Of ops that run one by one, forward and backward."""
+    """Seconds of ops that run one by one, forward and backward."""
     values = [n for n in nodes if is_tensor(n) and not is_view(n) and n.target is not getitem]
     return _EAGER_PASSES * sum(nbytes(n, measure) for n in values) / target.bandwidth

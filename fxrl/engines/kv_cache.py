@@ -63,7 +63,7 @@ class KvCache:
         return cls(2 * heads * head * width, layers.pop(None, 0), dict(layers))
 
     def bytes(self, tokens: int) -> int:
-        """Of one sequence."""
+        """Bytes of one sequence."""
         held = self.full * tokens
         held += sum(count * min(window, tokens) for window, count in self.windowed.items())
         return self.token_bytes * held
@@ -83,7 +83,7 @@ def _number(text: Any, name: str) -> int:
 
 
 def _windows(text: Any, count: int) -> list[Any]:
-    """For each layer its window, None for one that holds all tokens."""
+    """Each layer's window; None for a layer that holds all tokens."""
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
@@ -143,7 +143,7 @@ class RolloutMemory:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the whole KV cache."""
+        """Bytes of the whole KV cache."""
         return self.sequences * self.sequence
 
     @property

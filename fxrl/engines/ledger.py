@@ -161,13 +161,13 @@ class MemoryLedger:
         self._before: Reading | None = None
 
     def before_load(self) -> Entry:
-        """To be called right before vLLM is built."""
+        """Call this right before vLLM is built."""
         self.probe.empty_cache()
         self._before = self.probe.read()
         return self._enter("before load", self._before)
 
     def loaded(self) -> Entry:
-        """To be called right after vLLM was built: what is new now is vLLM's."""
+        """Call this right after vLLM was built: new memory is vLLM's."""
         assert self._before is not None, "before_load comes first"
         self.probe.empty_cache()
         reading = self.probe.read()

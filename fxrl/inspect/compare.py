@@ -222,7 +222,7 @@ def _distance(ours: Tensor, reference: Tensor) -> float:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In float64; a complex number as its two parts."""
+    """``tensor`` in float64; a complex number as its two parts."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64)
 
 

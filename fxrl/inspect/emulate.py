@@ -86,6 +86,6 @@ def _seen(rounded: Any, made: Tensor, full: Tensor) -> Tensor:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies, and how."""
+    """A tensor's storage, offset, shape and strides."""
     where = tensor.untyped_storage()._cdata
     return where, tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -202,7 +202,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """On the CPU, so that two sets of gradients never meet on the device."""
+    """A copy on the CPU, so that two sets of gradients never meet on the device."""
     return tensor.detach().to("cpu", copy=True)
 
 

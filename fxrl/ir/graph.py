@@ -85,7 +85,7 @@ def is_view(node: object) -> bool:
 
 
 def readers_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Who computes with a value, looked at in whatever way; views themselves left out."""
+    """The nodes that compute with a value or with views of it; views themselves are left out."""
     for user in node.users:
         if is_view(user):
             yield from readers_of(user)

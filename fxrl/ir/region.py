@@ -93,8 +93,8 @@ def mark_grads(graph: fx.Graph, inputs: Sequence[InputSpec]) -> None:
 
 
 def differentiated(forward: fx.GraphModule) -> list[bool]:
-    """Of each input of a region, whether a gradient of its outputs comes back to it, or is stopped
-    by a ``detach`` on every way there (of what is read under ``no_grad``)."""
+    """For each input of a region, whether any path from an output leads back to it without a
+    ``detach`` (which marks what is read under ``no_grad``)."""
     placeholders = forward.graph.find_nodes(op="placeholder")
     reached, ahead = set(), [*forward.graph.find_nodes(op="output")]
     while ahead:

@@ -162,7 +162,7 @@ def distill(
 
 
 def _divergence(own_logps: Tensor, their_logps: Tensor, beta: float) -> Tensor:
-    """That of ``distill`` per token: log-probs [B, C, V], twice -> [B, C]."""
+    """The divergence of ``distill`` per token: log-probs [B, C, V], twice -> [B, C]."""
     if beta == 0.0:
         return _kl(their_logps, own_logps)
     if beta == 1.0:

@@ -101,7 +101,7 @@ class HeldWeight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the parameter."""
+        """Names of the parameter, one per holder."""
         return tuple(f"{path}.weight" for path in self.holders)
 
 

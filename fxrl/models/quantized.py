@@ -131,7 +131,7 @@ class Quantization:
 
     @staticmethod
     def ends(model: nn.Module) -> dict[str, nn.Module | None]:
-        """Where tokens become vectors, and vectors logits, under whatever adapter."""
+        """The input embeddings and the output layer, beneath any adapter."""
         names = {"embeddings": "get_input_embeddings", "head": "get_output_embeddings"}
         found = {end: getattr(model, name, lambda: None)() for end, name in names.items()}
         return {end: getattr(module, "base_layer", module) for end, module in found.items()}
@@ -313,7 +313,7 @@ class QuantizedEmbedding(Quantized, nn.Embedding):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of the rows."""
+        """Dtype of the rows."""
         return self.like.dtype
 
     def forward(self, input: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ class QuantizedEmbedding(Quantized, nn.Embedding):
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """Of the rows that a table of embeddings gives, or what adapters beside a Linear take."""
+    """Dtype of the rows of an embedding table, or the one that adapters take beside a Linear."""
     held: Any = module
     return held.compute_dtype if isinstance(module, Quantized) else held.weight.dtype  # type: ignore[no-any-return]
 

@@ -201,7 +201,7 @@ class Shared(HeldWeight):
         return -(-len(self.weight) // ranks)
 
     def rows_of(self, rank: int, ranks: int) -> slice:
-        """Those of the weight that a rank has."""
+        """The rows of the weight that a rank holds."""
         share, most = self.part_rows(ranks), len(self.weight)
         return slice(min(rank * share, most), min((rank + 1) * share, most))
 
@@ -239,7 +239,7 @@ def _in_bits(model: nn.Module) -> list[Shared]:
 
 
 def _laid_out(weights: Sequence[Shared], ranks: int) -> tuple[list[int], int]:
-    """Where each weight's part begins, and the bytes of all."""
+    """The offset of each weight's part, and the bytes of all parts."""
     places, size = [], 0
     for one in weights:
         places.append(size)

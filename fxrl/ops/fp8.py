@@ -101,7 +101,7 @@ def _blocked(weight: Tensor) -> Tensor:
 
 
 def _scale_of(most: Tensor) -> Tensor:
-    """Of values whose largest is ``most``; a NaN or an infinity among them makes all NaN."""
+    """Scales for values up to ``most``; a NaN or an infinity among them makes all values NaN."""
     return most.float().clamp_min(LEAST) / MOST
 
 

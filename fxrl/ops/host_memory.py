@@ -103,7 +103,7 @@ class HostPool:
 
     @contextmanager
     def nothing_ahead(self) -> Iterator[None]:
-        """Who fetches inside fetches only what it asks for."""
+        """Inside, a fetch brings back only what it asks for."""
         self._ahead = False
         try:
             yield

@@ -135,7 +135,7 @@ def _(
 
 
 def share_of_blocks(blocks: Sequence[Tensor]) -> float:
-    """Of the pairs of blocks of ``mask_blocks`` the share in which something is seen."""
+    """The share of block pairs of ``mask_blocks`` in which something is attended to."""
     some, places, whole = blocks[:3]
     return float((some + whole).sum()) / max(1, places.numel())
 

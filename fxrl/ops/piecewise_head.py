@@ -259,7 +259,7 @@ def _some(head: LossHead, rows: slice) -> LossHead:
 
 
 def _empty(head: LossHead, held: Held, names: Collection[str]) -> dict[str, Tensor]:
-    """To be filled: values [pieces, N] of ``names``, and [0]."""
+    """Uninitialised values: [pieces, N] for ``names``, [0] for the others."""
     pieces = -(-held.vocab // held.piece_rows(head.weight))
     return {
         name: head.hidden.new_empty(

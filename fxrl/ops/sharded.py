@@ -169,7 +169,7 @@ class Layout(NamedTuple):
     format: str  # of its values, in 8 or 4 bits; "" where they are of the dtype
 
     def columns(self, row_bytes: int) -> Any:
-        """Of a weight whose rows are so many bytes."""
+        """Columns of a weight whose rows take ``row_bytes``."""
         if not self.format:
             return row_bytes // self.dtype.itemsize
         return row_bytes if self.format == "fp8" else 2 * row_bytes
@@ -194,7 +194,7 @@ class Layout(NamedTuple):
 
 
 class _Buffer:
-    """Where a piece of a weight is brought together."""
+    """A buffer into which a piece of a weight is gathered."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         # Bytes of the largest one.
@@ -238,7 +238,7 @@ class Shards:
         return self  # as what is mapped is never written, a copy of a model has it in common
 
     def place(self, part: Tensor) -> tuple[int, int] | None:
-        """Where a weight's part lies in this rank's memory; None where it does not."""
+        """The offset of a weight's part in this rank's memory; None if it is elsewhere."""
         start = part.data_ptr() - self._own.data_ptr()
         inside = part.device == self._own.device and 0 <= start < self._own.numel()
         return (start, part.nbytes) if inside else None

@@ -45,7 +45,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A step."""
+    """A step as a sequence of layers between the embeddings and the loss head."""
 
     layers: tuple[tuple[Option, ...], ...]  # the options of each, in order of the forward
     # Alive through the whole step: weights, the optimizer's states, gradients of earlier backward
@@ -62,7 +62,7 @@ class Chain:
 
 
 def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
-    """Every moment of a step in which each layer has one of its options."""
+    """The memory at every moment of a step in which each layer has one of these options."""
     kept = [0, *accumulate(option.gpu_bytes for option in options)]
     moved, count = [option.host_bytes for option in options], len(options)
     sent, back = on_their_way(options)
@@ -100,8 +100,8 @@ def on_their_way(options: Sequence[Option]) -> tuple[list[int], list[int]]:
 
 
 def gradients_made(chain: Chain) -> list[int]:
-    """Bytes of all gradients that are there when the embeddings' backward ends, when each layer's
-    does, and when the head's does."""
+    """Bytes of all gradients that exist after the backward of the embeddings, of each layer, and of
+    the head."""
     own = chain.gradients or (0,) * (len(chain.layers) + 2)
     return list(accumulate(reversed(own)))[::-1]
 

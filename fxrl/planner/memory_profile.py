@@ -37,14 +37,14 @@ Inside = Callable[[fx.Node], int]
 
 @dataclass(slots=True)
 class _Life:
-    """From which kernel to which a buffer is allocated."""
+    """The first and the last kernel between which a buffer is allocated."""
 
     first: int
     last: int
 
 
 class MemoryProfile:
-    """What one graph allocates, and when; sizes are put in later."""
+    """What a graph allocates, and when; sizes are filled in later."""
 
     def __init__(self, gm: fx.GraphModule, kernels: Sequence[Kernel]) -> None:
         self._kernels = kernels
@@ -91,10 +91,11 @@ class MemoryProfile:
         return [sum(parts) for parts in zip(alive, waiting, within, strict=True)]
 
     def _waiting(self, alive: Sequence[int], bytes_of: Mapping[fx.Node, int]) -> list[int]:
-        """Bytes that nobody reads any more and that a later buffer of the same size will take.
+        """Bytes of dead buffers that stay allocated until a later buffer of the same size takes
+        them over.
 
-        Inductor lets memory wait for that where it does not see the peak rise by it; the insides
-        of the kernels it calls it does not see.
+        Inductor keeps such memory where that does not raise the peak that it sees; it does not see
+        the insides of the kernels that it calls.
         """
         total, peak = [0] * len(alive), max(alive, default=0)
         free: list[tuple[int, fx.Node]] = []
@@ -116,7 +117,7 @@ class MemoryProfile:
         return self._whole.get(node, node)
 
     def _taken_over(self, place: int) -> list[fx.Node]:
-        """Buffers whose memory becomes that of one which this kernel writes."""
+        """Buffers whose memory is reused for a result of this kernel."""
         kernel = self._kernels[place]
         taken: dict[fx.Node, None] = {}
         for made, reads in kernel.values if kernel.calls is None else ():
@@ -142,9 +143,12 @@ def nbytes(node: fx.Node, measure: Measure) -> int:
 
 
 def _workspace(call: fx.Node, measure: Measure) -> int:
-    """What an attention's backward allocates inside: the query's gradient in fp32, its row sums,
-    and where heads share keys the keys' and values' gradients for each of them; under a computed
-    mask the row sums alone. A product with an FP8 weight as it lies turns it, or widens a tile."""
+    """Memory that a call allocates inside.
+
+    An attention's backward: the query's gradient and its row sums in fp32, and if heads share keys
+    the gradients of keys and values for each head; under a computed mask only the row sums. A
+    product with an FP8 weight: the transposed weight, or a widened tile.
+    """
     if is_dequantized(call):
         return _WIDENING * dequantized.TILE
     if (read := shared_weight(call)) is not None and read.format:
@@ -166,7 +170,7 @@ def _workspace(call: fx.Node, measure: Measure) -> int:
 def _parts_of_concatenations(
     kernels: Sequence[Kernel], given: set[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """Products that write into what they are concatenated to."""
+    """Products that write directly into the concatenation that reads them."""
     made = {node: kernel for kernel in kernels for node in kernel.makes}
     whole: dict[fx.Node, fx.Node] = {}
     for node in made:

@@ -72,14 +72,14 @@ def kernels(gm: fx.GraphModule) -> list[Kernel]:
 
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:
-    """What a node returns."""
+    """The tensors that a node returns."""
     val = node.meta.get("val")
     parts = val if isinstance(val, (list, tuple)) else [val]
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def volume(tensor: torch.Tensor) -> Volume:
-    """How many elements a tensor has."""
+    """The number of elements of a tensor."""
     return prod(size if isinstance(size, int) else size.node.expr for size in tensor.shape)
 
 
@@ -121,7 +121,7 @@ class SharedWeight(NamedTuple):
     format: str  # of values in 8 or 4 bits, else ""
 
     def row_bytes(self, measure: Measure) -> int:
-        """Of a row as it is held."""
+        """Bytes of a row as it is stored."""
         return measure(shape_of(self.part)[1])
 
 
@@ -142,14 +142,14 @@ def _holds_tensors(node: fx.Node) -> bool:
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """The node that made the memory that a value looks at."""
+    """The node that owns the memory of a value."""
     while _looks(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def result(node: fx.Node) -> fx.Node:
-    """The same, and of a call with several results the one of them."""
+    """Like ``owner``, but of a call with several results the element, not the call."""
     while (
         not is_call(node, operator.getitem) and _looks(node) and isinstance(node.args[0], fx.Node)
     ):
@@ -294,7 +294,7 @@ class _Schedule:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who computes with a value, looked at in whatever way."""
+    """The nodes that compute with a value or with views of it."""
     for user in node.users:
         if _looks(user) and user.op == "call_function":
             yield from _readers(user)

@@ -84,7 +84,7 @@ def measured_link(device: torch.device) -> float:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Of one call, the least of five."""
+    """Seconds of one call, the least of five."""
     times = []
     for _ in range(6):  # the first warms up
         start, end = torch.Event(enable_timing=True), torch.Event(enable_timing=True)

@@ -136,7 +136,8 @@ def _backward_of(joint: fx.GraphModule) -> set[fx.Node]:
 
 
 def _needed(wanted: Sequence[Any], left: set[fx.Node]) -> list[fx.Node]:
-    """Of what is left these values and what they are computed from, in order; no longer left."""
+    """These values and what they are computed from, in order; they are removed from what is
+    left."""
     found = ancestors([value for value in wanted if value in left], left)
     left -= found
     return sorted(found)
@@ -192,8 +193,8 @@ class _Settling:
         return Halves(self.forward, self.backward, tuple(sources), tuple(sizes))
 
     def _recompute_views(self) -> None:
-        """In the place of views (a weight's transpose, attention's output as rows, queries, keys
-        and values of one product) keep what they look at, whose memory they are."""
+        """Instead of views (a weight's transpose, attention's output as rows, queries, keys and
+        values of one product), keep the values that own their memory."""
         graph = self.backward.graph
         given = graph.find_nodes(op="placeholder")
         again = {node.name: node for node in graph.nodes if node.op != "placeholder"}

@@ -47,7 +47,7 @@ class EngineLoadError(EngineError):
 
 
 def set_environment(options: VllmOptions) -> None:
-    """To be called before vLLM is imported; see NOTE [vLLM's environment variables]."""
+    """Call this before vLLM is imported; see NOTE [vLLM's environment variables]."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", options.log_level)

@@ -303,7 +303,8 @@ def _decode_window(impl: Any, query: Tensor, metadata: Any, max_rows: int) -> in
 
 
 def _pair_dimension(backend: Any) -> int | None:
-    """Where a cache has keys beside values in a dimension of 2 (vLLM 0.25), else None."""
+    """The dimension, of size 2, that separates keys from values in the cache (vLLM 0.25); None
+    without one."""
     shape_of = getattr(backend, "get_kv_cache_shape", None)
     shape: tuple[int, ...] = () if shape_of is None else shape_of(7, 16, 3, 64)
     return shape.index(2) if 2 in shape else None

@@ -105,7 +105,7 @@ class VllmHandle:
         return model
 
     def model_to_share(self) -> nn.Module:
-        """As ``model``; where it is in other processes an empty one, in which nothing is found."""
+        """The model; an empty one, in which nothing is found, if it is in other processes."""
         if self._ranks == 1:
             return self.model()
         log.warning(
@@ -185,7 +185,7 @@ class VllmHandle:
         )
 
     def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """To other processes tensors travel through host memory."""
+        """Load new weights; tensors travel to other processes through host memory."""
         given: Any = weights
         if self._ranks > 1:
             given = [(name, value.cpu()) for name, value in weights]

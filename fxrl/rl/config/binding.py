@@ -93,7 +93,7 @@ def above(low: float) -> Check:
 
 
 def within(low: float, high: float) -> Check:
-    """In [``low``, ``high``]."""
+    """From ``low`` to ``high``, both included."""
     words = f"is outside [{low:g}, {high:g}]"
     return Check(lambda v: None if low <= v <= high else words, {"minimum": low, "maximum": high})
 

@@ -89,7 +89,7 @@ class Background(Generic[T]):
 
 
 def stack_of(thread: threading.Thread) -> str:
-    """Where it is now, the innermost calls; empty where it is over."""
+    """The innermost calls that a thread is in; empty if it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
 

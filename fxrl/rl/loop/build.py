@@ -202,7 +202,7 @@ def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:
 
 
 def _read_rows(config: TrainConfig, *, prompts: bool) -> tuple[RowSource, RowSource | None]:
-    """Those of ``[data]``, and of ``[eval]`` where it has a source of its own."""
+    """The rows of ``[data]``, and those of ``[eval]`` if it has a source of its own."""
     own = config.eval.source(config.data)
     source = read_source(config.data, prompts=prompts)
     return source, None if own is None else read_source(own, prompts=prompts)
@@ -512,7 +512,7 @@ def _is_only_here(wanted: ModelConfig) -> bool:
 
 
 def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
-    """With its adapter, value head and checkpointing, in train mode."""
+    """The model with its adapter, value head and checkpointing, in train mode."""
     wanted = config.model
     head = model._modules.pop(VALUE_HEAD, None)  # which an adapter would freeze, or adapt
     if wanted.lora is None and any(isinstance(m, QuantizedLinear) for m in model.modules()):

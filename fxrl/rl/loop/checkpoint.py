@@ -133,7 +133,8 @@ def _writing(what: str) -> Iterator[None]:
 
 
 def _save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """As a folder of PEFT or transformers; what that does not hold exactly goes beside it."""
+    """Save a folder that PEFT or transformers loads; what that does not hold exactly goes beside
+    it."""
     own = trainable(model)
     if (config := _adapter(model)) is not None:
         names = _adapter_names(model, own)
@@ -309,8 +310,8 @@ def load_checkpoint(path: Path, model: nn.Module) -> tuple[dict[str, Any], dict[
 
 @contextmanager
 def restoring(path: Path, what: str) -> Iterator[None]:
-    """Around the use of a part of a checkpoint, which may hold anything: whatever is raised becomes
-    a ``CheckpointError`` that names the part."""
+    """Around the use of a part of a checkpoint, which may hold anything: every exception becomes a
+    ``CheckpointError`` that names the part."""
     try:
         yield
     # Neither safetensors nor pickle nor what takes a state has a common error class for it.

@@ -74,7 +74,7 @@ class GradientSum:
 
     @contextmanager
     def early(self) -> Iterator[None]:
-        """Around a step's last backward on this rank."""
+        """Around the last backward of a step on this rank."""
         if not self._buckets:
             yield
             return

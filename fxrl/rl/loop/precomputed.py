@@ -75,7 +75,7 @@ def _units(data: Examples) -> tuple[Unit, ...]:
 
 
 def _scored(config: TrainConfig, parts: RunParts, say: Say) -> Tensor:
-    """Of all rows behind each other, one for each token of a completion."""
+    """Log-probabilities of all rows, concatenated, one per token of a completion."""
     data = parts.data
     assert isinstance(data, Examples)
     alone, units = dataclasses.replace(parts, mismatched=None), _units(data)

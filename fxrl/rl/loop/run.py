@@ -173,7 +173,7 @@ def _tokenizer(model: str, reporter: Reporter) -> Any:
 
 
 def _by_epochs(config: TrainConfig, num_questions: int, tell: Tell) -> TrainConfig:
-    """With the steps that ``epochs`` comes to."""
+    """The configuration with the steps that ``epochs`` amounts to."""
     assert config.epochs is not None
     steps = math.ceil(config.epochs * num_questions / config.prompts_per_step)
     tell(

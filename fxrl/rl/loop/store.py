@@ -37,7 +37,7 @@ _WORK = ".writing-", ".deleting-"
 
 
 class Place(NamedTuple):
-    """Where in a run's history a checkpoint is; what was written later is larger."""
+    """The position of a checkpoint in a run's history; later ones are larger."""
 
     branch: int
     step: int
@@ -59,7 +59,7 @@ def place_of(path: Path) -> Place | None:
 
 
 def list_places(run_dir: Path) -> list[Place]:
-    """Those of the complete checkpoints, the last at the end."""
+    """Places of the complete checkpoints, the last one at the end."""
     folder = run_dir / FOLDER
     names = folder.iterdir() if folder.is_dir() else ()
     return sorted(place for path in names if (place := place_of(path)) is not None)
@@ -260,8 +260,8 @@ def set_lines_aside(run_dir: Path) -> None:
 
 
 def take_lines_over(run_dir: Path, checkpoint: Path) -> None:
-    """Where a checkpoint begins a branch, makes those lines the ones that led to its parent; none
-    where that is of another run."""
+    """If a checkpoint begins a branch, restore the lines that led to its parent; none if that
+    belongs to another run."""
     manifest = read_manifest(checkpoint)
     if manifest.parent is None:
         return

@@ -305,7 +305,7 @@ class TrainingLoop:
             self._go_on_from(path, optimizer)
 
     def _go_on_from(self, path: Path, optimizer: Mapping[str, Any]) -> None:
-        """With the branch of the last checkpoint, else with a new one (``store``, Branches)."""
+        """Continue the branch of the last checkpoint, or begin a new one (``store``, Branches)."""
         own = [other.resolve() for other in checkpoint.list_checkpoints(self.run_dir)]
         if own and path.resolve() == own[-1]:
             self._branch, self._parent = store.read_manifest(path).branch, path.name
@@ -447,7 +447,7 @@ class TrainingLoop:
 
     @contextmanager
     def _rescued(self, metrics: JsonLines, reporter: Reporter) -> Iterator[None]:
-        """Around one step; if it fails, what it has reached is saved (``TrainingIteration``)."""
+        """Around one step: if it fails, what it has reached is saved (``TrainingIteration``)."""
         self._start_of_step, self._step_now = self._state(), None
         try:
             with self._shared():
@@ -458,8 +458,8 @@ class TrainingLoop:
 
     @contextmanager
     def _shared(self) -> Iterator[None]:
-        """Around what ranks that share sequences run together: where it fails here, the others hear
-        of it, and do not wait for this rank in its step."""
+        """Around work that ranks sharing sequences do together: if it fails here, the others are
+        told, and do not wait for this rank."""
         ranks, step = self.parts.ranks, self.parts.updater.step
         if self.config.fxrl.context_parallel == 1 or not isinstance(step, TrainStep):
             yield
@@ -555,7 +555,7 @@ class TrainingLoop:
         return bool(self.parts.data.split.held_out and due)
 
     def _as_in_one_run(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Without the evaluation after what was the last step until ``steps`` was raised."""
+        """A line without the evaluation of what was the last step until ``steps`` was raised."""
         if line["step"] != self._former_end or self._evaluation_due(line["step"]):
             return line
         initial = self.initial if line["step"] == 1 else {}

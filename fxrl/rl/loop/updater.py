@@ -132,7 +132,7 @@ class Updater:
         }
 
     def _places(self, local: torch.optim.Optimizer) -> list[int]:
-        """In ``parameters``, of those that an optimizer has, in its own order."""
+        """Indices in ``parameters`` of an optimizer's parameters, in its own order."""
         places = {parameter: place for place, parameter in enumerate(self.parameters)}
         return [places[p] for group in local.param_groups for p in group["params"]]
 

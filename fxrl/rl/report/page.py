@@ -120,7 +120,7 @@ def note(run_dir: Path, tell: Callable[[str], None], **values: Any) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that make the numbers, as far as they are installed."""
+    """Versions of the packages that affect the numbers, as far as installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -210,7 +210,7 @@ def _content(run_dir: Path, columns: Columns, notes: Table) -> dict[str, Any]:
 
 
 def _with_untrained(lines: Iterable[Table]) -> Iterator[Table]:
-    """With the evaluation before the first step as step 0."""
+    """The lines, with the evaluation before the first step as step 0."""
     for at, line in enumerate(lines):
         if at == 0:
             yield {"step": 0} | {f"eval/{n}": line.get(f"eval/initial_{n}") for n in JUDGED_BY}
@@ -281,7 +281,7 @@ def _memory_chart(columns: Columns, notes: Table) -> Chart | None:
 
 
 def _reward_chart(columns: Columns) -> Chart | None:
-    """With the spread in a group around it, and a running mean where there are many steps."""
+    """The reward with its spread within groups, and a running mean if there are many steps."""
     if "reward" not in columns:
         return None
     there = ~np.isnan(columns["reward"])
@@ -365,7 +365,7 @@ MOST_TURNS = 40
 
 
 def _turns(given: Any) -> Iterator[tuple[str, str]]:
-    """Who says what in a completion of several turns; calls of tools as JSON."""
+    """Speaker and words of each turn of a completion; tool calls as JSON."""
     turns = given if isinstance(given, list) else []
     for turn in turns[:MOST_TURNS]:
         if isinstance(turn, dict):

@@ -177,8 +177,8 @@ class Reporter:
         self._step_began = self.clock()
 
     def seconds_left(self) -> float | None:
-        """By the median of the last steps. The first one captures and compiles, so it counts only
-        while there is no other; before its end nothing is known."""
+        """Estimated by the median of the last steps. The first step, which captures and compiles,
+        counts only while it is the only one; before its end nothing is known."""
         if not self._step_seconds:
             return None
         each = statistics.median((self._step_seconds[1:] or self._step_seconds)[-RECENT_STEPS:])
@@ -433,7 +433,7 @@ def steps_table(
 
 
 def time_line(record: Mapping[str, Any]) -> str:
-    """Where the step's seconds went, the largest part first; parts under a percent are left out."""
+    """The parts of a step's time, the largest first; parts below one percent are left out."""
     seconds = {phase: record.get(f"time/{phase}") or 0.0 for phase in PHASES}
     total = sum(seconds.values())
     shown = sorted((p for p in PHASES if seconds[p] > total / 100), key=lambda p: -seconds[p])

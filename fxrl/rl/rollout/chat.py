@@ -232,7 +232,7 @@ def _json_field(words: str) -> dict[str, Any] | None:
 
 
 def _tagged_field(words: str) -> dict[str, Any] | None:
-    """Likewise of a call whose name and arguments stand between tags."""
+    """The same for a call whose name and arguments stand between tags."""
     (key, value), (key2, value2) = _ARGUMENTS.items()
     parts = re.fullmatch(f"(.*){_NAME}(.*){key}(.*){value}(.*){key2}(.*){value2}(.*)", words, re.S)
     closing = re.search(r"</\w+>\s*$", words)

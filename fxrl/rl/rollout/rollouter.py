@@ -370,7 +370,8 @@ class Rollouter:
         return of_completion(drawn.completion, advantage)
 
     def _training_params(self, state: TrainerState, refills: int) -> SamplingParams:
-        """Of a draw of the step; only turns need a seed (``turns``, Random numbers of a turn)."""
+        """Parameters of one draw of the step; only turns need a seed (``turns``, Random numbers of
+        a turn)."""
         num = self.config.sampling.num_generations
         if self.player is None:
             return self.params(n=num)
@@ -411,7 +412,7 @@ class Rollouter:
         return [self._row(Drawn(row, "", {}, 0.0), None if self._critic else 0.0)]
 
     def warnings(self, record: Mapping[str, Any]) -> Iterator[str]:
-        """Of rewards that teach nothing, and of steps without an update."""
+        """Warnings of rewards that teach nothing, and of steps without an update."""
         if (idle := self._idle.warning(record)) is not None:
             yield idle
         if self.config.mask_truncated_completions and record["completions/num_trained"] == 0:

@@ -81,7 +81,7 @@ class LoraSite:
         return bool(self.layer.fan_in_fan_out)
 
     def factors(self) -> list[Factors]:
-        """Of the adapters that are active now; empty where none of them targets this module."""
+        """Factors of the active adapters; empty if none of them targets this module."""
         layer = self.layer
         return [
             Factors(
@@ -134,7 +134,7 @@ def adapted_layers(model: nn.Module) -> tuple[LoraSite, ...]:
 
 
 def active_sites(layers: Sequence[LoraSite]) -> tuple[LoraSite, ...]:
-    """Those that an active adapter changes; refuses as ``lora_sites`` does."""
+    """The layers that an active adapter changes; refuses as ``lora_sites`` does."""
     for site in layers:
         if reason := _why_not_plain(site.layer):
             raise AdapterError(
