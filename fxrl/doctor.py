@@ -91,9 +91,8 @@ class Diagnosis:
 def diagnose(*, smoke: bool = True) -> Diagnosis:
     """Looks at this machine.
 
-    Args:
-        smoke: also compile and run a three-line function with Inductor on each kind of device
-            (a few seconds the first time); ``False`` only looks whether the parts are there.
+    ``smoke`` also compiles and runs a three-line function with Inductor on each kind of device, a
+    few seconds the first time; otherwise it only looks whether the parts are there.
     """
     packages = {name: _package(name) for name in REQUIREMENTS}
     gpu = _gpu() if packages["torch"].status == "ok" else None

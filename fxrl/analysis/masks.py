@@ -108,7 +108,7 @@ class _Reader:
     vectors: dict[tuple[fx.Node, Axes], str] = field(default_factory=dict)
 
     def text(self, node: fx.Node, axes: Axes) -> str:
-        """What ``node`` is at one pair."""
+        """The expression of ``node`` at one pair of a query and a key."""
         made = known(node)
         if isinstance(made, Positions) and (index := _INDEX.get(axes[made.dim] or 0)):
             return _moved(index, made.offset)
@@ -188,7 +188,7 @@ def _is_bool(arg: Any) -> bool:
 
 
 def _all(factors: Sequence[str]) -> str:
-    """All of them at once; nothing is left of a mask that is true everywhere."""
+    """The conjunction of all factors; refuses a mask that is true everywhere, which has none."""
     if not factors:
         raise Refusal("it hides nothing", "give no mask")
     return reduce("bitwise_and({}, {})".format, factors)

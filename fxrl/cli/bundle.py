@@ -79,14 +79,11 @@ def write_bundle(
     facts: Mapping[str, Any],
     say: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
-    """Runs a step a few times, compares it with eager, and writes what was found.
+    """Runs a step a few times, compares it with eager, and writes what was found to a ``.zip``.
 
-    Args:
-        step: its gradients are as before afterwards.
-        batch: any pytree that it takes.
-        path: ends in ``.zip``; a file that is there is replaced.
-        facts: what the reader must know besides, such as machine and command; goes into JSON.
-        say: hears what is being done.
+    The step's gradients are put back, and a file at ``path`` is replaced. ``facts`` go into the
+    JSON: what the reader must know besides, such as machine and command. ``say`` hears of the
+    progress.
     """
     path = check_path(path)
     made = Bundle()

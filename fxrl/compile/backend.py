@@ -192,7 +192,8 @@ class Backend:
     def _planner(
         self, capture: Capture, inputs: Sequence[Any]
     ) -> Callable[[fx.GraphModule, Plan], Plan] | None:
-        """What makes the plan: where memory is bounded, or predictions are asked for."""
+        """A function that makes the plan; None if memory is unbounded and no prediction is
+        wanted."""
         assert capture.lowered is not None
         device = _gpu_of(capture.lowered)
         if device is None and self.config.gpu_memory is None and not self.always_planned:
@@ -395,7 +396,8 @@ def _taken_back(remark: Remark, why: str) -> Remark:
 
 
 def _note_not_found(capture: Capture, given: Plan) -> None:
-    """What a plan says of sites that this graph has not: it was made for another."""
+    """Note the sites of a given plan that this graph does not have: it was made for another
+    graph."""
     known = {} if capture.rewritten is None else capture.rewritten.plan.choices
     here = [s for s in given.choices if s.startswith(f"{capture.index}:") and s not in known]
     for site in here:

@@ -90,7 +90,7 @@ class ByPlan:
         self._short: _Planned | None = None
 
     def run(self, *args: Any) -> Any:
-        """What the capture returns, by the plan for these sizes."""
+        """Run the capture by the plan for the sizes of ``args``."""
         batch = self._batch(args)
         if self._short is not None:
             self._tighten(self._short)
@@ -215,7 +215,7 @@ class ByPlan:
 
 
 def _autopsy(phase: str, planned: _Planned, shortage: Shortage) -> str:
-    """What was predicted and what was found where memory ran out, in words."""
+    """Say in words how much memory was predicted and how much was in use where it ran out."""
     layers, timeline, used = planned.layers, planned.plan.timeline, shortage.used_bytes
     layer = layers[shortage.op] if shortage.op < len(layers) else None
     found = [m for m in timeline if m.phase == phase and m.layer == layer]

@@ -36,7 +36,7 @@ def _has_values(given: Any) -> bool:
 
 @torch.no_grad()
 def _computed(wanted: fx.Node, nodes: Iterable[fx.Node], args: Mapping[fx.Node, Any]) -> Any:
-    """What a node returns, from the values of the graph's inputs."""
+    """Compute the value of ``wanted`` from the values of the graph's inputs."""
     found: dict[fx.Node, Any] = {}
     for node in sorted(nodes):
         if node.op == "placeholder":

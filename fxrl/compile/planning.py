@@ -93,7 +93,7 @@ class Planner:
         return self.planned(self.step(gm, plan, batch))
 
     def planned(self, step: StepChain) -> Plan:
-        """The same, of a step as a chain."""
+        """The plan for a step as a chain; see ``__call__``."""
         best = step.fastest(self.budget)
         if best is None:
             if self.budget.given:
@@ -157,12 +157,12 @@ class StepChain:
 
     @cached_property
     def measure(self) -> Measure:
-        """What sizes of the outer graph are."""
+        """A function that evaluates the sizes of the outer graph."""
         return measure_by({**self._batch, **self.values})
 
     @cached_property
     def _batch(self) -> dict[Any, Any]:
-        """What the symbols of the graph's inputs are in the batch."""
+        """The values that the symbols of the graph's inputs have in the batch."""
         inputs = [node.meta.get("val") for node in self.gm.graph.find_nodes(op="placeholder")]
         found = symbols_of(self.gm).items()
         return {symbol: sympy.Integer(hint(read(inputs))) for symbol, read in found}
@@ -214,7 +214,8 @@ class StepChain:
         return self._most(-1, lambda tokens: self.at(tokens=tokens), budget)
 
     def most_rows(self, budget: Budget) -> int | None:
-        """How many sequences some plan fits, likewise."""
+        """The largest number of sequences that some plan fits, to a percent; None as for
+        ``longest``."""
         return self._most(0, lambda rows: self.at(rows=rows), budget)
 
     def at(self, *, rows: int | None = None, tokens: int | None = None) -> StepChain:
@@ -260,7 +261,7 @@ class StepChain:
 
     # -- the chain
     def chain(self, layers: Sequence[Sequence[Option]] | None = None) -> Chain:
-        """All layers with these options, or with all that there are."""
+        """The chain of all layers with these options; by default with all that are possible."""
         if layers is None:
             layers = [self._options(layer) for layer in self.layers]
         outside = self._outside
@@ -276,7 +277,7 @@ class StepChain:
         )
 
     def chain_of(self, options: Sequence[Option]) -> Chain:
-        """Each layer with the one option that was chosen."""
+        """The chain in which each layer has only the one option that was chosen."""
         return self.chain([[option] for option in options])
 
     @cached_property
@@ -295,7 +296,8 @@ class StepChain:
         cuts: Sequence[CutLayer] = CUTS,
         tiles: Sequence[int] = TILES,
     ) -> list[Option]:
-        """What may be done with a layer: what the plan says, or one of these."""
+        """The options of a layer: the one that a given plan names, else those of ``cuts`` and
+        ``tiles`` that are possible."""
         given = self.plan.choices.get(layer.name)
         layer = self._alike[layer.name]
         ids = tuple(call.meta["region"].id for call in layer.calls)
@@ -310,7 +312,7 @@ class StepChain:
         return self._known[key]
 
     def _option(self, layer: OutlinedLayer, choice: CutLayer) -> Option | None:
-        """What a choice costs; None where the layer cannot do it."""
+        """The costs of a choice for a layer; None if the layer cannot do it."""
         regions = [as_chosen(call.meta["region"], choice) for call in layer.calls]
         if not any(regions):
             return None

@@ -82,7 +82,7 @@ def _on_cpu(fake: Any) -> torch.Tensor:
 
 
 def call_cost(call: fx.Node, figures: Figures, measure: Measure) -> CallCost:
-    """What a region's call takes, results and gradients of their own apart."""
+    """The memory of a region's call, without its results and their gradients."""
     inputs: Any = call.args[0]
     results = {user.args[1]: user for user in call.users if is_call(user, getitem)}
     of_kind: dict[str, dict[Any, fx.Node]] = {"input": dict(enumerate(inputs)), "output": results}

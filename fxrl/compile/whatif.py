@@ -78,7 +78,7 @@ class WhatIf:
 
     @property
     def budget(self) -> Budget:
-        """What the planner may use."""
+        """The memory that the planner may use."""
         return self.planner.budget
 
     def plan(self) -> Plan:

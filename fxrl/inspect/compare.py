@@ -78,7 +78,7 @@ class Tolerances:
         return self._grown(2 * (paths + _CANCELLATION[kind] * sums))
 
     def of_result(self, kind: str) -> float:
-        """What rounding the result is granted."""
+        """The tolerance for a result, which is only rounded."""
         return min(self._grown(self.eps), self.of(kind))
 
     def _grown(self, difference: float) -> float:

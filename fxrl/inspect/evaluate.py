@@ -60,15 +60,13 @@ class Precision:
 def evaluate(step: Step, model: nn.Module, params: Mapping[str, Tensor], batch: Any) -> Outcome:
     """Loss, metrics and gradients of ``step(batch)``; everything it touches is put back.
 
-    Args:
-        step: returns a scalar loss or ``(loss, {"name": value})``.
-        model: its buffers, gradients and training flags are restored.
-        params: the leaves whose gradients are wanted, by name.
-        batch: pytree; gradients are taken for its tensors that require them, on detached
-            leaves, so that nothing flows into a graph that they may belong to.
+    The step returns a scalar loss or ``(loss, {"name": value})``. Gradients are taken for
+    ``params`` and for the batch's tensors that require them, on detached leaves, so that nothing
+    flows into a graph that they may belong to. The model's buffers, gradients and training flags
+    are restored.
 
-    Raises:
-        EvaluationError: the result is no scalar loss, or the step writes into the batch.
+    Raises ``EvaluationError`` if the result is no scalar loss, or if the step writes into the
+    batch.
     """
     batch, leaves = _with_leaves(batch)
     wanted = {**params, **leaves}

@@ -82,7 +82,7 @@ class Moment:
 
     @property
     def bytes(self) -> int:
-        """All of them."""
+        """The sum of the parts."""
         return sum(self.parts.values())
 
     @property
@@ -125,7 +125,8 @@ class Plan:
         return replace(self, switched_off=self.switched_off | rewrites)
 
     def beside(self, rollout: Moment, stays: Mapping[str, int]) -> Plan:
-        """The same step behind a rollout, of which ``stays`` (what -> bytes) is there all along."""
+        """This plan with a rollout before the step; ``stays`` (name -> bytes) is what the rollout
+        holds during the step, too."""
         step = (replace(moment, parts={**moment.parts, **stays}) for moment in self.timeline)
         timeline = (rollout, *step)
         return replace(
@@ -133,7 +134,7 @@ class Plan:
         )
 
     def followed_by(self, moment: Moment) -> Plan:
-        """The same step with a moment behind it."""
+        """This plan with one more moment at the end of its timeline."""
         timeline = (*self.timeline, moment)
         return replace(self, timeline=timeline, peak_gpu_bytes=max(one.bytes for one in timeline))
 
@@ -250,7 +251,7 @@ def describe(choice: Choice) -> str:
 
 
 def on_host(choice: CutLayer) -> list[str]:
-    """What waits for the backward on the host, in words."""
+    """Names of the things that wait on the host for the backward."""
     places = {"its input": choice.inputs_on, "what is kept": choice.kept_on}
     return [what for what, place in places.items() if place == "host"]
 

@@ -420,13 +420,11 @@ def load_quantized(
 
 
 def skeleton_in_bits(model: nn.Module, place: Path | None, how: Quantization) -> nn.Module:
-    """Hold the weights of a model on ``meta`` as ``load_quantized`` would, and read none.
+    """Hold the weights of a model on ``meta`` as ``load_quantized`` would (``how`` is ``settled``),
+    and read none of them; the model is changed in place.
 
-    Args:
-        model: whose configuration says how its checkpoint is stored; changed in place.
-        place: the checkpoint's folder, whose tensors' names say which weights are quantised; None,
-            or a folder without safetensors, leaves that to the configuration's words.
-        how: ``settled`` for it.
+    The names of the tensors in the checkpoint's folder ``place`` say which weights are quantised;
+    without one that has safetensors, the model's configuration says it.
     """
     config = quantization_of(getattr(model, "config", None)) or {}
     if stored_format(config) is None:

@@ -260,7 +260,7 @@ def _parts(
 def _put(
     model: nn.Module, weights: Sequence[Shared], memory: Tensor, ranks: int, shards: Any
 ) -> None:
-    """What takes the places of the weights' holders."""
+    """Replace the modules that hold the weights by ones that hold this rank's parts."""
     for one, part in _parts(weights, ranks, memory):
         given = part.view(torch.uint8), one.layout
         for path, module in one.holders.items():

@@ -77,7 +77,7 @@ def _compressed_format(config: Mapping[str, Any]) -> Format:
 
 
 def _groups(config: Mapping[str, Any]) -> Collection[Mapping[str, Any]]:
-    """What compressed-tensors says of weights, by which Linears they are of."""
+    """The groups of compressed-tensors' configuration, each of which describes some Linears."""
     return dict(config.get("config_groups") or {}).values()
 
 

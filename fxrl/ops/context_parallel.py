@@ -145,13 +145,10 @@ def _resized(x: Tensor, dim: int, size: Size) -> list[Size]:
 def shard_tokens(
     x: Tensor, dim: int, outer: int, inner: int, start: int, local: int, copies: bool, ranks: int
 ) -> Tensor:
-    """A rank's part of a whole value.
+    """A rank's part of a whole value, whose dim ``dim`` has ``outer * length * inner`` entries, the
+    first of them for token ``start``; the part has ``outer * local * inner``.
 
-    Args:
-        x: its dim ``dim`` has ``outer * length * inner`` entries.
-        start: the token that the first entry is for.
-        local: tokens that a rank holds; the result has ``outer * local * inner`` entries.
-        copies: where there is no entry stands the nearest one's copy, else zeros.
+    Where there is no entry the nearest one's copy stands if ``copies``, else zeros.
     """
     parted, at = _parted(x, dim, outer, inner)
     length = parted.shape[at]

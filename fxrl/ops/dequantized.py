@@ -206,8 +206,8 @@ def _tiles(
 
 
 def _part(one: Tensor, dim: int, at: slice, whole: int) -> Tensor:
-    """What belongs to some of ``whole`` entries, several of which may share one: of two codes a
-    byte, of a group or a block a scale, of all one."""
+    """The codes or scales of a slice of ``whole`` entries; several entries may share one of them:
+    two share a byte of codes, a group or a block shares a scale."""
     if one.shape[dim] == 1:
         return one
     share = _share(one, dim, whole)
@@ -215,5 +215,5 @@ def _part(one: Tensor, dim: int, at: slice, whole: int) -> Tensor:
 
 
 def _share(one: Tensor, dim: int, whole: int) -> int:
-    """How many of ``whole`` entries have one in common."""
+    """The number of entries that share one code or scale."""
     return min(n for n in (1, 2, GROUP, BLOCK) if -(-whole // n) == one.shape[dim])

@@ -236,16 +236,12 @@ def scaled_mm(
     left: Tensor | None = None,
     right: Tensor | None = None,
 ) -> Tensor:
-    """``(a * scale_a) (b * scale_b)^T + left right`` of FP8 values, as ``dtype``.
+    """``(a * scale_a) (b * scale_b)^T + left right`` of FP8 values, as ``dtype``: the reference for
+    every device, since FP8 values are exact in float32 (float64 is accumulated in float64).
 
-    Args:
-        a, scale_a: rows [M, K], and their scales; see the module.
-        b, scale_b: a weight [N, K]; None stands for ones.
-        transpose: b is not turned: it is [K, N].
-        dtype: of the result; float64 is accumulated in float64.
-        left, right: [M, R] and [R, N] in ``dtype``, or neither.
-
-    The reference, for every device: FP8 values are exact in float32.
+    ``a`` [M, K] has scales ``scale_a`` (see the module); the weight ``b`` is [N, K], or [K, N] if
+    ``transpose``, and no ``scale_b`` stands for ones. ``left`` [M, R] and ``right`` [R, N] are in
+    ``dtype``, or there is neither.
     """
     wide = torch.promote_types(dtype, torch.float32)
     if not factors_out(scale_a, b, scale_b):

@@ -217,7 +217,8 @@ class Stored:
         return sum(x.nbytes for x in self._taken())
 
     def _taken(self) -> list[Tensor]:
-        """What was begun, once it is there; its memory is the caller's."""
+        """The tensors of the fetch that was begun, once they have arrived; their memory is now the
+        caller's."""
         found, self._found = self._found or [], None
         if found and self._arrived is not None:
             torch.cuda.current_stream(self._pool.device).wait_event(self._arrived)

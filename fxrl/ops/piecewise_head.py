@@ -101,7 +101,7 @@ class Held(NamedTuple):
     dtype: torch.dtype  # that its pieces have when they are read
 
     def shared(self) -> Layout | None:
-        """What the parts of ranks mean; None where the head is whole on each."""
+        """The layout of the ranks' parts; None if each rank has the whole head."""
         kind, _, format = self.format.partition(":")
         return Layout(self.vocab, self.dtype, format) if kind == PART else None
 
@@ -235,7 +235,7 @@ def _combined(
 
 # ---------------------------------------------------------------------------- the opaque ops
 def _unpacked(positional: Sequence[Any]) -> tuple[LossHead, Held]:
-    """What the ops' arguments begin with."""
+    """The head and how it is held: the first of the ops' arguments."""
     return LossHead(*positional[:_FIELDS]), Held(*positional[_FIELDS : _FIELDS + _HELD])
 
 

@@ -236,7 +236,7 @@ def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
 
 
 class _Value(NamedTuple):
-    """What a backward reads."""
+    """A tensor that a backward reads."""
 
     tensor: Tensor  # itself
     own: bool  # nobody keeps it but for this backward
@@ -263,7 +263,7 @@ def _keep(ctx: Any, values: Sequence[_Value], pace: Sequence[int], device: torch
 
 
 def _kept(ctx: Any) -> list[Tensor]:
-    """What ``_keep`` saved."""
+    """The tensors that ``_keep`` saved, fetched from the host where they wait there."""
     here, back = iter(ctx.saved_tensors), iter(ctx.stored.fetch() if ctx.stored else ())
     return [next(back) if away else next(here) for away in ctx.away]
 

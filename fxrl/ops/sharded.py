@@ -100,7 +100,7 @@ class Peers:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return len(self.members)
 
     def check_same(self, what: str, value: Any) -> None:
@@ -207,23 +207,16 @@ class _Buffer:
 class Shards:
     """The parts of a model's weights that the ranks of a host have, each in one piece of memory.
 
-    Args:
-        parts: bytes [S] of every rank, laid out alike, by rank.
-        rank: which of them is this one's.
-        largest: bytes of the largest piece of a weight.
-        prefetch: bring the next weight while one is read; None where that is done meanwhile, on a
-            GPU.
-
-    Attributes:
-        parts: as given.
-        fetched: how many pieces were brought together.
-        expected: how many of them had begun before they were asked for.
+    ``parts`` are the bytes [S] of every rank, laid out alike, of which ``rank`` is this one's; the
+    largest piece of a weight has ``largest`` bytes. With ``prefetch`` the next weight is brought
+    while one is read, which is the default on a GPU.
     """
 
     def __init__(
         self, parts: Sequence[Tensor], rank: int, largest: int, *, prefetch: bool | None = None
     ) -> None:
         self.parts, self._own = tuple(parts), parts[rank]
+        # Pieces that were brought together, and those of them begun before they were asked for.
         self.fetched = self.expected = 0
         device = self._own.device
         self._buffers = [_Buffer(largest, device), _Buffer(largest, device)]
@@ -388,16 +381,12 @@ def sharded_mm(
     format: str,
     transpose: bool,
 ) -> Tensor:
-    """See the module.
+    """The product of ``rows`` [M, K] ([M, N] if ``transpose``) with a weight of N = ``outputs``
+    rows, of which ``weight`` is this rank's part: bytes [N / ranks, K * itemsize], and the scales
+    of a format.
 
-    Args:
-        rows: [M, K], or [M, N] where ``transpose``.
-        weight: this rank's part of it, as bytes [N / ranks, K * itemsize], and a format's scales.
-        outputs: N.
-        dtype: of the weight; the product is made in the rows', in which one of a format is widened.
-
-    Raises:
-        FxrlError: the part is no memory that ranks share.
+    ``dtype`` is the weight's; the product is made in the dtype of the rows, in which a weight of a
+    format is widened. The part must lie in memory that the ranks share.
     """
     layout = Layout(outputs, rows.dtype if format else dtype, format)
     return shards_of(weight[0]).product(rows, weight, layout, turned=transpose)

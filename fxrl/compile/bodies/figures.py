@@ -60,8 +60,9 @@ class BodyProfile:
         )
 
     def _memory_saved(self) -> dict[fx.Node, tuple[str, int]]:
-        """What the backward reads, by what made it, and where it is from; looks at it are no more
-        memory (a copy laid out as what it copies is left out on a GPU)."""
+        """The inputs and outputs of the region that the backward reads, each with its kind and its
+        place. Views need no memory of their own, and neither does a copy on a GPU that is laid out
+        as its source."""
         gm, sources = self._forward.gm, self._built.traced.sources
         (output,) = gm.graph.find_nodes(op="output")
         places: dict[str, Any] = {

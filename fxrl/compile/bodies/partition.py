@@ -127,7 +127,7 @@ def _is_gradient(node: fx.Node) -> bool:
 
 
 def _backward_of(joint: fx.GraphModule) -> set[fx.Node]:
-    """What depends on the incoming gradients, and these."""
+    """The incoming gradients and every node that depends on them."""
     late: set[fx.Node] = set()
     for node in joint.graph.nodes:
         if _is_gradient(node) or any(arg in late for arg in node.all_input_nodes):

@@ -112,7 +112,7 @@ class TracedBody:
         self._cut()
 
     def with_cut(self, region: Region) -> TracedBody:
-        """What another cut of the same body is: traced once, split again."""
+        """Split the same traced body again for another cut, without tracing it again."""
         twin = copy.copy(self)
         twin.region, twin.rewrites = region, list(self.rewrites[: self._of_joint])
         twin._cut()
@@ -161,7 +161,8 @@ class TracedBody:
         return holds(self.mode, self._symbols, sizes)
 
     def measure(self, sizes: Mapping[str, int]) -> Callable[[Any], int]:
-        """What a size of these graphs, or an expression of sizes, is where the names are these."""
+        """A function that evaluates sizes of these graphs where the named sizes have these
+        values."""
         return measure_by(values_of(self._symbols, sizes))
 
     def _make_symbols(self, sizes: Mapping[str, int] | None) -> dict[str, Size]:

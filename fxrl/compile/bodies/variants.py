@@ -57,7 +57,7 @@ class _Variant:
         return compile_body(half, traced.mode, self.options, decomposed=traced.decomposed)
 
     def at(self, sizes: dict[str, int]) -> Body:
-        """What runs where the names are ``sizes``."""
+        """The compiled body for these values of the named sizes."""
         self.compile()
         traced = self.traced
         measure = traced.measure(sizes)

@@ -69,18 +69,8 @@ class Served(Protocol):
 
 
 class WeightSync:
-    """Hands the trainer's weights over to one engine.
-
-    Args:
-        engine: the engine's side.
-        timings: gets ``"fold"``, ``"restore"``, ``"sync"``, seconds.
-
-    Attributes:
-        way: ``"shared"``, ``"mirror"``, ``"fold"``, ``"slots"``, ``"copy"``, or ``"own"`` as long
-            as nothing is attached and the engine serves the checkpoint it has loaded. With
-            ``"slots"`` requests have to name the adapter.
-        reason: why that way.
-    """
+    """Hands the trainer's weights over to one engine; ``timings`` gets the seconds of ``"fold"``,
+    ``"restore"`` and ``"sync"``."""
 
     def __init__(self, engine: Served, timings: dict[str, float]) -> None:
         self._engine, self._timings = engine, timings
@@ -91,6 +81,8 @@ class WeightSync:
         self._fold: Fold | None = None
         self._sites: tuple[LoraSite, ...] = ()
         self._unsent: nn.Module | None = None  # whose values the engine has not got yet
+        # "shared", "mirror", "fold", "slots" (requests must name the adapter), "copy", or "own"
+        # while nothing is attached: the engine then serves the checkpoint that it has loaded.
         self.way: str = "own"
         self.reason = "no model is attached"
 

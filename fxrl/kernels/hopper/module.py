@@ -117,14 +117,11 @@ def launch(
     out: Tensor | None,
     arguments: Arguments,
 ) -> None:
-    """Runs ``function`` on the current stream, as many clusters as the device has room for.
+    """Runs ``function`` (of ``kernel(mode)``) on the current stream, as many clusters as there is
+    room for on the device.
 
-    Args:
-        function: what ``kernel`` returned for ``mode``.
-        mode: ``STATISTICS``, ``EXPONENTIALS`` or ``GRADIENT``.
-        hidden: ``[R, H]`` bf16, rows 16 bytes aligned.
-        weight: ``[V, H]`` bf16, rows 16 bytes aligned.
-        out: ``[R, C]`` bf16, rows 16 bytes aligned; None for ``STATISTICS``.
+    ``hidden [R, H]``, ``weight [V, H]`` and ``out [R, C]`` are bf16 with rows aligned to 16 bytes;
+    ``out`` is None for ``STATISTICS``.
     """
     maps = [
         tensor_map(hidden, TILE_ROWS),

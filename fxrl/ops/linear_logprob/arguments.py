@@ -43,7 +43,7 @@ class LossHead(NamedTuple):
 
     @property
     def trained(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What can have a gradient, in the order in which a backward returns them."""
+        """The tensors that can have a gradient, in the order in which a backward returns them."""
         return self.hidden, self.weight, self.bias, self.temperature
 
     @property

@@ -417,11 +417,9 @@ def merge_metrics(
 ) -> Metrics:
     """Metrics of micro-batches as one: extremes by name, losses as the loss, means by token.
 
-    Args:
-        names: M metrics.
-        rows: their values, [micro-batches][M].
-        weights, shares: see ``micro_batch_weights``.
-        per_sequence: those that are means over sequences, and are merged by these.
+    ``rows`` are the values of the M ``names``, [micro-batches][M]; for ``weights`` and ``shares``
+    see ``micro_batch_weights``. The metrics ``per_sequence`` are means over sequences and merged
+    so.
     """
     merged: Metrics = {}
     for name, values in zip(names, zip(*rows, strict=True), strict=True):

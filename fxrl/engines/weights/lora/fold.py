@@ -72,15 +72,8 @@ def require_sound(model: nn.Module) -> None:
 class Fold:
     """Folds a PEFT model's active adapter into its weights and restores them.
 
-    Args:
-        model: a PEFT model with plain LoRA on linear layers.
-
-    Attributes:
-        names: the folded modules, as in the checkpoint.
-        timings: seconds of the last ``"fold"`` and ``"restore"``, device time included.
-
-    Raises:
-        AdapterError: see ``lora_sites``; also a weight that a second parameter reads too.
+    The model has plain LoRA on linear layers; anything else raises ``AdapterError`` (see
+    ``lora_sites``), and so does a weight that a second parameter reads too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,7 +82,8 @@ class Fold:
         self._layers, self._configs = adapted_layers(model), _configs(model)
         self._weights = [site.weight for site in self._sites]
         check_storages(model, self._sites)
-        self.names = tuple(site.name for site in self._sites)
+        self.names = tuple(site.name for site in self._sites)  # as in the checkpoint
+        # Seconds of the last "fold" and "restore", device time included.
         self.timings: dict[str, float] = {}
         self._sums = BitSums(self._weights)
         self._backup = WeightBackup(self._weights)
