@@ -237,7 +237,7 @@ def _hopper(gpu: tuple[str, tuple[int, int]] | None, smoke: bool) -> Check:
 
 
 def _offload(gpu: tuple[str, tuple[int, int]] | None, smoke: bool) -> Check:
-    """How fast the link is, and how much may wait behind it."""
+    """Check the speed of the link to the host and the memory behind it."""
     if gpu is None:
         return _NO_GPU
     if not smoke:

@@ -106,7 +106,7 @@ def _is_scaling(node: object) -> bool:
 
 
 def _on(graph: fx.Graph, before: fx.Node, views: Sequence[fx.Node], value: Any) -> Any:
-    """The same views, of ``value``."""
+    """Copies of these views, applied to ``value``."""
     with graph.inserting_before(before):
         for view in reversed(views):
             copy = graph.call_function(view.target, (value, *view.args[1:]), dict(view.kwargs))  # type: ignore[arg-type]

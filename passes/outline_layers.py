@@ -118,7 +118,7 @@ class OutlineLayers(Pass[LayerSite]):
             yield from _judged(tuple(group))
 
     def planned(self, site: LayerSite, plan: Plan) -> Choice | None:
-        """What it says of one of the layers, it says of a region."""
+        """The plan's choice for the site; a rewrite, too, where the plan cuts one of its layers."""
         cuts = (plan.choices.get(layer.site) for _, layer in site.layers)
         asked = Rewrite(self.name) if any(isinstance(cut, CutLayer) for cut in cuts) else None
         return plan.choices.get(site.name) or asked

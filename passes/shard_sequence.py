@@ -298,7 +298,7 @@ class _Sharing:
         return self._known[key]
 
     def _whole(self, node: fx.Node, share: Share) -> fx.Node:
-        """All of a shared value."""
+        """Gather a shared value."""
         key = ("whole", node)
         if key not in self._known:
             build = self._builder(node.graph)

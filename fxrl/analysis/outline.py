@@ -149,7 +149,7 @@ def _closed(order: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
 
 
 def _example(node: fx.Node) -> torch.Tensor | None:
-    """What an input looks like; constants of the graph are tensors of its module."""
+    """The (fake) tensor of an input; that of a constant is held by the graph's module."""
     if node.op == "get_attr" and tensor_val(node) is None:
         held = getattr(node.graph.owning_module, str(node.target), None)
         return held if isinstance(held, torch.Tensor) else None

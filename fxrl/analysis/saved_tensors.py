@@ -177,7 +177,8 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _sources(value: fx.Node, inside: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
-    """What ``value`` is computed from: values kept already, products, inputs; maybe itself."""
+    """The values that ``value`` can be computed again from: kept ones, products and inputs; perhaps
+    only itself."""
     found: set[fx.Node] = set()
     seen: set[fx.Node] = set()
     stack = [value]

@@ -44,7 +44,7 @@ _STEPS = 4  # the first of which compiles
 
 @dataclass(slots=True)
 class Bundle:
-    """What was found."""
+    """The findings of a bundle."""
 
     files: dict[str, bytes] = field(default_factory=dict)  # path in the bundle -> content
     # Heading -> text, as the page shows them.

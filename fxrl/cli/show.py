@@ -69,7 +69,7 @@ def report(found: Report) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What ``fxrl plan`` found."""
+    """The findings of ``fxrl plan``."""
 
     plan: Plan  # with the rollout, if there is one
     advice: Advice | None  # None where nothing fits

@@ -89,7 +89,8 @@ class WhatIf:
         return replace(found, choices={**self.captured.choices, **found.choices})
 
     def advice(self) -> Advice | None:
-        """What binds and what would help; None where nothing fits."""
+        """The resources that limit the step, and what more of them would bring; None if no plan
+        fits."""
         gpu, host = self.budget.gpu_bytes, self.budget.host_bytes
         chain, plain = self.step.plain()
         whole, least = peak_bytes(chain, plain), step_seconds(chain, plain)
@@ -131,7 +132,8 @@ class WhatIf:
                 yield length, most
 
     def _more(self, chain: Chain) -> Iterator[tuple[str, str, float]]:
-        """Each resource, how much more of it, and the seconds of a step then."""
+        """For each resource its name, a larger amount of it, and the seconds of a step with
+        that."""
         gpu, host = self.budget.gpu_bytes, self.budget.host_bytes
         more_gpu, more_host = (int(size * (1 + _MORE)) for size in (gpu, host))
         link = chain.link * (1 + _MORE)

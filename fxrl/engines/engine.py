@@ -221,7 +221,7 @@ class Engine(Protocol):
         """
 
     def most_at_once(self, tokens: int) -> int:
-        """How many sequences of so many tokens, prompts included, are drawn at once at most."""
+        """The most sequences of so many tokens, prompts included, that are drawn at once."""
 
     def standby(self) -> AbstractContextManager[None]:
         """Gives the memory that only generation needs to the trainer, until the block ends."""
@@ -308,7 +308,7 @@ class Groups:
             self._on_finished(prompt, self.all()[prompt])
 
     def all(self) -> list[list[Completion]]:
-        """What there is of every prompt, in the order of the samples."""
+        """The completions of every prompt so far, in the order of the samples."""
         return [[found[sample] for sample in sorted(found)] for found in self._found]
 
 

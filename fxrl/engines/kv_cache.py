@@ -69,7 +69,7 @@ class KvCache:
         return self.token_bytes * held
 
     def sequence_bytes(self, tokens: int) -> int:
-        """The same in whole blocks, as vLLM allocates it."""
+        """The bytes of a sequence in whole blocks, as vLLM allocates them."""
         return self.bytes(-(-tokens // _BLOCK) * _BLOCK)
 
 
@@ -132,7 +132,7 @@ class RolloutMemory:
 
     @property
     def most(self) -> int:
-        """How many sequences fit at once."""
+        """The number of sequences that fit at once."""
         stays = self.weights + self.states + self.engine
         return max(0, self.available - stays) // self.sequence
 

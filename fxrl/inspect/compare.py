@@ -312,7 +312,8 @@ class VerifyReport:
 
 
 def _most_telling(rows: Iterable[VerifyRow]) -> list[VerifyRow]:
-    """All that failed, then the loss, metrics and total, then the gradients nearest to failing."""
+    """The rows to show: all that failed, the loss, metrics and total, then gradients nearest to
+    failing."""
 
     def order(row: VerifyRow) -> tuple[bool, bool, float]:
         return row.ok, row.kind in ("gradient", "buffer"), -_used(row)

@@ -184,7 +184,7 @@ LEAST_COSINE = 0.999
 
 
 def _agreement(weights: Sequence[RoundedWeight]) -> list[str]:
-    """How near the products in FP8 came to those in full, each of the very same rows."""
+    """Say how near the products in FP8 came to those in full precision on the very same rows."""
     cosines = {}
     for weight in weights:
         seen = (weight.seen.cosine(what) for what in ("product", "gradient"))

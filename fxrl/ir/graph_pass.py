@@ -87,7 +87,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a rewrite did, in words, and what it saves."""
+    """The description of a rewrite, and the bytes that it saves."""
 
     what: str
     saved_bytes: int = 0
@@ -100,7 +100,7 @@ SETTLED = {"settled": True}
 
 @dataclass(slots=True)
 class Ran:
-    """What one pass did to one graph."""
+    """The outcome of one pass on one graph."""
 
     # One for each site of which something was asked.
     remarks: list[Remark] = field(default_factory=list)
@@ -170,11 +170,11 @@ class Pass(ABC, Generic[S]):
         """Every place of the idiom, legal or not."""
 
     def planned(self, site: S, plan: Plan) -> Choice | None:
-        """What the plan says of a site."""
+        """The choice that the plan has for a site, if any."""
         return plan.choices.get(site.name)
 
     def decide(self, site: S) -> Choice:
-        """What to do at a site where the plan says nothing."""
+        """The choice for a site that the plan does not name."""
         return Rewrite(self.name)
 
     @abstractmethod

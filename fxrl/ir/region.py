@@ -106,7 +106,8 @@ def differentiated(forward: fx.GraphModule) -> list[bool]:
 
 
 def _signature(spec: InputSpec, symbols: Symbols) -> str:
-    """All that compiled code depends on; strides too, but for rows, which are made contiguous."""
+    """Everything about an input that compiled code depends on; not the strides of rows, which are
+    made contiguous."""
     example = spec.example
     sizes = [symbols.text(size) for size in example.shape[1 if spec.tiled else 0 :]]
     strides = [] if spec.tiled else [symbols.text(stride) for stride in example.stride()]

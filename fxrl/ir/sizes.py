@@ -172,7 +172,7 @@ def _told_by(symbol: Any, exprs: Sequence[Any]) -> Any:
 
 
 def measure_by(values: Mapping[Any, Any]) -> Callable[[Any], int]:
-    """What a size, or an expression of sizes, is as a number where its symbols are ``values``.
+    """A function that evaluates sizes, and expressions of sizes, with these values of symbols.
 
     A symbol that is not among them (a count that depends on data) counts as 1.
     """

@@ -25,7 +25,7 @@ _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation(_internal)?$")
 
 
 def read_json(file: Path) -> Any:
-    """What a JSON file holds."""
+    """The content of a JSON file."""
     try:
         return json.loads(file.read_bytes().decode("utf-8-sig"))
     except OSError as error:

@@ -88,7 +88,8 @@ def leave_groups() -> None:
 
 
 def told_by_ranks(value: Any, ranks: int) -> list[Any]:
-    """What each rank of this one's group has; all of them call it, with what can be pickled."""
+    """Gather the values of all ranks of this one's group; all of them call it, with what can be
+    pickled."""
     told: list[Any] = [None] * ranks
     dist.all_gather_object(told, value, group=_group(ranks))
     return told

@@ -47,7 +47,7 @@ Values = Mapping[str, Any]
 # ---------------------------------------------------------------------------- the expression
 @cache
 def expression(mask: str) -> Callable[[Values], Any]:
-    """What a mask's text computes, from its names' values."""
+    """Compile the text of a mask to a function of the values of its names."""
     return _compiled(ast.parse(mask, mode="eval").body)
 
 
@@ -147,7 +147,7 @@ def _leading(vectors: Sequence[Tensor]) -> tuple[Any, Any]:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many are true in each row, and where: these first, in their order."""
+    """The number of true entries in each row, and the columns, those of true entries first."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).to(torch.int32), order.to(torch.int32).contiguous()
 
@@ -155,7 +155,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------- kernels
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What one call of the op is given, as kernels take it."""
+    """The arguments of one call of the op, in the form that kernels take."""
 
     query: Tensor
     key: Tensor

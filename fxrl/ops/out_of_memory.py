@@ -102,7 +102,7 @@ class Watch:
 
     @property
     def count(self) -> int:
-        """How many ops joined."""
+        """The number of ops that joined."""
         return len(self._contexts)
 
     def join(self, ctx: Any, movable: Sequence[bool]) -> int:

@@ -308,8 +308,8 @@ def _score(head: LossHead, held: Held, into: dict[str, Tensor], online: _Online 
 
 
 def online_bytes(rows: int, width: int, dtype: torch.dtype) -> int:
-    """What the forward holds beside a piece to make a gradient: the sum, the targets' rows of the
-    head, and a piece's vectors for log-prob and lse."""
+    """Bytes beside a piece for a gradient that is made in the forward: the sum, the targets' rows
+    of the head, and a piece's vectors for log-prob and lse."""
     return min(rows, ROWS) * width * (accumulation_dtype(dtype).itemsize + 3 * dtype.itemsize)
 
 

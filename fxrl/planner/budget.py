@@ -60,7 +60,7 @@ class Budget:
 
 
 class Limits(NamedTuple):
-    """What plans depend on besides the step."""
+    """The machine that a plan is made for."""
 
     target: Target  # what the GPU can do
     budget: Budget  # what may be used of it and of the host

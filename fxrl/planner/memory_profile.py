@@ -44,7 +44,7 @@ class _Life:
 
 
 class MemoryProfile:
-    """What a graph allocates, and when; sizes are filled in later."""
+    """The allocations of a graph over time; sizes are filled in later."""
 
     def __init__(self, gm: fx.GraphModule, kernels: Sequence[Kernel]) -> None:
         self._kernels = kernels

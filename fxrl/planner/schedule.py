@@ -259,7 +259,8 @@ class _Schedule:
         return volume(tensors(as_node(node.args[0]) if _is_reduction(node) else node)[0])
 
     def _ordered(self, groups: Sequence[Sequence[fx.Node]]) -> list[Sequence[fx.Node]]:
-        """Each group behind all that it reads, otherwise as early as its first value."""
+        """The groups in an order in which each comes behind all that it reads, else as early as its
+        first value."""
         group_of = {node: place for place, group in enumerate(groups) for node in group}
         done: dict[int, None] = {}
 

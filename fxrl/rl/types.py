@@ -21,7 +21,7 @@ Metrics = dict[str, float | None]
 
 
 class Told(NamedTuple):
-    """What the rewards hear of a completion besides its tokens."""
+    """Further facts about a completion that rewards may read."""
 
     prompt: Any  # text or messages
     # Of the completion; ``None``: its text is all there is.
@@ -83,7 +83,7 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What one step trains on."""
+    """The data that one step trains on."""
 
     # Those of one unit next to each other; none where there is nothing to train on.
     rows: Sequence[TokenRow]
@@ -164,10 +164,10 @@ class Source(Protocol):
         """A unit of rows as long as they may become."""
 
     def warnings(self, record: Mapping[str, Any]) -> Iterator[str]:
-        """What a step's metrics tell that people should hear."""
+        """Warnings that a step's metrics give rise to."""
 
     def failures(self) -> list[str]:
-        """What was retried or skipped since the last call, in words."""
+        """Messages about what was retried or skipped since the last call."""
 
 
 def of_completion(completion: Completion, worth: float, name: str = "advantages") -> TokenRow:

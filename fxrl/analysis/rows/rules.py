@@ -118,7 +118,7 @@ class RowRules:
 
 
 def op_name(node: fx.Node) -> str:
-    """What a node calls, for people."""
+    """The name of what a node calls, for messages."""
     target = node.target
     is_op = isinstance(target, OpOverload)
     return str(target) if is_op else str(getattr(target, "__name__", target))

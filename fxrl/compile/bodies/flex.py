@@ -51,7 +51,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """All that a kernel is compiled for, but for the sizes that vary."""
+    """The key of a compiled kernel: all that its code depends on, but for the sizes that vary."""
 
     mask: str
     scale: float

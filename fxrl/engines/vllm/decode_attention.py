@@ -193,7 +193,7 @@ def _implementation(
     pair: int | None,
     max_rows: int,
 ) -> type:
-    """What a layer runs."""
+    """The class of a layer's implementation."""
     workspaces: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()
 
     class FastImpl(impl):  # type: ignore[misc]
@@ -248,7 +248,7 @@ def _implementation(
 
 
 def _builder(builder: Any, decode_graphs: Any, max_rows: int) -> type:
-    """What a step's metadata is made by."""
+    """The class that makes a step's metadata."""
 
     class FastBuilder(builder):  # type: ignore[misc]
         _cudagraph_support = decode_graphs
@@ -268,7 +268,7 @@ def _builder(builder: Any, decode_graphs: Any, max_rows: int) -> type:
 
 
 def _layer_fits(impl: Any) -> bool:
-    """What of a layer is fixed: decided once."""
+    """Whether the fast kernel can compute a layer, as far as the layer alone decides it."""
     attn_type = getattr(impl.attn_type, "value", impl.attn_type)
     return (
         attn_type == "decoder"

@@ -53,7 +53,7 @@ class RouteError(EngineError):
 
 
 class Served(Protocol):
-    """What is needed of the engine."""
+    """The methods of an engine that ``WeightSync`` needs."""
 
     @property
     def takes_adapters(self) -> str:
@@ -222,7 +222,7 @@ class WeightSync:
 
 
 def _why_not(check: Callable[[], object]) -> str:
-    """What ``check`` refuses, in words."""
+    """The reason why ``check`` refuses the adapter; empty if it does not."""
     try:
         check()
     except AdapterError as error:

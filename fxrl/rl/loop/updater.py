@@ -257,8 +257,8 @@ class Updater:
 
     @contextmanager
     def _blamed(self) -> Iterator[None]:
-        """What is raised in the block is told as the loss's, which changes nothing of the
-        process."""
+        """Say of an error in the block that it is the loss's; what user code switches is switched
+        back."""
         peers = self.ranks.watched() if self.context_parallel > 1 else nullcontext()
         try:
             with self.process.kept(), peers:

@@ -43,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What is drawn of one line: SVG path data, its place in the palette, and what to read off."""
+    """The drawing of one line: SVG path data, its place in the palette, and what to read off."""
 
     name: str
     style: str
@@ -77,7 +77,7 @@ class Chart:
 
     @property
     def reading(self) -> list[dict[str, Any]]:
-        """What the page's script reads off: name and points of each line."""
+        """The name and points of each line, for the page's script."""
         return [{"name": mark.name, "at": mark.at} for mark in self.marks]
 
 
@@ -207,7 +207,8 @@ def _stack(means: Mapping[str, float], y: _Axis) -> list[tuple[int, float, float
 
 
 def _too_high(cut: Sequence[Point], form: Callable[[float], str]) -> str:
-    """Which steps' bars are cut, and how high they are."""
+    """A sentence that names the steps whose bars are cut, and the height of these bars; empty if
+    none is."""
     named = ", ".join(f"step {step:.0f} ({form(total)})" for step, total in cut[:6])
     more = f" and {len(cut) - 6} more" if len(cut) > 6 else ""
     return f"Higher than the picture, marked by a triangle: {named}{more}." if cut else ""
@@ -265,5 +266,5 @@ def _thinned(columns: Columns, key: str) -> list[Point]:
 
 
 def _sharing(count: int) -> int:
-    """How many of so many steps share a point."""
+    """The number of steps that share a point."""
     return max(1, math.ceil(count / MOST_POINTS))

@@ -159,7 +159,7 @@ class JsonLines:
         self._tell(f"{self.path} was {'replaced' if there else 'deleted'}; it is written on")
 
     def _append(self, line: bytes) -> None:
-        """All of it; an unbuffered write may take less at a time."""
+        """Write all of it; an unbuffered write may take less at a time."""
         done = 0
         while done < len(line):
             done += self._file.write(line[done:])

@@ -190,7 +190,7 @@ def _telling(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def _content(run_dir: Path, columns: Columns, notes: Table) -> dict[str, Any]:
-    """What the template shows, by its names for it."""
+    """The variables of the page's template."""
     config = _table(run_dir / "config.json")
     model = config.get("model")
     remarks = _remarks(notes.get("report"))

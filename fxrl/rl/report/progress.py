@@ -91,7 +91,7 @@ class _Told(logging.Handler):
 
 @contextmanager
 def told(name: str, say: Say) -> Iterator[None]:
-    """What the logger ``name`` says at INFO is what is being done."""
+    """Show what the logger ``name`` says at INFO as what is being done."""
     logger, handler = logging.getLogger(name), _Told(say)
     level = logger.level
     logger.addHandler(handler)
@@ -169,7 +169,7 @@ class Reporter:
             del self.open[depth:]
 
     def changed(self, kind: str, words: str) -> None:
-        """What is being done has new words; those before the colon are its ``kind``."""
+        """Change the words for what is being done; those before the colon are its ``kind``."""
 
     def begin(self, total: int, done: int) -> None:
         """The loop begins: ``total`` steps, ``done`` of them by a run that is resumed."""
@@ -194,7 +194,7 @@ class Reporter:
         self.message(text)
 
     def report(self, report: Report) -> None:
-        """What ``fxrl.optimize`` did, after the first step."""
+        """Show what ``fxrl.optimize`` did, after the first step."""
         self.console.print(report)
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
@@ -205,7 +205,7 @@ class Reporter:
         self.done, self._samples = record["step"], samples or self._samples
 
     def show_last(self) -> None:
-        """What was seen last, once, to stay."""
+        """Print what was seen last once more, to stay."""
         samples, self._samples = self._samples, ()
         if samples:
             self.console.print(completions_table(samples))
@@ -360,7 +360,8 @@ class LiveReporter(LogReporter):
             self.console.show_cursor(True)
 
     def view(self) -> Group:
-        """What is being done, on top where no small window hides it; then the last steps."""
+        """The live view: what is being done, on top where no small window hides it, then the last
+        steps."""
         views: list[Any] = []
         for words, since in self.open[-1:]:
             now = self.clock()
@@ -379,7 +380,7 @@ class LiveReporter(LogReporter):
         return Group(*views)
 
     def _bar(self) -> Table:
-        """Which step is under way, and when all will be done."""
+        """A bar with the step that is under way and the time when all will be done."""
         bar = Table.grid(padding=(0, 1))
         words = f"{_hours(self.clock() - self.start)} elapsed, {_hours(self.seconds_left())} left"
         done = ProgressBar(total=self.total, completed=self.done, width=24)

@@ -238,7 +238,7 @@ def _table(function: Mapping[str, Any]) -> Any:
 
 
 def _essence(message: Message) -> Any:
-    """What of a message is read; programs add and drop the rest."""
+    """The part of a message that is compared; programs add and drop the rest."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     read = [(one["name"], json.dumps(one["arguments"], sort_keys=True)) for one in calls]
     return message.get("role"), message.get("content") or "", read

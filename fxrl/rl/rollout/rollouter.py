@@ -79,7 +79,7 @@ Values = list[float | None]
 
 
 class _Group(NamedTuple):
-    """All completions of a prompt."""
+    """The completions of a prompt."""
 
     completions: Sequence[Completion]
     told: Sequence[Told]
@@ -423,7 +423,7 @@ class Rollouter:
             )
 
     def failures(self) -> list[str]:
-        """What was retried or skipped since the last call, in words."""
+        """Messages about what was retried or skipped since the last call."""
         told = [*self._retried, *(text for reward in self.rewards for text in reward.failures)]
         for failures in (self._retried, *(reward.failures for reward in self.rewards)):
             failures.clear()
@@ -499,7 +499,7 @@ class RewardWatch:
         self._idle, self._next = 0, IDLE_STEPS
 
     def warning(self, record: Mapping[str, Any]) -> str | None:
-        """What this step's metrics complete, and what to do about it, if anything."""
+        """The warning, if any, that this step's metrics give rise to, and what to do about it."""
         known = record["reward"] is not None
         if (record["frac_reward_zero_std"] < 1.0) if self._by_group else known:
             self._idle, self._next = 0, IDLE_STEPS

@@ -165,7 +165,7 @@ class Caller:
 
 
 class Exited(Exception):
-    """What the user's code raised to end the process (or a thread), which it does not."""
+    """User code tried to end the process (or a thread); it goes on."""
 
 
 async def _contained(awaitable: Awaitable[T]) -> T:

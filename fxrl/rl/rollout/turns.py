@@ -44,7 +44,7 @@ Group = tuple[Sequence[Completion], Sequence[Told], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one call of a player is to play."""
+    """The work for one call of a player."""
 
     rows: Sequence[Row]
     mine: Sequence[int]  # numbers of those to play, ``params.n`` rollouts each
@@ -95,7 +95,8 @@ class Transcript:
         self.messages.append(said)
 
     def answer(self, ids: Sequence[int], answers: Sequence[Message]) -> None:
-        """What the turn is answered, if there is room for it and a token more."""
+        """Append the answer to the turn if there is room for it and a token more; else the
+        transcript is over."""
         if len(ids) >= self.room:
             self.over = True
             return

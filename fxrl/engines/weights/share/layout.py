@@ -143,7 +143,7 @@ def _rows(shape: torch.Size) -> int:
 
 
 def _stacks_of(vllm_model: nn.Module) -> list[_Stack]:
-    """What any module of the model declares; longer shard names first."""
+    """The stacks that any module of the model declares, longer shard names first."""
     found: dict[_Stack, None] = {}
     for module in vllm_model.modules():
         for fused, shards in (getattr(module, "packed_modules_mapping", None) or {}).items():
